@@ -1,0 +1,74 @@
+"""What can go wrong with the world: every error here says what was expected, what was found and what to do.
+
+Bad arguments are plain `ValueError` and `TypeError`; these are for the state of the job.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class DdpkitError(RuntimeError):
+    """The root of ddpkit's own errors."""
+
+    def __reduce__(self) -> tuple[Any, ...]:  # subclasses take keywords, so the default would not unpickle
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
+
+
+class LaunchError(DdpkitError):
+    """The environment hints at several processes but the hints are incomplete, contradictory or shared."""
+
+
+class NotSetUpError(DdpkitError):
+    """Several processes were launched, but `setup()` was not called."""
+
+
+class MismatchError(DdpkitError):
+    """Ranks passed values that cannot be combined."""
+
+
+class ReplicaMismatch(DdpkitError):
+    """Model or optimizer state that must be equal on every rank is not."""
+
+
+class CheckpointError(DdpkitError):
+    """A checkpoint cannot be read or written."""
+
+
+class BarrierTimeout(DdpkitError, TimeoutError):
+    """Some ranks did not arrive in time.
+
+    Attributes:
+        missing: `(rank, host)` of those that had not arrived when the first rank gave up.
+        arrived: `(rank, host)` of those that had.
+    """
+
+    missing: list[tuple[int, str]]
+    arrived: list[tuple[int, str]]
+
+    def __init__(self, message: str, missing: list[tuple[int, str]], arrived: list[tuple[int, str]]) -> None:
+        super().__init__(message)
+        self.missing, self.arrived = missing, arrived
+
+
+class PeerError(DdpkitError):
+    """Another rank failed.
+
+    Attributes:
+        rank: The rank that failed first.
+        host: The host it ran on.
+        error_type: Name of its exception's class, or "lost" for a process that died without one.
+        message: The exception's message.
+        traceback: Its formatted traceback, "" where there was none.
+    """
+
+    def __init__(self, rank: int, host: str, error_type: str, message: str, traceback: str = "") -> None:
+        text = f"rank {rank} ({host}) failed: {error_type}: {message}"
+        super().__init__(f"{text}\n\nTraceback of rank {rank}:\n{traceback.rstrip()}" if traceback else text)
+        self.rank, self.host, self.error_type, self.message, self.traceback = rank, host, error_type, message, traceback
+
+
+def _rebuild(cls: type[DdpkitError], args: tuple[Any, ...], state: dict[str, Any]) -> DdpkitError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error

@@ -1,0 +1,32 @@
+"""Shared by all tests: `on_ranks` runs a module-level function on real ranks, and nothing may be left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import ddpkit
+
+
+def _joined(fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:
+    with ddpkit.distributed(timeout=timedelta(seconds=timeout)):
+        return fn(*args)
+
+
+def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 30.0) -> list[Any]:
+    """Runs `fn(*args)` on `nprocs` ranks that have called `setup()`; returns the results by rank. `timeout` in seconds."""
+    return ddpkit.spawn(_joined, nprocs, fn, args, timeout, timeout=timedelta(seconds=4 * timeout))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    assert not dist.is_initialized(), "the test left a process group behind"
+    now = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    assert now == {k: v for k, v in before.items() if k != "PYTEST_CURRENT_TEST"}, "the test changed the environment"
