@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from . import runtime
 from .errors import DdpkitError, PeerError
 
 _GRACE = 10.0  # seconds that the other ranks get to report after the first failure
@@ -141,13 +141,13 @@ def _work(pipe: Connection, job: bytes, env: dict[str, str], stack: str) -> None
     os.environ.update(env)
     with open(stack, "w") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=False)
+        threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
         try:
             fn, args = pickle.loads(job)
             reply = pickle.dumps(("returned", fn(*args), ""))
         except BaseException as error:
-            sys.excepthook(type(error), error, error.__traceback__)  # as if the script had ended: setup() tells the peers
-            reply = _failure(error)
-        threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
+            reply = _failure(runtime.report(error))
+        runtime.teardown()
         pipe.send_bytes(reply)
 
 

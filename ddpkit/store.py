@@ -1,0 +1,200 @@
+"""What the ranks of a joined job tell each other outside collectives: they meet, and they fail, over torch's key-value store.
+
+A *meeting* is a wait for several ranks that can name who is missing. The first *failure* of a job is recorded, and every wait
+looks at the record, so that nobody waits for a rank that will not come.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from .errors import BarrierTimeout, DdpkitError, LaunchError, PeerError
+
+T = TypeVar("T")
+_WORD, _BROKEN = 60, 1 << 61  # a meeting's counters: one bit for each of 60 ranks, and a flag, in an int64
+_PATIENCE = 1.5  # seconds in which the watch learns why a connection broke
+
+
+def failure_record(rank: int, error: BaseException, traceback: str = "") -> dict[str, Any]:
+    """What the other ranks are told of a failure; rank -1 when the job itself is wrong."""
+    words = {"type": type(error).__name__, "message": str(error), "traceback": traceback[-50_000:]}
+    return {"rank": rank, "host": socket.gethostname(), **words}
+
+
+def as_error(record: dict[str, Any]) -> DdpkitError:
+    """The exception that a failure record stands for on the other ranks."""
+    if record["rank"] < 0:
+        return LaunchError(record["message"])
+    return PeerError(record["rank"], record["host"], record["type"], record["message"], record["traceback"])
+
+
+class Session:
+    """One start of a job, seen from one rank: who is in it, where they meet, what failed first."""
+
+    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], timeout: timedelta) -> None:
+        self.store, self.rank, self.hosts, self.timeout = store, rank, hosts, timeout
+        self.everyone: Sequence[int] = range(len(hosts))
+        self.pid = os.getpid()  # a forked child holds a copy that is not its own
+        self.told: dict[str, Any] | None = None  # the failure that this rank has heard of
+        self.handled = False  # whether the main thread knows
+        self.left: set[int] = set()  # ranks that the watch saw leave in good order
+        self.deadline: float | None = None  # of the wait that the main thread is in
+        self._counts: dict[str, int] = {}
+        self._litter: dict[Sequence[int], list[str]] = {}
+
+    def count(self, name: str) -> str:
+        """A key for the n-th use of a name; every rank counts alike because all take part."""
+        self._counts[name] = number = self._counts.get(name, 0) + 1
+        return f"{name}/{number}"
+
+    def record(self, failure: dict[str, Any]) -> dict[str, Any]:
+        """Records this failure, or returns the one that came first."""
+        first: dict[str, Any] = json.loads(self.store.compare_set("failure", "", json.dumps(failure)))
+        return first
+
+    def check(self) -> None:
+        """Raises if any rank has failed."""
+        if self.told is None and self.store.check(["failure"]):
+            self.told = json.loads(self.store.get("failure"))
+        if self.told is not None:
+            self.handled = True
+            raise as_error(self.told)
+
+    def verdict(self, patience: float = _PATIENCE) -> DdpkitError | None:
+        """Who failed or left, as far as it is known in `patience` seconds: the cause of a broken connection."""
+        end = time.monotonic() + patience
+        while time.monotonic() < end:
+            try:
+                self.check()
+            except DdpkitError as error:
+                return error
+            except RuntimeError:  # the store has gone too
+                pass
+            if self.left:
+                return self.departed(min(self.left))
+            time.sleep(0.01)
+        return None
+
+    def departed(self, rank: int) -> PeerError:
+        """What to raise when waiting for a rank that has left."""
+        return PeerError(rank, self.hosts[rank], "left", "it called teardown() or ended while others still wait for it")
+
+    @contextmanager
+    def bounded(self, timeout: timedelta) -> Iterator[None]:
+        """Lets the watch end a wait in which the store itself does not answer; a lost store becomes a `PeerError`."""
+        self.deadline = time.monotonic() + timeout.total_seconds()
+        try:
+            yield
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise self.verdict() or PeerError(0, self.hosts[0], "lost", f"the store has gone: {error}") from error
+        finally:
+            self.deadline = None
+
+    def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], DdpkitError]) -> T:
+        """Polls until `ready()` is not None; raises a peer's failure, or what `late()` returns when the time is up."""
+        pause, end = Pause(), time.monotonic() + timeout.total_seconds()
+        while (value := ready()) is None:
+            self.check()
+            if time.monotonic() > end:
+                raise late()
+            pause()
+        return value
+
+    def meet(
+        self,
+        key: str,
+        timeout: timedelta | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        failure: dict[str, Any] | None = None,
+        litter: Sequence[str] = (),
+    ) -> None:
+        """Waits until all of `ranks` are here. With a `failure`, tells the others instead and does not wait.
+
+        Keys in `litter` are deleted when these ranks next meet, for then nobody can still be reading them.
+        """
+        ranks, timeout = self.everyone if ranks is None else ranks, timeout or self.timeout
+        place = ranks.index(self.rank)
+        words = [f"{key}/{first}" for first in range(0, len(ranks), _WORD)]
+        full = [(1 << min(_WORD, len(ranks) - first)) - 1 for first in range(0, len(ranks), _WORD)]
+
+        def absent() -> list[int]:
+            return [rank for i, rank in enumerate(ranks) if not bits[i // _WORD] >> i % _WORD & 1]
+
+        def complete() -> bool | None:
+            bits[:] = [self.store.add(word, 0) for word in words]
+            if bits[0] & _BROKEN:
+                raise self._broken(key, ranks)
+            if bits != full and (gone := self.left.intersection(absent())):
+                raise self.departed(min(gone))
+            return bits == full or None
+
+        def late() -> DdpkitError:
+            self._break(key, {"missing": absent(), "seconds": timeout.total_seconds()})
+            return self._broken(key, ranks)
+
+        with self.bounded(timeout):
+            bits = [self.store.add(word, 1 << place % _WORD if i == place // _WORD else 0) for i, word in enumerate(words)]
+            if failure:
+                return self._break(key, failure)
+            if bits != full:
+                self.until(complete, timeout, late)
+            for old in self._litter.get(ranks, ()):
+                self.store.delete_key(old)
+        self._litter[ranks] = [*litter, *(words if place == 0 else ())]
+
+    def exchange(self, text: str) -> list[str]:
+        """Every rank's text, by rank."""
+        key = self.count("exchange")
+        with self.bounded(self.timeout):
+            self.store.set(f"{key}/from/{self.rank}", text)
+            self.meet(key, litter=[f"{key}/from/{self.rank}"])
+            return [self.store.get(f"{key}/from/{rank}").decode() for rank in self.everyone]
+
+    def leave(self, linger: bool) -> None:
+        """Counts itself out; a rank that hosts the store lingers up to 2 s for those who still need it."""
+        left = self.store.add("left", 1)
+        end, pause = time.monotonic() + 2.0, Pause()
+        while linger and left < len(self.hosts) and time.monotonic() < end:
+            pause()
+            left = self.store.add("left", 0)
+
+    def _break(self, key: str, why: dict[str, Any]) -> None:
+        text = json.dumps(why | {"by": self.rank})
+        if self.store.compare_set(f"{key}/why", "", text) == text.encode():  # the first reason stands
+            self.store.add(f"{key}/0", _BROKEN)
+
+    def _broken(self, key: str, ranks: Sequence[int]) -> DdpkitError:
+        why = json.loads(self.store.get(f"{key}/why"))
+        if "missing" not in why:
+            return as_error(why)
+        missing, arrived = ([(r, self.hosts[r]) for r in ranks if (r in why["missing"]) is wanted] for wanted in (True, False))
+        text = f"{key.rpartition('/')[0]}: {len(missing)} of {len(ranks)} ranks did not arrive within {why['seconds']:g} s: "
+        text += f"{_names(missing)}. Arrived: {_names(arrived)}."
+        if self.rank in why["missing"]:
+            text += f" This is rank {self.rank}, which came too late."
+        return BarrierTimeout(text, missing, arrived)
+
+
+class Pause:
+    """Sleeps between polls: 50 microseconds at first, 20 milliseconds in the end."""
+
+    def __init__(self) -> None:
+        self.seconds = 50e-6
+
+    def __call__(self) -> None:
+        time.sleep(self.seconds)
+        self.seconds = min(1.3 * self.seconds, 0.02)
+
+
+def _names(places: list[tuple[int, str]]) -> str:
+    return ", ".join(f"rank {rank} ({host})" for rank, host in places) or "nobody"

@@ -1,0 +1,240 @@
+"""Notices at once when a rank dies or fails, also while the others compute or sit in a collective.
+
+Every rank holds one plain TCP connection to rank 0, silent while all is well. A rank that fails says so on it; for one that
+dies the kernel does (keep-alive finds a cut link in about 9 s). Rank 0 passes the news on. A rank that hears it raises in its
+main thread; if that is stuck in a C call, the verdict is printed and the process ends. There is no heartbeat: a thread cannot
+send one while a C call holds the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from .errors import DdpkitError, LaunchError, PeerError
+from .store import Session, as_error, failure_record
+
+log = logging.getLogger(__name__)
+_TICK = 5.0  # seconds between looks at the main thread's own wait
+_GRACE = 5.0  # seconds that the main thread gets to raise
+
+
+class Watch(threading.Thread):
+    """This rank's end of the watch: on rank 0 the listener that all connect to, elsewhere a connection to it.
+
+    Args:
+        session: Whose `told` and `left` are kept up to date.
+        token: A secret of this start of the job; other visitors are ignored.
+        wire: Rank 0's listening socket; on the other ranks their connection to it.
+        ending: Called with the verdict before the process is ended.
+    """
+
+    def __init__(self, session: Session, token: str, wire: socket.socket, ending: Callable[[DdpkitError], None]) -> None:
+        super().__init__(name="ddpkit watch", daemon=True)
+        self._session, self._token, self._ending = session, token, ending
+        self._hub = session.rank == 0
+        self._peers: dict[int, socket.socket] = {}
+        self._text: dict[socket.socket, bytes] = {}
+        self._listener, self._closing, self._end_at = wire, False, float("inf")
+        self._lock = threading.Lock()  # both threads send
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(wire, selectors.EVENT_READ)
+        if not self._hub:
+            self._adopt(0, wire)
+            self._send(0, {"token": token, "rank": session.rank})
+        me = weakref.ref(self)  # a forked child would hold the connections open after our death
+        os.register_at_fork(after_in_child=lambda: (watch := me()) and watch._forget())
+        self._former = _install(self._raise_in_main)
+        self.start()
+
+    def tell(self, failure: dict[str, Any]) -> None:
+        """Tells the other ranks that this one has failed."""
+        self._session.told, self._session.handled = failure, True
+        self._spread({"failure": failure})
+
+    def close(self) -> None:
+        """Leaves in good order: after this, no end of a connection is a failure."""
+        self._closing = self._session.handled = True
+        self._spread({"left": self._session.rank})
+        self._wake.send(b"x")
+        self.join(2.0)
+        if self._former is not None:
+            signal.signal(signal.SIGURG, self._former)
+
+    def run(self) -> None:
+        """Listens until the watch is closed."""
+        while not self._closing:
+            for key, _ in self._selector.select(0.2 if self._end_at < float("inf") else _TICK):
+                self._hear(key.fileobj)  # type: ignore[arg-type]
+            self._look_after_main()
+        self._part()
+
+    def _hear(self, wire: socket.socket) -> None:
+        if wire is self._woken:
+            wire.recv(64)
+        elif self._hub and wire is self._listener:
+            visitor, _ = wire.accept()
+            self._text[visitor] = b""
+            self._selector.register(visitor, selectors.EVENT_READ)
+        else:
+            try:
+                data = wire.recv(65536)
+            except OSError:
+                data = b""
+            *lines, self._text[wire] = (self._text.get(wire, b"") + data).split(b"\n")
+            for line in lines:
+                self._obey(wire, line)
+            if not data:
+                self._lose(wire)
+
+    def _obey(self, wire: socket.socket, line: bytes) -> None:
+        rank = next((r for r, peer in self._peers.items() if peer is wire), None)
+        try:
+            news = json.loads(line)
+            if rank is None and news.pop("token") != self._token:
+                return
+        except (ValueError, KeyError, AttributeError, TypeError):
+            return  # somebody who knocked at the wrong door
+        if "rank" in news:
+            self._adopt(news["rank"], wire)
+        if "left" in news:
+            self._session.left.add(news["left"])
+        if "failure" in news and self._session.told is None:
+            self._learn(news["failure"])
+        if self._hub and ("failure" in news or "left" in news):
+            self._spread(news, besides=wire)
+
+    def _lose(self, wire: socket.socket) -> None:
+        self._selector.unregister(wire)
+        wire.close()
+        rank = next((r for r, peer in self._peers.items() if peer is wire), None)
+        if rank is None or self._peers.pop(rank) is None or rank in self._session.left or self._session.told or self._closing:
+            return
+        words = "its connection closed without a word: the process was killed or crashed, or the network was cut"
+        failure = failure_record(rank, PeerError(rank, "", "", ""))
+        failure |= {"host": self._session.hosts[rank], "type": "lost", "message": words}
+        self._learn(failure)
+        if self._hub:
+            self._spread({"failure": failure})
+            # for those that come later; on a thread of its own, because a store may be out of reach as well
+            threading.Thread(target=self._session.record, args=(failure,), daemon=True).start()
+
+    def _learn(self, failure: dict[str, Any]) -> None:
+        self._session.told = failure
+        if self._closing or self._session.handled:
+            return
+        log.error("%s", as_error(failure))
+        self._end_at = time.monotonic() + _GRACE
+        if self._former is not None:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+
+    def _look_after_main(self) -> None:
+        session, now = self._session, time.monotonic()
+        if session.deadline is not None and now > session.deadline + _TICK and session.told is None:
+            silent = PeerError(0, session.hosts[0], "silent", "the store does not answer: is its process stopped?")
+            self._learn(failure_record(0, silent) | {"type": "silent", "message": silent.message, "host": silent.host})
+        if session.handled:
+            self._end_at = float("inf")
+        elif now > self._end_at and session.told is not None:
+            self._end(as_error(session.told))
+
+    def _end(self, verdict: DdpkitError) -> None:
+        words = f"Rank {self._session.rank} ends: its main thread is in a call that does not return. {verdict}\n"
+        os.write(2, words.encode())
+        try:
+            self._ending(verdict)
+            sys.stdout.flush()
+            for child in multiprocessing.active_children():
+                child.kill()
+        finally:
+            os._exit(1)
+
+    def _raise_in_main(self, signum: int, frame: Any) -> None:
+        session = self._session
+        if session.told is not None and not session.handled and os.getpid() == session.pid:
+            session.handled = True
+            raise as_error(session.told)
+        if callable(self._former):
+            self._former(signum, frame)
+
+    def _adopt(self, rank: int, wire: socket.socket) -> None:
+        wire.settimeout(2.0)
+        keep_alive(wire)
+        self._peers[rank] = wire
+
+    def _spread(self, news: dict[str, Any], besides: socket.socket | None = None) -> None:
+        for rank, wire in list(self._peers.items()):
+            if wire is not besides:
+                self._send(rank, news)
+
+    def _send(self, rank: int, news: dict[str, Any]) -> None:
+        try:
+            with self._lock:
+                self._peers[rank].sendall(json.dumps(news).encode() + b"\n")
+        except (OSError, KeyError):  # it has gone; its connection tells the rest
+            pass
+
+    def _part(self) -> None:
+        """Reads what is still under way, for closing over unread data would destroy our last words to the other side."""
+        for wire in self._peers.values():
+            try:
+                wire.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass
+        end = time.monotonic() + 1.0
+        while self._peers and (left := end - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                self._hear(key.fileobj)  # type: ignore[arg-type]
+        self._forget()
+
+    def _forget(self) -> None:
+        for wire in (*self._text, *self._peers.values(), self._listener, self._wake, self._woken):
+            wire.close()
+
+
+def listen() -> socket.socket:
+    """Opens the door that all other ranks connect to."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def dial(address: str, port: int, timeout: float) -> socket.socket:
+    """Connects to that door; raises `LaunchError` if it cannot be reached."""
+    try:
+        return socket.create_connection((address, port), timeout=timeout)
+    except OSError as error:
+        raise LaunchError(
+            f"The watch cannot connect to rank 0 at {address}:{port}: {error}. Open the ports between the nodes, which the "
+            "group needs as well, or do without the watch: setup(watch=False)."
+        ) from error
+
+
+def keep_alive(wire: socket.socket) -> None:
+    """Lets the kernel find a dead link: it asks after 3 s of silence, 3 times, 2 s apart."""
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _install(handler: Callable[[int, Any], None]) -> Any:
+    """Handles SIGURG, which nobody else sends; returns the former handler, None where that cannot be done."""
+    if not hasattr(signal, "SIGURG") or threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGURG, handler)
