@@ -1,13 +1,16 @@
-"""Which accelerator belongs to which rank. Nothing here communicates."""
+"""Which accelerator belongs to which rank, and which backend joins them."""
 
 from __future__ import annotations
 
+import json
 import os
 
 import torch
 import torch.distributed as dist
 
 from .errors import LaunchError
+from .launchers import Launch
+from .store import Session
 
 _MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
@@ -25,24 +28,62 @@ def device_index(visible: int, local_rank: int, local_world_size: int) -> int | 
     if visible == 1:  # the launcher gave each rank one of its own; if not, `identity` shows that it is the same one
         return 0
     raise LaunchError(
-        f"{local_world_size} ranks on this node, but {visible} visible accelerators. Start {visible} ranks on it, or let "
-        'ranks share one by naming it: setup(device="cuda:0").'
+        f"{local_world_size} ranks on this node, but {visible} visible accelerators. Start {visible} ranks on it, or "
+        'let ranks share one by naming it: setup(device="cuda:0").'
     )
 
 
 def choose_device(asked: torch.device | None, local_rank: int, local_world_size: int) -> torch.device:
     """The device that was asked for, or the one that the local rank gives."""
     if asked is not None:
-        index = local_rank if asked.index is None and asked.type != "cpu" else asked.index
-        visible = _count(asked.type)
-        if asked.type != "cpu" and (index or 0) >= visible:
-            raise LaunchError(f"{asked} was asked for on local rank {local_rank}, but {visible} such devices are visible here.")
-        return asked if asked.type in ("cpu", "mps") else torch.device(asked.type, index)
+        if asked.type in ("cpu", "mps"):
+            return asked
+        place, visible = local_rank if asked.index is None else asked.index, _count(asked.type)
+        if place >= visible:
+            raise LaunchError(
+                f"{asked} was asked for on local rank {local_rank}; visible {asked.type} devices: {visible}."
+            )
+        return torch.device(asked.type, place)
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None or (kind.type == "mps" and local_world_size > 1):  # no collectives on mps
         return torch.device("cpu")
     index = device_index(_count(kind.type), local_rank, local_world_size)
     return torch.device("cpu") if index is None else torch.device(kind.type, index)
+
+
+def agree(
+    session: Session, launch: Launch, device: torch.device | None, backend: str | None
+) -> tuple[torch.device, str]:
+    """Chooses this rank's device, and the backend that all ranks use; what is wrong on one rank is raised on all."""
+    choice = {"error": "", "device": "", "shared": device is not None, "backend": backend}
+    chosen = torch.device("cpu")
+    try:
+        chosen = choose_device(device, launch.local_rank or 0, launch.local_world_size or 1)
+        choice["device"] = identity(chosen)
+        default_backend(chosen, False)
+    except (RuntimeError, ValueError) as error:
+        choice["error"] = str(error)
+    choice["kind"] = chosen.type
+    choices = [json.loads(text) for text in session.exchange(json.dumps(choice))]
+    if problems := [f"rank {rank}: {other['error']}" for rank, other in enumerate(choices) if other["error"]]:
+        raise LaunchError("; ".join(problems))
+    for key, name in (("kind", "kinds of device"), ("backend", "backends")):
+        if len({other[key] for other in choices}) > 1:
+            found = ", ".join(f"rank {rank} {other[key]}" for rank, other in enumerate(choices))
+            raise LaunchError(
+                f"The ranks use different {name}: {found}. Name one for all: setup(device=..., backend=...)."
+            )
+    holders: dict[tuple[str, str], list[int]] = {}
+    for rank, other in enumerate(choices):
+        holders.setdefault((session.hosts[rank], other["device"]), []).append(rank)
+    crowds = [(host, crowd) for (host, name), crowd in holders.items() if name and len(crowd) > 1]
+    for host, crowd in crowds:
+        if not all(choices[rank]["shared"] for rank in crowd):
+            raise LaunchError(
+                f"Ranks {crowd} on {host} see the same accelerator: {len(crowd)} ranks, 1 {chosen.type} device. Start "
+                f'one rank for each device, or share it on purpose: setup(device="{chosen.type}:0").'
+            )
+    return chosen, backend or default_backend(chosen, shared=bool(crowds))
 
 
 def bind_device(device: torch.device) -> None:

@@ -1,32 +1,31 @@
 """Joining a job: one store, one generation of it, and every rank number claimed once.
 
-A restarted job finds the keys of the dead one, so each start of a job is a *generation* of its own. Rank 0 draws its number,
-every rank *claims* its rank under it, and rank 0 answers with the *roster* of all claims once they fit together. A restarted
-rank that meets an old generation sees that the roster does not hold its claim and waits for the next one.
+A restarted job finds the keys of the dead one, so each start of a job is a *generation* of its own. Rank 0 draws its
+number, every rank *claims* its rank under it, and rank 0 answers with the *roster* of all claims once they fit
+together. A restarted rank that meets an old generation sees that the roster does not hold its claim and waits for the
+next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import re
 import secrets
 import socket
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from .errors import LaunchError
-from .launchers import Launch, derive_port
+from .launchers import Launch
+from .rendezvous import knock
 from .store import Pause, as_error, failure_record
 
-log = logging.getLogger(__name__)
-_NAME_PATIENCE = 60.0  # seconds: a headless service's name may appear late
+PLACE = ("local_rank", "local_world_size", "node_rank", "num_nodes")  # what a launcher may leave untold
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Member:
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> Member:
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
+        return cls(**entry | {k: tuple(v) for k, v in entry.items() if isinstance(v, list)})
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -63,74 +62,12 @@ class Member:
         return _born(self.pid) == self.born if self.host == socket.gethostname() and self.born else None
 
 
-def connect(address: str, port: int, host: bool, timeout: timedelta) -> dist.Store:
-    """Opens the job's store: as its host, or as a client that waits for the host to come up."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    _resolve(address, min(_NAME_PATIENCE, timeout.total_seconds()))
-    if host:
-        try:
-            return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout)
-        except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise LaunchError(f"Rank 0 cannot host the store at {address}:{port}: {error}") from error
-        reason = f"Two processes claim rank 0 at {address}:{port}: {socket.gethostname()} (pid {os.getpid()}) found the port taken."
-        told = denounce(address, port, reason + " Is another job using this MASTER_PORT?")
-        raise LaunchError(
-            f"{reason} The other's ranks were told; choose another MASTER_PORT if these are two jobs."
-            if told
-            else f"Port {port} of {address} is taken by something that is no store of a job. Choose another MASTER_PORT."
-        )
-    _knock(address, port, deadline)
-    try:
-        return dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    except RuntimeError as error:
-        raise LaunchError(f"What listens at {address}:{port} is not the store of a job: {error}") from error
-
-
-def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, int]:
-    """Opens the store where the launcher gives no MASTER_ADDR: over hydra's key-value space, or on the only node."""
-    one_node = launch.local_world_size == launch.world_size
-    address = "127.0.0.1" if one_node else socket.getfqdn()
-    if "PMI_FD" in os.environ:
-        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False) if launch.rank == 0 else None
-        address, _, port = _over_pmi(f"{address}|{store.port}" if store else None).partition("|")
-        return store or connect(address, int(port), False, timeout), address, int(port)
-    if not one_node:
-        raise LaunchError(
-            f"{launch.kind} started ranks on several nodes and tells no address to meet at. Set MASTER_ADDR to the host of "
-            "rank 0 and MASTER_PORT to a free port there, for example: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29400."
-        )
-    port = derive_port(*(os.environ.get(name, "") for name in ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")))
-    return connect(address, port, launch.rank == 0, timeout), address, port
-
-
-def _over_pmi(value: str | None) -> str:
-    """Gives rank 0's value to all ranks by the PMI-1 wire protocol, which hydra speaks on a descriptor that it hands down."""
-    with os.fdopen(os.dup(int(os.environ["PMI_FD"])), "r+b", buffering=0) as wire:
-
-        def ask(command: str) -> dict[str, str]:
-            wire.write(f"cmd={command}\n".encode())
-            line = b""
-            while not line.endswith(b"\n"):
-                if not (data := wire.read(4096)):
-                    raise LaunchError("The MPI launcher closed its PMI connection. Set MASTER_ADDR and MASTER_PORT instead.")
-                line += data
-            return dict(word.split("=", 1) for word in line.decode().split() if "=" in word)
-
-        ask("init pmi_version=1 pmi_subversion=1")
-        space = ask("get_my_kvsname")["kvsname"]
-        if value is not None:
-            ask(f"put kvsname={space} key=ddpkit value={value}")
-        ask("barrier_in")
-        answer = ask(f"get kvsname={space} key=ddpkit")["value"]
-        ask("finalize")
-        return answer
-
-
 def denounce(address: str, port: int, reason: str) -> bool:
-    """Tells a job that this process does not belong to it, so that its ranks do not wait; returns whether it was heard."""
+    """Tells a job that this process does not belong to it, so that its ranks do not wait; returns whether it was
+    heard.
+    """
     try:
-        _knock(address, port, time.monotonic() + 2)
+        knock(address, port, time.monotonic() + 2)
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=3))
         for _ in range(20):
             if generation := store.add("ddpkit/generation", 0):
@@ -152,6 +89,15 @@ def join(store: dist.Store, me: Member, timeout: timedelta) -> tuple[dist.Store,
         return _lead(store, me, deadline, timeout) if me.rank == 0 else _follow(store, me, deadline, timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise LaunchError(f"Rank {me.rank} lost the store while joining; its host has gone: {error}") from error
+
+
+def place(launch: Launch, me: Member, roster: list[Member]) -> Launch:
+    """Fills in what the launcher did not tell, from the hosts of all ranks."""
+    near = [member for member in roster if member.host == me.host]
+    hosts = list(dict.fromkeys(member.host for member in roster))
+    found = (near.index(me), len(near), hosts.index(me.host), len(hosts))
+    untold: dict[str, Any] = {k: v for k, v in zip(PLACE, found, strict=True) if getattr(launch, k) is None}
+    return replace(launch, **untold)
 
 
 def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, list[Member]]:
@@ -224,7 +170,8 @@ def _usurped(room: dist.Store, me: Member, holder: Member) -> NoReturn:
 
 def _absent(room: dist.Store, world_size: int, timeout: timedelta) -> str:
     absent = [rank for rank in range(world_size) if not room.check([f"claim/{rank}"])]
-    return f"Ranks {absent} of {world_size} did not join within {timeout}. Are they running, with this MASTER_ADDR and MASTER_PORT?"
+    advice = "Are they running, with this MASTER_ADDR and MASTER_PORT?"
+    return f"Ranks {absent} of {world_size} did not join within {timeout}. {advice}"
 
 
 def _poison(room: dist.Store, reason: str) -> None:
@@ -249,40 +196,6 @@ def _warn_watch(roster: list[Member], reason: str) -> None:
         wire.sendall(line.encode() + b"\n")
 
 
-def _resolve(address: str, patience: float) -> None:
-    if not re.fullmatch(r"[\w.:%-]+", address):
-        raise LaunchError(f"MASTER_ADDR={address!r} is neither a host name nor an address. Set it to rank 0's host.")
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            socket.getaddrinfo(address, None)
-            return
-        except socket.gaierror as error:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"MASTER_ADDR={address!r} did not resolve within {patience:g} s: {error}. Is it the name of rank 0's host?"
-                ) from None
-            log.warning("MASTER_ADDR=%r does not resolve yet (%s); trying again", address, error)
-            time.sleep(min(2.0, max(0.0, deadline - time.monotonic())))
-
-
-def _knock(address: str, port: int, deadline: float) -> None:
-    """Waits until somebody listens; torch's own client would log C++ stacks and wait for twice the time-out."""
-    start, pause = time.monotonic(), 0.02
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return socket.create_connection((address, port), timeout=max(0.1, min(left, 5.0))).close()
-        except OSError as error:
-            if left <= 0:
-                raise LaunchError(
-                    f"Nobody answers at MASTER_ADDR:MASTER_PORT {address}:{port} after {time.monotonic() - start:.0f} s "
-                    f"({error}). Is rank 0 running there, and the port open?"
-                ) from None
-        time.sleep(pause)
-        pause = min(1.5 * pause, 1.0)
-
-
 def _born(pid: int) -> str:
     """When a process started, in the kernel's words: a number may be used again by another process."""
     try:
@@ -293,4 +206,8 @@ def _born(pid: int) -> str:
 
 
 def _cores() -> tuple[int, ...]:
-    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))
+    return (
+        tuple(sorted(os.sched_getaffinity(0)))
+        if hasattr(os, "sched_getaffinity")
+        else tuple(range(os.cpu_count() or 1))
+    )

@@ -81,5 +81,7 @@ def is_local_main_process() -> bool:
 
 def _told(value: int | None, name: str) -> int:
     if value is None:
-        raise NotSetUpError(f"The launcher does not tell the {name}. Call ddpkit.setup() first: it asks the other ranks.")
+        raise NotSetUpError(
+            f"The launcher does not tell the {name}. Call ddpkit.setup() first: it asks the other ranks."
+        )
     return value

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import re
 import socket
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,11 +19,13 @@ import torch
 import torch.distributed as dist
 
 from . import ranks
-from .devices import bind_device, choose_device, default_backend, identity
-from .errors import DdpkitError, LaunchError, NotSetUpError, PeerError
-from .joining import Member, connect, denounce, find_master, join
-from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch, read_agent_env
-from .store import Session, failure_record
+from .devices import agree, bind_device, choose_device
+from .errors import LaunchError, NotSetUpError
+from .failing import cause_of, fill_error_file, publish
+from .joining import PLACE, Member, denounce, join, place
+from .launchers import Launch, detect_launch, forgotten_launcher
+from .rendezvous import PortTaken, connect, find_master, reachable
+from .store import Session
 from .watch import Watch, dial, listen
 
 log = logging.getLogger(__name__)
@@ -84,24 +84,25 @@ def setup(
 ) -> Context:
     """Joins the job that the environment describes, binds this rank's device and makes the process group. Collective.
 
-    On one process it only chooses the device. A second call returns what the first made; a group that somebody else made is
-    adopted, and left alone by `teardown()`.
+    On one process it only chooses the device. A second call returns what the first made; a group that somebody else
+    made is adopted, and left alone by `teardown()`.
 
     Args:
         backend: Backend of the process group, as torch names it; by default what suits the device: "gloo" on CPUs, for
             example "cpu:gloo,cuda:nccl" on GPUs.
-        device: This rank's device. By default the accelerator whose index is the local rank, the only visible one, or the
-            CPU where there is none. Ranks may share an accelerator only if they name it here.
+        device: This rank's device. By default the accelerator whose index is the local rank, the only visible one, or
+            the CPU where there is none. Ranks may share an accelerator only if they name it here.
         timeout: Bound on joining, on each later wait, and the group's time-out for collectives.
-        num_threads: Threads of each rank's CPU operators. By default the launcher's choice (`OMP_NUM_THREADS`), else the
-            cores that this rank may use divided among the ranks that share them.
+        num_threads: Threads of each rank's CPU operators. By default the launcher's choice (`OMP_NUM_THREADS`), else
+            the cores that this rank may use divided among the ranks that share them.
         watch: Whether a thread learns of failures on other ranks while this one computes or sits in a collective.
 
     Returns:
         Where this process stands.
 
     Raises:
-        LaunchError: If the environment's hints are incomplete or contradictory, the launch is nested, or the ranks do not fit
+        LaunchError: If the environment's hints are incomplete or contradictory, the launch is nested, or the ranks do
+            not fit
             together: on every rank that can be reached.
         ValueError: If an argument cannot be used.
 
@@ -120,7 +121,9 @@ def setup(
     if _job is not None and _job.session is not None and _job.session.pid != os.getpid():
         raise LaunchError("This process was forked from a rank; start ranks with a launcher or with ddpkit.spawn().")
     if _job is not None:
-        if (backend or _job.context.backend) != _job.context.backend or (device or _job.context.device) != _job.context.device:
+        if (backend or _job.context.backend) != _job.context.backend or (
+            device or _job.context.device
+        ) != _job.context.device:
             raise ValueError(f"setup() was called before, with another backend or device:\n{_job.context}")
         return _job.context
     launch = _detect()
@@ -132,13 +135,10 @@ def setup(
         _job = _join(launch, backend, device, timeout, num_threads, watch)
         _job.former_hook, sys.excepthook = sys.excepthook, _excepthook
         atexit.register(teardown)
-    ranks.set_launch(replace(launch, **{k: getattr(_job.context, k) for k in _FILLED}))
+    ranks.set_launch(replace(launch, **{k: getattr(_job.context, k) for k in PLACE}))
     if ranks.is_main_process():
         log.info("joined\n%s", _job.context)
     return _job.context
-
-
-_FILLED = ("local_rank", "local_world_size", "node_rank", "num_nodes")
 
 
 def teardown() -> None:
@@ -172,8 +172,9 @@ def teardown() -> None:
 def distributed(**options: Any) -> Iterator[Context]:
     """`setup()` and `teardown()` around a block. Collective.
 
-    When the block raises, the other ranks are told first, torchrun's error file is filled, and nothing waits for the group.
-    When it raises because a peer failed, a `PeerError` that names the peer takes the place of the connection error.
+    When the block raises, the other ranks are told first, torchrun's error file is filled, and nothing waits for the
+    group. When it raises because a peer failed, a `PeerError` that names the peer takes the place of the connection
+    error.
 
     Args:
         **options: Those of `setup()`.
@@ -241,7 +242,7 @@ def peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if cause := _cause(error):
+        if _job and _job.session and (cause := cause_of(error, _job.session)):
             raise cause from error
         raise
 
@@ -251,26 +252,10 @@ def report(error: BaseException) -> BaseException:
     if isinstance(error, SystemExit) and not error.code:
         return error
     if _job is not None and _job.session is not None and _job.session.pid == os.getpid():
-        session = _job.session
-        error = _cause(error) or error
-        if not isinstance(error, PeerError) and session.told is None:
-            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            failure = failure_record(session.rank, error, text)
-            if _job.watch:
-                _job.watch.tell(failure)
-            with suppress(RuntimeError):  # the store may have gone with its host
-                session.record(failure)
-            session.told = failure
-        session.handled = True
-    _fill_error_file(error)
+        error = cause_of(error, _job.session) or error
+        publish(error, _job.session, _job.watch)
+    fill_error_file(error)
     return error
-
-
-def _cause(error: BaseException) -> DdpkitError | None:
-    if _job is None or _job.session is None or not isinstance(error, RuntimeError) or isinstance(error, DdpkitError):
-        return None
-    broken = isinstance(error, dist.DistError) or re.search(r"gloo|NCCL|Connection (closed|reset)|Broken pipe", str(error))
-    return _job.session.verdict() if broken else None
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -282,19 +267,9 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     former(kind, shown, trace)
 
 
-def _fill_error_file(error: BaseException) -> None:
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
-
-
 def _detect() -> Launch:
     try:
         launch = detect_launch(os.environ)
-        agent = read_agent_env(os.environ, os.getpid()) if launch.kind == "torchrun" else None
-        if agent and (outer := outer_launch(agent, launch, os.environ)):
-            raise LaunchError(outer)
     except LaunchError as error:
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if address and port.isdecimal():  # peers may be waiting for this process
@@ -320,25 +295,35 @@ def _join(
         launch = replace(launch, rank=dist.get_rank(), world_size=dist.get_world_size())
         store = dist.distributed_c10d._get_default_store()
     elif address is not None and port is not None:
-        store = connect(address, port, launch.rank == 0 and not under_agent, timeout)
+        try:
+            store = connect(address, port, launch.rank == 0 and not under_agent, timeout)
+        except PortTaken as error:
+            denounce(address, port, str(error))  # the other rank 0 and its peers, if that is what holds the port
+            raise
     else:
         store, address, port = find_master(launch, timeout)
     wire = listen() if watch and launch.rank == 0 else None
-    door = (_reachable(address, port), wire.getsockname()[1]) if wire else None
+    door = (reachable(address, port), wire.getsockname()[1]) if wire else None
     run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
     me = Member(launch.rank, launch.world_size, run_id, under_agent, door)
     room, roster = join(store, me, timeout)
     session = Session(room, me.rank, [member.host for member in roster], timeout)
-    launch = _place(launch, me, roster)
-    job = _Job(_context(launch, torch.device("cpu"), None), session, hosts_store=launch.rank == 0 and not (adopted or under_agent))
+    launch = place(launch, me, roster)
+    job = _Job(
+        _context(launch, torch.device("cpu"), None),
+        session,
+        hosts_store=launch.rank == 0 and not (adopted or under_agent),
+    )
     try:
         if watch and roster[0].door:
             near = roster[0].host == me.host
             wire = wire or dial("127.0.0.1" if near else roster[0].door[0], roster[0].door[1], timeout.total_seconds())
-            job.watch = Watch(session, roster[0].nonce, wire, _fill_error_file)
-        chosen, backend = _agree(session, launch, device, backend if not adopted else dist.get_backend())
+            job.watch = Watch(session, roster[0].nonce, wire, fill_error_file)
+        chosen, backend = agree(session, launch, device, backend if not adopted else dist.get_backend())
         bind_device(chosen)
-        _set_threads(num_threads, sum(member.host == me.host and member.cores == me.cores for member in roster), len(me.cores))
+        _set_threads(
+            num_threads, sum(member.host == me.host and member.cores == me.cores for member in roster), len(me.cores)
+        )
         if not adopted:
             _make_group(launch, session, chosen, backend, timeout)
         job.owns_group = not adopted
@@ -359,46 +344,6 @@ def _context(launch: Launch, device: torch.device, backend: str | None, master: 
     node_rank, num_nodes = launch.node_rank or 0, launch.num_nodes or 1
     place = (launch.rank, launch.world_size, local_rank, local_world_size, node_rank, num_nodes)
     return Context(*place, device, backend, launch.kind, master)
-
-
-def _place(launch: Launch, me: Member, roster: list[Member]) -> Launch:
-    """Fills in what the launcher did not tell, from the hosts of all ranks."""
-    near = [member for member in roster if member.host == me.host]
-    hosts = list(dict.fromkeys(member.host for member in roster))
-    found = (near.index(me), len(near), hosts.index(me.host), len(hosts))
-    told = (launch.local_rank, launch.local_world_size, launch.node_rank, launch.num_nodes)
-    return replace(launch, **{name: a if b is None else b for name, a, b in zip(_FILLED, found, told, strict=True)})
-
-
-def _agree(session: Session, launch: Launch, device: torch.device | None, backend: str | None) -> tuple[torch.device, str]:
-    """Chooses this rank's device, and the backend that all ranks then use; what is wrong on one rank is raised on all."""
-    choice = {"error": "", "device": "", "shared": device is not None, "backend": backend}
-    chosen = torch.device("cpu")
-    try:
-        chosen = choose_device(device, launch.local_rank or 0, launch.local_world_size or 1)
-        choice["device"] = identity(chosen)
-        default_backend(chosen, False)
-    except (RuntimeError, ValueError) as error:
-        choice["error"] = str(error)
-    choice["kind"] = chosen.type
-    choices = [json.loads(text) for text in session.exchange(json.dumps(choice))]
-    if problems := [f"rank {rank}: {other['error']}" for rank, other in enumerate(choices) if other["error"]]:
-        raise LaunchError("; ".join(problems))
-    for key, name in (("kind", "kinds of device"), ("backend", "backends")):
-        if len({other[key] for other in choices}) > 1:
-            found = ", ".join(f"rank {rank} {other[key]}" for rank, other in enumerate(choices))
-            raise LaunchError(f"The ranks use different {name}: {found}. Name one for all: setup(device=..., backend=...).")
-    holders: dict[tuple[str, str], list[int]] = {}
-    for rank, other in enumerate(choices):
-        holders.setdefault((session.hosts[rank], other["device"]), []).append(rank)
-    crowds = [(host, crowd) for (host, name), crowd in holders.items() if name and len(crowd) > 1]
-    for host, crowd in crowds:
-        if not all(choices[rank]["shared"] for rank in crowd):
-            raise LaunchError(
-                f"Ranks {crowd} on {host} see the same accelerator: {len(crowd)} ranks, 1 {chosen.type} device. Start one rank "
-                f'for each device, or share it on purpose: setup(device="{chosen.type}:0").'
-            )
-    return chosen, backend or default_backend(chosen, shared=bool(crowds))
 
 
 def _make_group(launch: Launch, session: Session, device: torch.device, backend: str, timeout: timedelta) -> None:
@@ -425,12 +370,3 @@ def _set_threads(asked: int | None, sharers: int, cores: int) -> None:
     threads = asked or max(1, cores // sharers)
     torch.set_num_threads(threads)
     log.info("%d CPU threads per rank (%d ranks share %d cores)", threads, sharers, cores)
-
-
-def _reachable(address: str | None, port: int | None) -> str:
-    """The address of this host as the other ranks reach it: that of its end of a connection to the store."""
-    if address is None or port is None:
-        return socket.gethostname()
-    with socket.create_connection((address, port), timeout=10) as wire:
-        mine = str(wire.getsockname()[0])
-    return address if mine in ("::1",) or mine.startswith("127.") else mine

@@ -71,7 +71,8 @@ def spawn(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: timedelta = 
 
 class _Worker:
     def __init__(self, context: Any, rank: int, nprocs: int, port: int, job: bytes, stack: Path) -> None:
-        self.rank, self.stack, self.outcome = rank, stack, None  # type: int, Path, tuple[str, Any, str] | None
+        self.rank, self.stack = rank, stack
+        self.outcome: tuple[str, Any, str] | None = None
         self.pipe, theirs = context.Pipe()
         stack.touch()
         env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
@@ -113,7 +114,7 @@ def _collect(crew: list[_Worker], deadline: float, timeout: timedelta) -> list[A
     while waiting := {worker.pipe: worker for worker in crew if worker.outcome is None}:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         for pipe in ready:
-            worker = waiting[pipe]  # type: ignore[index]
+            worker = waiting[pipe]
             worker.receive()
             if worker.outcome and worker.outcome[0] != "returned":
                 failed.append(worker)
@@ -121,12 +122,15 @@ def _collect(crew: list[_Worker], deadline: float, timeout: timedelta) -> list[A
         if not ready:
             break
     if failed:
-        first = min(failed, key=lambda worker: isinstance(worker.outcome[1], PeerError))  # others' are echoes
-        raise _error(first)
+        raise _error(min(failed, key=_is_echo))
     if waiting:
         places = "\n".join(worker.where() for worker in waiting.values())
         raise TimeoutError(f"spawn() ended after {timeout}; not finished:\n{places}")
     return [worker.outcome[1] for worker in crew if worker.outcome]
+
+
+def _is_echo(worker: _Worker) -> bool:
+    return worker.outcome is not None and isinstance(worker.outcome[1], PeerError)
 
 
 def _error(worker: _Worker) -> BaseException:
@@ -146,7 +150,8 @@ def _work(pipe: Connection, job: bytes, env: dict[str, str], stack: str) -> None
             fn, args = pickle.loads(job)
             reply = pickle.dumps(("returned", fn(*args), ""))
         except BaseException as error:
-            reply = _failure(runtime.report(error))
+            ended = isinstance(error, SystemExit) and not error.code
+            reply = pickle.dumps(("returned", None, "")) if ended else _failure(runtime.report(error))
         runtime.teardown()
         pipe.send_bytes(reply)
 

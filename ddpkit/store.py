@@ -1,7 +1,8 @@
-"""What the ranks of a joined job tell each other outside collectives: they meet, and they fail, over torch's key-value store.
+"""What the ranks of a joined job tell each other outside collectives: they meet, and they fail, over torch's key-value
+store.
 
-A *meeting* is a wait for several ranks that can name who is missing. The first *failure* of a job is recorded, and every wait
-looks at the record, so that nobody waits for a rank that will not come.
+A *meeting* is a wait for several ranks that can name who is missing. The first *failure* of a job is recorded, and
+every wait looks at the record, so that nobody waits for a rank that will not come.
 """
 
 from __future__ import annotations
@@ -143,9 +144,11 @@ class Session:
             return self._broken(key, ranks)
 
         with self.bounded(timeout):
-            bits = [self.store.add(word, 1 << place % _WORD if i == place // _WORD else 0) for i, word in enumerate(words)]
-            if failure:
+            if failure:  # without arriving, so that nobody finds the meeting complete
                 return self._break(key, failure)
+            bits = [
+                self.store.add(word, 1 << place % _WORD if i == place // _WORD else 0) for i, word in enumerate(words)
+            ]
             if bits != full:
                 self.until(complete, timeout, late)
             for old in self._litter.get(ranks, ()):
@@ -177,9 +180,13 @@ class Session:
         why = json.loads(self.store.get(f"{key}/why"))
         if "missing" not in why:
             return as_error(why)
-        missing, arrived = ([(r, self.hosts[r]) for r in ranks if (r in why["missing"]) is wanted] for wanted in (True, False))
-        text = f"{key.rpartition('/')[0]}: {len(missing)} of {len(ranks)} ranks did not arrive within {why['seconds']:g} s: "
-        text += f"{_names(missing)}. Arrived: {_names(arrived)}."
+        missing, arrived = (
+            [(r, self.hosts[r]) for r in ranks if (r in why["missing"]) is wanted] for wanted in (True, False)
+        )
+        text = (
+            f"{key.rpartition('/')[0]}: {len(missing)} of {len(ranks)} ranks did not arrive within {why['seconds']:g} s"
+        )
+        text += f": {_names(missing)}. Arrived: {_names(arrived)}."
         if self.rank in why["missing"]:
             text += f" This is rank {self.rank}, which came too late."
         return BarrierTimeout(text, missing, arrived)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,8 +28,8 @@ def barrier(name: str | None = None, timeout: timedelta | None = None) -> None:
         timeout: Bound on the wait; by default that of `setup()`.
 
     Raises:
-        BarrierTimeout: If ranks are missing when the time is up; `.missing` and `.arrived` say which, on every rank, also on
-            those that come later.
+        BarrierTimeout: If ranks are missing when the time is up; `.missing` and `.arrived` say which, on every rank,
+            also on those that come later.
         PeerError: If a rank failed or left meanwhile.
 
     Example:
@@ -80,8 +81,8 @@ def together(name: str | None = None) -> Iterator[None]:
 def main_process_first(local: bool = False) -> Iterator[None]:
     """A block that rank 0 runs first, and the others when it is done: to download or prepare what the others then find.
 
-    Collective; but the block itself may hold no collective. The others wait on the store, so slow work trips no time-out of a
-    collective. If the first rank raises, all raise.
+    Collective; but the block itself may hold no collective. The others wait on the store, so slow work trips no
+    time-out of a collective. If the first rank raises, all raise.
 
     Args:
         local: Whether the first rank of every node goes first, for work on node-local disks.
@@ -97,9 +98,7 @@ def main_process_first(local: bool = False) -> Iterator[None]:
         yield
         return
     session = runtime.current_session()
-    first = ranks.get_rank() - ranks.get_local_rank() if local else 0
-    if local:
-        first = min(rank for rank, host in enumerate(session.hosts) if host == session.hosts[session.rank])
+    first = session.hosts.index(session.hosts[session.rank]) if local else 0
     key = f"{session.count('main_process_first')} on {first}"
     if session.rank != first:
         _outcome(session, key, first)
@@ -191,15 +190,13 @@ def _failure(session: Session, error: BaseException) -> dict[str, object]:
 
 def _tell(session: Session, key: str, value: bytes = b"", error: BaseException | None = None) -> None:
     """Publishes what became of work that the others wait for."""
-    import json
-
     with session.bounded(session.timeout):
-        session.store.set(key, b"!" + json.dumps(_failure(session, error)).encode() if error else b"=" + value)
+        text = b"!" + json.dumps(_failure(session, error)).encode() if error else b"=" + value
+        session.store.set(key, text)  # type: ignore[arg-type]  # torch takes bytes; its stub does not know
 
 
 def _outcome(session: Session, key: str, worker: int) -> bytes:
     """Waits for what another rank publishes; raises its failure."""
-    import json
 
     def ready() -> bytes | None:
         if session.store.check([key]):

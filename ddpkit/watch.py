@@ -1,9 +1,9 @@
 """Notices at once when a rank dies or fails, also while the others compute or sit in a collective.
 
-Every rank holds one plain TCP connection to rank 0, silent while all is well. A rank that fails says so on it; for one that
-dies the kernel does (keep-alive finds a cut link in about 9 s). Rank 0 passes the news on. A rank that hears it raises in its
-main thread; if that is stuck in a C call, the verdict is printed and the process ends. There is no heartbeat: a thread cannot
-send one while a C call holds the interpreter lock.
+Every rank holds one plain TCP connection to rank 0, silent while all is well. A rank that fails says so on it; for one
+that dies the kernel does (keep-alive finds a cut link in about 9 s). Rank 0 passes the news on. A rank that hears it
+raises in its main thread; if that is stuck in a C call, the verdict is printed and the process ends. There is no
+heartbeat: a thread cannot send one while a C call holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Watch(threading.Thread):
         ending: Called with the verdict before the process is ended.
     """
 
-    def __init__(self, session: Session, token: str, wire: socket.socket, ending: Callable[[DdpkitError], None]) -> None:
+    def __init__(
+        self, session: Session, token: str, wire: socket.socket, ending: Callable[[DdpkitError], None]
+    ) -> None:
         super().__init__(name="ddpkit watch", daemon=True)
         self._session, self._token, self._ending = session, token, ending
         self._hub = session.rank == 0
@@ -57,7 +59,7 @@ class Watch(threading.Thread):
             self._adopt(0, wire)
             self._send(0, {"token": token, "rank": session.rank})
         me = weakref.ref(self)  # a forked child would hold the connections open after our death
-        os.register_at_fork(after_in_child=lambda: (watch := me()) and watch._forget())
+        os.register_at_fork(after_in_child=lambda: _forget(me()))
         self._former = _install(self._raise_in_main)
         self.start()
 
@@ -70,7 +72,8 @@ class Watch(threading.Thread):
         """Leaves in good order: after this, no end of a connection is a failure."""
         self._closing = self._session.handled = True
         self._spread({"left": self._session.rank})
-        self._wake.send(b"x")
+        with contextlib.suppress(OSError):  # the thread may have ended before
+            self._wake.send(b"x")
         self.join(2.0)
         if self._former is not None:
             signal.signal(signal.SIGURG, self._former)
@@ -122,7 +125,13 @@ class Watch(threading.Thread):
         self._selector.unregister(wire)
         wire.close()
         rank = next((r for r, peer in self._peers.items() if peer is wire), None)
-        if rank is None or self._peers.pop(rank) is None or rank in self._session.left or self._session.told or self._closing:
+        if (
+            rank is None
+            or self._peers.pop(rank) is None
+            or rank in self._session.left
+            or self._session.told
+            or self._closing
+        ):
             return
         words = "its connection closed without a word: the process was killed or crashed, or the network was cut"
         failure = failure_record(rank, PeerError(rank, "", "", ""))
@@ -137,7 +146,7 @@ class Watch(threading.Thread):
         self._session.told = failure
         if self._closing or self._session.handled:
             return
-        log.error("%s", as_error(failure))
+        log.error("%s", str(as_error(failure)).partition("\n")[0])  # the traceback comes with the exception
         self._end_at = time.monotonic() + _GRACE
         if self._former is not None:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
@@ -189,7 +198,7 @@ class Watch(threading.Thread):
             pass
 
     def _part(self) -> None:
-        """Reads what is still under way, for closing over unread data would destroy our last words to the other side."""
+        """Reads what is still under way: closing over unread data would destroy our last words to the other side."""
         for wire in self._peers.values():
             try:
                 wire.shutdown(socket.SHUT_WR)
@@ -199,10 +208,13 @@ class Watch(threading.Thread):
         while self._peers and (left := end - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
                 self._hear(key.fileobj)  # type: ignore[arg-type]
-        self._forget()
+        _forget(self)
 
-    def _forget(self) -> None:
-        for wire in (*self._text, *self._peers.values(), self._listener, self._wake, self._woken):
+
+def _forget(watch: Watch | None) -> None:
+    """Closes this process's ends of all connections."""
+    if watch is not None:
+        for wire in (*watch._text, *watch._peers.values(), watch._listener, watch._wake, watch._woken):
             wire.close()
 
 
@@ -220,8 +232,8 @@ def dial(address: str, port: int, timeout: float) -> socket.socket:
         return socket.create_connection((address, port), timeout=timeout)
     except OSError as error:
         raise LaunchError(
-            f"The watch cannot connect to rank 0 at {address}:{port}: {error}. Open the ports between the nodes, which the "
-            "group needs as well, or do without the watch: setup(watch=False)."
+            f"The watch cannot connect to rank 0 at {address}:{port}: {error}. Open the ports between the nodes, which "
+            "the group needs as well, or do without the watch: setup(watch=False)."
         ) from error
 
 
