@@ -1,0 +1,70 @@
+"""Each page's ```python blocks run, in order, as one test file: a page may show tests, and `spawn` finds its code."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
+
+
+def python_of(text: str) -> str:
+    """The page with all but its ```python blocks blanked out, so that line numbers stay those of the page."""
+    out, inside = [], False
+    for line in text.splitlines():
+        fence = line.startswith("```")
+        out.append(line if inside and not fence else "")
+        if fence:
+            inside = not inside and line.strip() == "```python"
+    return "\n".join(out).rstrip() + "\n"
+
+
+SOURCES = {page.relative_to(ROOT).as_posix(): python_of(page.read_text()) for page in PAGES}
+
+
+@pytest.mark.parametrize("page", [page for page, source in SOURCES.items() if source.strip()])
+def test_the_examples_of_a_page_run_on_one_process(page: str, tmp_path: Path) -> None:
+    name = "test_" + re.sub(r"\W", "_", page)
+    (tmp_path / f"{name}.py").write_text(SOURCES[page])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", f"{name}.py"],
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    no_tests = pytest.ExitCode.NO_TESTS_COLLECTED  # the page was imported, which ran it, and defines none
+    assert done.returncode in (0, no_tests), done.stdout + done.stderr
+
+
+def test_only_fences_marked_python_count_and_keep_their_line_numbers() -> None:
+    text = "a\n```bash\nls\n```\n```python\nx = 1\n```\n```{eval-rst}\ny\n```\n```python\nx += 1\n```\n"
+    assert python_of(text).splitlines() == [""] * 5 + ["x = 1"] + [""] * 5 + ["x += 1"]
+
+
+def test_the_readme_is_short_and_has_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) < 450
+    trainer, tests = re.findall(r"^pip install .*", text, re.MULTILINE)
+    assert "torchrun --nproc_per_node=2 examples/" in trainer
+    assert tests.endswith("pytest")
+
+
+def test_the_readme_lists_every_example() -> None:
+    listed = re.findall(r"^\| \[`(examples/\w+\.py)`\]\(\1\)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("page", [page.relative_to(ROOT).as_posix() for page in PAGES])
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\((?!\w+:)([^)#]+)", (ROOT / page).read_text())
+    missing = [target for target in targets if not (ROOT / page).parent.joinpath(target).exists()]
+    assert not missing
