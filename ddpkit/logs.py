@@ -20,7 +20,7 @@ class RankFilter(logging.Filter):
         ranks: The ranks that speak below `WARNING`; None for all.
 
     Example:
-        >>> import sys
+        >>> import logging, sys
         >>> handler = logging.StreamHandler(sys.stdout)
         >>> handler.addFilter(RankFilter())
         >>> handler.setFormatter(logging.Formatter("[%(rank)s/%(world_size)s] %(message)s"))
@@ -56,6 +56,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
         name: As in `logging.getLogger`, usually `__name__`.
 
     Example:
+        >>> import logging
         >>> log = get_logger("train")
         >>> log is logging.getLogger("train")
         True
