@@ -1,5 +1,9 @@
-"""ddpkit: one training script, any number of ranks."""
+"""ddpkit: one training script, any number of ranks.
 
+The names below come in the order in which one learns them; `docs/reference.md` has a sentence between the groups.
+"""
+
+from .collectives import all_gather, all_gather_object, all_reduce, all_reduce_mean, broadcast, gather_exact
 from .errors import (
     BarrierTimeout,
     CheckpointError,
@@ -11,6 +15,7 @@ from .errors import (
     ReplicaMismatch,
 )
 from .launchers import Launch, detect_launch
+from .logs import RankFilter, get_logger
 from .ranks import (
     get_local_rank,
     get_local_world_size,
@@ -21,7 +26,80 @@ from .ranks import (
     is_local_main_process,
     is_main_process,
 )
-from .runtime import distributed, get_device, setup, teardown
+from .replicas import check_replicas
+from .runtime import Context, distributed, get_device, setup, teardown
+from .samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
+from .scaling import ScalePlan, rule_for, scale_lr, warmup_factor
+from .seeding import sample_seed, seed_everything
 from .spawning import spawn
+from .waiting import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
+from .wrapping import accumulate, average_gradients, clean_state_dict, global_mean, unwrap_model, wrap_model
 
 __version__ = "0.1.0"
+
+__all__ = [
+    # joining
+    "Launch",
+    "detect_launch",
+    "Context",
+    "setup",
+    "teardown",
+    "distributed",
+    # ranks
+    "get_rank",
+    "get_world_size",
+    "get_local_rank",
+    "get_local_world_size",
+    "get_node_rank",
+    "is_distributed",
+    "is_main_process",
+    "is_local_main_process",
+    "get_device",
+    # waiting
+    "barrier",
+    "main_process_first",
+    "run_on_main",
+    "main_process_only",
+    "together",
+    "stop_together",
+    # collectives
+    "all_reduce_mean",
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "broadcast",
+    "gather_exact",
+    # models
+    "wrap_model",
+    "unwrap_model",
+    "clean_state_dict",
+    "accumulate",
+    "global_mean",
+    "average_gradients",
+    "check_replicas",
+    # data
+    "DistributedSampler",
+    "DistributedEvalSampler",
+    "DistributedWeightedSampler",
+    "sample_seed",
+    # scaling rules
+    "scale_lr",
+    "warmup_factor",
+    "ScalePlan",
+    "rule_for",
+    # runs
+    "seed_everything",
+    "get_logger",
+    "RankFilter",
+    # launching from Python
+    "spawn",
+    # errors
+    "DdpkitError",
+    "LaunchError",
+    "NotSetUpError",
+    "BarrierTimeout",
+    "PeerError",
+    "MismatchError",
+    "ReplicaMismatch",
+    "CheckpointError",
+]

@@ -35,7 +35,7 @@ class CheckpointError(DdpkitError):
     """A checkpoint cannot be read or written."""
 
 
-class BarrierTimeout(DdpkitError, TimeoutError):
+class BarrierTimeout(DdpkitError):
     """Some ranks did not arrive in time.
 
     Attributes:

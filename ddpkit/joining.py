@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from .errors import LaunchError
 from .launchers import Launch
-from .rendezvous import knock
+from .rendezvous import client, knock
 from .store import Pause, as_error, failure_record
 
 PLACE = ("local_rank", "local_world_size", "node_rank", "num_nodes")  # what a launcher may leave untold
@@ -68,7 +68,7 @@ def denounce(address: str, port: int, reason: str) -> bool:
     """
     try:
         knock(address, port, time.monotonic() + 2)
-        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=3))
+        store = client(address, port, timedelta(seconds=3))
         for _ in range(20):
             if generation := store.add("ddpkit/generation", 0):
                 room = dist.PrefixStore(f"ddpkit/{generation}", store)
@@ -111,7 +111,7 @@ def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) ->
                 roster[rank] = Member.load(room.get(f"claim/{rank}"))
                 if problem := _disagreement(me, roster[rank]):
                     _poison(room, problem)
-        _raise_if_poisoned(room)
+        _raise_if_poisoned(room, readers=0 if me.under_agent else me.world_size)
         if time.monotonic() > deadline:
             _poison(room, _absent(room, me.world_size, timeout))
         pause()
@@ -121,26 +121,27 @@ def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) ->
 
 
 def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, list[Member]]:
-    room, seen, pause = None, 0, Pause()
+    room, seen, pause = None, 0, Pause()  # the room in which this rank's claim stands
     while True:
         generation = store.add("ddpkit/generation", 0)
         if generation > seen:  # rank 0 may have drawn a newer one: those before it belong to dead attempts
-            room, seen = dist.PrefixStore(f"ddpkit/{generation}", store), generation
-            holder = Member.load(room.compare_set(f"claim/{me.rank}", "", me.dump()))
-            mine = holder.nonce == me.nonce
-            if mine:
+            here, seen = dist.PrefixStore(f"ddpkit/{generation}", store), generation
+            holder = Member.load(here.compare_set(f"claim/{me.rank}", "", me.dump()))
+            room = here if holder.nonce == me.nonce else None
+            if room:
                 room.add("claims", 1)
-        if room is not None:
-            if not mine and (not me.under_agent or holder.is_alive()):
-                _usurped(room, me, holder)
+            elif not me.under_agent or holder.is_alive():
+                _usurped(here, me, holder)
+        if room:
             _raise_if_poisoned(room)
-            if mine and room.check(["roster"]):
+            if room.check(["roster"]):
                 return room, _read_roster(room)
         if time.monotonic() > deadline:
-            problem = _absent(room, me.world_size, timeout) if room else f"Rank 0 did not join within {timeout}."
             if room is None:
-                raise LaunchError(f"{problem} Is it running, and is MASTER_ADDR its address?")
-            _poison(room, problem)
+                raise LaunchError(
+                    f"Rank 0 did not join within {timeout}. Is it running, and is MASTER_ADDR its address?"
+                )
+            _poison(room, _absent(room, me.world_size, timeout))
         pause()
 
 
@@ -178,9 +179,14 @@ def _poison(room: dist.Store, reason: str) -> None:
     room.compare_set("failure", "", json.dumps(failure_record(-1, LaunchError(reason))))
 
 
-def _raise_if_poisoned(room: dist.Store) -> None:
+def _raise_if_poisoned(room: dist.Store, readers: int = 0) -> None:
+    """Raises what somebody found wrong; the store's host first gives the other readers up to 2 s to see it."""
     if room.check(["failure"]):
-        raise as_error(json.loads(room.get("failure")))
+        record, heard, end = json.loads(room.get("failure")), room.add("heard", 1), time.monotonic() + 2.0
+        while heard < readers and time.monotonic() < end:
+            time.sleep(0.01)
+            heard = room.add("heard", 0)
+        raise as_error(record)
 
 
 def _read_roster(room: dist.Store) -> list[Member]:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -18,6 +19,7 @@ from .launchers import Launch, derive_port
 
 log = logging.getLogger(__name__)
 _NAME_PATIENCE = 60.0  # seconds: a headless service's name may appear late
+_GREETING = 60.0  # seconds that a store under load may take to answer
 
 
 class PortTaken(LaunchError):
@@ -39,10 +41,27 @@ def connect(address: str, port: int, host: bool, timeout: timedelta) -> dist.Sto
                 "is taken. Do two processes have RANK=0, or two jobs this MASTER_PORT? Give each job its own."
             ) from error
     knock(address, port, deadline)
-    try:
-        return dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    except RuntimeError as error:
-        raise LaunchError(f"What listens at {address}:{port} is not the store of a job: {error}") from error
+    return client(address, port, timeout)
+
+
+def client(address: str, port: int, timeout: timedelta) -> dist.Store:
+    """A client of the store at this address; a stranger there is an error, also one that never answers."""
+    made: list[dist.Store] = []
+    reason = "it does not answer"
+
+    def make() -> None:
+        nonlocal reason
+        try:
+            made.append(dist.TCPStore(address, port, is_master=False, timeout=timeout))
+        except RuntimeError as error:
+            reason = str(error)
+
+    thread = threading.Thread(target=make, daemon=True)  # torch waits without a bound for the answer to its greeting
+    thread.start()
+    thread.join(min(timeout.total_seconds(), _GREETING))
+    if not made:
+        raise LaunchError(f"What listens at {address}:{port} is not the store of a job: {reason}.")
+    return made[0]
 
 
 def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, int]:

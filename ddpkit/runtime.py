@@ -23,7 +23,7 @@ from .devices import agree, bind_device, choose_device
 from .errors import LaunchError, NotSetUpError
 from .failing import cause_of, fill_error_file, publish
 from .joining import PLACE, Member, denounce, join, place
-from .launchers import Launch, detect_launch, forgotten_launcher
+from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch, read_agent_env
 from .rendezvous import PortTaken, connect, find_master, reachable
 from .store import Session
 from .watch import Watch, dial, listen
@@ -270,6 +270,9 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
 def _detect() -> Launch:
     try:
         launch = detect_launch(os.environ)
+        agent = read_agent_env(os.environ, os.getpid()) if launch.kind == "torchrun" else None
+        if agent and (outer := outer_launch(agent, launch, os.environ)):
+            raise LaunchError(outer)
     except LaunchError as error:
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if address and port.isdecimal():  # peers may be waiting for this process
@@ -319,6 +322,7 @@ def _join(
             near = roster[0].host == me.host
             wire = wire or dial("127.0.0.1" if near else roster[0].door[0], roster[0].door[1], timeout.total_seconds())
             job.watch = Watch(session, roster[0].nonce, wire, fill_error_file)
+            job.watch.wait(timeout.total_seconds())
         chosen, backend = agree(session, launch, device, backend if not adopted else dist.get_backend())
         bind_device(chosen)
         _set_threads(

@@ -51,6 +51,7 @@ class Watch(threading.Thread):
         self._text: dict[socket.socket, bytes] = {}
         self._listener, self._closing, self._end_at = wire, False, float("inf")
         self._lock = threading.Lock()  # both threads send
+        self._full = threading.Event()  # set when all ranks hold their connections
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -62,6 +63,12 @@ class Watch(threading.Thread):
         os.register_at_fork(after_in_child=lambda: _forget(me()))
         self._former = _install(self._raise_in_main)
         self.start()
+
+    def wait(self, seconds: float) -> None:
+        """Waits on rank 0 until all ranks are connected: from then on, every end of a connection means something."""
+        if self._hub and len(self._session.hosts) > 1 and not self._full.wait(seconds):
+            absent = [rank for rank in self._session.everyone if rank and rank not in self._peers]
+            raise LaunchError(f"Ranks {absent} did not connect to the watch of rank 0 within {seconds:g} s.")
 
     def tell(self, failure: dict[str, Any]) -> None:
         """Tells the other ranks that this one has failed."""
@@ -184,6 +191,8 @@ class Watch(threading.Thread):
         wire.settimeout(2.0)
         keep_alive(wire)
         self._peers[rank] = wire
+        if len(self._peers) == len(self._session.hosts) - 1:
+            self._full.set()
 
     def _spread(self, news: dict[str, Any], besides: socket.socket | None = None) -> None:
         for rank, wire in list(self._peers.items()):

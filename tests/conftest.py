@@ -19,7 +19,9 @@ def _joined(fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> An
 
 
 def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 30.0) -> list[Any]:
-    """Runs `fn(*args)` on `nprocs` ranks that have called `setup()`; returns the results by rank. `timeout` in seconds."""
+    """Runs `fn(*args)` on `nprocs` ranks that have called `setup()`; returns the results by rank. `timeout` in
+    seconds.
+    """
     return ddpkit.spawn(_joined, nprocs, fn, args, timeout, timeout=timedelta(seconds=4 * timeout))
 
 

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddpkit import LaunchError
+from ddpkit.devices import choose_device, default_backend, device_index, identity
+
+
+@pytest.mark.parametrize("visible", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("local_world_size", [1, 2, 3, 4, 8])
+def test_two_ranks_of_a_node_never_get_one_index_unless_each_sees_one(visible: int, local_world_size: int) -> None:
+    def indices() -> list[int | None]:
+        return [device_index(visible, local_rank, local_world_size) for local_rank in range(local_world_size)]
+
+    if 1 < visible < local_world_size:
+        with pytest.raises(LaunchError, match=f"{local_world_size} ranks on this node, but {visible} visible"):
+            indices()
+    elif visible == 0:
+        assert indices() == [None] * local_world_size
+    elif visible == 1:  # one for each task; whether it is the same one shows in its identity
+        assert indices() == [0] * local_world_size
+    else:
+        assert indices() == list(range(local_world_size))
+
+
+def test_a_device_that_is_not_there_is_an_error_that_counts_those_that_are() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without CUDA")
+    with pytest.raises(LaunchError, match="cuda:3 was asked for on local rank 0; visible cuda devices: 0"):
+        choose_device(torch.device("cuda:3"), 0, 1)
+
+
+def test_the_cpu_is_shared_by_all_and_joined_by_gloo() -> None:
+    assert choose_device(torch.device("cpu"), 5, 8) == torch.device("cpu")
+    assert identity(torch.device("cpu")) == ""
+    assert default_backend(torch.device("cpu"), shared=False) == "gloo"
+
+
+def test_ranks_that_share_an_accelerator_are_joined_by_gloo_because_nccl_refuses() -> None:
+    assert default_backend(torch.device("cuda:0"), shared=True) == "gloo"

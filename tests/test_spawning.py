@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import ddpkit
+from ddpkit import PeerError, spawn
+
+
+def describe(word: str) -> tuple[str, int, int, str]:
+    with ddpkit.distributed() as context:
+        return word, context.rank, context.world_size, context.launcher
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_results_come_back_by_rank(nprocs: int) -> None:
+    assert spawn(describe, nprocs, "hi") == [("hi", rank, nprocs, "spawn") for rank in range(nprocs)]
+
+
+def raise_on(rank: int, setup: bool) -> None:
+    if setup:
+        ddpkit.setup()
+        ddpkit.barrier()
+    if int(os.environ["RANK"]) == rank:
+        raise ZeroDivisionError("oh")
+    time.sleep(20)
+
+
+@pytest.mark.parametrize(("rank", "setup"), [(0, True), (2, True)])
+def test_the_workers_own_exception_is_raised_with_its_rank(rank: int, setup: bool) -> None:
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="oh") as caught:
+        spawn(raise_on, 3, rank, setup)
+    assert time.monotonic() - start < 10.0
+    cause = caught.value.__cause__
+    assert isinstance(cause, PeerError) and cause.rank == rank and "raise_on" in cause.traceback
+
+
+class Stubborn(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("cannot be unpickled")
+
+
+def raise_stubborn() -> None:
+    raise Stubborn(1, 2)
+
+
+def test_an_exception_that_cannot_travel_is_described() -> None:
+    with pytest.raises(PeerError, match="rank 0 .*Stubborn: cannot be unpickled"):
+        spawn(raise_stubborn, 1)
+
+
+def hang_on_one() -> int:
+    if os.environ["RANK"] == "1":
+        wait_for_godot()
+    return os.getpid()
+
+
+def wait_for_godot() -> None:
+    threading.Event().wait(60)
+
+
+def test_a_hanging_rank_is_named_with_its_stack() -> None:
+    with pytest.raises(TimeoutError, match=r"not finished:\nrank 1:(.|\n)*wait_for_godot") as caught:
+        spawn(hang_on_one, 3, timeout=timedelta(seconds=2))
+    assert "rank 0" not in str(caught.value)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    with pytest.raises(PeerError, match="rank 0 .*lost: killed by SIGKILL"):
+        spawn(die, 1)
+
+
+def fill(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.fill_(int(os.environ["RANK"]) + 1)
+
+
+def test_tensors_are_copied_both_ways() -> None:
+    mine = torch.zeros(3)
+    results = spawn(fill, 2, mine)
+    assert mine.tolist() == [0, 0, 0]
+    assert [result.tolist() for result in results] == [[1, 1, 1], [2, 2, 2]]
+
+
+def world(number: int) -> tuple[int, list[Any]]:
+    with ddpkit.distributed():
+        return number, ddpkit.all_gather_object((number, ddpkit.get_rank()))
+
+
+def test_many_launches_in_parallel_do_not_meet() -> None:
+    results: list[Any] = [None] * 20
+
+    def work(number: int) -> None:
+        results[number] = spawn(world, 2, number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[(number, [(number, 0), (number, 1)])] * 2 for number in range(20)]
+
+
+def report_pid(folder: str) -> None:
+    open(f"{folder}/{os.getpid()}", "w").close()
+    hang_on_one()
+
+
+def test_no_process_is_left_behind(tmp_path: Any) -> None:
+    with pytest.raises(TimeoutError):
+        spawn(report_pid, 2, str(tmp_path), timeout=timedelta(seconds=2))
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_bad_arguments_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match="positive integer, got 0"):
+        spawn(die, 0)
+    with pytest.raises(TypeError, match="cannot send"):
+        spawn(lambda: None, 2)

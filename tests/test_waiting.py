@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from conftest import on_ranks
+
+import ddpkit
+from ddpkit import BarrierTimeout, PeerError, get_rank
+
+
+def caught(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `fn` raised, or None, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        fn(*args, **kwargs)
+    except Exception as error:
+        return error, time.monotonic() - start
+    return None, time.monotonic() - start
+
+
+def late_for_barrier() -> Any:
+    if get_rank() in (0, 2):
+        time.sleep(2.0)
+    error, seconds = caught(ddpkit.barrier, "epoch end", timedelta(seconds=1))
+    ddpkit.barrier()  # the ranks are still usable
+    return error, seconds
+
+
+def test_a_barrier_names_the_missing_on_every_rank_also_on_the_late_ones() -> None:
+    results = on_ranks(late_for_barrier, 4)
+    for rank, (error, seconds) in enumerate(results):
+        assert isinstance(error, BarrierTimeout)
+        assert [rank for rank, _ in error.missing] == [0, 2]
+        assert [rank for rank, _ in error.arrived] == [1, 3]
+        assert "barrier 'epoch end': 2 of 4 ranks" in str(error)
+        if rank in (0, 2):
+            assert "came too late" in str(error) and seconds < 0.5
+        else:
+            assert 0.9 < seconds < 1.9
+
+
+def test_a_barrier_refuses_a_time_out_that_is_not_positive() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        ddpkit.barrier(timeout=timedelta(0))
+
+
+def raise_in_together() -> Any:
+    def block() -> None:
+        with ddpkit.together("load"):
+            if get_rank() == 1:
+                raise ValueError("bad file")
+
+    error, seconds = caught(block)
+    with ddpkit.together("load"):  # all caught it, so all can go on
+        pass
+    return error, seconds
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_if_one_rank_raises_in_together_all_raise_and_name_it(world_size: int) -> None:
+    for rank, (error, seconds) in enumerate(on_ranks(raise_in_together, world_size)):
+        assert seconds < 1.0
+        if rank == 1:
+            assert isinstance(error, ValueError)
+        else:
+            assert isinstance(error, PeerError)
+            assert (error.rank, error.error_type, error.message) == (1, "ValueError", "bad file")
+            assert "in block" in error.traceback and "bad file" in error.traceback
+
+
+def helpers() -> dict[str, Any]:
+    rank, out = get_rank(), {}
+    out["value"] = ddpkit.run_on_main(lambda: {"rank": get_rank()})
+    out["error"] = caught(ddpkit.run_on_main, int, "seven")[0]
+    out["unpicklable"] = caught(ddpkit.run_on_main, lambda: lambda: 0)[0]
+    out["only"] = ddpkit.main_process_only(lambda: "main")()
+    out["stop"] = [ddpkit.stop_together(rank == ddpkit.get_world_size() - 1), ddpkit.stop_together(False)]
+    with ddpkit.main_process_first():
+        if rank == 0:
+            time.sleep(0.5)
+        out["time"] = time.time()
+    with ddpkit.main_process_first(local=True):
+        if rank == 0:
+            time.sleep(0.3)
+        out["local time"] = time.time()
+
+    def first_raises() -> None:
+        with ddpkit.main_process_first():
+            if rank == 0:
+                raise OSError("disk")
+            out["others ran"] = True
+
+    out["first"] = caught(first_raises)[0]
+    ddpkit.barrier()
+    return out
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_rank_zero_does_reaches_every_rank(world_size: int) -> None:
+    results = on_ranks(helpers, world_size)
+    for rank, out in enumerate(results):
+        assert out["value"] == {"rank": 0}
+        assert out["only"] == ("main" if rank == 0 else None)
+        assert out["stop"] == [True, False]
+        assert out["time"] >= results[0]["time"] and out["local time"] >= results[0]["local time"]
+        for name, kind in (("error", ValueError), ("first", OSError)):
+            if rank == 0:
+                assert type(out[name]) is kind
+            else:
+                assert isinstance(out[name], PeerError) and out[name].error_type == kind.__name__
+        assert out["unpicklable"] is not None or world_size == 1, "what cannot be sent is an error on every rank"
+        assert "others ran" not in out
+
+
+def collective_before_setup() -> None:
+    ddpkit.barrier()
+
+
+@pytest.mark.parametrize("name", ["barrier", "stop_together", "all_reduce_mean", "broadcast", "check_replicas"])
+def test_a_collective_before_setup_is_an_error_that_says_so(name: str) -> None:
+    with pytest.raises(ddpkit.NotSetUpError, match=r"2 processes were launched.*ddpkit.setup\(\)"):
+        ddpkit.spawn(call_before_setup, 2, name)
+
+
+def call_before_setup(name: str) -> None:
+    import torch
+
+    arguments = {"barrier": (), "stop_together": (True,), "check_replicas": (torch.nn.Linear(1, 1),)}
+    getattr(ddpkit, name)(*arguments.get(name, (1.0,)))

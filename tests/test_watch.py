@@ -1,0 +1,152 @@
+"""Failures are real here: ranks raise, die, sit in collectives; every survivor must end soon and name the first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Ended, free_port, platform_env, run
+
+import ddpkit
+
+LONG = timedelta(seconds=60)  # far beyond what the tests allow: nothing here may end by a time-out
+
+
+def start(fault: str, place: str, watch: bool = True) -> None:
+    with ddpkit.distributed(timeout=LONG, watch=watch) as context:
+        ddpkit.barrier()
+        if context.rank == int(os.environ["FAULTY"]):
+            time.sleep(0.2)
+            fail(fault)
+        try:
+            stay(place)
+        finally:
+            print(f"\nfreed at {time.time():.3f}", flush=True)
+
+
+def fail(fault: str) -> None:
+    print(f"\nfailed at {time.time():.3f}", flush=True)
+    if fault == "raise":
+        raise ValueError("boom")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "leave":
+        ddpkit.teardown()
+        os._exit(0)
+    if fault == "raise and stay":  # its connections stay open, so nothing but the watch frees the others
+        try:
+            raise ValueError("boom")
+        except ValueError as error:
+            ddpkit.runtime.report(error)
+            time.sleep(20)
+
+
+def stay(place: str) -> None:
+    end = time.monotonic() + 30
+    if place == "compute":
+        while time.monotonic() < end:
+            pass
+    elif place == "sleep":
+        time.sleep(30)
+    elif place == "barrier":
+        ddpkit.barrier()
+    elif place == "all_reduce":
+        dist.all_reduce(torch.ones(1))
+    elif place == "helper":
+        ddpkit.all_reduce_mean(1.0)
+
+
+def freed_after(ended: list[Ended], faulty: int) -> float:
+    """Seconds from the failure to the last survivor's exception; 0 where the process was ended instead."""
+    times = {word: [] for word in ("failed", "freed")}
+    for end in ended:
+        for line in end.output.splitlines():
+            if line.startswith(("failed at", "freed at")):
+                times[line.split()[0]].append(float(line.split()[2]))
+    return max(times["freed"], default=0.0) - times["failed"][0]
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [("raise", "compute"), ("raise", "sleep"), ("kill", "compute"), ("kill", "all_reduce"), ("raise", "barrier")]
+    + [("kill", "barrier"), ("raise", "helper"), ("leave", "barrier"), ("leave", "helper")],
+)
+def test_a_failed_rank_is_named_on_every_other_within_two_seconds(fault: str, place: str, faulty: int) -> None:
+    port = free_port()
+    envs = [platform_env(rank, 3, port, FAULTY=f"{faulty}") for rank in range(3)]
+    ended = run(start, envs, fault, place, timeout=25)
+    assert freed_after(ended, faulty) < 2.0
+    for rank, end in enumerate(ended):
+        if rank == faulty:
+            assert end.code == {"raise": 1, "kill": -signal.SIGKILL, "leave": 0}[fault]
+            continue
+        assert end.code == 1, end
+        assert f"rank {faulty} (" in end.output, end.output
+        assert "NOT been destroyed" not in end.output
+        if fault == "raise":
+            assert "ValueError: boom" in end.output and "in fail" in end.output, "the peer's traceback is shown"
+
+
+def test_a_rank_stuck_in_a_collective_ends_with_the_verdict() -> None:
+    port = free_port()
+    envs = [platform_env(rank, 2, port, FAULTY="1") for rank in range(2)]
+    stuck, _ = run(start, envs, "raise and stay", "all_reduce", timeout=25)
+    assert stuck.code == 1
+    assert "Rank 0 ends: its main thread is in a call that does not return. rank 1 (" in stuck.output
+    assert "ValueError: boom" in stuck.output
+    assert stuck.seconds < 15
+
+
+def test_without_the_watch_waits_still_end_with_the_failure() -> None:
+    port = free_port()
+    envs = [platform_env(rank, 3, port, FAULTY="1") for rank in range(3)]
+    ended = run(start, envs, "raise", "barrier", False, timeout=25)
+    assert freed_after(ended, 1) < 2.0
+    assert [end.code for end in ended] == [1, 1, 1]
+    assert all("rank 1 (" in end.output for end in (ended[0], ended[2]))
+
+
+def with_a_child() -> None:
+    """A forked child, such as a loader's worker, holds copies of the rank's descriptors."""
+    with ddpkit.distributed(timeout=LONG) as context:
+        ddpkit.barrier()
+        if context.rank == 1:
+            if os.fork() == 0:
+                time.sleep(8)
+                os._exit(0)
+            print(f"\nfailed at {time.time():.3f}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            time.sleep(30)
+        finally:
+            print(f"\nfreed at {time.time():.3f}", flush=True)
+
+
+def test_a_child_that_outlives_its_rank_does_not_hide_the_death() -> None:
+    port = free_port()
+    ended = run(with_a_child, [platform_env(rank, 2, port) for rank in range(2)], timeout=25)
+    assert freed_after(ended, 1) < 2.0
+    assert "rank 1 (" in ended[0].output and "lost" in ended[0].output
+
+
+def swallow() -> None:
+    with ddpkit.distributed(timeout=LONG) as context:
+        ddpkit.barrier()
+        if context.rank == 1:
+            raise ValueError("boom")
+        try:
+            time.sleep(30)
+        except ddpkit.PeerError as error:
+            print("saved what was there", error.rank)
+
+
+def test_a_survivor_may_catch_the_peer_error_and_end_in_its_own_way() -> None:
+    port = free_port()
+    survivor, _ = run(swallow, [platform_env(rank, 2, port) for rank in range(2)], timeout=25)
+    assert survivor.code == 0 and "saved what was there 1" in survivor.output
