@@ -1,0 +1,134 @@
+"""Makes sure, before values move, that every rank is in the same collective with the same kind of value.
+
+Each collective of ddpkit begins with one SUM of the same fixed block, so that ranks in different ones still meet, and a
+wrong size never reaches gloo, which would abort the process. The block holds a hash of what the rank is about to do, as
+16-bit lanes, and their squares: the sums are those of equal ranks only if the ranks are equal. The rest is payload.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import ranks, runtime, waiting
+from .errors import MismatchError
+
+Lanes = NDArray[np.float64]
+_BLOCK, _HEAD, _LINES = 512, 16, 10
+ROOM = _BLOCK - _HEAD  # lanes of payload that travel with the check
+NOTHING: Lanes = np.zeros(0)
+
+
+def terms(call: str, parts: dict[str, str] | None = None, error: str = "") -> str:
+    """What this rank is about to do, as text: the call, and by path what it is called on."""
+    return json.dumps({"call": call, "parts": parts or {}, "error": error})
+
+
+def agree(mine: str, lanes: Lanes = NOTHING) -> Lanes:
+    """The sums of `lanes` over all ranks, all of which have passed the same terms and number of lanes. Collective.
+
+    One all-reduce for up to `ROOM` lanes, and one more beyond.
+
+    Raises:
+        MismatchError: If the terms differ, on every rank, with what differs.
+    """
+    if not runtime.joined():
+        return lanes
+    template, expected = _block(mine, ranks.get_world_size())
+    block = template.copy()
+    rides = lanes.size <= ROOM
+    if rides:
+        block[_HEAD : _HEAD + lanes.size] = lanes
+    block = _sum(block)
+    if block[:_HEAD].tobytes() != expected:
+        raise MismatchError(_difference([json.loads(text) for text in waiting.exchange(mine)]))
+    return block[_HEAD : _HEAD + lanes.size] if rides else _sum(lanes)
+
+
+@contextmanager
+def all_raise(call: str) -> Iterator[None]:
+    """A block of local work before `agree`: if it raises here, the other ranks raise in `agree` instead of waiting."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(MismatchError):
+            agree(terms(call, error=f"{type(error).__name__}: {error}"))
+        raise
+
+
+def world_size() -> int:
+    """The number of ranks that take part: 1 unless there are peers to talk to."""
+    return ranks.get_world_size() if runtime.joined() else 1
+
+
+def wire_device(device: torch.device) -> torch.device:
+    """Where a tensor of `device` travels: there, if the group's backend can, else where control messages do."""
+    if not runtime.joined() or f"{device.type}:" in dist.get_backend_config():
+        return device
+    return runtime.control_device()
+
+
+def all_reduce(wire: Tensor, greatest: bool = False) -> Tensor:
+    """Adds up a tensor in place, on every rank, or takes the greatest; returns it. Collective.
+
+    Never AVG: on gloo it is missing, wrong or raises, by torch's version and the dtype.
+    """
+    if runtime.joined():
+        with runtime.peer_errors():
+            dist.all_reduce(wire, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM)
+    return wire
+
+
+def _sum(lanes: Lanes) -> Lanes:
+    total: Lanes = all_reduce(torch.from_numpy(lanes).to(runtime.control_device())).cpu().numpy()
+    return total
+
+
+@lru_cache(maxsize=256)
+def _block(text: str, world_size: int) -> tuple[Lanes, bytes]:
+    """The block without payload, and its head's bytes after a sum over ranks that all have passed `text`."""
+    block = np.zeros(_BLOCK)
+    hashed = np.frombuffer(blake2b(text.encode(), digest_size=_HEAD).digest(), "<u2")
+    block[:_HEAD] = np.concatenate([hashed, hashed.astype(np.float64) ** 2])
+    return block, (block[:_HEAD] * world_size).tobytes()
+
+
+def _difference(everyone: list[dict[str, Any]]) -> str:
+    call = everyone[0]["call"]
+    if failed := [f"  rank {rank}: {each['error']}" for rank, each in enumerate(everyone) if each["error"]]:
+        return "\n".join([f"{call} got a bad argument:", *_some(failed)])
+    if len({each["call"] for each in everyone}) > 1:
+        found = _by_rank([each["call"] for each in everyone])
+        return (
+            f"The ranks are in different collectives: {found}. Every rank must make the same calls in the same order."
+        )
+    paths = dict.fromkeys(path for each in everyone for path in each["parts"])
+    rows = {path: [each["parts"].get(path, "missing") for each in everyone] for path in paths}
+    lines = [f"  {path}: {_by_rank(row)}" for path, row in rows.items() if len(set(row)) > 1]
+    return "\n".join([f"{call} needs the same structure, dtypes and shapes on every rank, but found:", *_some(lines)])
+
+
+def _by_rank(row: list[str]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(row):
+        groups.setdefault(text, []).append(rank)
+    return "; ".join(f"{text} on {_ranks(members)}" for text, members in groups.items())
+
+
+def _ranks(members: list[int]) -> str:
+    shown = ", ".join(map(str, members[:8]))
+    return f"rank {shown}" if len(members) == 1 else f"ranks {shown}" + (", …" if len(members) > 8 else "")
+
+
+def _some(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= _LINES else [*lines[:_LINES], f"  and {len(lines) - _LINES} more"]

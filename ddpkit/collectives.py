@@ -1,0 +1,201 @@
+"""Everything that moves values between ranks: any value, checked before it moves, and on one process too."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from .agreement import all_raise, terms
+from .gathering import flat_bytes, gather_objects, gather_rows, in_order, is_dense, send
+from .reducing import combine
+
+T = TypeVar("T")
+
+
+def all_reduce_mean(value: Any, weight: Any = None, *, check: bool = True) -> Any:
+    """Averages a number, tensor or nested structure over all ranks. Collective.
+
+    Up to 123 Python numbers or 495 elements of tensors cost one small all-reduce, check included. What is more goes in
+    one further all-reduce for half, bfloat16 and float32, added in float32, and one for the rest. The check makes the
+    host wait for an accelerator's tensors.
+
+    Args:
+        value: This rank's value: Python numbers, NumPy arrays and scalars, tensors, and dicts, lists, tuples and
+            dataclasses of them. Floating leaves keep their dtype; ints and bools come back as floats: as float64, or
+            as Python floats. Same structure, shapes, dtypes and kind of device on every rank. It is not modified.
+        weight: This rank's share of the mean, for example its number of samples; 1 on every rank by default. A rank
+            of weight 0 may hold anything, NaN too.
+        check: False on every rank lets a single tensor without weight go unchecked, so that nothing waits for its
+            device. Ranks that differ then get wrong values, or hang, or abort.
+
+    Returns:
+        The same structure holding the means, equal on every rank. It carries no gradient.
+
+    Raises:
+        MismatchError: If structure, shape or dtype differ between ranks, or only some pass a weight; the message lists
+            what each rank passed. Also on the ranks whose peers raise one of the errors below.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+        OverflowError: If a Python int does not fit 64 bits.
+        TypeError: If `value` holds something else, such as a string.
+        ValueError: If a weight is negative or not finite, or all are 0.
+
+    Example:
+        >>> all_reduce_mean({"loss": 2.0})   # one process: the value itself
+        {'loss': 2.0}
+
+        On two::
+
+            all_reduce_mean({"loss": 1.0}, weight=3)    # rank 0
+            all_reduce_mean({"loss": 5.0}, weight=1)    # rank 1; both get {'loss': 2.0}
+    """
+    return combine(value, "mean", weight, check)
+
+
+def all_reduce(value: Any, op: str = "sum", *, check: bool = True) -> Any:
+    """Adds, averages or compares a number, tensor or nested structure over all ranks. Collective.
+
+    Args:
+        value: As for `all_reduce_mean`.
+        op: "sum", "mean", "min" or "max". Sums of ints and bools are ints, for arrays and tensors int64; "min" and
+            "max" keep the dtype, and give NaN where any rank has NaN. Python numbers of which some are floats give one.
+        check: As for `all_reduce_mean`.
+
+    Returns:
+        The same structure holding the results, equal on every rank. It carries no gradient.
+
+    Raises:
+        MismatchError: If structure, shape, dtype or `op` differ between ranks; the message lists what each rank passed.
+            Also on the ranks whose peers raise one of the errors below.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+        OverflowError: If a Python int, or the sum of 64-bit tensors, does not fit 64 bits.
+        TypeError: If `value` holds something else, such as a string.
+        ValueError: If `op` is none of the four.
+
+    Example:
+        >>> all_reduce({"correct": 17, "worst": 0.5})
+        {'correct': 17, 'worst': 0.5}
+
+        On two::
+
+            all_reduce({"correct": 17}, "sum")    # rank 0
+            all_reduce({"correct": 20}, "sum")    # rank 1; both get {'correct': 37}
+    """
+    return combine(value, op, None, check)
+
+
+def all_gather(tensor: Tensor) -> list[Tensor]:
+    """Gives every rank the tensors of all ranks, which may differ in length. Collective.
+
+    Args:
+        tensor: This rank's tensor, of any dtype; same dtype and same shape but for the first dimension on every rank.
+
+    Returns:
+        The tensors by rank, each with its own length, on this tensor's device. They carry no gradient. `torch.cat`
+        makes one of them.
+
+    Raises:
+        MismatchError: If dtype, number of dimensions or trailing shape differ between ranks.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+        TypeError: If it is not a dense tensor.
+
+    Example:
+        >>> import torch
+        >>> all_gather(torch.tensor([1, 2]))
+        [tensor([1, 2])]
+
+        On two::
+
+            all_gather(torch.tensor([1, 2]))    # rank 0
+            all_gather(torch.tensor([3]))       # rank 1; both get [tensor([1, 2]), tensor([3])]
+    """
+    call = "all_gather(tensor)"
+    with all_raise(call):
+        if not isinstance(tensor, Tensor) or not is_dense(tensor):
+            raise TypeError(
+                f"{call} takes a dense tensor, got {type(tensor).__name__}. Use all_gather_object for others."
+            )
+        length, *rest = tensor.shape or (1,)
+        rows = flat_bytes(tensor).reshape(length, math.prod(rest) * tensor.element_size())
+    shape = ", ".join(["any", *map(str, rest)]) if tensor.dim() else ""
+    kind = f"{tensor.dtype} tensor of shape ({shape}) on {tensor.device.type}".removeprefix("torch.")
+    parts = gather_rows(terms(call, {"tensor": kind}), rows)
+    shapes = [(len(part), *rest) if tensor.dim() else () for part in parts]
+    return [part.view(tensor.dtype).reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def all_gather_object(obj: Any) -> list[Any]:
+    """Gives every rank the objects of all ranks, as pickled copies. Collective.
+
+    Args:
+        obj: Anything that can be pickled. Move tensors to the CPU first: they arrive on the device they came from.
+
+    Returns:
+        The objects by rank.
+
+    Raises:
+        MismatchError: On the other ranks, if an object cannot be pickled; its own rank raises the reason.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+
+    Example:
+        >>> all_gather_object({"host": "a"})
+        [{'host': 'a'}]
+    """
+    return gather_objects("all_gather_object(obj)", obj)
+
+
+def broadcast(value: T, src: int = 0) -> T:
+    """Gives every rank the value of one. Collective.
+
+    A value of up to 1.9 kB costs one small all-reduce, and each tensor in it one broadcast.
+
+    Args:
+        value: On rank `src`: tensors, numbers, strings, None, nested, or anything that can be pickled. On the others a
+            placeholder, for example None; it is ignored.
+        src: The rank whose value it is; the same on every rank.
+
+    Returns:
+        The value of rank `src`: there the value itself, elsewhere a copy, its tensors without gradient, and on this
+        rank's own device if they were on an accelerator.
+
+    Raises:
+        MismatchError: If `src` differs between ranks; on the other ranks, if the value cannot be pickled.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+        ValueError: If there is no rank `src`.
+
+    Example:
+        >>> broadcast({"run": "2024-05-01", "lr": 0.1})
+        {'run': '2024-05-01', 'lr': 0.1}
+    """
+    return send(f"broadcast(src={src!r})", value, src)  # type: ignore[no-any-return]
+
+
+def gather_exact(values: Any, indices: Any, n: int) -> Any:
+    """Puts the ranks' results for a dataset into its order, and makes sure that each sample is there once. Collective.
+
+    Args:
+        values: This rank's results, one for each index: a tensor or NumPy array, by its first dimension, or a list.
+            Same kind, dtype and trailing shape on every rank that has any.
+        indices: Their places in the dataset, as ints.
+        n: Length of the dataset.
+
+    Returns:
+        The n results in dataset order, equal on every rank: a tensor (on the device of `values`), array or list.
+
+    Raises:
+        MismatchError: If kind, dtype, trailing shape or n differ between ranks.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+        ValueError: If the ranks' indices together are not exactly range(n), on every rank, naming what is missing,
+            repeated or out of range; if values and indices differ in length.
+
+    Example:
+        >>> gather_exact(["c", "a", "b"], [2, 0, 1], n=3)
+        ['a', 'b', 'c']
+
+        On two::
+
+            gather_exact(torch.tensor([10, 30]), [0, 2], n=3)    # rank 0
+            gather_exact(torch.tensor([20]), [1], n=3)           # rank 1; both get tensor([10, 20, 30])
+    """
+    return in_order(f"gather_exact(n={n!r})", values, indices, n)
