@@ -1,6 +1,6 @@
 """What `import ddpkit` adds to `import torch`, in milliseconds: medians over fresh processes.
 
-Each process imports torch and then ddpkit and times both, since the difference of two whole processes would drown in the
+Each process imports torch and then ddpkit and times both: the difference of two whole processes would drown in the
 noise of importing torch. Run it twice, as the first may compile: python tests/benchmarks/import_time.py [processes]
 """
 
