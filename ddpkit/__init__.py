@@ -3,6 +3,7 @@
 The names below come in the order in which one learns them; `docs/reference.md` has a sentence between the groups.
 """
 
+from .checkpoints import Checkpointer
 from .collectives import all_gather, all_gather_object, all_reduce, all_reduce_mean, broadcast, gather_exact
 from .errors import (
     BarrierTimeout,
@@ -14,7 +15,9 @@ from .errors import (
     PeerError,
     ReplicaMismatch,
 )
+from .gradients import accumulate, average_gradients, global_mean
 from .launchers import Launch, detect_launch
+from .loading import make_loader
 from .logs import RankFilter, get_logger
 from .ranks import (
     get_local_rank,
@@ -33,7 +36,7 @@ from .scaling import ScalePlan, rule_for, scale_lr, warmup_factor
 from .seeding import sample_seed, seed_everything
 from .spawning import spawn
 from .waiting import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
-from .wrapping import accumulate, average_gradients, clean_state_dict, global_mean, unwrap_model, wrap_model
+from .wrapping import clean_state_dict, unwrap_model, wrap_model
 
 __version__ = "0.1.0"
 
@@ -81,6 +84,7 @@ __all__ = [
     "DistributedSampler",
     "DistributedEvalSampler",
     "DistributedWeightedSampler",
+    "make_loader",
     "sample_seed",
     # scaling rules
     "scale_lr",
@@ -91,6 +95,7 @@ __all__ = [
     "seed_everything",
     "get_logger",
     "RankFilter",
+    "Checkpointer",
     # launching from Python
     "spawn",
     # errors

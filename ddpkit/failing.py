@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from .errors import DdpkitError, PeerError
+from .errors import DdpkitError
 from .store import Session, failure_record
 from .watch import Watch
 
@@ -24,8 +24,8 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
 
 
 def publish(error: BaseException, session: Session, watch: Watch | None) -> None:
-    """Tells the other ranks that this one is failing, unless it fails because of them."""
-    if not isinstance(error, PeerError) and session.told is None:
+    """Tells the other ranks that this one is failing, or which peer it fails for, unless they know."""
+    if session.told is None:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         failure = failure_record(session.rank, error, text)
         if watch:

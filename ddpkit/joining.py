@@ -130,8 +130,8 @@ def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) 
             room = here if holder.nonce == me.nonce else None
             if room:
                 room.add("claims", 1)
-            elif not me.under_agent or holder.is_alive():
-                _usurped(here, me, holder)
+            elif (holder.pid, holder.born) != (me.pid, me.born) and (not me.under_agent or holder.is_alive()):
+                _usurped(here, me, holder)  # else the claim is that of a dead rank, or our own from before a teardown
         if room:
             _raise_if_poisoned(room)
             if room.check(["roster"]):

@@ -72,6 +72,7 @@ class _Job:
 
 
 _job: _Job | None = None
+_stores: dict[tuple[str, int], dist.Store] = {}  # stay open after teardown(), so that the ranks can join again
 
 
 def setup(
@@ -157,15 +158,17 @@ def teardown() -> None:
     if sys.excepthook is _excepthook:
         sys.excepthook = job.former_hook
     failed = job.session.told is not None
+    if failed:
+        _stores.clear()
     if job.watch:
         job.watch.close()
-    with suppress(RuntimeError):  # the store may have gone with its host
-        job.session.leave(linger=job.hosts_store)
-    if job.owns_group and dist.is_initialized():
+    if job.owns_group and dist.is_initialized():  # first of all: this frees ranks that are stuck in a collective with us
         if failed and "nccl" in str(job.context.backend):
             dist.distributed_c10d._abort_process_group()  # destroying would wait for operations that cannot end
         else:
             dist.destroy_process_group()
+    with suppress(RuntimeError):  # the store may have gone with its host
+        job.session.leave(linger=job.hosts_store)
 
 
 @contextmanager
@@ -298,11 +301,7 @@ def _join(
         launch = replace(launch, rank=dist.get_rank(), world_size=dist.get_world_size())
         store = dist.distributed_c10d._get_default_store()
     elif address is not None and port is not None:
-        try:
-            store = connect(address, port, launch.rank == 0 and not under_agent, timeout)
-        except PortTaken as error:
-            denounce(address, port, str(error))  # the other rank 0 and its peers, if that is what holds the port
-            raise
+        store = _open_store(address, port, launch.rank == 0 and not under_agent, timeout)
     else:
         store, address, port = find_master(launch, timeout)
     wire = listen() if watch and launch.rank == 0 else None
@@ -340,6 +339,16 @@ def _join(
         teardown()
         if cause is not error:
             raise cause from error
+        raise
+
+
+def _open_store(address: str, port: int, host: bool, timeout: timedelta) -> dist.Store:
+    try:
+        if (address, port) not in _stores:
+            _stores[address, port] = connect(address, port, host, timeout)
+        return _stores[address, port]
+    except PortTaken as error:
+        denounce(address, port, str(error))  # the other rank 0 and its peers, if that is what holds the port
         raise
 
 

@@ -27,6 +27,9 @@ _PATIENCE = 1.5  # seconds in which the watch learns why a connection broke
 
 def failure_record(rank: int, error: BaseException, traceback: str = "") -> dict[str, Any]:
     """What the other ranks are told of a failure; rank -1 when the job itself is wrong."""
+    if isinstance(error, PeerError):  # it only passes on what became of a peer
+        words = {"type": error.error_type, "message": error.message, "traceback": error.traceback}
+        return {"rank": error.rank, "host": error.host, **words}
     words = {"type": type(error).__name__, "message": str(error), "traceback": traceback[-50_000:]}
     return {"rank": rank, "host": socket.gethostname(), **words}
 
@@ -47,7 +50,7 @@ class Session:
         self.pid = os.getpid()  # a forked child holds a copy that is not its own
         self.told: dict[str, Any] | None = None  # the failure that this rank has heard of
         self.handled = False  # whether the main thread knows
-        self.left: set[int] = set()  # ranks that the watch saw leave in good order
+        self.left: list[int] = []  # ranks that the watch saw leave in good order
         self.deadline: float | None = None  # of the wait that the main thread is in
         self._counts: dict[str, int] = {}
         self._litter: dict[Sequence[int], list[str]] = {}
@@ -81,7 +84,7 @@ class Session:
             except RuntimeError:  # the store has gone too
                 pass
             if self.left:
-                return self.departed(min(self.left))
+                return self.departed(self.left[0])
             time.sleep(0.01)
         return None
 
@@ -135,8 +138,8 @@ class Session:
             bits[:] = [self.store.add(word, 0) for word in words]
             if bits[0] & _BROKEN:
                 raise self._broken(key, ranks)
-            if bits != full and (gone := self.left.intersection(absent())):
-                raise self.departed(min(gone))
+            if bits != full and (gone := [rank for rank in self.left if rank in absent()]):
+                raise self.departed(gone[0])
             return bits == full or None
 
         def late() -> DdpkitError:

@@ -122,7 +122,7 @@ class Watch(threading.Thread):
         if "rank" in news:
             self._adopt(news["rank"], wire)
         if "left" in news:
-            self._session.left.add(news["left"])
+            self._session.left.append(news["left"])
         if "failure" in news and self._session.told is None:
             self._learn(news["failure"])
         if self._hub and ("failure" in news or "left" in news):
@@ -141,8 +141,7 @@ class Watch(threading.Thread):
         ):
             return
         words = "its connection closed without a word: the process was killed or crashed, or the network was cut"
-        failure = failure_record(rank, PeerError(rank, "", "", ""))
-        failure |= {"host": self._session.hosts[rank], "type": "lost", "message": words}
+        failure = failure_record(rank, PeerError(rank, self._session.hosts[rank], "lost", words))
         self._learn(failure)
         if self._hub:
             self._spread({"failure": failure})
@@ -161,8 +160,8 @@ class Watch(threading.Thread):
     def _look_after_main(self) -> None:
         session, now = self._session, time.monotonic()
         if session.deadline is not None and now > session.deadline + _TICK and session.told is None:
-            silent = PeerError(0, session.hosts[0], "silent", "the store does not answer: is its process stopped?")
-            self._learn(failure_record(0, silent) | {"type": "silent", "message": silent.message, "host": silent.host})
+            words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
+            self._learn(failure_record(0, PeerError(0, session.hosts[0], "silent", words)))
         if session.handled:
             self._end_at = float("inf")
         elif now > self._end_at and session.told is not None:

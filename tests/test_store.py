@@ -89,7 +89,7 @@ def test_a_wait_ends_with_the_first_recorded_failure() -> None:
 
 def test_a_wait_for_a_rank_that_has_left_ends_at_once() -> None:
     def meet(session: Session) -> None:
-        session.left.add(1)  # what the watch does
+        session.left.append(1)  # what the watch does
         if session.rank == 0:
             session.meet("x/1")
 

@@ -43,7 +43,7 @@ def fail(fault: str) -> None:
             raise ValueError("boom")
         except ValueError as error:
             ddpkit.runtime.report(error)
-            time.sleep(20)
+            time.sleep(12)
 
 
 def stay(place: str) -> None:
