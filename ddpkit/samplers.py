@@ -60,7 +60,8 @@ class ResumableSampler(Sampler[int], ABC):
         """Chooses the epoch whose order to deal: from its front, or for a loaded state's epoch from where that was."""
         epoch = operator.index(epoch)
         if epoch != self.epoch:
-            self.epoch, self.start, self.consumed = epoch, 0, 0
+            self.epoch, self.start = epoch, 0
+        self.consumed = self.start
 
     def advance(self, samples: int) -> None:
         """Counts `samples` more as consumed, of all ranks together.
@@ -94,7 +95,6 @@ class ResumableSampler(Sampler[int], ABC):
         return len(range(self.start + self.rank, self._end(), self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
-        self.consumed = self.start
         return chain.from_iterable(self._blocks(self._order(), self.start, self._end()))
 
     def _end(self) -> int:
@@ -153,7 +153,7 @@ class DistributedSampler(ResumableSampler):
         *,
         batch_size: int = 1,
     ) -> None:
-        super().__init__(_length(dataset), num_replicas, rank, seed, _positive(batch_size, "batch_size"), drop_last)
+        super().__init__(_length(dataset), num_replicas, rank, seed, positive(batch_size, "batch_size"), drop_last)
         self.shuffle = shuffle
         if not self._end():
             raise ValueError(
@@ -203,7 +203,7 @@ class DistributedWeightedSampler(ResumableSampler):
         replacement: bool = True,
         seed: int = 0,
     ) -> None:
-        super().__init__(_positive(num_samples, "num_samples"), num_replicas, rank, seed)
+        super().__init__(positive(num_samples, "num_samples"), num_replicas, rank, seed)
         self.weights, self.replacement = np.asarray(weights, dtype=np.float64), replacement
         if (
             self.weights.ndim != 1
@@ -211,8 +211,8 @@ class DistributedWeightedSampler(ResumableSampler):
             or not self.weights.any()
         ):
             raise ValueError("weights must be a vector of finite numbers >= 0, at least one of them positive.")
-        if not replacement and num_samples > (positive := np.count_nonzero(self.weights)):
-            raise ValueError(f"Cannot draw {num_samples} different samples: only {positive} weights are positive.")
+        if not replacement and num_samples > (possible := np.count_nonzero(self.weights)):
+            raise ValueError(f"Cannot draw {num_samples} different samples: only {possible} weights are positive.")
 
     def _identity(self) -> dict[str, Any]:
         digest = blake2b(self.weights.tobytes(), digest_size=8).hexdigest()
@@ -258,6 +258,17 @@ class DistributedEvalSampler(Sampler[int]):
         return iter(range(self.rank, self.n, self.num_replicas))
 
 
+def positive(number: int, name: str) -> int:
+    """`number` as an int.
+
+    Raises:
+        ValueError: If it is none, or not positive; the message calls it `name`.
+    """
+    if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"{name} must be a positive integer, not {number!r}.")
+    return int(number)
+
+
 def _shard(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     num_replicas = ranks.get_world_size() if num_replicas is None else num_replicas
     rank = ranks.get_rank() if rank is None else rank
@@ -272,9 +283,3 @@ def _length(dataset: Any) -> int:
     if not len(dataset):
         raise ValueError("The dataset is empty: there is nothing to sample.")
     return len(dataset)
-
-
-def _positive(number: int, name: str) -> int:
-    if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{name} must be a positive integer, not {number!r}.")
-    return int(number)

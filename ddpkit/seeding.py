@@ -34,7 +34,8 @@ def seed_everything(seed: int, per_rank: bool = False) -> int:
     if not 0 <= seed < 2**63:
         raise ValueError(f"A seed is a number in [0, 2**63), not {seed}.")
     used = hash_seeds("rank", seed, ranks.get_rank()) if per_rank else seed
-    seed_generators(used)
+    seed_cpu(used)
+    torch.manual_seed(used)  # and the accelerators: too slow for what workers do before every batch
     return used
 
 
@@ -58,8 +59,8 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
     return hash_seeds("sample", seed, epoch, index)
 
 
-def seed_generators(seed: int) -> None:
-    """Seeds the global generators of `random`, NumPy and torch; `seed` is a number in [0, 2**63)."""
+def seed_cpu(seed: int) -> None:
+    """Seeds the global CPU generators of `random`, NumPy and torch; `seed` is a number in [0, 2**63)."""
     random.seed(seed)
     np.random.seed(seed if seed < 2**32 else [seed % 2**32, seed >> 32])  # NumPy takes no number beyond 32 bits
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)

@@ -33,9 +33,9 @@ def test_every_number_comes_exactly_once(n):
     assert np.array_equal(np.sort(whole(n, key=1)), np.arange(n))
 
 
-@pytest.mark.parametrize("n", range(2, 60))
+@pytest.mark.parametrize("n", [2, 3, 5, 11, 31, 59, 785, 904])
 def test_the_bijection_is_one_even_where_rows_times_columns_fits_badly(n):
-    for key in range(40):
+    for key in range(150):
         assert np.array_equal(np.sort(small_bijection(n, key)), np.arange(n))
 
 

@@ -1,0 +1,395 @@
+"""Loaders on real ranks against one process that goes through the same global order."""
+
+import random
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from conftest import on_ranks
+from torch.utils.data import DistributedSampler as TorchSampler
+from torch.utils.data import IterableDataset, RandomSampler
+
+import ddpkit
+from ddpkit.loading import make_loader
+from ddpkit.samplers import DistributedSampler, DistributedWeightedSampler
+from ddpkit.seeding import sample_seed
+
+WORLDS = (1, 2, 3)
+GLOBAL_BATCH = 6
+LENGTHS = (1, 2, 5, 6, 7, 8, 17, 18, 20)
+
+
+def workers(number):
+    """Options for so many workers; in a spawned rank the default would have each of them import torch again."""
+    return {"num_workers": number, "multiprocessing_context": "fork" if number else None}
+
+
+class Noisy:
+    """Each sample comes with the draws that a random augmentation would take, and the worker that took them."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return index, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+class Augmented(Noisy):
+    """Its noise depends on seed, epoch and index alone."""
+
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return index, self.epoch, sample_seed(0, self.epoch, index) % 2**31
+
+
+class Stream:
+    """Numbers in files of three; it knows its epoch."""
+
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def shard(self, index, num_shards):
+        for file in range(index, 8, num_shards):
+            for line in range(3):
+                yield 3 * file + line, self.epoch, random.random()
+
+
+class Whole(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+def plain(batches):
+    return [batch.tolist() for batch in batches]
+
+
+def rows(batches):
+    """The samples as tuples, of batches of tuples of tensors."""
+    return [row for batch in batches for row in zip(*(column.tolist() for column in batch), strict=True)]
+
+
+def one_epoch(n, batch_size=GLOBAL_BATCH, epoch=0, **options):
+    loader = make_loader(range(n), batch_size, **options)
+    loader.set_epoch(epoch)
+    return plain(loader)
+
+
+def union(shards, step):
+    return sorted(chain(*(shard[step] for shard in shards if step < len(shard))))
+
+
+def of_all_lengths(batch_size):
+    return [
+        (
+            one_epoch(n, batch_size),
+            one_epoch(n, batch_size, drop_last=True) if n >= GLOBAL_BATCH else [],
+            one_epoch(n, batch_size, train=False),
+        )
+        for n in LENGTHS
+    ]
+
+
+def test_any_number_of_ranks_takes_the_same_samples_at_each_step():
+    per_world = {w: on_ranks(of_all_lengths, w, GLOBAL_BATCH // w) for w in WORLDS}
+    for which, n in enumerate(LENGTHS):
+        alone, dropped, evaluated = per_world[1][0][which]
+        assert sorted(chain(*alone)) == sorted(chain(*evaluated)) == list(range(n))
+        assert dropped == [batch for batch in alone if len(batch) == GLOBAL_BATCH]
+        for w in WORLDS:
+            train, drop, evaluation = zip(*(per_world[w][rank][which] for rank in range(w)), strict=True)
+            assert {len(shard) for shard in train} == {len(alone)}  # nobody waits for a step the others do not take
+            for step, batch in enumerate(alone):
+                sizes = [len(shard[step]) for shard in train]
+                assert max(sizes) - min(sizes) <= 1
+                padding = max(0, w - len(batch))
+                assert union(train, step) == sorted(batch + (alone[0] * w)[:padding])
+            assert [union(drop, step) for step in range(len(drop[0]))] == [sorted(batch) for batch in dropped]
+            assert sorted(chain(*chain(*evaluation))) == list(range(n))
+
+
+def cut_everywhere(n, batch_size):
+    """The state inside the loop at every step, and after it."""
+    loader, states = make_loader(range(n), batch_size, seed=5), []
+    loader.set_epoch(3)
+    states.append(loader.state_dict())
+    for _ in loader:
+        states.append(loader.state_dict())
+    return [*states, loader.state_dict()]
+
+
+def after_each_cut(n, batch_size, states):
+    """What is left of the epoch, and the epoch after it."""
+    rests = []
+    for state in states:
+        loader = make_loader(range(n), batch_size, seed=5)
+        loader.load_state_dict(state)
+        epoch = loader.epoch
+        loader.set_epoch(epoch)  # torch's habit: no harm
+        length, rest = len(loader), plain(loader)
+        assert length == len(rest)
+        rests.append((epoch, rest, plain(loader)))
+        assert loader.epoch == epoch + 2
+    return rests
+
+
+def test_after_a_resume_on_any_number_of_ranks_come_exactly_the_samples_that_were_left():
+    n = 20
+    alone = {epoch: one_epoch(n, epoch=epoch, seed=5) for epoch in (3, 4, 5)}
+    states = {w: on_ranks(cut_everywhere, w, n, GLOBAL_BATCH // w) for w in WORLDS}
+    for w in WORLDS:
+        assert all(state == states[1][0] for state in states[w])  # every rank saves the same, and any number of ranks
+    consumed = [(state["epoch"], state["consumed"]) for state in states[1][0]]
+    assert consumed == [(3, 0), (3, 6), (3, 12), (3, 18), (3, 20), (4, 0)]
+    for w in WORLDS:
+        resumed = on_ranks(after_each_cut, w, n, GLOBAL_BATCH // w, states[1][0])
+        for cut, (epoch, done) in enumerate(consumed):
+            left = alone[epoch][-(-done // GLOBAL_BATCH) :]
+            shards = [rank[cut][1] for rank in resumed]
+            padding = max(0, w - len(left[-1])) if left else 0
+            assert {len(shard) for shard in shards} == {len(left)}
+            for step, batch in enumerate(left):
+                extra = padding if step == len(left) - 1 else 0
+                got = union(shards, step)
+                assert len(got) == len(batch) + extra and set(got) >= set(batch)
+                assert extra or got == sorted(batch)
+            following = [rank[cut][2] for rank in resumed]
+            assert union(following, 0) == sorted(alone[epoch + 1][0])
+
+
+def after_a_cut_with_workers(cut):
+    """With two workers that fetch ahead: the state at a cut, then the rest, uninterrupted and resumed."""
+    options = {**workers(2), "prefetch_factor": 3, "seed": 8}
+    loader, rest = make_loader(Noisy(), 2, **options), []
+    for step, batch in enumerate(loader, start=1):
+        if step == cut:
+            state = loader.state_dict()
+        elif step > cut:
+            rest.append(batch)
+    resumed = make_loader(Noisy(), 2, **options)
+    resumed.load_state_dict(state)
+    return state["consumed"], rows(rest), rows(resumed)
+
+
+def test_two_workers_with_prefetch_skip_nothing_and_repeat_the_augmentations():
+    for w, cut in [(1, 5), (2, 3)]:
+        for consumed, rest, resumed in on_ranks(after_a_cut_with_workers, w, cut):
+            assert consumed == cut * 2 * w
+            assert len(rest) == (24 - consumed) // w
+            assert resumed == rest
+
+
+def noise(num_workers, epochs=2, **options):
+    loader = make_loader(Noisy(), 3, seed=1, shuffle=False, **workers(num_workers), **options)
+    return [rows(loader) for _ in range(epochs)]
+
+
+def noise_on_ranks():
+    return noise(2, persistent_workers=True)
+
+
+def test_random_numbers_of_workers_differ_between_ranks_workers_and_epochs():
+    drawn = on_ranks(noise_on_ranks, 2)
+    for which in (1, 2, 3):  # random, NumPy, torch
+        numbers = [row[which] for rank in drawn for epoch in rank for row in epoch]
+        assert len(set(numbers)) == len(numbers) == 48
+
+
+def test_random_numbers_of_workers_depend_on_neither_their_number_nor_persistence():
+    once = noise(1)
+    assert noise(2) == once and noise(2, persistent_workers=True) == once
+    assert make_noise_of_epoch_one() == once[1]
+    assert noise(2, worker_init_fn=seed_badly) == once
+    assert rows(make_loader(Noisy(), 3, num_workers=2, seed=2, shuffle=False)) != once[0]
+
+
+def make_noise_of_epoch_one():
+    loader = make_loader(Noisy(), 3, num_workers=1, seed=1, shuffle=False)
+    loader.set_epoch(1)
+    return rows(loader)
+
+
+def seed_badly(worker):
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_global_random_numbers_are_left_alone(num_workers):
+    def states():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before = states()
+    loader = make_loader(list(range(10)), 2, num_workers=num_workers)
+    for _ in range(2):
+        list(loader)
+    assert states() == before
+
+
+def test_without_workers_samples_draw_from_the_process():
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append([row[3] for row in rows(make_loader(Noisy(), 24))])
+    torch.manual_seed(3)
+    assert drawn[0] == drawn[1] == [float(torch.rand(())) for _ in range(24)]
+
+
+def augmented(batch_size, num_workers):
+    loader = make_loader(Augmented(), batch_size, **workers(num_workers), persistent_workers=num_workers > 0)
+    return [rows(loader) for _ in range(2)]
+
+
+def test_sample_seeds_augment_alike_on_any_number_of_ranks_and_workers():
+    alone = augmented(6, 0)
+    assert [{row[1] for row in epoch} for epoch in alone] == [{0}, {1}]
+    for w, number in [(1, 2), (2, 0), (3, 1)]:
+        shards = on_ranks(augmented, w, 6 // w, number)
+        for epoch in (0, 1):
+            assert sorted(chain(*(rank[epoch] for rank in shards))) == sorted(alone[epoch])
+
+
+def test_each_iteration_is_the_next_epoch():
+    loader = make_loader(range(20), 4)
+    epochs = [one_epoch(20, 4, epoch=epoch) for epoch in range(6)]
+    assert plain(loader) == epochs[0] and loader.epoch == 1
+    for _ in loader:
+        assert (loader.epoch, len(loader)) == (1, 5)  # steady while the loop runs
+        break
+    assert (loader.epoch, loader.state_dict()["consumed"]) == (1, 4)  # a state after break counts the batch, too
+    assert plain(loader) == epochs[2]
+    loader.set_epoch(5)
+    assert plain(loader) == epochs[5] and loader.epoch == 6
+    loader.set_epoch(0)
+    next(iter(loader))
+    loader.set_epoch(0)
+    assert plain(loader) == epochs[0]
+    loader.sampler.set_epoch(3)  # torch's way
+    assert plain(loader) == epochs[3] and loader.epoch == 4
+    next(iter(loader))
+    loader.sampler.set_epoch(5)
+    assert plain(loader) == epochs[5]
+
+
+def test_an_iterator_that_was_left_counts_nothing_anymore():
+    loader = make_loader(range(20), 4)
+    old, new = iter(loader), iter(loader)
+    next(new), next(new), list(old)
+    assert (loader.epoch, loader.state_dict()["consumed"]) == (1, 8)
+
+
+def test_a_state_of_the_last_batch_leaves_an_empty_loop():
+    loader = make_loader(range(20), 8)
+    states = [loader.state_dict() for _ in loader]
+    resumed = make_loader(range(20), 8)
+    resumed.load_state_dict(states[-1])
+    assert (resumed.epoch, len(resumed), plain(resumed)) == (0, 0, [])
+    assert (resumed.epoch, len(resumed)) == (1, 3)
+    assert plain(resumed) == one_epoch(20, 8, epoch=1)
+
+
+def test_a_state_of_other_data_is_refused():
+    state = make_loader(range(20), 4).state_dict()
+    with pytest.raises(ValueError, match="n was 20 when the state was saved and is 21 now"):
+        make_loader(range(21), 4).load_state_dict(state)
+    with pytest.raises(ValueError, match="shuffle was True when the state was saved and is False now"):
+        make_loader(range(20), 4, shuffle=False).load_state_dict(state)
+
+
+def test_it_shows_what_a_data_loader_shows():
+    loader = make_loader(range(20), 4, drop_last=True)
+    assert isinstance(loader, torch.utils.data.DataLoader)
+    assert (loader.batch_size, loader.drop_last, loader.dataset, len(loader)) == (4, True, range(20), 5)
+    assert isinstance(loader.sampler, DistributedSampler)
+
+
+def with_samplers():
+    n, world_size = 20, ddpkit.get_world_size()
+    weighted = make_loader(range(n), 3, sampler=DistributedWeightedSampler(np.arange(n), 12))
+    first = plain(weighted)
+    for _ in weighted:
+        break
+    state = weighted.state_dict()
+    torchs = make_loader(range(n), 3, sampler=TorchSampler(range(n), world_size, ddpkit.get_rank()))
+    if world_size == 1:
+        assert len(plain(make_loader(range(n), 3, sampler=RandomSampler(range(n))))) == 7
+        with pytest.raises(ValueError, match="The sampler is for rank 1 of 2, but this is rank 0 of 1"):
+            make_loader(range(n), 3, sampler=DistributedSampler(range(n), 2, 1))
+    else:
+        with pytest.raises(TypeError, match="RandomSampler does not split its samples: each of 2 ranks would load"):
+            make_loader(range(n), 3, sampler=RandomSampler(range(n)))
+        with pytest.raises(TypeError, match=r"Whole has no shard\(index, num_shards\): each of 2 ranks"):
+            make_loader(Whole(), 2)
+    return first, state, plain(torchs), plain(torchs), torchs.epoch
+
+
+def test_a_sampler_of_ones_own_is_used_as_it_is():
+    alone, together = on_ranks(with_samplers, 1), on_ranks(with_samplers, 2)
+    (draws, _, *_), (halves, states, first, second, epochs) = alone[0], zip(*together, strict=True)
+    assert sorted(chain(*chain(*halves))) == sorted(chain(*draws))
+    assert states[0] == states[1] and states[0]["consumed"] == 6
+    assert sorted(chain(*chain(*first))) == list(range(20)) and first != second and epochs == (2, 2)
+    sampler = TorchSampler(range(9), 1, 0)
+    with pytest.raises(TypeError, match="DistributedSampler cannot say where it is"):
+        make_loader(range(9), 2, sampler=sampler).state_dict()
+
+
+def streamed(num_workers, **options):
+    loader = make_loader(Stream(), 2, **workers(num_workers), **options)
+    return [rows(loader) for _ in range(2)]
+
+
+def test_a_stream_is_spread_over_ranks_and_workers():
+    assert [row[0] for row in streamed(0)[0]] == list(range(24))
+    for w, number in [(1, 2), (2, 0), (3, 2)]:
+        for options in [{}, {"persistent_workers": True}] if number else [{}]:
+            shards = on_ranks(streamed_with, w, number, options)
+            drawn = []
+            for epoch in (0, 1):
+                read = list(chain(*(rank[epoch] for rank in shards)))
+                assert sorted(row[0] for row in read) == list(range(24))
+                assert {row[1] for row in read} == {epoch}
+                drawn += [row[2] for row in read]
+            assert not number or len(set(drawn)) == 48
+
+
+def streamed_with(num_workers, options):
+    return streamed(num_workers, **options)
+
+
+def test_on_one_rank_any_stream_will_do():
+    loader = make_loader(Whole(), 2, train=False)
+    assert plain(loader) == [[0, 1], [2, 3], [4]] and loader.epoch == 1
+    with pytest.raises(TypeError, match="_InfiniteConstantSampler cannot say where it is"):
+        loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "message"),
+    [
+        (ValueError, {"batch_size": 0}, "batch_size must be a positive integer, not 0"),
+        (ValueError, {"batch_size": 2.0}, "batch_size must be a positive integer, not 2.0"),
+        (ValueError, {"batch_size": True}, "batch_size must be a positive integer, not True"),
+        (ValueError, {"dataset": []}, "The dataset is empty"),
+        (ValueError, {"dataset": [], "train": False}, "The dataset is empty"),
+        (ValueError, {"batch_size": 9, "drop_last": True}, "drop_last=True leaves nothing of 8 samples"),
+        (ValueError, {"train": False, "shuffle": True}, "leave out shuffle and drop_last"),
+        (ValueError, {"train": False, "drop_last": True}, "leave out shuffle and drop_last"),
+        (ValueError, {"sampler": RandomSampler(range(8)), "shuffle": True}, "Leave out shuffle"),
+        (ValueError, {"sampler": DistributedSampler(range(8), 1, 0, batch_size=4)}, "made for batch_size=4, the load"),
+        (ValueError, {"dataset": Stream(), "shuffle": False}, "Leave out shuffle"),
+        (ValueError, {"dataset": Stream(), "sampler": RandomSampler(range(8))}, "leave out the sampler"),
+        (TypeError, {"dataset": (i for i in range(3))}, "generator has no __len__"),
+        (TypeError, {"generator": torch.Generator()}, "takes no generator: it seeds one of its own"),
+        (TypeError, {"batch_sampler": [[1]]}, "takes no batch_sampler: it cuts the batches itself"),
+        (TypeError, {"in_order": False}, "takes no in_order: batches out of order could be neither"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(error, arguments, message):
+    with pytest.raises(error, match=message):
+        make_loader(**{"dataset": range(8), "batch_size": 2, **arguments})
