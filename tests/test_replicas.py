@@ -150,12 +150,6 @@ def _wrapped() -> list[str]:
     return errors
 
 
-def test_names_are_the_models_own_and_statistics_differ_until_the_next_forward():
-    for first, second in on_ranks(_wrapped, 2):
-        assert [line.split(":")[0] for line in first.splitlines()[1:]] == ["  buffer 1.running_mean"]
-        assert [line.split(":")[0] for line in second.splitlines()[1:]] == ["  parameter 0.weight"]
-
-
 def _many() -> str:
     net = nn.ParameterList(torch.full((1,), float(get_rank())) for _ in range(30))
     with pytest.raises(ReplicaMismatch) as caught:
@@ -163,10 +157,16 @@ def _many() -> str:
     return str(caught.value)
 
 
-def test_a_long_list_is_cut():
-    message = on_ranks(_many, 2)[0]
-    assert message.startswith("30 of 30 entries")
-    assert message.endswith("  and 10 more")
+def _wrapped_and_many() -> tuple[list[str], str]:
+    return _wrapped(), _many()
+
+
+def test_names_are_the_models_own_and_statistics_differ_until_the_next_forward():
+    for (first, second), many in on_ranks(_wrapped_and_many, 2):
+        assert [line.split(":")[0] for line in first.splitlines()[1:]] == ["  buffer 1.running_mean"]
+        assert [line.split(":")[0] for line in second.splitlines()[1:]] == ["  parameter 0.weight"]
+        assert many.startswith("30 of 30 entries")
+        assert many.endswith("  and 10 more")  # a long list is cut
 
 
 def test_one_process_has_nothing_to_compare():
