@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import time
 import traceback
 from contextlib import suppress
 
 import torch.distributed as dist
 
-from .errors import DdpkitError
+from .errors import DdpkitError, PeerError
 from .store import Session, failure_record
 from .watch import Watch
 
@@ -26,8 +28,7 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
 def publish(error: BaseException, session: Session, watch: Watch | None) -> None:
     """Tells the other ranks that this one is failing, or which peer it fails for, unless they know."""
     if session.told is None:
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        failure = failure_record(session.rank, error, text)
+        failure = failure_record(session.rank, error, _trace(error))
         if watch:
             watch.tell(failure)
         with suppress(RuntimeError):  # the store may have gone with its host
@@ -38,7 +39,15 @@ def publish(error: BaseException, session: Session, watch: Watch | None) -> None
 
 def fill_error_file(error: BaseException) -> None:
     """Lets torchrun show this error, as its `@record` decorator would."""
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        seconds = int(time.time()) + isinstance(error, PeerError)  # torchrun calls the earliest one the root cause
+        message = {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {"py_callstack": _trace(error), "timestamp": f"{seconds}"},
+        }
+        with suppress(OSError), open(path, "w") as file:
+            json.dump({"message": message}, file)
 
-        get_error_handler().record_exception(error)
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))

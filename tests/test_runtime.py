@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import on_ranks
+from processes import CLEAN, free_port, platform_env, run
+
+import ddpkit
+from ddpkit import runtime
+
+ROOT = Path(__file__).parents[1]
+
+
+def torchrun(folder: Path, script: str, *flags: str, **env: str) -> tuple[int, str, float]:
+    """Runs a script under the real torchrun; returns its exit code, all output and the seconds it took."""
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(script))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *flags, str(path)]
+    env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    start = time.monotonic()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - start
+
+
+def test_one_process_needs_no_group_and_setup_may_be_called_twice() -> None:
+    context = ddpkit.setup()
+    try:
+        assert (context.rank, context.world_size, context.launcher, context.backend) == (0, 1, "single", None)
+        assert not dist.is_initialized()
+        assert ddpkit.setup() is context
+        with ddpkit.distributed() as inner:
+            assert inner is context
+        assert runtime._job is not None, "the inner block must not end what it did not begin"
+        with pytest.raises(ValueError, match="setup\\(\\) was called before, with another backend"):
+            ddpkit.setup(backend="nccl")
+    finally:
+        ddpkit.teardown()
+        ddpkit.teardown()
+    assert runtime._job is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"timeout": 10}, "timedelta"), ({"timeout": timedelta(0)}, "positive"), ({"num_threads": 0}, "positive integer")],
+)
+def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ddpkit.setup(**options)
+
+
+def describe() -> dict[str, Any]:
+    context = ddpkit.setup()
+    told = (ddpkit.get_rank(), ddpkit.get_world_size(), ddpkit.get_local_rank(), ddpkit.get_local_world_size())
+    total = torch.tensor([1.0])
+    dist.all_reduce(total)
+    return {
+        "told": (*told, ddpkit.get_node_rank()),
+        "main": (ddpkit.is_main_process(), ddpkit.is_local_main_process(), ddpkit.is_distributed()),
+        "device": ddpkit.get_device(),
+        "sum": total.item(),
+        "text": str(context),
+        "threads": torch.get_num_threads(),
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_knows_its_place(world_size: int) -> None:
+    for rank, found in enumerate(on_ranks(describe, world_size)):
+        assert found["told"] == (rank, world_size, rank, world_size, 0)
+        assert found["main"] == (rank == 0, rank == 0, True)
+        assert found["sum"] == world_size
+        assert "backend: gloo" in found["text"] and f"local rank: {rank} of {world_size} on node 0" in found["text"]
+        assert found["interface"] is None, "the environment is as it was"
+
+
+def threads(asked: int | None) -> int:
+    with ddpkit.distributed(num_threads=asked):
+        return torch.get_num_threads()
+
+
+def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    assert ddpkit.spawn(threads, 2, None) == [max(1, cores // 2)] * 2
+    assert ddpkit.spawn(threads, 2, 3) == [3, 3]
+
+
+def adopt() -> tuple[float, bool, str]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    mean = ddpkit.all_reduce_mean(float(rank))  # without setup(): it finds the group and adopts it
+    context = ddpkit.setup()
+    ddpkit.barrier()
+    ddpkit.teardown()
+    alive = dist.is_initialized()
+    dist.destroy_process_group()
+    return mean, alive, str(context.backend)
+
+
+def test_a_group_that_somebody_else_made_is_adopted_and_left_alone() -> None:
+    assert ddpkit.spawn(adopt, 3) == [(1.0, True, "gloo")] * 3
+
+
+def setup_twice() -> list[float]:
+    sums = []
+    for _ in range(2):
+        ddpkit.setup()
+        sums.append(ddpkit.all_reduce(1.0))
+        ddpkit.teardown()
+    return sums
+
+
+def test_a_job_can_be_joined_again_after_teardown() -> None:
+    assert ddpkit.spawn(setup_twice, 2) == [[2.0, 2.0]] * 2
+
+
+def disagree() -> None:
+    ddpkit.setup(backend="gloo" if os.environ["RANK"] == "0" else "mpi")
+
+
+def test_ranks_that_ask_for_different_backends_all_hear_of_it() -> None:
+    ended = run(disagree, [platform_env(rank, 2, port) for port in [free_port()] for rank in range(2)])
+    assert [end.code for end in ended] == [1, 1]
+    assert all("different backends: rank 0 gloo, rank 1 mpi" in end.output for end in ended)
+
+
+def test_a_failure_under_torchrun_is_shown_without_a_decorator(tmp_path: Path) -> None:
+    script = """
+        import time, ddpkit
+        with ddpkit.distributed() as context:
+            if context.rank == 1:
+                raise ValueError("boom")
+            time.sleep(60)
+    """
+    code, output, seconds = torchrun(tmp_path, script)
+    assert code == 1 and seconds < 40
+    summary = output[output.index("Root Cause") :]
+    assert "rank      : 1" in summary and "ValueError: boom" in summary, output
+    assert "PeerError: rank 1" in output
+    assert "NOT been destroyed" not in output and "terminate called" not in output
+
+
+def test_setup_without_teardown_ends_cleanly_under_torchrun(tmp_path: Path) -> None:
+    script = """
+        import os, ddpkit
+        context = ddpkit.setup()
+        os.write(1, f"{ddpkit.all_reduce_mean(float(context.rank))} by {context.launcher}\\n".encode())
+    """
+    code, output, _ = torchrun(tmp_path, script)
+    assert (code, sorted(output.split("\n"))) == (0, ["", "0.5 by torchrun", "0.5 by torchrun"])
+
+
+NESTED = "import ddpkit, os\nos.write(1, b'world of ' + str(ddpkit.setup().world_size).encode())\n"
+
+
+def test_torchrun_under_preset_ranks_is_refused_on_every_rank(tmp_path: Path) -> None:
+    code, output, _ = torchrun(tmp_path, NESTED, RANK="0", WORLD_SIZE="2")
+    assert code == 1 and "world of 2" not in output
+    assert "torchrun was started by rank 0 of 2 of another launch" in output
+
+
+def test_one_agent_for_each_outer_rank_is_legitimate(tmp_path: Path) -> None:
+    code, output, _ = torchrun(tmp_path, NESTED, RANK="0", WORLD_SIZE="1", MASTER_ADDR="10.0.0.9", MASTER_PORT="23456")
+    assert code == 0 and output.count("world of 2") == 2
+
+
+def test_torchrun_inside_torchrun_is_refused_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "inner.py").write_text(NESTED)
+    script = f"""
+        import subprocess, sys
+        inner = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", {str(tmp_path / "inner.py")!r}]
+        sys.exit(subprocess.run(inner).returncode)
+    """
+    code, output, _ = torchrun(tmp_path, script)
+    assert code == 1 and "world of 2" not in output
+    assert output.count("LaunchError: torchrun was started by rank") >= 2
