@@ -3,6 +3,7 @@
 The names below come in the order in which one learns them; `docs/reference.md` has a sentence between the groups.
 """
 
+from .assembly import Context
 from .checkpoints import Checkpointer
 from .collectives import all_gather, all_gather_object, all_reduce, all_reduce_mean, broadcast, gather_exact
 from .errors import (
@@ -30,7 +31,7 @@ from .ranks import (
     is_main_process,
 )
 from .replicas import check_replicas
-from .runtime import Context, distributed, get_device, setup, teardown
+from .runtime import distributed, get_device, setup, teardown
 from .samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
 from .scaling import ScalePlan, rule_for, scale_lr, warmup_factor
 from .seeding import sample_seed, seed_everything

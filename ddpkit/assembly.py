@@ -1,0 +1,196 @@
+"""Assembles a job in this process, step by step: the launch, the store, the claims, the watch, device and group."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .devices import agree, bind_device
+from .errors import LaunchError
+from .failing import fill_error_file
+from .joining import Member, denounce, join, place
+from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch, read_agent_env
+from .rendezvous import PortTaken, connect, find_master, reachable
+from .store import Session
+from .watch import Watch, dial, listen
+
+log = logging.getLogger(__name__)
+_stores: dict[tuple[str | None, int | None], tuple[dist.Store, str, int]] = {}  # stay open, to be joined again
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where this process stands in the job, as `setup()` found it; prints as a block for the log."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    device: torch.device
+    backend: str | None
+    launcher: str
+    master: str | None
+
+    def __str__(self) -> str:
+        rows = {
+            "launcher": self.launcher,
+            "backend": self.backend or "none (one process)",
+            "world size": f"{self.world_size} on {self.num_nodes} node{'s' * (self.num_nodes > 1)}",
+            "rank": self.rank,
+            "local rank": f"{self.local_rank} of {self.local_world_size} on node {self.node_rank}",
+            "device": self.device,
+            "master": self.master or "none",
+        }
+        return "\n".join(f"{name:>10}: {value}" for name, value in rows.items())
+
+
+@dataclass
+class Job:
+    """What `setup()` makes and `teardown()` ends."""
+
+    context: Context
+    launch: Launch | None = None  # with all places filled in
+    session: Session | None = None
+    watch: Watch | None = None
+    owns_group: bool = False
+    hosts_store: bool = False
+    former_hook: Any = None
+
+
+def assemble(
+    job: Job,
+    launch: Launch,
+    backend: str | None,
+    device: torch.device | None,
+    timeout: timedelta,
+    num_threads: int | None,
+    watch: bool,
+) -> None:
+    """Joins the job, filling in `job` as it goes, so that what there is can be ended if a step fails."""
+    adopted = dist.is_initialized()
+    under_agent = launch.kind == "spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = launch.rank == 0 and not under_agent
+    store, address, port = _adopted_store() if adopted else _open_store(launch, hosts, timeout)
+    wire = listen() if watch and launch.rank == 0 else None
+    try:
+        door = (reachable(address, port), wire.getsockname()[1]) if wire else None
+        run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
+        me = Member(launch.rank, launch.world_size, run_id, under_agent, door)
+        room, roster = join(store, me, timeout)
+    except BaseException:
+        if wire:
+            wire.close()
+        raise
+    job.session = session = Session(room, me.rank, [member.host for member in roster], timeout)
+    job.hosts_store = hosts and not adopted
+    job.launch = launch = place(launch, me, roster)
+    if watch and roster[0].door:
+        host, door_port = roster[0].door
+        host = "127.0.0.1" if roster[0].host == me.host else host
+        wire = wire or dial(host, door_port, timeout.total_seconds())
+        job.watch = Watch(session, roster[0].nonce, wire, fill_error_file)
+        job.watch.wait(timeout.total_seconds())
+    chosen, backend = agree(session, launch, device, dist.get_backend() if adopted else backend)
+    bind_device(chosen)
+    sharers = sum((member.host, member.cores) == (me.host, me.cores) for member in roster)
+    set_threads(num_threads, sharers, len(me.cores))
+    if not adopted:
+        _make_group(launch, session, chosen, backend, timeout)
+        job.owns_group = True
+    job.context = context_of(launch, chosen, backend, f"{address}:{port}" if address else None)
+
+
+def checked_launch() -> Launch:
+    """The launch that the environment describes, unless it is nested in another; peers that may wait are told."""
+    try:
+        launch = detect_launch(os.environ)
+        agent = read_agent_env(os.environ, os.getpid()) if launch.kind == "torchrun" else None
+        if agent and (outer := outer_launch(agent, launch, os.environ)):
+            raise LaunchError(outer)
+    except LaunchError as error:
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        if address and port.isdecimal():
+            denounce(address, int(port), f"A process on {socket.gethostname()} could not join: {error}")
+        raise
+    if warning := forgotten_launcher(launch):
+        log.warning("%s", warning)
+    return launch
+
+
+def adopted_launch() -> Launch:
+    """The launch of a group that somebody else made: the environment's if it agrees, else what the group tells."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    try:
+        launch = detect_launch(os.environ)
+        if (launch.rank, launch.world_size) == (rank, world_size):
+            return launch
+    except LaunchError:
+        pass
+    return Launch("platform", rank, world_size, *[None] * 6, evidence=("a process group that was there before",))
+
+
+def context_of(launch: Launch, device: torch.device, backend: str | None = None, master: str | None = None) -> Context:
+    """What `setup()` returns."""
+    local_rank, local_world_size = launch.local_rank or 0, launch.local_world_size or 1
+    node_rank, num_nodes = launch.node_rank or 0, launch.num_nodes or 1
+    place = (launch.rank, launch.world_size, local_rank, local_world_size, node_rank, num_nodes)
+    return Context(*place, device, backend, launch.kind, master)
+
+
+def set_threads(asked: int | None, sharers: int, cores: int) -> None:
+    """Divides the cores among the ranks that share them, unless the user or the launcher has decided."""
+    if asked is None and (sharers == 1 or os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS")):
+        return
+    threads = asked or max(1, cores // sharers)
+    torch.set_num_threads(threads)
+    log.info("%d CPU threads per rank (%d ranks share %d cores)", threads, sharers, cores)
+
+
+def close_stores() -> None:
+    """Forgets the open stores, after a failure: nobody will come back to them."""
+    _stores.clear()
+
+
+def _open_store(launch: Launch, hosts: bool, timeout: timedelta) -> tuple[dist.Store, str, int]:
+    address, port = launch.master_addr, launch.master_port
+    if (address, port) in _stores:
+        return _stores[address, port]
+    if address is None or port is None:
+        opened = find_master(launch, timeout)
+    else:
+        try:
+            opened = connect(address, port, hosts, timeout), address, port
+        except PortTaken as error:
+            denounce(address, port, str(error))  # the other rank 0 and its peers, if that is what holds the port
+            raise
+    _stores[launch.master_addr, launch.master_port] = opened
+    return opened
+
+
+def _adopted_store() -> tuple[dist.Store, None, None]:
+    return dist.distributed_c10d._get_default_store(), None, None
+
+
+def _make_group(launch: Launch, session: Session, device: torch.device, backend: str, timeout: timedelta) -> None:
+    options: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
+    if device.index is not None and re.search("nccl|xccl", backend):
+        options["device_id"] = device
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    pin = launch.num_nodes == 1 and loopback and not os.environ.get("GLOO_SOCKET_IFNAME")
+    if pin:  # gloo would take the interface that the host name resolves to, which may be dead
+        os.environ["GLOO_SOCKET_IFNAME"] = str(loopback)
+    try:
+        dist.init_process_group(backend, store=dist.PrefixStore("group", session.store), **options)
+    finally:
+        if pin:
+            del os.environ["GLOO_SOCKET_IFNAME"]
