@@ -136,7 +136,8 @@ def adopted_launch() -> Launch:
             return launch
     except LaunchError:
         pass
-    return Launch("platform", rank, world_size, *[None] * 6, evidence=("a process group that was there before",))
+    evidence = ("a process group that was there before",)
+    return Launch("platform", rank, world_size, None, None, None, None, None, None, evidence)
 
 
 def context_of(launch: Launch, device: torch.device, backend: str | None = None, master: str | None = None) -> Context:

@@ -143,6 +143,7 @@ def _error(worker: _Worker) -> BaseException:
 def _work(pipe: Connection, job: bytes, env: dict[str, str], stack: str) -> None:
     os.environ.clear()
     os.environ.update(env)
+    multiprocessing.set_start_method(None, force=True)  # for loader workers: the user's default, not what started us
     with open(stack, "w") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=False)
         threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
