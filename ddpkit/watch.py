@@ -61,7 +61,9 @@ class Watch(threading.Thread):
             self._send(0, {"token": token, "rank": session.rank})
         me = weakref.ref(self)  # a forked child would hold the connections open after our death
         os.register_at_fork(after_in_child=lambda: _forget(me()))
-        self._former = _install(self._raise_in_main)
+        self._armed = hasattr(signal, "SIGURG") and threading.current_thread() is threading.main_thread()
+        if self._armed:  # nobody else sends SIGURG, and whoever does not handle it ignores it
+            self._former = signal.signal(signal.SIGURG, self._raise_in_main)
         self.start()
 
     def wait(self, seconds: float) -> None:
@@ -77,13 +79,14 @@ class Watch(threading.Thread):
 
     def close(self) -> None:
         """Leaves in good order: after this, no end of a connection is a failure."""
-        self._closing = self._session.handled = True
+        self._session.handled = True  # nothing is raised here any more
         self._spread({"left": self._session.rank})
+        self._closing = True  # only now: the thread then parts from all connections
         with contextlib.suppress(OSError):  # the thread may have ended before
             self._wake.send(b"x")
         self.join(2.0)
-        if self._former is not None:
-            signal.signal(signal.SIGURG, self._former)
+        if self._armed:
+            signal.signal(signal.SIGURG, self._former or signal.SIG_DFL)
 
     def run(self) -> None:
         """Listens until the watch is closed."""
@@ -154,7 +157,7 @@ class Watch(threading.Thread):
             return
         log.error("%s", str(as_error(failure)).partition("\n")[0])  # the traceback comes with the exception
         self._end_at = time.monotonic() + _GRACE
-        if self._former is not None:
+        if self._armed:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
 
     def _look_after_main(self) -> None:
@@ -251,10 +254,3 @@ def keep_alive(wire: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _install(handler: Callable[[int, Any], None]) -> Any:
-    """Handles SIGURG, which nobody else sends; returns the former handler, None where that cannot be done."""
-    if not hasattr(signal, "SIGURG") or threading.current_thread() is not threading.main_thread():
-        return None
-    return signal.signal(signal.SIGURG, handler)

@@ -46,7 +46,7 @@ def run(
     timeout: float = 60.0,
     delays: list[float] | None = None,
 ) -> list[Ended]:
-    """Runs `fn(*args)` as the main program of one process for each environment; `delays` in seconds before each start."""
+    """Runs `fn(*args)` as the main program of a process for each environment; `delays` in seconds before each start."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "ddpkit"])
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,8 @@ def _main(fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], ou
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
     code = 0
     try:
         fn(*args)
