@@ -1,0 +1,424 @@
+from __future__ import annotations
+
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import on_ranks
+from torch import nn
+
+import ddpkit
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.errors import CheckpointError
+from ddpkit.files import dump
+from ddpkit.seeding import seed_everything
+from ddpkit.wrapping import wrap_model
+
+
+def net(width: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+
+
+def make_run() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = wrap_model(net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    model(torch.rand(5, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+
+
+def draw() -> list[float]:
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()]
+
+
+def flat(model: nn.Module) -> list[float]:
+    return torch.cat([tensor.double().flatten() for tensor in model.state_dict().values()]).tolist()
+
+
+def save_one(folder: Path, step: int = 1, **state: Any) -> Path:
+    torch.manual_seed(step)
+    return Checkpointer(folder).save(step, **(state or {"model": net(), "fill": torch.full((1000,), step)}))
+
+
+def newest_step(folder: Path) -> int | None:
+    loaded = Checkpointer(folder).load_latest()
+    assert loaded is None or bool((loaded["fill"] == loaded["step"]).all())
+    return loaded and loaded["step"]
+
+
+# Round trips
+
+
+def interrupted_and_resumed(folder: str) -> tuple[list[Any], list[Any], Any]:
+    def go_on() -> list[Any]:
+        drawn = draw()
+        train(model, optimizer, scheduler)
+        return [drawn, flat(model), scheduler.get_last_lr()]
+
+    checkpoints = Checkpointer(folder)
+    assert checkpoints.load_latest() is None
+    model, optimizer, scheduler = make_run()
+    seed_everything(0, per_rank=True)
+    train(model, optimizer, scheduler)
+    random.gauss(0, 1)  # leaves the other half of a pair in the generator
+    np.random.randn()
+    note = {"best": 0.5, "names": ["a", "b"], "at": (1, None, True), "tensor": torch.arange(3)}
+    path = checkpoints.save(7, model=model, optimizer=optimizer, scheduler=scheduler, note=note)
+    uninterrupted = go_on()
+
+    model, optimizer, scheduler = make_run()
+    rest = checkpoints.load_latest(model=model, optimizer=optimizer, scheduler=scheduler)
+    resumed = go_on()
+    before = draw(), torch.get_rng_state()
+    whole = checkpoints.load(path)
+    assert torch.equal(before[1], torch.get_rng_state()), "reading without objects touched the generators"
+    assert rest["note"]["tensor"].tolist() == whole["note"]["tensor"].tolist() == [0, 1, 2]
+    assert whole["model"].keys() == net().state_dict().keys()
+    del rest["note"]["tensor"]
+    return uninterrupted, resumed, rest
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_a_resumed_run_continues_as_if_it_had_not_stopped(tmp_path: Path, nprocs: int) -> None:
+    results = on_ranks(interrupted_and_resumed, nprocs, str(tmp_path))
+    for uninterrupted, resumed, rest in results:
+        assert resumed == uninterrupted
+        assert rest == {"step": 7, "note": {"best": 0.5, "names": ["a", "b"], "at": (1, None, True)}}
+    drawn = [tuple(resumed[0]) for _, resumed, _ in results]
+    assert len(set(drawn)) == nprocs, "every rank has its own generators"
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-000000007.pt"]
+
+
+def save_plain(folder: str) -> None:
+    seed_everything(0, per_rank=True)
+    Checkpointer(folder).save(7, model=net())
+
+
+def load_and_draw(folder: str) -> tuple[list[float], list[float], list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddpkit").addHandler(handler)
+    model, draws = net(), []
+    for _ in range(2):
+        Checkpointer(folder).load_latest(model=model)
+        draws.append(draw())
+    assert draws[0] == draws[1]
+    return flat(model), draws[0], messages
+
+
+def test_another_number_of_ranks_gets_the_state_and_new_random_numbers(tmp_path: Path) -> None:
+    on_ranks(save_plain, 2, str(tmp_path))
+    saved = Checkpointer(tmp_path).load_latest()["model"]
+    expected = torch.cat([tensor.double().flatten() for tensor in saved.values()]).tolist()
+    seen = []
+    for nprocs in (1, 3):
+        results = on_ranks(load_and_draw, nprocs, str(tmp_path))
+        assert all(model == expected for model, _, _ in results)
+        seen += [tuple(drawn) for _, drawn, _ in results]
+        assert f"Saved on 2 ranks (cpu), loaded on {nprocs} (cpu)" in results[0][2][0]
+        assert not any(messages for _, _, messages in results[1:])
+    assert len(set(seen)) == 3  # rank 0 draws the same on 1 and on 3
+    _, _, messages = on_ranks(load_and_draw, 2, str(tmp_path))[0]
+    assert messages == []
+
+
+def saves_wrapped(folder: str) -> list[str]:
+    torch.manual_seed(0)
+    model = wrap_model(net())
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    Checkpointer(folder).save(1, model=model, raw=model.state_dict())
+    other = wrap_model(net(), "ddp")
+    Checkpointer(folder).load_latest(model=other)
+    assert flat(other) == flat(model)
+    return list(torch.load(Path(folder, "step-000000001.pt"), weights_only=True)["state"]["model"])
+
+
+def load_each_other(folder: str) -> None:
+    def compiled(model: nn.Module) -> nn.Module:
+        return torch.compile(model, backend="eager")  # type: ignore[return-value]  # the default takes long to import
+
+    inner = net()
+    inner[0], inner[2] = compiled(inner[0]), nn.DataParallel(inner[2])
+    checkpoints = Checkpointer(folder)
+    for model in (net(), compiled(net()), nn.DataParallel(net()), compiled(nn.DataParallel(net())), inner):
+        last = checkpoints.load_latest(model=model)  # written by DDP first, then by the kind before this one
+        saved = checkpoints.load_latest()
+        assert (
+            last
+            and saved
+            and flat(model) == torch.cat([t.double().flatten() for t in saved["model"].values()]).tolist()
+        )
+        nn.init.normal_(next(model.parameters()))
+        checkpoints.save(last["step"] + 1, model=model, raw=model.state_dict())
+        plain, from_raw = net(), net()
+        checkpoints.load_latest(model=plain, raw=from_raw)
+        assert flat(plain) == flat(from_raw) == flat(model)
+
+
+def test_wrapped_plain_and_compiled_models_load_each_others_checkpoints(tmp_path: Path) -> None:
+    assert on_ranks(saves_wrapped, 2, str(tmp_path))[0] == list(net().state_dict())
+    on_ranks(load_each_other, 1, str(tmp_path))
+
+
+# What is on the disk
+
+
+def test_only_the_last_written_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path / "deep" / "run", keep=2)
+    for step in (100, 200, 300, 150):  # back to 200, and on from there
+        checkpoints.save(step, fill=torch.full((10,), step))
+    assert sorted(os.listdir(checkpoints.folder)) == ["latest", "step-000000150.pt", "step-000000300.pt"]
+    assert newest_step(checkpoints.folder) == 150
+    (checkpoints.folder / "latest").unlink()
+    assert newest_step(checkpoints.folder) == 150
+
+
+def test_foreign_files_stay_and_leftovers_of_a_killed_writer_go(tmp_path: Path) -> None:
+    save_one(tmp_path)
+    for name in ("step-000000002.pt.tmp", "latest.tmp", "notes.txt", "model.pt"):
+        (tmp_path / name).write_bytes(b"half")
+    assert newest_step(tmp_path) == 1
+    save_one(tmp_path, 3)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "model.pt", "notes.txt", "step-000000001.pt", "step-000000003.pt"]
+
+
+def save_forever(folder: str, step: int, pipe: int) -> None:
+    try:
+        while True:
+            step += 1
+            Checkpointer(folder).save(step, fill=torch.full((100_000,), step))
+            os.write(pipe, f"{step} ".encode())
+    finally:
+        os._exit(1)
+
+
+def kill_fifty_writers(folder: str) -> int:
+    torch.set_num_threads(1)  # a process with OpenMP threads must not fork
+    rng, last, caught = random.Random(0), 0, 0
+    for _ in range(50):
+        ours, theirs = os.pipe()
+        if (writer := os.fork()) == 0:
+            save_forever(folder, last, theirs)
+        os.close(theirs)
+        told = int(os.read(ours, 10).split()[0])
+        time.sleep(rng.uniform(0, 0.03))
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        os.close(ours)
+        last = newest_step(Path(folder)) or 0
+        assert last >= told
+        caught += bool(list(Path(folder).glob("*.tmp")))
+    return caught
+
+
+def test_fifty_sigkills_leave_a_complete_checkpoint(tmp_path: Path) -> None:
+    caught = ddpkit.spawn(kill_fifty_writers, 1, str(tmp_path))
+    assert caught[0], "no writer was killed while it wrote: this test showed nothing"
+
+
+def test_a_truncated_checkpoint_is_refused_and_the_one_before_it_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_one(tmp_path, 1)
+    path = save_one(tmp_path, 2)
+    whole = path.read_bytes()
+    for size in (0, 1, 100, len(whole) // 2, len(whole) - 80, len(whole) - 73, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        caplog.clear()
+        assert newest_step(tmp_path) == 1
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert f"Cannot read {path}: its checksum is missing: it was truncated" in caplog.text
+        assert path.read_bytes() == whole[:size]
+    path.write_bytes(whole)
+    assert newest_step(tmp_path) == 2
+
+
+def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
+    path = save_one(tmp_path, 1, fill=torch.full((10,), 1))
+    whole = path.read_bytes()
+    for position in {*range(0, len(whole), 97), *range(len(whole) - 75, len(whole))}:
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=r"its checksum (does not match|is missing)"):
+            Checkpointer(tmp_path).load(path)
+
+
+def test_if_all_are_broken_each_is_listed_with_its_reason(tmp_path: Path) -> None:
+    save_one(tmp_path, 1).write_bytes(b"")
+    save_one(tmp_path, 2)
+    (path := save_one(tmp_path, 3)).write_bytes(path.read_bytes().replace(b"sha256:", b"sha256:0"))
+    os.truncate(tmp_path / "step-000000002.pt", 500)
+    with pytest.raises(
+        CheckpointError, match=r"No checkpoint in .*\n  .*3\.pt: its.*\n  .*2\.pt: its.*\n  .*1\.pt: its"
+    ):
+        Checkpointer(tmp_path).load_latest()
+    assert len(os.listdir(tmp_path)) == 4
+
+
+class Bomb:
+    def __init__(self, crater: Path) -> None:
+        self.crater = crater
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.crater),)
+
+
+def test_pickled_code_is_refused_with_the_reason(tmp_path: Path) -> None:
+    crater, content = tmp_path / "crater", {"format": 1, "step": 2, "state": {}, "kinds": {}, "rng": []}
+    content["state"] = {"model": {"weight": Bomb(crater)}}
+    path = tmp_path / "step-000000002.pt"
+    with open(path, "wb") as file, pytest.raises(CheckpointError):
+        dump(content, file)  # complains, but the file with its right checksum is there
+    with pytest.raises(CheckpointError, match=r"Cannot read .*2\.pt: .*nsupported.*mkdir"):
+        Checkpointer(tmp_path).load_latest()
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match="a Checkpointer did not write it"):
+        Checkpointer(tmp_path).load(path)
+    with pytest.raises(CheckpointError, match=r"Cannot save state\.stats\.extra: .*mkdir.* Save numbers"):
+        save_one(tmp_path, 3, stats={"mean": 1.0, "extra": Bomb(crater)})
+    with pytest.raises(CheckpointError, match=r"Cannot save state\.best: .*numpy.*scalar"):
+        save_one(tmp_path, 3, model=net(), best=np.float64(0.5))
+    assert not crater.exists() and os.listdir(tmp_path) == [path.name]
+
+
+def test_a_checkpoint_of_another_format_says_so(tmp_path: Path) -> None:
+    with open(tmp_path / "step-000000001.pt", "wb") as file:
+        dump({"format": 2}, file)
+    with pytest.raises(CheckpointError, match="its format is 2, this ddpkit reads 1"):
+        Checkpointer(tmp_path).load_latest()
+
+
+# Nothing is half loaded
+
+
+class Counter:
+    def __init__(self, count: int) -> None:
+        self.counts = [count]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts[:] = state["counts"]
+        if self.counts == [13]:
+            raise ValueError("thirteen")
+
+
+def load_what_does_not_fit(folder: str) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoints = Checkpointer(folder)
+    checkpoints.save(1, model=model, optimizer=optimizer, good=Counter(3), bad=Counter(13))
+    wide, deep = net(5), nn.Sequential(*net(), nn.Linear(1, 1))
+    del deep[1]
+    same = net()
+    fit_optimizer = torch.optim.SGD(same.parameters(), lr=0.5)
+    counter = Counter(0)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"model": wide}, r"model has 0\.weight of shape \(3, 4\) there, of \(5, 4\) here"),
+        ({"model": deep}, r"model has 1\.running_mean there, not here"),
+        ({"model": nn.Sequential(*net(), nn.Linear(1, 1))}, r"model has 3\.weight here, not there"),
+        ({"optimizer": torch.optim.Adam(same.parameters())}, "optimizer is SGD there, Adam here"),
+        (
+            {"optimizer": torch.optim.SGD([same[0].weight])},
+            r"optimizer has groups of \[6\] tensors there, of \[1\] here",
+        ),
+        ({"ema": same}, "ema is not in it, but model, optimizer, good, bad is"),
+        ({"bad": Counter(0)}, "ValueError: thirteen"),
+    ]
+    for wrong, message in cases:
+        fit = {"model": same, "optimizer": fit_optimizer, "good": counter} | wrong
+        before = [flat(fit["model"]), str(fit["optimizer"].state_dict()), torch.get_rng_state().tolist()]
+        with pytest.raises(CheckpointError, match=message):
+            checkpoints.load_latest(**fit)
+        assert before == [flat(fit["model"]), str(fit["optimizer"].state_dict()), torch.get_rng_state().tolist()]
+        assert counter.counts == [0] and wrong.get("bad", counter).counts == [0]
+    with pytest.raises(TypeError, match="note='x' has no load_state_dict"):
+        checkpoints.load_latest(note="x")
+    assert checkpoints.load_latest(model=same, optimizer=fit_optimizer, good=counter)["step"] == 1
+    assert flat(same) == flat(model) and counter.counts == [3] and fit_optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_what_does_not_fit_changes_nothing_and_is_named(tmp_path: Path) -> None:
+    on_ranks(load_what_does_not_fit, 1, str(tmp_path))
+
+
+def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file is a file"):
+        Checkpointer(tmp_path / "file")
+    for keep in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="keep must be"):
+            Checkpointer(tmp_path, keep=keep)  # type: ignore[arg-type]
+    for step in (-1, 1.0, True, "1"):
+        with pytest.raises(ValueError, match="step must be"):
+            Checkpointer(tmp_path).save(step)  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == ["file"]
+
+
+# All ranks or none
+
+
+def message_of(fn: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        fn(*args, **kwargs)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def fails_on_one_rank(folder: str) -> dict[str, str]:
+    rank, checkpoints = ddpkit.get_rank(), Checkpointer(folder)
+    said = {}
+    path = checkpoints.save(1, model=net(), fill=torch.full((10,), 1))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a disk that is full after 100 kB
+    said["full"] = message_of(checkpoints.save, 2, fill=torch.full((100_000,), 2))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said["no folder"] = message_of(Checkpointer(path / "below a file").save, 2)
+
+    model = net(3 if rank == 0 else 5)
+    before = flat(model)
+    said["other model"] = message_of(checkpoints.load_latest, model=model)
+    assert flat(model) == before
+    checkpoints.save(2, fill=torch.full((10,), 2))
+    said["missing file"] = message_of(checkpoints.load, path if rank == 0 else "elsewhere.pt")
+    shutil.copy(path, f"{folder}/copy-{rank}.pt")
+    if rank:
+        os.truncate(f"{folder}/copy-{rank}.pt", 1000)
+    said["damaged copy"] = message_of(checkpoints.load, f"{folder}/copy-{rank}.pt")
+    said["other file"] = message_of(checkpoints.load, [path, f"{folder}/step-000000002.pt"][rank])
+    os.truncate(path, 1000)
+    os.truncate(f"{folder}/step-000000002.pt", 1000)
+    said["all broken"] = message_of(checkpoints.load_latest)
+    return said
+
+
+def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    said, same = on_ranks(fails_on_one_rank, 2, str(tmp_path))
+    assert "2 different files" in said.pop("other file") and "2 different files" in same.pop("other file")
+    assert said == same
+    assert "Cannot write to" in said["full"] and "File too large" in said["full"]
+    assert "Not a directory" in said["no folder"]
+    assert said["other model"].startswith("Rank 1: ") and "0.weight of shape" in said["other model"]
+    assert said["missing file"].startswith("Rank 1: Cannot read elsewhere.pt: [Errno 2] No such file")
+    assert said["damaged copy"].startswith("Rank 1: Cannot read ") and "truncated" in said["damaged copy"]
+    assert "No checkpoint in" in said["all broken"] and said["all broken"].count("truncated") == 2
