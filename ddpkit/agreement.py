@@ -83,7 +83,7 @@ def all_reduce(wire: Tensor, greatest: bool = False) -> Tensor:
 
     Never AVG: on gloo it is missing, wrong or raises, by torch's version and the dtype.
     """
-    if runtime.joined():
+    if runtime.joined() and wire.numel():
         with runtime.peer_errors():
             dist.all_reduce(wire, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM)
     return wire

@@ -122,7 +122,7 @@ def all_gather(tensor: Tensor) -> list[Tensor]:
     kind = f"{tensor.dtype} tensor of shape ({shape}) on {tensor.device.type}".removeprefix("torch.")
     parts = gather_rows(terms(call, {"tensor": kind}), rows)
     shapes = [(len(part), *rest) if tensor.dim() else () for part in parts]
-    return [part.view(tensor.dtype).reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return [part.reshape(-1).view(tensor.dtype).reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def all_gather_object(obj: Any) -> list[Any]:

@@ -30,7 +30,7 @@ def combine(value: Any, op: str, weight: Any, check: bool) -> Any:
         share = None if weight is None else _share(weight)
         spec = flatten(value, leaves)
         unchecked = not check and weight is None and isinstance(spec, Leaf) and spec.dtype is not None
-        plan = _plan(op, weight is not None, spec, 0 if unchecked or op in EXTREMES else ROOM - 1)
+        plan = _plan(op, weight is not None, spec, rides=not unchecked and op not in EXTREMES)
         riders = [np.array([1.0 if share is None else share])]
         riders += [group.pack(leaves, op, share, torch.device("cpu")).numpy() for group in plan.riders]
         packed = [[group.pack(leaves, op, share) for group in groups] for groups in plan.later]
@@ -99,7 +99,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=256)
-def _plan(op: str, weighted: bool, spec: Spec, room: int) -> _Plan:
+def _plan(op: str, weighted: bool, spec: Spec, rides: bool) -> _Plan:
     call, nodes = _call(op, weighted), list(walk(spec))
     for path, node in nodes:
         if isinstance(node, Leaf) and not node.known:
@@ -108,6 +108,7 @@ def _plan(op: str, weighted: bool, spec: Spec, room: int) -> _Plan:
                 f"them, found {node} at {path}."
             )
     riders: list[_Group] = []
+    room = ROOM - 1 if rides else -1  # a sum of lanes is no maximum
     later: dict[tuple[str, torch.dtype], list[_Group]] = {}
     for place, group in sorted(_groups(spec, weighted), key=lambda each: each[1].lanes):
         if group.lanes <= room:

@@ -1,0 +1,509 @@
+"""Collectives on real ranks, against NumPy, fractions, and the same computation on one process."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import time
+import zlib
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import on_ranks
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ddpkit import (
+    NotSetUpError,
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    all_reduce_mean,
+    broadcast,
+    gather_exact,
+    get_rank,
+    get_world_size,
+)
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    loss: Any
+    counts: Any
+
+
+# --- any value, any op: a property test that runs on all ranks in step ------------------------------------------------
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTS = (torch.bool, torch.uint8, torch.int32, torch.int64)
+SHAPES = ((), (1,), (0,), (3,), (2, 3), (3, 0, 2), (11, 50))  # the last does not fit the block
+
+
+def elements(dtype: torch.dtype) -> st.SearchStrategy[Any]:
+    if dtype == torch.bool:
+        return st.booleans()
+    if dtype in INTS:
+        info = torch.iinfo(dtype)
+        return st.integers(info.min // 4, info.max // 4)  # so that the sum over ranks fits 64 bits
+    special = st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan])
+    return (
+        st.floats(-30000, 30000, width=16)
+        if dtype in (torch.float16, torch.bfloat16)
+        else st.floats(-1e30, 1e30) | special
+    )
+
+
+@st.composite
+def arrays(draw: Any, world: int) -> list[Any]:
+    """One leaf for each rank: tensors, arrays or NumPy scalars of one dtype and shape."""
+    kind = draw(st.sampled_from(["tensor", "array", "scalar"]))
+    dtype = draw(st.sampled_from([*FLOATS, *INTS]))
+    dtype = torch.float32 if kind != "tensor" and dtype == torch.bfloat16 else dtype
+    shape = () if kind == "scalar" else draw(st.sampled_from(SHAPES))
+    size = min(math.prod(shape), 6)
+    each = [
+        torch.tensor(draw(st.lists(elements(dtype), min_size=size, max_size=size)), dtype=dtype) for _ in range(world)
+    ]
+    each = [x.repeat(math.prod(shape) // max(size, 1) + 1)[: math.prod(shape)].reshape(shape) for x in each]
+    if kind != "tensor":
+        return [x.numpy() if kind == "array" else x.numpy()[()] for x in each]
+    if draw(st.booleans()):  # non-contiguous
+        each = [torch.stack([x, x], -1)[..., 0] for x in each]
+    return [x.requires_grad_() if dtype.is_floating_point and draw(st.booleans()) else x for x in each]
+
+
+@st.composite
+def values(draw: Any, world: int) -> list[Any]:
+    """One value for each rank, all of one structure; dicts in an order of their own."""
+    number = st.one_of(st.booleans(), st.integers(-(2**61), 2**61), st.floats(-1e300, 1e300), st.just(math.nan))
+    numbers = st.lists(number, min_size=world, max_size=world)
+
+    def dicts(inner: list[list[Any]]) -> list[Any]:
+        keys = [f"key {i}" for i in range(len(inner))]
+        each = [dict(zip(keys, column, strict=True)) for column in zip(*inner, strict=True)] or [{}] * world
+        return [OrderedDict(reversed(one.items())) if rank == 1 else one for rank, one in enumerate(each)]
+
+    def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        some, two = st.lists(inner, max_size=4), st.tuples(inner, inner)
+        return st.one_of(
+            some.map(dicts),
+            some.map(lambda each: [list(column) for column in zip(*each, strict=True)] or [[]] * world),
+            two.map(lambda pair: [Point(*column) for column in zip(*pair, strict=True)]),
+            two.map(lambda pair: [Metrics(*column) for column in zip(*pair, strict=True)]),
+        )
+
+    return draw(st.recursive(numbers | arrays(world), nest, max_leaves=8))
+
+
+@st.composite
+def cases(draw: Any, world: int) -> tuple[list[Any], str, list[Any]]:
+    each, op = draw(values(world)), draw(st.sampled_from(["mean", "mean", "sum", "min", "max"]))
+    weights = (
+        draw(st.lists(st.integers(0, 5), min_size=world, max_size=world))
+        if op == "mean" and draw(st.booleans())
+        else []
+    )
+    return each, op, weights if any(weights) else [None] * world
+
+
+def children(value: Any) -> list[tuple[Any, Any]] | None:
+    """Keys and children in the value's own order; None for a leaf."""
+    if isinstance(value, Metrics):
+        return [("loss", value.loss), ("counts", value.counts)]
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    return list(value.items()) if isinstance(value, dict) else None
+
+
+def leaves_of(value: Any, path: str = "") -> dict[str, Any]:
+    if (inner := children(value)) is None:
+        return {path: value}
+    return {name: leaf for key, child in inner for name, leaf in leaves_of(child, f"{path}/{key}").items()}
+
+
+def shape_of(value: Any) -> Any:
+    """Its containers' types, keys and order."""
+    inner = children(value)
+    return None if inner is None else (type(value), [(key, shape_of(child)) for key, child in inner])
+
+
+def silenced(value: Any) -> Any:
+    """What a rank of weight 0 may hold: NaN wherever there is a float."""
+    if isinstance(value, dict):
+        return type(value)((key, silenced(child)) for key, child in value.items())
+    if isinstance(value, float):
+        return type(value)(math.nan)
+    if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
+        return torch.full_like(value, math.nan)
+    return [silenced(child) for child in value] if type(value) is list else value
+
+
+def kind_of(x: Any) -> type | None:
+    return next((kind for kind in (torch.Tensor, np.ndarray, np.generic) if isinstance(x, kind)), None)
+
+
+def dtype_of(x: Any) -> torch.dtype:
+    return x.dtype if isinstance(x, torch.Tensor) else torch.from_numpy(np.asarray(x)).dtype
+
+
+def flat(x: Any) -> list[Any]:
+    if isinstance(x, torch.Tensor):
+        return x.detach().reshape(-1).tolist()
+    return np.asarray(x).reshape(-1).tolist() if kind_of(x) else [x]
+
+
+def reference(column: tuple[Any, ...], op: str, weights: list[Any]) -> tuple[Any, Fraction]:
+    """The result for one element by the textbook, and the size that rounding is relative to."""
+    shares = [1 if weight is None else weight for weight in weights]
+    used = [(x, w) for x, w in zip(column, shares, strict=True) if w]
+    if op in ("min", "max"):
+        nan = [x for x, _ in used if x != x]
+        return (nan[0] if nan else (min if op == "min" else max)(column)), Fraction(0)
+    finite = all(math.isfinite(x) for x, _ in used)
+    terms = [(Fraction(x) if finite else float(x)) * w for x, w in used]
+    return sum(terms) / (sum(shares) if op == "mean" else 1), sum(map(abs, terms)) if finite else Fraction(0)
+
+
+def check_leaf(got: Any, each: list[Any], own: Any, op: str, weights: list[Any]) -> None:
+    rounding = Fraction(4e-16)
+    if kind_of(own) is None:
+        ints = all(isinstance(x, int) for x in each)
+        assert type(got) is (int if ints and op != "mean" else float)
+    else:
+        dtype = dtype_of(own)
+        ints = not dtype.is_floating_point
+        assert kind_of(got) == kind_of(own) and got.shape == own.shape
+        assert dtype_of(got) == (
+            dtype if not ints or op in ("min", "max") else {"mean": torch.float64, "sum": torch.int64}[op]
+        )
+        assert not isinstance(got, torch.Tensor) or not got.requires_grad
+        rounding = Fraction(torch.finfo(dtype).eps) if not ints else rounding
+    for x, *column in zip(flat(got), *map(flat, each), strict=True):
+        expected, size = reference(tuple(column), op, weights)
+        if not math.isfinite(expected):
+            assert x == expected or (x != x and expected != expected)
+        elif op in ("min", "max") or (ints and weights[0] is None):
+            assert x == (expected if op != "mean" else expected.numerator / expected.denominator)  # correctly rounded
+        else:
+            assert abs(Fraction(x) - expected) <= 2 * rounding * size + Fraction(1e-7 if rounding > 1e-4 else 0)
+
+
+def check_case(case: tuple[list[Any], str, list[Any]], rank: int) -> list[Any]:
+    each, op, weights = case
+    value = silenced(each[rank]) if weights[rank] == 0 else each[rank]
+    before = pickle.dumps(value)
+    got = all_reduce_mean(value, weights[rank]) if op == "mean" else all_reduce(value, op)
+    assert pickle.dumps(value) == before, "the input was changed"
+    assert shape_of(got) == shape_of(value)
+    columns = [leaves_of(one) for one in each]
+    for path, leaf in leaves_of(got).items():
+        check_leaf(leaf, [column[path] for column in columns], columns[rank][path], op, weights)
+    return [flat(leaf) for _, leaf in sorted(leaves_of(got).items())]
+
+
+def right_for_everything(examples: int) -> None:
+    """Every rank draws the same cases, and all hear of a failure anywhere: so hypothesis also shrinks in step."""
+    rank, world = get_rank(), get_world_size()
+
+    @settings(
+        max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(cases(world))
+    def run(case: Any) -> None:
+        error, checksum = "", 0
+        try:
+            checksum = zlib.crc32(repr(check_case(case, rank)).encode())
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        if world == 1:
+            assert not error, error
+            return
+        verdict = torch.tensor([bool(error), checksum, -checksum])
+        dist.all_reduce(verdict, dist.ReduceOp.MAX)
+        assert not verdict[0], error or "right here, wrong on another rank"
+        assert verdict[1] == -verdict[2], "the ranks got different results"
+
+    run()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_it_is_right_for_everything_on_ranks(world: int) -> None:
+    on_ranks(right_for_everything, world, 100, timeout=120)
+
+
+def test_it_is_right_for_everything_on_one_process() -> None:
+    right_for_everything(100)
+
+
+# --- the cases that everybody gets wrong, by name ---------------------------------------------------------------------
+
+
+def known_traps() -> dict[str, Any]:
+    rank, nan = get_rank(), math.nan
+    large = [torch.full((1000,), 1 + rank, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.int64)]
+    expanded = torch.tensor([1.0 + rank]).expand(3)
+    return {
+        "bool": all_reduce_mean(rank == 0),
+        "bools": all_reduce(torch.tensor([True, rank == 0, False])),
+        "uint8": all_reduce_mean(torch.full((2,), 200, dtype=torch.uint8)),
+        "uint8 sum": all_reduce(torch.full((2,), 200, dtype=torch.uint8)),
+        "2^24 + 1": all_reduce_mean(torch.tensor(2**24 + 1)),
+        "2^53 + 1": all_reduce_mean(
+            {"tensor": torch.tensor([2**53 + 1, 2**53 + 2 * rank + 1]), "number": 2**53 + 2 * rank + 1}
+        ),
+        "2^53 + 1 sum": all_reduce(2**53 + 1),
+        "large int64": all_reduce_mean(torch.full((1000,), 2**62 + rank)),
+        "float16": all_reduce_mean(torch.tensor([40000.0, 40000.0], dtype=torch.float16)),
+        "large float16": all_reduce_mean(torch.full((1000,), 40000.0, dtype=torch.float16)),
+        "bfloat16": all_reduce_mean(torch.tensor(256.0 if rank else 1.0, dtype=torch.bfloat16)),
+        "bfloat16 sum": all_reduce(torch.tensor(256.0 if rank else 2.0, dtype=torch.bfloat16)),
+        "expanded": (all_reduce_mean(expanded), expanded),
+        "weights": all_reduce_mean({"loss": 5.0 if rank else 1.0}, weight=1 if rank else 3),
+        "weight 0": all_reduce_mean(
+            {"loss": nan if rank else 1.0, "x": torch.full((600,), nan if rank else 2.0)}, weight=1 - rank
+        ),
+        "key order": all_reduce_mean({"acc": 1, "loss": 2} if rank else {"loss": 2, "acc": 1}),
+        "0 and 0.0": all_reduce_mean(0.0 if rank else 0),
+        "large inputs": [(all_reduce(x), all_reduce(x, "max"), all_reduce(x, check=False), x) for x in large],
+        "unchecked": (
+            all_reduce_mean(torch.tensor([1.0, 2.0 + 2 * rank]), check=False),
+            all_reduce(3 * torch.ones(1), check=False),
+        ),
+    }
+
+
+def test_known_traps_on_two_ranks() -> None:
+    for rank, got in enumerate(on_ranks(known_traps, 2)):
+        assert got["bool"] == 0.5 and type(got["bool"]) is float
+        assert got["bools"].tolist() == [2, 1, 0] and got["bools"].dtype == torch.int64
+        assert got["uint8"].tolist() == [200.0, 200.0] and got["uint8"].dtype == torch.float64
+        assert got["uint8 sum"].tolist() == [400, 400] and got["uint8 sum"].dtype == torch.int64
+        assert got["2^24 + 1"].item() == 2**24 + 1
+        mean = float(Fraction(2 * 2**53 + 4, 2))
+        assert got["2^53 + 1"]["tensor"].tolist() == [float(2**53 + 1), mean] and got["2^53 + 1"]["number"] == mean
+        assert got["2^53 + 1 sum"] == 2**54 + 2 and type(got["2^53 + 1 sum"]) is int
+        assert got["large int64"].unique().tolist() == [float(2**62)]
+        assert got["float16"].tolist() == [40000.0, 40000.0] and got["float16"].dtype == torch.float16
+        assert got["large float16"].unique().tolist() == [40000.0] and got["large float16"].dtype == torch.float16
+        assert got["bfloat16"].item() == 128.0 and got["bfloat16"].dtype == torch.bfloat16  # 128.5, a tie
+        assert got["bfloat16 sum"].item() == 258.0
+        assert got["expanded"][0].tolist() == [1.5] * 3 and got["expanded"][1].tolist() == [1.0 + rank] * 3
+        assert got["weights"] == {"loss": 2.0}
+        assert got["weight 0"]["loss"] == 1.0 and got["weight 0"]["x"].unique().tolist() == [2.0]
+        assert (
+            got["key order"] == {"acc": 1.0, "loss": 2.0}
+            and list(got["key order"]) == [["loss", "acc"], ["acc", "loss"]][rank]
+        )
+        assert got["0 and 0.0"] == 0.0
+        for results in got["large inputs"]:
+            assert [x.unique().tolist() for x in results] == [[3], [2], [3], [1 + rank]]
+        assert got["unchecked"][0].tolist() == [1.0, 3.0] and got["unchecked"][1].tolist() == [6.0]
+
+
+def counted() -> dict[str, int]:
+    """How many collectives torch really ran in each call, as its profiler saw them."""
+    scalars = {f"metric {i}": float(i) for i in range(50)}
+    tensors = {name: torch.tensor(value) for name, value in scalars.items()}
+    mixed = {**scalars, "halves": torch.ones(100, dtype=torch.float16), "steps": np.arange(50), "done": True}
+    big = {**mixed, "half": torch.ones(999).half(), "float": torch.ones(99, 99), "double": torch.ones(999).double()}
+    calls: dict[str, Callable[[], Any]] = {
+        "50 numbers": lambda: all_reduce_mean(scalars),
+        "50 tensors": lambda: all_reduce_mean(tensors),
+        "mixed": lambda: all_reduce_mean(mixed),
+        "weighted": lambda: all_reduce_mean(mixed, weight=2),
+        "big": lambda: all_reduce_mean(big),
+        "max": lambda: all_reduce(big, "max"),
+        "unchecked": lambda: all_reduce_mean(torch.ones(5), check=False),
+        "broadcast": lambda: broadcast({"lr": 0.1, "name": "run"} if get_rank() == 0 else None),
+        "all_gather": lambda: all_gather(torch.ones(get_rank())),
+    }
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for name, call in calls.items():
+            with torch.profiler.record_function(name):
+                call()
+    counts = dict.fromkeys(calls, 0)
+    for event in profile.events():
+        if event.name.startswith("c10d::"):
+            while event.name not in calls:
+                event = event.cpu_parent
+            counts[event.name] += 1
+    return counts
+
+
+def test_fifty_scalars_cost_one_collective_check_included() -> None:
+    for counts in on_ranks(counted, 2):
+        assert counts == {
+            **{"50 numbers": 1, "50 tensors": 1, "mixed": 1, "weighted": 1},
+            **{"big": 3, "max": 2, "unchecked": 1, "broadcast": 1, "all_gather": 2},
+        }
+
+
+# --- ranks that differ ------------------------------------------------------------------------------------------------
+
+
+def raised(call: Callable[[], Any]) -> tuple[str, str, float]:
+    start = time.perf_counter()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.perf_counter() - start
+    return "", "", time.perf_counter() - start
+
+
+def last(one: Any, others: Any) -> Any:
+    """`one` on the last rank, `others` elsewhere."""
+    return one if get_rank() == get_world_size() - 1 else others
+
+
+DIFFERENT: dict[str, tuple[Callable[[], Any], str]] = {
+    "keys": (
+        lambda: all_reduce_mean(last({"loss": 1.0, "f1": 0.5}, {"loss": 1.0})),
+        r"all_reduce_mean\(value\) needs the same structure.*\n  value: dict of 1 on rank.* 0.*; dict of 2 on rank \d\n"
+        r"  value\['f1'\]: missing on ranks? 0.*; number on rank \d$",
+    ),
+    "dtype": (
+        lambda: all_reduce_mean(torch.ones(2, dtype=last(torch.int32, torch.float32))),
+        r"value: float32 tensor of shape \(2,\) on ranks? 0.*; int32 tensor of shape \(2,\) on rank \d",
+    ),
+    "shape": (lambda: all_reduce_mean({"x": torch.ones(last((3, 2), (2, 3)))}), r"value\['x'\]: .*\(2, 3\).*\(3, 2\)"),
+    "size": (lambda: all_reduce_mean(torch.ones(last(3, 5))), r"\(5,\) on ranks? 0.*; float32 tensor of shape \(3,\)"),
+    "large size": (lambda: all_reduce_mean(torch.ones(last(3000, 5000))), r"\(5000,\).*\(3000,\)"),
+    "large against small": (lambda: all_reduce(torch.ones(last(3, 5000)), "max"), r"\(5000,\).*\(3,\)"),
+    "kind": (lambda: all_reduce_mean([last(torch.tensor(1.0), 1.0)]), r"value\[0\]: number on .*; float32 tensor"),
+    "container": (lambda: all_reduce_mean(last([1.0], (1.0,))), r"value: tuple of 1 on .*; list of 1 on"),
+    "class": (
+        lambda: all_reduce_mean(last(Point(1, 2), Metrics(1, 2))),
+        r"dataclass Metrics of 2 .*namedtuple Point of 2",
+    ),
+    "empty": (lambda: all_reduce_mean(last({}, [])), r"value: list of 0 on .*; dict of 0 on"),
+    "some weights": (
+        lambda: all_reduce_mean(1.0, last(1.0, None)),
+        r"all_reduce_mean\(value\) on .*; all_reduce_mean\(value, weight\) on",
+    ),
+    "op": (
+        lambda: all_reduce(1.0, last("sum", "max")),
+        r"different collectives: all_reduce\(value, 'max'\) on .*'sum'\) on",
+    ),
+    "function": (
+        lambda: last(all_gather, broadcast)(torch.ones(2)),
+        r"different collectives: broadcast\(src=0\) on .*; all_gather",
+    ),
+    "gather dtype": (
+        lambda: all_gather(torch.ones(2, dtype=last(torch.int32, torch.int64))),
+        r"tensor: int64 .*\(any\).*int32",
+    ),
+    "gather shape": (lambda: all_gather(torch.ones(last((2, 3), (2, 4)))), r"\(any, 4\) on cpu on .*\(any, 3\)"),
+    "gather dimensions": (lambda: all_gather(torch.ones(last((), (1,)))), r"shape \(any\) .*shape \(\)"),
+    "source": (lambda: broadcast(1, src=last(0, 1)), r"broadcast\(src=1\) on .*; broadcast\(src=0\) on"),
+    "length": (lambda: gather_exact([], [], n=last(0, 1)), r"gather_exact\(n=1\) on .*; gather_exact\(n=0\) on"),
+    "many": (lambda: all_reduce_mean({f"{last('x', 'y')}{i}": 1 for i in range(30)}), r"\n  and 50 more$"),
+}
+
+BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "leaf": (
+        lambda: all_reduce_mean({"a": [last("text", 1.0)]}),
+        "TypeError",
+        r"object of type str at value\['a'\]\[0\]",
+    ),
+    "None": (lambda: all_reduce_mean(last(None, 1.0)), "TypeError", r"object of type NoneType at value\."),
+    "weight": (
+        lambda: all_reduce_mean(1.0, last(-1, 1)),
+        "ValueError",
+        r"weight must be finite and not negative, got -1",
+    ),
+    "weight nan": (lambda: all_reduce_mean(1.0, last(math.nan, 1)), "ValueError", r"weight must be .*, got nan"),
+    "weight type": (lambda: all_reduce_mean(1.0, last("3", 1)), "TypeError", r"weight must be a number, got str"),
+    "huge": (lambda: all_reduce(last(2**64, 1)), "OverflowError", r"must fit 64 bits.*18446744073709551616"),
+    "huge max": (lambda: all_reduce(last(-(2**64), 1), "max"), "OverflowError", r"must fit 64 bits"),
+    "op": (
+        lambda: all_reduce(1.0, last("avg", "sum")),
+        "ValueError",
+        r"op must be one of sum, mean, min, max, got 'avg'",
+    ),
+    "gather": (lambda: all_gather(last([1], torch.ones(1))), "TypeError", r"takes a dense tensor, got list"),
+    "pickle": (lambda: all_gather_object(last(lambda: 0, 1)), "(PicklingError|AttributeError)", r"lambda"),
+    "source": (lambda: broadcast(1, last(9, 0)), "ValueError", r"src must be a rank, 0 to \d, got 9"),
+    "source's value": (
+        lambda: broadcast(last(lambda: 0, 1), get_world_size() - 1),
+        "(PicklingError|AttributeError)",
+        r"lambda",
+    ),
+    "indices": (
+        lambda: gather_exact(last([1], []), [], n=0),
+        "ValueError",
+        r"indices must be 1 ints, one for each value",
+    ),
+}
+
+BAD_ON_ALL: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "leaf": (lambda: all_reduce_mean({"name": "run"}), "TypeError", r"object of type str at value\['name'\]"),
+    "weights": (lambda: all_reduce_mean(1.0, weight=0), "ValueError", r"weights are 0 on every rank"),
+    "op": (lambda: all_reduce(1.0, "product"), "ValueError", r"op must be one of"),
+    "source": (lambda: broadcast(1, src=-1), "ValueError", r"src must be a rank"),
+    "overflow": (lambda: all_reduce(torch.tensor([2**62, 2**62 - 1])), "OverflowError", r"does not fit 64 bits"),
+    "large overflow": (lambda: all_reduce(torch.full((999,), -(2**63))), "OverflowError", r"does not fit 64 bits"),
+}
+
+
+def differing() -> list[Any]:
+    found = []
+    for table in (DIFFERENT, BAD_ON_ONE, BAD_ON_ALL):
+        found.append({name: raised(row[0]) for name, row in table.items()})
+        assert all_reduce_mean({"still": get_rank()}) == {"still": (get_world_size() - 1) / 2}
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_differ_all_raise_at_once_and_go_on(world: int) -> None:
+    for rank, (different, on_one, on_all) in enumerate(on_ranks(differing, world)):
+        for name, (_, text) in DIFFERENT.items():
+            kind, message, seconds = different[name]
+            assert (kind, seconds < 1) == ("MismatchError", True), (name, different[name])
+            assert re.search(text, message), (name, message)
+        for name, (_, error, text) in BAD_ON_ONE.items():
+            kind, message, seconds = on_one[name]
+            assert re.fullmatch(error if rank == world - 1 else "MismatchError", kind) and seconds < 1, (
+                name,
+                on_one[name],
+            )
+            assert re.search(
+                text if rank == world - 1 else rf"bad argument:\n  rank {world - 1}: {error}: .*{text}", message
+            )
+        for name, (_, error, text) in BAD_ON_ALL.items():
+            kind, message, seconds = on_all[name]
+            assert kind == error and re.search(text, message) and seconds < 1, (name, on_all[name])
+
+
+@pytest.mark.parametrize("name", [name for name in BAD_ON_ALL if "overflow" not in name])
+def test_one_process_refuses_what_ranks_refuse(name: str) -> None:
+    call, error, text = BAD_ON_ALL[name]
+    kind, message, _ = raised(call)
+    assert kind == error and re.search(text, message)
+
+
+def test_launched_but_not_set_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    for name, value in {**launch, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    tensor = torch.ones(1)
+    for call in (
+        *(lambda: all_reduce_mean(1.0), lambda: all_reduce(1), lambda: all_reduce(tensor, check=False)),
+        *(
+            lambda: all_gather(tensor),
+            lambda: all_gather_object(1),
+            lambda: broadcast(1),
+            lambda: gather_exact([], [], 0),
+        ),
+    ):
+        with pytest.raises(NotSetUpError):
+            call()
