@@ -478,7 +478,6 @@ def _parent(pid: int) -> int:
 
 def test_a_program_typed_into_the_shell_of_a_step_is_told_by_its_terminal() -> None:
     shell = ONE_NODE | PTY | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASK_PID": "1"}
-    launch = detect_launch(shell)
     code = "import fcntl, sys, termios\nif sys.stdin.isatty(): fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
     code += "print(flush=True)\ninput()"
     keyboard, terminal = os.openpty()
@@ -488,9 +487,9 @@ def test_a_program_typed_into_the_shell_of_a_step_is_told_by_its_terminal() -> N
             with subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, start_new_session=True) as process:
                 assert process.stdout is not None
                 process.stdout.readline()
-                assert typed_in_terminal(launch, shell, process.pid) == (stdin == terminal)
-                assert not typed_in_terminal(launch, shell | {"SLURM_TASK_PID": f"{process.pid}"}, process.pid)
-                assert not typed_in_terminal(detect_launch(TASK), TASK, process.pid)
-                assert not typed_in_terminal(detect_launch(LONE_TASK), LONE_TASK | PTY, process.pid)
+                given = shell | {"SLURM_TASK_PID": f"{process.pid}"}
+                environments = [shell, given, TASK | PTY, LONE_TASK | PTY, without(shell, "SLURM_PTY_PORT")]
+                answers = [typed_in_terminal(detect_launch(env), env, process.pid) for env in environments]
                 process.kill()
-    assert not typed_in_terminal(launch, shell, 2**30)
+            assert answers == [stdin == terminal, False, False, False, False]
+    assert not typed_in_terminal(detect_launch(shell), shell, 2**30)
