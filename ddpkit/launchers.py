@@ -368,7 +368,7 @@ def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str,
     explicit = all(name in outside for name in _RANKS.values())
     agents = env.get("GROUP_WORLD_SIZE", "")
     try:
-        bare = _PLATFORM._replace(needs=_RANKS, takes={})  # no address needed: torchrun brings its own
+        bare = _PLATFORM._replace(signs=(), needs=_RANKS, takes={})  # no address needed: torchrun brings its own
         outer = _Reading(bare, outside).launch() if explicit else detect_launch(outside)
     except LaunchError:
         return None
@@ -381,9 +381,9 @@ def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str,
     marks = [name for name in (*_RANKS.values(), *(sign for x in _ENGINES for sign in x.signs)) if name in outside]
     return (
         f"torchrun was started by rank {outer.rank} of {outer.world_size} of another launch "
-        f"({', '.join(outer.evidence)}), but its job has {agents} agent{'s' * (agents != '1')}: the outer ranks would "
-        "run separate jobs. Start torchrun once per node with --nnodes, or leave out one of the two launchers; if this "
-        f"is meant, unset {', '.join(marks)} in front of torchrun."
+        f"({', '.join(outer.evidence[:2])}), but its job has {agents} agent{'s' * (agents != '1')}: "
+        "the outer ranks would run separate jobs. Start torchrun once per node with --nnodes, or leave out one of the "
+        f"two launchers; if this is meant, unset {', '.join(marks)} in front of torchrun."
     )
 
 
