@@ -17,7 +17,7 @@ from .devices import agree, bind_device
 from .errors import LaunchError
 from .failing import fill_error_file
 from .joining import Member, denounce, join, place
-from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch, read_agent_env
+from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch, read_agent_env, typed_in_terminal
 from .rendezvous import PortTaken, connect, find_master, reachable
 from .store import Session
 from .watch import Watch, dial, listen
@@ -122,6 +122,9 @@ def checked_launch() -> Launch:
         if address and port.isdecimal():
             denounce(address, int(port), f"A process on {socket.gethostname()} could not join: {error}")
         raise
+    if typed_in_terminal(launch, os.environ, os.getpid()):
+        log.warning("This was typed into one of %d shells that srun opened, so it runs alone", launch.world_size)
+        return Launch("single", 0, 1, 0, 1, 0, 1)
     if warning := forgotten_launcher(launch):
         log.warning("%s", warning)
     return launch
