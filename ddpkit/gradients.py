@@ -19,7 +19,6 @@ from . import collectives, ranks, runtime
 from .agreement import agree, terms
 
 Loss = TypeVar("Loss", torch.Tensor, float)
-_agree_once = functools.cache(agree)  # what all ranks agreed on need not be compared again
 
 
 @contextmanager
@@ -132,14 +131,18 @@ def average_gradients(*modules: nn.Module | torch.Tensor) -> None:
         return
     found = (module.parameters() if isinstance(module, nn.Module) else (module,) for module in modules)
     parameters = [p for p in dict.fromkeys(p for group in found for p in group) if p.requires_grad]
-    _agree_once(
-        terms("average_gradients", {f"parameter {i}": f"{p.dtype}{list(p.shape)}" for i, p in enumerate(parameters)})
-    )
+    _agree_once(tuple((p.dtype, p.shape) for p in parameters))
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for p in parameters:
         buckets.setdefault((p.device, torch.promote_types(p.dtype, torch.float32)), []).append(p)
     for (device, dtype), bucket in buckets.items():
         _average(bucket, device, dtype)
+
+
+@functools.cache  # what all ranks agreed on need not be compared again
+def _agree_once(layout: tuple[tuple[torch.dtype, torch.Size], ...]) -> None:
+    kinds = {f"parameter {i}": f"{dtype}{list(shape)}" for i, (dtype, shape) in enumerate(layout)}
+    agree(terms("average_gradients", kinds))
 
 
 def _average(bucket: list[torch.Tensor], device: torch.device, dtype: torch.dtype) -> None:
@@ -155,7 +158,7 @@ def _average(bucket: list[torch.Tensor], device: torch.device, dtype: torch.dtyp
     *means, present = torch.split(flat, [*(p.numel() for p in bucket), len(bucket)])
     somewhere = present.tolist() if missing else ()  # else there is no reason to wait for the accelerator
     for i, (p, mean) in enumerate(zip(bucket, means, strict=True)):
+        if p.grad is None and somewhere[i]:
+            p.grad = torch.empty_like(p)
         if p.grad is not None:
             p.grad.copy_(mean.view(p.shape))
-        elif somewhere[i]:
-            p.grad = torch.empty_like(p).copy_(mean.view(p.shape))

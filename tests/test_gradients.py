@@ -251,24 +251,25 @@ def _like_ddp() -> bool:
     return torch.allclose(*weights, rtol=0, atol=1e-12)
 
 
-def _silent() -> tuple[float, float]:
-    """What the guide says of plain DDP: a method other than forward is not synchronised, and no error says so."""
-    gradients = []
-    for through_ddp in (True, False):
-        torch.manual_seed(0)
-        policy = _Policy()
-        model = wrap_model(policy, find_unused_parameters=True) if through_ddp else policy
-        unwrap_model(model).value(torch.full((1, 3), get_rank() + 1.0)).sum().backward()
-        if not through_ddp:
-            average_gradients(policy)
-        gradients.append(policy.body.weight.grad.sum().item())
-    return gradients[0], gradients[1]
+def _silent() -> tuple[float, float, float]:
+    """What the guide says of DDP: it synchronises its own forward only, and only while it lives, without an error."""
+    x = torch.full((1, 3), get_rank() + 1.0)
+    torch.manual_seed(0)
+    policy, averaged = _Policy(), _Policy()
+    averaged.load_state_dict(policy.state_dict())
+    model = wrap_model(policy, find_unused_parameters=True)
+    unwrap_model(model).value(x).sum().backward()
+    averaged.value(x).sum().backward()
+    average_gradients(averaged)
+    temporary = _net()
+    wrap_model(temporary)(x.double()).sum().backward()
+    return tuple(net.weight.grad.sum().item() for net in (policy.body, averaged.body, temporary[0]))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_average_gradients_trains_as_ddp_does_and_serves_methods_where_ddp_is_silently_wrong(world_size):
     results = _results(world_size)
     assert all(found["_like_ddp"] for found in results)
-    through_ddp, averaged = zip(*(found["_silent"] for found in results), strict=True)
-    assert len(set(through_ddp)) == world_size  # each rank kept its own gradient
+    through_ddp, averaged, temporary = zip(*(found["_silent"] for found in results), strict=True)
+    assert len(set(through_ddp)) == len(set(temporary)) == world_size  # each rank kept its own gradient
     assert averaged == pytest.approx([np.mean(through_ddp)] * world_size)
