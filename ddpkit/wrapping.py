@@ -18,7 +18,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from . import collectives, ranks, runtime
 from .agreement import agree, terms
 from .errors import DdpkitError
-from .gradients import accumulate, average_gradients, global_mean  # noqa: F401  (until __init__ imports them from there)
 
 logger = logging.getLogger(__name__)
 Compression = Literal["fp16", "bf16", "powersgd"]
