@@ -8,8 +8,7 @@ wrong size never reaches gloo, which would abort the process. The block holds a 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -24,9 +23,9 @@ from . import ranks, runtime, waiting
 from .errors import MismatchError
 
 Lanes = NDArray[np.float64]
-_BLOCK, _HEAD, _LINES = 512, 16, 10
-ROOM = _BLOCK - _HEAD  # lanes of payload that travel with the check
-NOTHING: Lanes = np.zeros(0)
+HEAD = 16  # lanes of the check, in front of the payload
+ROOM = 512 - HEAD  # lanes of payload that travel with it
+_LINES = 10
 
 
 def terms(call: str, parts: dict[str, str] | None = None, error: str = "") -> str:
@@ -34,36 +33,45 @@ def terms(call: str, parts: dict[str, str] | None = None, error: str = "") -> st
     return json.dumps({"call": call, "parts": parts or {}, "error": error})
 
 
-def agree(mine: str, lanes: Lanes = NOTHING) -> Lanes:
-    """The sums of `lanes` over all ranks, all of which have passed the same terms and number of lanes. Collective.
+def new_block() -> Lanes:
+    """A block whose payload, from `HEAD` on, is 0."""
+    return np.zeros(HEAD + ROOM)
 
-    One all-reduce for up to `ROOM` lanes, and one more beyond.
+
+def agree(mine: str, block: Lanes | None = None) -> Lanes:
+    """Sums a block over all ranks, in place, if all have passed the same terms; returns the payload. Collective.
 
     Raises:
         MismatchError: If the terms differ, on every rank, with what differs.
     """
+    block = new_block() if block is None else block
     if not runtime.joined():
-        return lanes
-    template, expected = _block(mine, ranks.get_world_size())
-    block = template.copy()
-    rides = lanes.size <= ROOM
-    if rides:
-        block[_HEAD : _HEAD + lanes.size] = lanes
-    block = _sum(block)
-    if block[:_HEAD].tobytes() != expected:
+        return block[HEAD:]
+    block[:HEAD], expected = _head(mine, ranks.get_world_size())
+    wire = torch.from_numpy(block)
+    device = runtime.control_device()
+    if device.type == "cpu":
+        all_reduce(wire)
+    else:
+        wire.copy_(all_reduce(wire.to(device)))
+    if block[:HEAD].tobytes() != expected:
         raise MismatchError(_difference([json.loads(text) for text in waiting.exchange(mine)]))
-    return block[_HEAD : _HEAD + lanes.size] if rides else _sum(lanes)
+    return block[HEAD:]
 
 
-@contextmanager
-def all_raise(call: str) -> Iterator[None]:
+class all_raise:
     """A block of local work before `agree`: if it raises here, the other ranks raise in `agree` instead of waiting."""
-    try:
-        yield
-    except Exception as error:
-        with suppress(MismatchError):
-            agree(terms(call, error=f"{type(error).__name__}: {error}"))
-        raise
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            with suppress(MismatchError):
+                agree(terms(self.call, error=f"{type(error).__name__}: {error}"))
 
 
 def world_size() -> int:
@@ -89,18 +97,12 @@ def all_reduce(wire: Tensor, greatest: bool = False) -> Tensor:
     return wire
 
 
-def _sum(lanes: Lanes) -> Lanes:
-    total: Lanes = all_reduce(torch.from_numpy(lanes).to(runtime.control_device())).cpu().numpy()
-    return total
-
-
 @lru_cache(maxsize=256)
-def _block(text: str, world_size: int) -> tuple[Lanes, bytes]:
-    """The block without payload, and its head's bytes after a sum over ranks that all have passed `text`."""
-    block = np.zeros(_BLOCK)
-    hashed = np.frombuffer(blake2b(text.encode(), digest_size=_HEAD).digest(), "<u2")
-    block[:_HEAD] = np.concatenate([hashed, hashed.astype(np.float64) ** 2])
-    return block, (block[:_HEAD] * world_size).tobytes()
+def _head(text: str, world_size: int) -> tuple[Lanes, bytes]:
+    """The check of terms, and its bytes after a sum over ranks that all have these."""
+    hashed = np.frombuffer(blake2b(text.encode(), digest_size=HEAD).digest(), "<u2").astype(np.float64)
+    head = np.concatenate([hashed, hashed**2])
+    return head, (head * world_size).tobytes()
 
 
 def _difference(everyone: list[dict[str, Any]]) -> str:

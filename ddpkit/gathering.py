@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import ranks, runtime
-from .agreement import ROOM, agree, all_raise, terms, wire_device
+from .agreement import HEAD, ROOM, agree, all_raise, all_reduce, new_block, terms, wire_device
 from .errors import MismatchError
 
 _SMALL = 4 * (ROOM - 1)  # bytes that travel with the check: 32 bits are exact in a float64
@@ -23,9 +23,7 @@ def gather_rows(mine: str, rows: Tensor) -> list[Tensor]:
     """The ranks' matrices of bytes, each with its own number of rows, on the device of `rows`. Collective."""
     if not runtime.joined():
         return [rows.clone()]
-    lanes = np.zeros(ranks.get_world_size())
-    lanes[ranks.get_rank()] = len(rows)
-    counts = agree(mine, lanes).astype(int).tolist()
+    counts = _counts(mine, len(rows))
     padded = torch.zeros((max(counts), rows.shape[1]), dtype=torch.uint8, device=wire_device(rows.device))
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts]
@@ -49,9 +47,9 @@ def send(call: str, value: Any, src: int) -> Any:
         if not isinstance(src, int) or not 0 <= src < ranks.get_world_size():
             raise ValueError(f"src must be a rank, 0 to {ranks.get_world_size() - 1}, got {src!r}.")
         data = _dump(value, tensors) if ranks.get_rank() == src else b""
-    lanes = np.zeros(ROOM)
-    lanes[0], lanes[1:] = len(data), np.frombuffer(data[:_SMALL].ljust(_SMALL, b"\0"), "<u4")
-    lanes = agree(terms(call), lanes)
+    block = new_block()
+    block[HEAD], block[HEAD + 1 :] = len(data), np.frombuffer(data[:_SMALL].ljust(_SMALL, b"\0"), "<u4")
+    lanes = agree(terms(call), block)
     if not runtime.joined():
         return value
     size = int(lanes[0])
@@ -100,6 +98,18 @@ def is_dense(tensor: Tensor) -> bool:
 def flat_bytes(tensor: Tensor) -> Tensor:
     """A dense tensor's memory, row-major; the tensor's own if it is contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _counts(mine: str, count: int) -> list[int]:
+    rank, world_size = ranks.get_rank(), ranks.get_world_size()
+    block = new_block()
+    if world_size <= ROOM:
+        block[HEAD + rank] = count
+        return [int(x) for x in agree(mine, block)[:world_size]]
+    agree(mine, block)
+    counts = torch.zeros(world_size, dtype=torch.int64, device=runtime.control_device())
+    counts[rank] = count
+    return all_reduce(counts).tolist()
 
 
 class _Note(NamedTuple):

@@ -6,9 +6,7 @@ ranks. What is narrower, and every float, takes one. Maxima travel as int64 lane
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 EXTREMES = ("min", "max")
@@ -28,7 +26,7 @@ def lanes_per_element(dtype: torch.dtype | None, weighted: bool) -> int:
     return 2 if dtype in WIDE and not weighted else 1
 
 
-def pack_numbers(numbers: list[float], op: str, weight: float | None = None) -> Tensor:
+def pack_numbers(numbers: list[float], op: str, weight: float | None = None) -> list[float]:
     """The lanes of Python numbers.
 
     Added, four lanes: as float, whether it is an int, the high and the low half of an int. Under a weight all are
@@ -36,33 +34,29 @@ def pack_numbers(numbers: list[float], op: str, weight: float | None = None) -> 
     """
     if op in EXTREMES:
         return _pack_number_order(numbers, op)
-    lanes = np.zeros((4, len(numbers)))
+    rest = [0.0] * (3 * len(numbers))
     if weight == 0:
-        lanes[0] = -0.0  # adds nothing, not even to -0.0
-    elif weight is not None:
-        with np.errstate(over="ignore"):
-            lanes[0] = np.array(numbers, np.float64) * weight
-    elif set(map(type, numbers)) <= {float}:
-        lanes[0] = numbers
-    else:
-        lanes[1] = [isinstance(x, int) for x in numbers]
-        lanes[0] = [0.0 if isinstance(x, int) else x for x in numbers]
-        ints = _ints(numbers)
-        lanes[2], lanes[3] = ints >> 32, ints & _LOW
-    return torch.from_numpy(lanes.reshape(-1))
+        return [-0.0] * len(numbers) + rest  # adds nothing, not even to -0.0
+    if weight is not None:
+        return [float(x) * weight for x in numbers] + rest
+    if set(map(type, numbers)) <= {float}:
+        return numbers + rest
+    ints = _ints(numbers)
+    floats = [0.0 if isinstance(x, int) else x for x in numbers]
+    return [*floats, *[isinstance(x, int) for x in numbers], *[x >> 32 for x in ints], *[x & _LOW for x in ints]]
 
 
-def unpack_numbers(lanes: Tensor, op: str, divisor: float) -> list[float]:
+def unpack_numbers(lanes: list[float], op: str, divisor: float) -> list[float]:
     """The numbers' sums, means, minima or maxima. What was an int on every rank stays one, but for means."""
+    n = len(lanes) // 4
     if op in EXTREMES:
         return _unpack_number_order(lanes, op)
-    floats, whole, high, low = lanes.numpy().reshape(4, -1)
-    if not np.count_nonzero(whole):
-        return (floats / divisor if op == "mean" else floats).tolist()  # type: ignore[no-any-return]
-    ints = [int(h) * 2**32 + int(low) for h, low in zip(high.tolist(), low.tolist(), strict=True)]
+    if not any(lanes[n : 2 * n]):
+        return [x / divisor for x in lanes[:n]] if op == "mean" else lanes[:n]
     world_size = int(divisor)  # under a weight there are no ints here
-    each = zip(ints, whole.tolist(), floats.tolist(), strict=True)
-    sums = [i if w == world_size else i + f for i, w, f in each]
+    each = zip(*(lanes[i * n : (i + 1) * n] for i in range(4)), strict=True)
+    ints = [(f, whole, int(high) * 2**32 + int(low)) for f, whole, high, low in each]
+    sums = [i if whole == world_size else i + f for f, whole, i in ints]
     return [x / world_size for x in sums] if op == "mean" else sums
 
 
@@ -131,17 +125,18 @@ def _wide_mean(high: Tensor, low: Tensor, divisor: float) -> Tensor:
     return mean
 
 
-def _pack_number_order(numbers: list[float], op: str) -> Tensor:
-    floats = torch.from_numpy(np.array(numbers, np.float64))
-    is_int = torch.from_numpy(np.array([isinstance(x, int) for x in numbers], bool))
-    ints = torch.where(is_int, torch.from_numpy(_ints(numbers)) ^ _flip(op), _LOWEST)
-    return torch.cat([_pack_order(floats, op), ints, (~is_int).to(torch.int64)])
+def _pack_number_order(numbers: list[float], op: str) -> list[float]:
+    floats = _pack_order(torch.tensor(numbers, dtype=torch.float64, device="cpu"), op).tolist()
+    each = zip(numbers, _ints(numbers), strict=True)
+    ints = [i ^ _flip(op) if isinstance(x, int) else _LOWEST for x, i in each]
+    return [*floats, *ints, *[not isinstance(x, int) for x in numbers]]
 
 
-def _unpack_number_order(lanes: Tensor, op: str) -> list[float]:
-    floats, ints, is_float = lanes.reshape(3, -1)
-    each = zip(_unpack_order(floats, torch.float64, op).tolist(), (ints ^ _flip(op)).tolist(), is_float, strict=True)
-    return [f if some else i for f, i, some in each]
+def _unpack_number_order(lanes: list[float], op: str) -> list[float]:
+    n = len(lanes) // 3
+    floats = _unpack_order(torch.tensor(lanes[:n], dtype=torch.int64, device="cpu"), torch.float64, op).tolist()
+    ints = [int(i) ^ _flip(op) for i in lanes[n : 2 * n]]
+    return [f if some else i for f, i, some in zip(floats, ints, lanes[2 * n :], strict=True)]
 
 
 def _pack_order(flat: Tensor, op: str) -> Tensor:  # greater for greater elements (for "min", lesser), greatest for NaN
@@ -166,11 +161,8 @@ def _monotone(bits: Tensor) -> Tensor:  # a float64's bits to an int64 of the sa
     return bits ^ ((bits >> 63) & _TOP)
 
 
-def _ints(numbers: list[float]) -> NDArray[np.int64]:
-    try:
-        return np.array([x if isinstance(x, int) else 0 for x in numbers], np.int64)
-    except OverflowError:
-        worst = max((x for x in numbers if isinstance(x, int)), key=abs)
-        raise OverflowError(
-            f"An int must fit 64 bits to be combined exactly, got {worst}. Pass it as a float."
-        ) from None
+def _ints(numbers: list[float]) -> list[int]:
+    ints = [int(x) if isinstance(x, int) else 0 for x in numbers]
+    if worst := [x for x in ints if not -(2**63) <= x < 2**63]:
+        raise OverflowError(f"Ints must fit 64 bits to be combined exactly, got {worst[0]}. Pass it as a float.")
+    return ints

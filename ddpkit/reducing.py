@@ -7,14 +7,12 @@ import numbers
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .agreement import ROOM, Lanes, agree, all_raise, all_reduce, terms, wire_device, world_size
+from .agreement import HEAD, ROOM, agree, all_raise, all_reduce, new_block, terms, wire_device, world_size
 from .lanes import EXTREMES, WIDE, lanes_per_element, pack, pack_numbers, unpack, unpack_numbers, wire_dtype
 from .trees import Leaf, Spec, flatten, rebuild, walk
 
@@ -31,32 +29,25 @@ def combine(value: Any, op: str, weight: Any, check: bool) -> Any:
         spec = flatten(value, leaves)
         unchecked = not check and weight is None and isinstance(spec, Leaf) and spec.dtype is not None
         plan = _plan(op, weight is not None, spec, rides=not unchecked and op not in EXTREMES)
-        riders = [np.array([1.0 if share is None else share])]
-        riders += [group.pack(leaves, op, share, torch.device("cpu")).numpy() for group in plan.riders]
+        block = new_block()
+        block[HEAD] = 1.0 if share is None else share
+        for group, start, end in plan.riders:
+            block[start:end] = group.pack(leaves, op, share, rides=True)
         packed = [[group.pack(leaves, op, share) for group in groups] for groups in plan.later]
-    sums = np.array([float(world_size())]) if unchecked else agree(plan.terms, np.concatenate(riders))
-    total = float(sums[0])
+    lanes = block[HEAD:] * world_size() if unchecked else agree(plan.terms, block)
+    total = float(lanes[0])
     if not total:
         raise ValueError(
             "The weights are 0 on every rank, so there is no mean. Give at least one rank a positive weight."
         )
     results: list[Any] = [None] * len(leaves)
-    for group, lanes in chain(_with_check(plan.riders, sums), _after_check(plan.later, packed, op)):
-        group.unpack(lanes, leaves, op, total, results)
-    return rebuild(value, iter(results))
-
-
-def _with_check(riders: list[_Group], sums: Lanes) -> Iterator[tuple[_Group, Tensor]]:
-    start = 1  # behind the weights
-    for group in riders:
-        yield group, torch.from_numpy(sums[start : start + group.lanes])
-        start += group.lanes
-
-
-def _after_check(later: list[list[_Group]], packed: list[list[Tensor]], op: str) -> Iterator[tuple[_Group, Tensor]]:
-    for groups, flats in zip(later, packed, strict=True):
+    for group, start, end in plan.riders:
+        group.unpack(lanes[start - HEAD : end - HEAD], leaves, op, total, results)
+    for groups, flats in zip(plan.later, packed, strict=True):
         joint = all_reduce(torch.cat(flats) if len(flats) > 1 else flats[0], greatest=op in EXTREMES)
-        yield from zip(groups, joint.split([len(flat) for flat in flats]), strict=True)  # type: ignore[no-untyped-call]
+        for group, part in zip(groups, torch.split(joint, [len(flat) for flat in flats]), strict=True):
+            group.unpack(part, leaves, op, total, results)
+    return rebuild(value, iter(results))
 
 
 @dataclass(frozen=True)
@@ -65,25 +56,27 @@ class _Group:
 
     dtype: torch.dtype | None
     members: tuple[int, ...]  # places among the leaves
-    sizes: tuple[int, ...]
+    sizes: list[int]
     lanes: int  # when added
     wide: bool
 
-    def pack(self, leaves: list[Any], op: str, weight: float | None, place: torch.device | None = None) -> Tensor:
+    def pack(self, leaves: list[Any], op: str, weight: float | None, rides: bool = False) -> Any:
         mine = [leaves[i] for i in self.members]
         if self.dtype is None:
-            lanes = pack_numbers(mine, op, weight)
-            return lanes.to(place or wire_device(lanes.device))
-        wire = torch.float64 if place else wire_dtype(self.dtype)
+            numbers = pack_numbers(mine, op, weight)
+            wire = torch.int64 if op in EXTREMES else torch.float64
+            return numbers if rides else torch.tensor(numbers, dtype=wire, device=wire_device(torch.device("cpu")))
         flat = torch.cat([leaf.to(mine[0].device).reshape(-1) for leaf in mine])
-        return pack(flat.to(place or wire_device(flat.device)), op, wire, weight)
+        if rides:
+            return pack(flat.cpu(), op, torch.float64, weight).numpy()
+        return pack(flat.to(wire_device(flat.device)), op, wire_dtype(self.dtype), weight)
 
-    def unpack(self, lanes: Tensor, leaves: list[Any], op: str, divisor: float, results: list[Any]) -> None:
+    def unpack(self, lanes: Any, leaves: list[Any], op: str, divisor: float, results: list[Any]) -> None:
         if self.dtype is None:
-            found: list[Any] = unpack_numbers(lanes.cpu(), op, divisor)
+            found: list[Any] = unpack_numbers(lanes.tolist(), op, divisor)
         else:
-            flat = unpack(lanes, self.dtype, op, divisor, self.wide).to(leaves[self.members[0]].device)
-            parts = zip(flat.split(self.sizes), self.members, strict=True)  # type: ignore[no-untyped-call]
+            flat = unpack(torch.as_tensor(lanes), self.dtype, op, divisor, self.wide).to(leaves[self.members[0]].device)
+            parts = zip(torch.split(flat, self.sizes), self.members, strict=True)
             found = [part.reshape(leaves[i].shape).to(leaves[i].device) for part, i in parts]
         for i, result in zip(self.members, found, strict=True):
             results[i] = result
@@ -94,7 +87,7 @@ class _Plan:
     """What is done with every value of one spec, on every rank."""
 
     terms: str
-    riders: list[_Group]  # travel with the check
+    riders: list[tuple[_Group, int, int]]  # travel with the check, with their place in the block
     later: list[list[_Group]]  # travel after it, each list as one tensor
 
 
@@ -107,13 +100,13 @@ def _plan(op: str, weighted: bool, spec: Spec, rides: bool) -> _Plan:
                 f"{call} takes numbers, NumPy arrays, dense real tensors, and dicts, lists, tuples and dataclasses of "
                 f"them, found {node} at {path}."
             )
-    riders: list[_Group] = []
-    room = ROOM - 1 if rides else -1  # a sum of lanes is no maximum
+    riders: list[tuple[_Group, int, int]] = []
+    start, end = HEAD + 1, HEAD + ROOM if rides else 0
     later: dict[tuple[str, torch.dtype], list[_Group]] = {}
     for place, group in sorted(_groups(spec, weighted), key=lambda each: each[1].lanes):
-        if group.lanes <= room:
-            riders.append(group)
-            room -= group.lanes
+        if start + group.lanes <= end:
+            riders.append((group, start, start + group.lanes))
+            start += group.lanes
         else:
             wire = torch.float64 if group.dtype is None else wire_dtype(group.dtype)
             later.setdefault((place, torch.int64 if op in EXTREMES else wire), []).append(group)
@@ -128,7 +121,7 @@ def _groups(spec: Spec, weighted: bool) -> Iterator[tuple[str, _Group]]:
     for (place, dtype), mine in members.items():
         sizes = [math.prod(leaves[i].shape) for i in mine]
         lanes = sum(sizes) * lanes_per_element(dtype, weighted)
-        yield place, _Group(dtype, tuple(mine), tuple(sizes), lanes, dtype in WIDE and not weighted)
+        yield place, _Group(dtype, tuple(mine), sizes, lanes, dtype in WIDE and not weighted)
 
 
 def _call(op: str, weighted: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,9 +28,12 @@ def gathered() -> dict[str, Any]:
     grown = torch.arange(2.0 * rank).reshape(rank, 2).requires_grad_()
     kinds = (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.complex64, torch.uint16)
     typed = [(kind, all_gather(torch.tensor([rank, 1]).to(kind))) for kind in kinds]
+    with patch("ddpkit.gathering.ROOM", 1):  # as on more ranks than the first block has room for
+        crowded = all_gather(torch.arange(rank))
     return {
         "uneven": all_gather(grown),
         "scalar": all_gather(torch.tensor(rank)),
+        "crowded": crowded,
         "empty": all_gather(torch.zeros(0, 3)),
         "no columns": all_gather(torch.zeros(rank, 0)),
         "transposed": all_gather(torch.arange(6).reshape(2, 3).T + rank),
@@ -46,6 +50,7 @@ def test_all_gather_gives_every_rank_each_tensor_as_it_was(world: int) -> None:
             uneven = got["uneven"][other]
             assert torch.equal(uneven, torch.arange(2.0 * other).reshape(other, 2)) and not uneven.requires_grad
             assert got["scalar"][other].shape == () and got["scalar"][other].item() == other
+            assert got["crowded"][other].tolist() == list(range(other))
             assert got["empty"][other].shape == (0, 3) and got["no columns"][other].shape == (other, 0)
             assert torch.equal(got["transposed"][other], torch.arange(6).reshape(2, 3).T + other)
             assert [tensors[other].tolist() for tensors in got["dtypes"]] == [[bool(other), 1], *[[other, 1]] * 6]

@@ -44,8 +44,9 @@ def reduced(each: list[Tensor], op: str, wire: torch.dtype = torch.float64, weig
 
 
 def reduced_numbers(each: list[list[Any]], op: str) -> list[Any]:
-    total = over_ranks([lanes.pack_numbers(numbers, op) for numbers in each], op)
-    return lanes.unpack_numbers(total, op, float(len(each)))
+    kind = torch.int64 if op in lanes.EXTREMES else torch.float64
+    total = over_ranks([torch.tensor(lanes.pack_numbers(numbers, op), dtype=kind) for numbers in each], op)
+    return lanes.unpack_numbers(total.tolist(), op, float(len(each)))
 
 
 @given(st.data(), st.sampled_from(INTS), st.integers(1, 9))
