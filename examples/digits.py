@@ -1,0 +1,151 @@
+"""Trains a small convolutional network to read handwritten digits, on one process or on any number of ranks.
+
+The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn; every fifth is kept for the test, 360 in all.
+
+On one process; on two; and on two that are started by hand, each in a shell of its own::
+
+    python examples/digits.py
+    torchrun --nproc_per_node=2 examples/digits.py
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500 python examples/digits.py
+    RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500 python examples/digits.py
+
+With `--resume` an interrupted run goes on in the middle of its epoch, also on another number of ranks. Watch it with
+`tensorboard --logdir runs`.
+
+What to expect: 356 of the 360 test images (98.9 %) read right after 20 epochs, on 1, 2 or 3 ranks alike, since together
+they take the same batches of 96. On one CPU core that takes about 10 seconds, start-up included; so small a task gains
+nothing from more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import ddpkit
+
+log = logging.getLogger("digits")
+
+
+def read_settings() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--epochs", type=int, default=20, help="passes over the training set")
+    add("--batch-size", type=int, default=96, help="samples per optimiser step")
+    add("--keep", default="global", choices=["global", "per_rank"], help="whose batch has that size on several ranks")
+    add("--accumulate", type=int, default=1, help="micro-batches per optimiser step")
+    add("--lr", type=float, default=3e-3, help="learning rate that suits the batch size")
+    add("--warm-up", type=float, default=1.0, help="epochs until the learning rate is reached; then it falls to 0")
+    add("--seed", type=int, default=0, help="of the weights and the order of the samples")
+    add("--folder", type=Path, default=Path("runs/digits"), help="for checkpoints and TensorBoard")
+    add("--save-every", type=int, default=50, help="optimiser steps between checkpoints")
+    add("--stop-after", type=int, help="optimiser step after which to save and stop, before a time limit for example")
+    add("--resume", action="store_true", help="go on from the last checkpoint in the folder, if there is one")
+    return parser.parse_args()
+
+
+def load_data() -> tuple[TensorDataset, TensorDataset]:
+    """Training and test set: images of shape (1, 8, 8) with values in [0, 1], and labels from 0 to 9."""
+    pixels, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    images = pixels.float().view(-1, 1, 8, 8) / 16
+    test = torch.arange(len(labels)) % 5 == 0
+    return TensorDataset(images[~test], labels[~test]), TensorDataset(images[test], labels[test])
+
+
+def make_model() -> nn.Module:
+    """Normalises by group, not by batch: what the model makes of a sample must not depend on who shares its rank."""
+
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.ReLU()]
+
+    half = nn.MaxPool2d(2)
+    return nn.Sequential(*block(1, 16), *block(16, 32), half, *block(32, 32), half, nn.Flatten(), nn.Linear(128, 10))
+
+
+@torch.no_grad()
+def count_correct(model: nn.Module, loader: DataLoader, device: torch.device) -> int:
+    """Counts over the whole test set, of which every rank holds a share without padding. Collective."""
+    model = ddpkit.unwrap_model(model).eval()  # ranks may differ in their number of batches, and DDP's forward may wait
+    correct = [(model(images.to(device)).argmax(1).cpu() == labels).sum().item() for images, labels in loader]
+    return ddpkit.all_reduce(sum(correct))
+
+
+def main(args: argparse.Namespace, job: ddpkit.Context) -> None:
+    plan = ddpkit.ScalePlan(
+        args.batch_size, args.lr, job.world_size, keep=args.keep, rule="sqrt", accumulation=args.accumulate
+    )
+    log.info("%s", plan)
+
+    train, test = load_data()
+    train_loader = ddpkit.make_loader(train, plan.per_rank_batch_size, seed=args.seed)
+    test_loader = ddpkit.make_loader(test, 128, train=False)
+
+    ddpkit.seed_everything(args.seed)
+    model = ddpkit.wrap_model(make_model())
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
+    plan.apply(optimizer)
+    steps, warm_up = args.epochs * plan.steps(len(train)), plan.steps(round(args.warm_up * len(train)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: ddpkit.warmup_factor(step + 1, warm_up) * (1 - step / steps)
+    )
+    mixed = job.device.type == "cuda"
+    dtype = torch.bfloat16 if not mixed or torch.cuda.is_bf16_supported() else torch.float16
+    scaler = torch.amp.GradScaler(job.device.type, enabled=dtype == torch.float16)
+
+    checkpoints = ddpkit.Checkpointer(args.folder)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler, "loader": train_loader}
+    saved = checkpoints.load_latest(**state) if args.resume else None
+    step = saved["step"] if saved else 0
+
+    writer = SummaryWriter(args.folder, purge_step=step) if ddpkit.is_main_process() else None
+    no_bar = None if writer else True  # None: a bar if there is a terminal
+    for epoch in range(train_loader.epoch, args.epochs):
+        model.train()
+        loss_sum, samples = torch.zeros((), device=job.device), 0
+        for i, (images, labels) in enumerate(tqdm(train_loader, f"epoch {epoch}", leave=False, disable=no_bar)):
+            with ddpkit.accumulate(model, i, args.accumulate, last=i + 1 == len(train_loader)) as complete:
+                with torch.autocast(job.device.type, dtype, enabled=mixed):
+                    logits = model(images.to(job.device))
+                loss = F.cross_entropy(logits.float(), labels.to(job.device), reduction="sum")
+                scaler.scale(ddpkit.global_mean(loss, len(labels)) / args.accumulate).backward()
+            loss_sum, samples = loss_sum + loss.detach(), samples + len(labels)
+            if not complete:
+                continue
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            schedule.step()
+            step += 1
+            if step % args.save_every == 0 or step in (steps, args.stop_after):
+                checkpoints.save(step, **state)
+            if step == args.stop_after:
+                log.info("stopped after step %d, in epoch %d; go on with --resume", step, epoch)
+                return
+
+        loss_sum, samples = ddpkit.all_reduce((loss_sum.item(), samples))
+        loss = loss_sum / samples if samples else float("nan")  # resumed at the very end of an epoch
+        correct = count_correct(model, test_loader, job.device)
+        log.info("epoch %d: training loss %.4f, test: %d of %d right", epoch, loss, correct, len(test))
+        if writer:
+            writer.add_scalar("train/loss", loss, step)
+            writer.add_scalar("train/learning rate", schedule.get_last_lr()[0], step)
+            writer.add_scalar("test/accuracy", correct / len(test), step)
+            writer.flush()
+
+
+if __name__ == "__main__":
+    handler = logging.StreamHandler()
+    handler.addFilter(ddpkit.RankFilter())  # the main process speaks for all; warnings come from every rank
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
+    settings = read_settings()
+    with ddpkit.distributed(num_threads=1) as context:  # such small images would not keep a second one busy
+        main(settings, context)

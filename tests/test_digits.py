@@ -1,0 +1,98 @@
+"""The example as people run it: by `python`, by torchrun, and by hand with only RANK, WORLD_SIZE and MASTER_*."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import on_ranks
+from processes import CLEAN, free_port, platform_env
+
+import ddpkit
+
+ROOT = Path(__file__).parents[1]
+DIGITS = str(ROOT / "examples" / "digits.py")
+ENV = CLEAN | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def run_all(commands: list[list[str]], envs: list[dict[str, str]]) -> list[str]:
+    """Runs the commands side by side; what each of them printed."""
+    crew = [
+        subprocess.Popen(command, env=ENV | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command, env in zip(commands, envs, strict=True)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in crew]
+    finally:
+        for process in crew:
+            process.kill()
+            process.wait()
+    for process, output in zip(crew, outputs, strict=True):
+        assert process.returncode == 0, output
+    return outputs
+
+
+def by_hand(world_size: int, *flags: str) -> list[str]:
+    envs = [platform_env(rank, world_size, port) for port in [free_port()] for rank in range(world_size)]
+    return run_all([[sys.executable, DIGITS, *flags]] * world_size, envs)
+
+
+def torchrun(world_size: int, *flags: str) -> str:
+    return run_all([[*TORCHRUN, f"--nproc_per_node={world_size}", DIGITS, *flags]], [{}])[0]
+
+
+def epochs(output: str) -> dict[int, tuple[float, int]]:
+    """Training loss and number of test images read right, by epoch."""
+    lines = re.findall(r"^epoch (\d+): training loss (\S+), test: (\d+) of 360 right$", output, re.MULTILINE)
+    return {int(epoch): (float(loss), int(right)) for epoch, loss, right in lines}
+
+
+def test_it_reads_the_digits_however_it_is_launched_interrupted_and_resumed(tmp_path: Path) -> None:
+    alone, moved = str(tmp_path / "alone"), str(tmp_path / "moved")
+    whole = epochs(run_all([[sys.executable, DIGITS, "--folder", alone]], [{}])[0])
+    assert len(whole) == 20
+    assert whole[19][1] >= 0.985 * 360
+
+    main, other = by_hand(2, "--folder", moved, "--stop-after", "37")  # 15 steps are an epoch
+    first = epochs(main)
+    assert "world size: 2" in main and "stopped after step 37, in epoch 2" in main
+    assert epochs(other) == {} and "stopped" not in other
+    resumed = torchrun(3, "--folder", moved, "--resume")
+    assert resumed.count("Saved on 2 ranks (cpu), loaded on 3 (cpu)") == 1
+    rest = epochs(resumed)
+    assert [*first, *rest] == [*whole]
+    assert abs(rest[19][1] - whole[19][1]) <= 2
+    for epoch, (loss, _) in (first | rest).items():
+        if epoch != 2:  # the program that resumed saw only the end of it
+            assert loss == pytest.approx(whole[epoch][0], abs=1e-3)
+    assert read_accuracy(moved) == pytest.approx([right / 360 for _, right in (first | rest).values()])
+
+
+def read_accuracy(folder: str) -> list[float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [event.value for event in EventAccumulator(folder).Reload().Scalars("test/accuracy")]
+
+
+def train_here(folder: str, *flags: str) -> list[float]:
+    spec = importlib.util.spec_from_file_location("digits", DIGITS)
+    digits: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(digits)
+    sys.argv = ["digits.py", "--folder", folder, "--epochs", "2", "--accumulate", "4", *flags]
+    digits.main(digits.read_settings(), ddpkit.setup())
+    saved = ddpkit.Checkpointer(folder).load_latest()
+    return torch.cat([tensor.flatten() for tensor in saved["model"].values()]).tolist()
+
+
+def test_two_ranks_and_then_three_give_what_one_gives(tmp_path: Path) -> None:
+    (alone,) = on_ranks(train_here, 1, str(tmp_path / "1"))
+    on_ranks(train_here, 2, str(tmp_path / "2"), "--stop-after", "8")  # in the first epoch, of 15 steps
+    for mine in on_ranks(train_here, 3, str(tmp_path / "2"), "--resume"):
+        assert mine == pytest.approx(alone, abs=1e-5)
