@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,8 +28,13 @@ def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 3
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    before = dict(os.environ)
+    before = _environment()
     yield
     assert not dist.is_initialized(), "the test left a process group behind"
-    now = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
-    assert now == {k: v for k, v in before.items() if k != "PYTEST_CURRENT_TEST"}, "the test changed the environment"
+    assert _environment() == before, "the test changed the environment"
+    assert not multiprocessing.active_children(), "the test left a process behind"
+
+
+def _environment() -> dict[str, str]:
+    theirs = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # set by pytest, and by torch's first optimizer
+    return {name: value for name, value in os.environ.items() if name not in theirs}
