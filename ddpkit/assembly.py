@@ -23,6 +23,7 @@ from .store import Session
 from .watch import Watch, dial, listen
 
 log = logging.getLogger(__name__)
+_OLDEST_TORCH = (2, 6)  # the first with torch.accelerator; also in pyproject.toml
 _stores: dict[tuple[str | None, int | None], tuple[dist.Store, str, int]] = {}  # stay open, to be joined again
 
 
@@ -110,8 +111,17 @@ def assemble(
     job.context = context_of(launch, chosen, backend, f"{address}:{port}" if address else None)
 
 
+def check_torch(version: str = torch.__version__) -> None:
+    """Raises if torch is too old: vendors' builds of it are often installed past pip's own check."""
+    from packaging.version import Version
+
+    if Version(version).release < _OLDEST_TORCH:
+        raise LaunchError(f"ddpkit needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer, found {version}.")
+
+
 def checked_launch() -> Launch:
     """The launch that the environment describes, unless it is nested in another; peers that may wait are told."""
+    check_torch()
     try:
         launch = detect_launch(os.environ)
         agent = read_agent_env(os.environ, os.getpid()) if launch.kind == "torchrun" else None

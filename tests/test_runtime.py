@@ -17,6 +17,7 @@ from processes import CLEAN, free_port, platform_env, run
 
 import ddpkit
 from ddpkit import runtime
+from ddpkit.assembly import check_torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,6 +57,13 @@ def test_one_process_needs_no_group_and_setup_may_be_called_twice() -> None:
 def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ddpkit.setup(**options)
+
+
+def test_a_torch_that_is_too_old_is_named() -> None:
+    check_torch("2.6.0a0+ecf3bae40a.nv25.01")  # a vendor's build
+    check_torch("2.13.0+cpu")
+    with pytest.raises(ddpkit.LaunchError, match=r"needs torch 2\.6 or newer, found 2\.5\.1"):
+        check_torch("2.5.1+cu124")
 
 
 def describe() -> dict[str, Any]:
