@@ -124,10 +124,11 @@ def _by_rank(row: list[str]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, text in enumerate(row):
         groups.setdefault(text, []).append(rank)
-    return "; ".join(f"{text} on {_ranks(members)}" for text, members in groups.items())
+    return "; ".join(f"{text} on {name_ranks(members)}" for text, members in groups.items())
 
 
-def _ranks(members: list[int]) -> str:
+def name_ranks(members: list[int]) -> str:
+    """These ranks as in a sentence, the first eight of them."""
     shown = ", ".join(map(str, members[:8]))
     return f"rank {shown}" if len(members) == 1 else f"ranks {shown}" + (", …" if len(members) > 8 else "")
 

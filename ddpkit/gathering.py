@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import ranks, runtime
-from .agreement import HEAD, ROOM, agree, all_raise, all_reduce, new_block, terms, wire_device
+from .agreement import HEAD, ROOM, agree, all_raise, all_reduce, name_ranks, new_block, terms, wire_device
 from .errors import MismatchError
 
 _SMALL = 4 * (ROOM - 1)  # bytes that travel with the check: 32 bits are exact in a float64
@@ -197,6 +197,6 @@ def _check_range(shards: list[NDArray[np.int64]], n: int) -> None:
 def _places(found: NDArray[np.int64], shards: list[NDArray[np.int64]]) -> str:
     shown = []
     for place in found[:8]:
-        holders = [str(rank) for rank, shard in enumerate(shards) if place in shard]
-        shown.append(f"{place} (rank {', '.join(holders)})" if holders else f"{place}")
+        holders = [rank for rank, shard in enumerate(shards) if place in shard]
+        shown.append(f"{place} on {name_ranks(holders)}" if holders else f"{place}")
     return ", ".join(shown) + (", …" if len(found) > 8 else "")

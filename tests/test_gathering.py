@@ -165,9 +165,9 @@ def test_gather_exact_refuses_duplicates_and_holes_on_every_rank(world: int) -> 
             "fine": "",
         }
         assert all(seconds < 1 for _, _, seconds in got.values())
-        assert f"1 repeated: 0 (rank 0, {last})" in got["repeated"][1]
+        assert f"1 repeated: 0 on ranks 0, {last}\n" in got["repeated"][1]
         assert "4 missing: 2, 3, 4, 6\n" in got["missing"][1] and "range(7)" in got["missing"][1]
-        assert f"2 out of range: -4 (rank {last}), 2 (rank {last})\n" in got["out of range"][1]
+        assert f"2 out of range: -4 on rank {last}, 2 on rank {last}\n" in got["out of range"][1]
         assert "DistributedEvalSampler" in got["repeated"][1]
         assert re.search(r"float32 tensor of shape \(any\) and int32 tensor of shape \(any\)", got["dtype"][1])
         assert re.search(r"\(any, 3\) and .*\(any, 2\)", got["shape"][1])

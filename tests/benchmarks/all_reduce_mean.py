@@ -1,7 +1,7 @@
 """What `all_reduce_mean` costs next to plain torch, on ranks of this machine.
 
-Averages a dict of Python floats in three ways, in turn so that all see the same load, and prints the median time of each:
-by hand (one tensor, one all-reduce, nothing checked), by `all_reduce_mean`, and one all-reduce for each value.
+Averages a dict of Python floats in three ways, in turn so that all see the same load, and prints the median time of
+each: by hand (one tensor, one all-reduce, nothing checked), by `all_reduce_mean`, and one all-reduce for each value.
 
     python tests/benchmarks/all_reduce_mean.py
     python tests/benchmarks/all_reduce_mean.py --values 100 --nprocs 4
