@@ -185,7 +185,11 @@ def test_only_the_last_written_are_kept(tmp_path: Path) -> None:
         checkpoints.save(step, fill=torch.full((10,), step))
     assert sorted(os.listdir(checkpoints.folder)) == ["latest", "step-000000150.pt", "step-000000300.pt"]
     assert newest_step(checkpoints.folder) == 150
-    (checkpoints.folder / "latest").unlink()
+    (checkpoints.folder / "latest").rename(tmp_path / "latest")
+    assert newest_step(checkpoints.folder) == 150
+    os.utime(checkpoints.folder / "step-000000300.pt")
+    assert newest_step(checkpoints.folder) == 300
+    (tmp_path / "latest").rename(checkpoints.folder / "latest")
     assert newest_step(checkpoints.folder) == 150
 
 
