@@ -63,6 +63,7 @@ class Job:
     launch: Launch | None = None  # with all places filled in
     session: Session | None = None
     watch: Watch | None = None
+    control: torch.device | None = None  # where small control messages travel, if not on the CPU
     owns_group: bool = False
     hosts_store: bool = False
     former_hook: Any = None
@@ -109,6 +110,7 @@ def assemble(
         _make_group(launch, session, chosen, backend, timeout)
         job.owns_group = True
     job.context = context_of(launch, chosen, backend, f"{address}:{port}" if address else None)
+    job.control = None if re.search("gloo|mpi", backend) else chosen
 
 
 def check_torch(version: str = torch.__version__) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -196,8 +195,7 @@ def current_session() -> Session:
 
 def control_device() -> torch.device:
     """Where small control messages travel: the CPU if the group reaches it (gloo), else this rank's accelerator."""
-    backend = str(_job.context.backend) if _job else "gloo"
-    return torch.device("cpu") if re.search("gloo|mpi", backend) else get_device()
+    return (_job and _job.control) or torch.device("cpu")
 
 
 @contextmanager
