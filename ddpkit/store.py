@@ -139,6 +139,7 @@ class Session:
             if bits[0] & _BROKEN:
                 raise self._broken(key, ranks)
             if bits != full and (gone := [rank for rank in self.left if rank in absent()]):
+                self.check()  # it may have left because another failed
                 raise self.departed(gone[0])
             return bits == full or None
 

@@ -80,7 +80,8 @@ class Watch(threading.Thread):
     def close(self) -> None:
         """Leaves in good order: after this, no end of a connection is a failure."""
         self._session.handled = True  # nothing is raised here any more
-        self._spread({"left": self._session.rank})
+        word = {"left": self._session.rank}
+        self._spread(word | {"failure": self._session.told} if self._session.told else word)
         self._closing = True  # only now: the thread then parts from all connections
         with contextlib.suppress(OSError):  # the thread may have ended before
             self._wake.send(b"x")
@@ -124,32 +125,29 @@ class Watch(threading.Thread):
             return  # somebody who knocked at the wrong door
         if "rank" in news:
             self._adopt(news["rank"], wire)
+        if self._hub and "rank" not in news:
+            self._spread(news, besides=wire)  # before our main thread hears it, for it may leave then
         if "left" in news:
             self._session.left.append(news["left"])
         if "failure" in news and self._session.told is None:
             self._learn(news["failure"])
-        if self._hub and ("failure" in news or "left" in news):
-            self._spread(news, besides=wire)
 
     def _lose(self, wire: socket.socket) -> None:
         self._selector.unregister(wire)
         wire.close()
         rank = next((r for r, peer in self._peers.items() if peer is wire), None)
-        if (
-            rank is None
-            or self._peers.pop(rank) is None
-            or rank in self._session.left
-            or self._session.told
-            or self._closing
-        ):
+        if rank is None:
+            return
+        del self._peers[rank]
+        if rank in self._session.left or self._session.told or self._closing:
             return
         words = "its connection closed without a word: the process was killed or crashed, or the network was cut"
         failure = failure_record(rank, PeerError(rank, self._session.hosts[rank], "lost", words))
-        self._learn(failure)
         if self._hub:
             self._spread({"failure": failure})
             # for those that come later; on a thread of its own, because a store may be out of reach as well
             threading.Thread(target=self._session.record, args=(failure,), daemon=True).start()
+        self._learn(failure)
 
     def _learn(self, failure: dict[str, Any]) -> None:
         self._session.told = failure
