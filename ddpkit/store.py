@@ -135,10 +135,11 @@ class Session:
             return [rank for i, rank in enumerate(ranks) if not bits[i // _WORD] >> i % _WORD & 1]
 
         def complete() -> bool | None:
+            left = self.left.copy()  # asked first: a rank may arrive and leave in between
             bits[:] = [self.store.add(word, 0) for word in words]
             if bits[0] & _BROKEN:
                 raise self._broken(key, ranks)
-            if bits != full and (gone := [rank for rank in self.left if rank in absent()]):
+            if bits != full and (gone := [rank for rank in left if rank in absent()]):
                 self.check()  # it may have left because another failed
                 raise self.departed(gone[0])
             return bits == full or None

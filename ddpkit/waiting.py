@@ -199,9 +199,11 @@ def _outcome(session: Session, key: str, worker: int) -> bytes:
     """Waits for what another rank publishes; raises its failure."""
 
     def ready() -> bytes | None:
+        gone = worker in session.left  # asked first: it may publish and leave in between
         if session.store.check([key]):
             return bytes(session.store.get(key))
-        if worker in session.left:
+        if gone:
+            session.check()  # it may have left because another failed
             raise session.departed(worker)
         return None
 
