@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .ancestry import read_agent_env, typed_in_terminal
 from .devices import agree, bind_device
 from .errors import LaunchError
 from .failing import fill_error_file
 from .joining import Member, denounce, join, place
-from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch, read_agent_env, typed_in_terminal
+from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch
 from .rendezvous import PortTaken, connect, find_master, reachable
 from .store import Session
 from .watch import Watch, dial, listen

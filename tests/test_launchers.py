@@ -16,13 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpkit import LaunchError, detect_launch
+from ddpkit.ancestry import read_agent_env, typed_in_terminal
 from ddpkit.launchers import (
     expand_counts,
     expand_nodelist,
     forgotten_launcher,
     outer_launch,
-    read_agent_env,
-    typed_in_terminal,
 )
 
 RANK = {"RANK": "3", "WORLD_SIZE": "4"}
