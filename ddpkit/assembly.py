@@ -102,7 +102,7 @@ def assemble(
         host = "127.0.0.1" if roster[0].host == me.host else host
         wire = wire or dial(host, door_port, timeout.total_seconds())
         job.watch = Watch(session, roster[0].nonce, wire, fill_error_file)
-        job.watch.wait(timeout.total_seconds())
+        job.watch.wait(timeout)
     chosen, backend = agree(session, launch, device, dist.get_backend() if adopted else backend)
     bind_device(chosen)
     sharers = sum((member.host, member.cores) == (me.host, me.cores) for member in roster)
@@ -170,7 +170,8 @@ def set_threads(asked: int | None, sharers: int, cores: int) -> None:
         return
     threads = asked or max(1, cores // sharers)
     torch.set_num_threads(threads)
-    log.info("%d CPU threads per rank (%d ranks share %d cores)", threads, sharers, cores)
+    if asked is None:
+        log.info("CPU threads of each rank: %d, for %d ranks share %d cores", threads, sharers, cores)
 
 
 def close_stores() -> None:
@@ -189,7 +190,7 @@ def _open_store(launch: Launch, hosts: bool, timeout: timedelta) -> tuple[dist.S
             opened = connect(address, port, hosts, timeout), address, port
         except PortTaken as error:
             denounce(address, port, str(error))  # the other rank 0 and its peers, if that is what holds the port
-            raise
+            raise LaunchError(str(error)) from None
     _stores[launch.master_addr, launch.master_port] = opened
     return opened
 

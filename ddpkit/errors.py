@@ -63,7 +63,7 @@ class PeerError(DdpkitError):
     """
 
     def __init__(self, rank: int, host: str, error_type: str, message: str, traceback: str = "") -> None:
-        text = f"rank {rank} ({host}) failed: {error_type}: {message}"
+        text = f"rank {rank} ({host}) failed: {error_type}{message and ': '}{message}"
         super().__init__(f"{text}\n\nTraceback of rank {rank}:\n{traceback.rstrip()}" if traceback else text)
         self.rank, self.host, self.error_type, self.message, self.traceback = rank, host, error_type, message, traceback
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +17,7 @@ import torch
 
 from .errors import CheckpointError
 
+_SAVEABLE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
 _MARK = b"\nsha256:"
 _TAIL = len(_MARK) + 64 + 1  # the mark, the digest in hexadecimal, a newline
 
@@ -53,15 +55,14 @@ def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
         torch.save(content, hashed)  # type: ignore[arg-type]
     except RuntimeError as error:  # what torch makes of an OSError in write()
         raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"Cannot save {_culprit(content)}: {error}. {_SAVEABLE}") from error
     file.write(_MARK + hashed.sha256.hexdigest().encode() + b"\n")
     file.flush()
     try:
         torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)  # mapped: reads no tensor's bytes
     except Exception as error:
-        raise CheckpointError(
-            f"Cannot save {_culprit(content)}: {_reason(error)} "
-            "Save numbers, strings, tensors, or dicts, lists and tuples of them."
-        ) from error
+        raise CheckpointError(f"Cannot save {_culprit(content)}: {_reason(error)} {_SAVEABLE}") from error
 
 
 def read(path: Path) -> tuple[Any, str]:
@@ -113,9 +114,9 @@ def _verify(file: BinaryIO) -> str:
 def _culprit(content: Mapping[str, Any]) -> str:
     """The key of the first value that does not load on its own, with the inner keys as far as they are known."""
     for key, value in content.items():
-        torch.save(value, buffer := io.BytesIO())
-        buffer.seek(0)
         try:
+            torch.save(value, buffer := io.BytesIO())
+            buffer.seek(0)
             torch.load(buffer, map_location="cpu", weights_only=True)
         except Exception:
             inner = isinstance(value, Mapping) and all(isinstance(name, str) for name in value) and _culprit(value)

@@ -138,7 +138,7 @@ def _resolve(address: str, patience: float) -> None:
 
 def knock(address: str, port: int, deadline: float) -> None:
     """Waits until somebody listens; torch's own client would log C++ stacks and wait for twice the time-out."""
-    start, pause = time.monotonic(), 0.02
+    start, pause, told = time.monotonic(), 0.02, False
     while True:
         left = deadline - time.monotonic()
         try:
@@ -149,5 +149,8 @@ def knock(address: str, port: int, deadline: float) -> None:
                     f"Nobody answers at MASTER_ADDR:MASTER_PORT {address}:{port} after {time.monotonic() - start:.0f}"
                     f" s ({error}). Is rank 0 running there, and the port open?"
                 ) from None
+        if not told and time.monotonic() - start > 5:
+            log.warning("waiting for rank 0 at %s:%d", address, port)
+            told = True
         time.sleep(pause)
         pause = min(1.5 * pause, 1.0)

@@ -56,8 +56,7 @@ def setup(
 
     Raises:
         LaunchError: If the environment's hints are incomplete or contradictory, the launch is nested, or the ranks do
-            not fit
-            together: on every rank that can be reached.
+            not fit together: on every rank that can be reached.
         ValueError: If an argument cannot be used.
 
     Example:

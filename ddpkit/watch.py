@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from .errors import DdpkitError, LaunchError, PeerError
@@ -28,7 +29,9 @@ from .store import Session, as_error, failure_record
 
 log = logging.getLogger(__name__)
 _TICK = 5.0  # seconds between looks at the main thread's own wait
-_GRACE = 5.0  # seconds that the main thread gets to raise
+_COURTESY = 0.5  # seconds in which a rank may raise by itself what another has raised: an error that all find at once
+_GRACE = 5.0  # seconds that the main thread gets to raise when it is told to
+_NEVER = float("inf")
 
 
 class Watch(threading.Thread):
@@ -49,7 +52,8 @@ class Watch(threading.Thread):
         self._hub = session.rank == 0
         self._peers: dict[int, socket.socket] = {}
         self._text: dict[socket.socket, bytes] = {}
-        self._listener, self._closing, self._end_at = wire, False, float("inf")
+        self._listener, self._closing = wire, False
+        self._alarm_at = self._end_at = _NEVER
         self._lock = threading.Lock()  # both threads send
         self._full = threading.Event()  # set when all ranks hold their connections
         self._wake, self._woken = socket.socketpair()
@@ -66,11 +70,15 @@ class Watch(threading.Thread):
             self._former = signal.signal(signal.SIGURG, self._raise_in_main)
         self.start()
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, timeout: timedelta) -> None:
         """Waits on rank 0 until all ranks are connected: from then on, every end of a connection means something."""
-        if self._hub and len(self._session.hosts) > 1 and not self._full.wait(seconds):
+
+        def late() -> LaunchError:
             absent = [rank for rank in self._session.everyone if rank and rank not in self._peers]
-            raise LaunchError(f"Ranks {absent} did not connect to the watch of rank 0 within {seconds:g} s.")
+            return LaunchError(f"Ranks {absent} did not connect to the watch of rank 0 within {timeout}.")
+
+        if self._hub and len(self._session.hosts) > 1:
+            self._session.until(lambda: self._full.is_set() or None, timeout, late)
 
     def tell(self, failure: dict[str, Any]) -> None:
         """Tells the other ranks that this one has failed."""
@@ -92,7 +100,7 @@ class Watch(threading.Thread):
     def run(self) -> None:
         """Listens until the watch is closed."""
         while not self._closing:
-            for key, _ in self._selector.select(0.2 if self._end_at < float("inf") else _TICK):
+            for key, _ in self._selector.select(0.1 if min(self._alarm_at, self._end_at) < _NEVER else _TICK):
                 self._hear(key.fileobj)  # type: ignore[arg-type]
             self._look_after_main()
         self._part()
@@ -153,19 +161,22 @@ class Watch(threading.Thread):
         self._session.told = failure
         if self._closing or self._session.handled:
             return
-        log.error("%s", str(as_error(failure)).partition("\n")[0])  # the traceback comes with the exception
-        self._end_at = time.monotonic() + _GRACE
-        if self._armed:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+        self._alarm_at = time.monotonic() + (0 if failure["type"] == "lost" else _COURTESY)
+        self._look_after_main()
 
     def _look_after_main(self) -> None:
         session, now = self._session, time.monotonic()
         if session.deadline is not None and now > session.deadline + _TICK and session.told is None:
             words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
             self._learn(failure_record(0, PeerError(0, session.hosts[0], "silent", words)))
-        if session.handled:
-            self._end_at = float("inf")
-        elif now > self._end_at and session.told is not None:
+        if session.handled or session.told is None:
+            self._alarm_at = self._end_at = _NEVER
+        elif now >= self._alarm_at:
+            self._alarm_at, self._end_at = _NEVER, now + _GRACE
+            log.error("%s", str(as_error(session.told)).partition("\n")[0])  # the traceback comes with the exception
+            if self._armed:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+        elif now > self._end_at:
             self._end(as_error(session.told))
 
     def _end(self, verdict: DdpkitError) -> None:

@@ -50,7 +50,10 @@ def read_settings() -> argparse.Namespace:
     add("--save-every", type=int, default=50, help="optimiser steps between checkpoints")
     add("--stop-after", type=int, help="optimiser step after which to save and stop, before a time limit for example")
     add("--resume", action="store_true", help="go on from the last checkpoint in the folder, if there is one")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if min(args.epochs, args.batch_size, args.accumulate, args.save_every) < 1 or args.lr <= 0 or args.warm_up < 0:
+        parser.error("--epochs, --batch-size, --accumulate and --save-every count from 1, --lr > 0, --warm-up >= 0")
+    return args
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
@@ -105,26 +108,31 @@ def main(args: argparse.Namespace, job: ddpkit.Context) -> None:
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler, "loader": train_loader}
     saved = checkpoints.load_latest(**state) if args.resume else None
     step = saved["step"] if saved else 0
+    if args.resume:
+        log.info(f"resumed after step {step} of {steps}" if saved else "nothing to resume: starting anew")
 
     writer = SummaryWriter(args.folder, purge_step=step) if ddpkit.is_main_process() else None
     no_bar = None if writer else True  # None: a bar if there is a terminal
     for epoch in range(train_loader.epoch, args.epochs):
         model.train()
-        loss_sum, samples = torch.zeros((), device=job.device), 0
+        loss_sum, samples, in_step = torch.zeros((), device=job.device), 0, 0
         for i, (images, labels) in enumerate(tqdm(train_loader, f"epoch {epoch}", leave=False, disable=no_bar)):
             with ddpkit.accumulate(model, i, args.accumulate, last=i + 1 == len(train_loader)) as complete:
                 with torch.autocast(job.device.type, dtype, enabled=mixed):
                     logits = model(images.to(job.device))
                 loss = F.cross_entropy(logits.float(), labels.to(job.device), reduction="sum")
-                scaler.scale(ddpkit.global_mean(loss, len(labels)) / args.accumulate).backward()
-            loss_sum, samples = loss_sum + loss.detach(), samples + len(labels)
+                scaler.scale(loss).backward()
+            loss_sum, samples, in_step = loss_sum + loss.detach(), samples + len(labels), in_step + len(labels)
             if not complete:
                 continue
+            share = ddpkit.global_mean(1.0, in_step)  # makes the sums of all ranks and micro-batches one mean
+            for parameter in model.parameters():
+                parameter.grad *= share
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             schedule.step()
-            step += 1
+            step, in_step = step + 1, 0
             if step % args.save_every == 0 or step in (steps, args.stop_after):
                 checkpoints.save(step, **state)
             if step == args.stop_after:
@@ -132,10 +140,10 @@ def main(args: argparse.Namespace, job: ddpkit.Context) -> None:
                 return
 
         loss_sum, samples = ddpkit.all_reduce((loss_sum.item(), samples))
-        loss = loss_sum / samples if samples else float("nan")  # resumed at the very end of an epoch
+        loss = loss_sum / max(samples, 1)  # resumed at the very end of an epoch, there is none
         correct = count_correct(model, test_loader, job.device)
         log.info("epoch %d: training loss %.4f, test: %d of %d right", epoch, loss, correct, len(test))
-        if writer:
+        if writer and samples:
             writer.add_scalar("train/loss", loss, step)
             writer.add_scalar("train/learning rate", schedule.get_last_lr()[0], step)
             writer.add_scalar("test/accuracy", correct / len(test), step)

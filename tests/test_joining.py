@@ -50,6 +50,12 @@ def test_a_rank_that_is_claimed_twice_is_refused_on_every_rank() -> None:
     assert "count nodes or pods" in ended[1].output  # both on one host: perhaps one claim for each pod
 
 
+def test_duplicates_that_wait_for_rank_zero_are_refused_on_every_rank() -> None:
+    port = free_port()
+    ended = run(join_and_stay, [platform_env(rank, 2, port) for rank in (1, 1, 0)], delays=[0, 0, 1])
+    all_name(ended, "Two processes claim rank 1")
+
+
 def test_a_duplicate_that_comes_late_ends_the_running_job() -> None:
     port = free_port()
     ended = run(join_and_stay, [platform_env(rank, 2, port) for rank in (0, 1, 1)], delays=[0, 0, 3])

@@ -135,6 +135,20 @@ def test_a_child_that_outlives_its_rank_does_not_hide_the_death() -> None:
     assert "rank 1 (" in ended[0].output and "lost" in ended[0].output
 
 
+def mismatch() -> None:
+    with ddpkit.distributed(timeout=LONG) as context:
+        ddpkit.all_reduce_mean(torch.zeros(2 + context.rank))
+
+
+def test_an_error_that_all_ranks_raise_is_not_replaced_by_a_peers() -> None:
+    for _ in range(3):
+        port = free_port()
+        ended = run(mismatch, [platform_env(rank, 3, port) for rank in range(3)], timeout=25)
+        assert [end.code for end in ended] == [1, 1, 1]
+        for end in ended:
+            assert "MismatchError" in end.output and "PeerError" not in end.output, end.output
+
+
 def swallow() -> None:
     with ddpkit.distributed(timeout=LONG) as context:
         ddpkit.barrier()
