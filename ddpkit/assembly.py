@@ -61,6 +61,7 @@ class Job:
     """What `setup()` makes and `teardown()` ends."""
 
     context: Context
+    asked: tuple[str | None, torch.device | None]  # backend and device
     launch: Launch | None = None  # with all places filled in
     session: Session | None = None
     watch: Watch | None = None
@@ -108,8 +109,8 @@ def assemble(
     sharers = sum((member.host, member.cores) == (me.host, me.cores) for member in roster)
     set_threads(num_threads, sharers, len(me.cores))
     if not adopted:
+        job.owns_group = True  # first, for it may be there when a peer's failure is raised
         _make_group(launch, session, chosen, backend, timeout)
-        job.owns_group = True
     job.context = context_of(launch, chosen, backend, f"{address}:{port}" if address else None)
     job.control = None if re.search("gloo|mpi", backend) else chosen
 

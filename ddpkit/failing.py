@@ -15,7 +15,8 @@ from .errors import DdpkitError, PeerError
 from .store import Session, failure_record
 from .watch import Watch
 
-_BROKEN = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe")  # torch raises plain RuntimeErrors too
+# torch raises plain RuntimeErrors too: those of gloo begin with a source file in brackets
+_BROKEN = re.compile(r"^\[.*gloo|^Gloo |NCCL (error|communicator)|ncclRemoteError|^\[.*ProcessGroup")
 
 
 def cause_of(error: BaseException, session: Session) -> DdpkitError | None:

@@ -121,6 +121,9 @@ def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) ->
 
 
 def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, list[Member]]:
+    def unsure(holder: Member) -> bool:  # on another host; an agent gives a number again only when its holder has ended
+        return holder.is_alive() is None and not me.under_agent
+
     room, seen, pause = None, 0, Pause()  # the room in which this rank's claim stands
     while True:
         generation = store.add("ddpkit/generation", 0)
@@ -130,7 +133,7 @@ def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) 
             room = here if holder.nonce == me.nonce else None
             if room:
                 room.add("claims", 1)
-            elif (holder.pid, holder.born) != (me.pid, me.born) and (not me.under_agent or holder.is_alive()):
+            elif (holder.pid, holder.born) != (me.pid, me.born) and (holder.is_alive() or unsure(holder)):
                 _usurped(here, me, holder)  # else the claim is that of a dead rank, or our own from before a teardown
         if room:
             _raise_if_poisoned(room)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing.util
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,14 +20,15 @@ import torch.distributed as dist
 from . import ranks
 from .assembly import Context, Job, adopted_launch, assemble, checked_launch, close_stores, context_of, set_threads
 from .devices import choose_device
-from .errors import LaunchError, NotSetUpError
+from .errors import DdpkitError, LaunchError, NotSetUpError
 from .failing import cause_of, fill_error_file, publish
-from .store import Session
+from .store import Session, as_error
 
 log = logging.getLogger(__name__)
 
 
 _job: Job | None = None
+_FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
 
 
 def setup(
@@ -72,13 +75,17 @@ def setup(
         raise ValueError(f"num_threads must be a positive integer, got {num_threads!r}.")
     device = None if device is None else torch.device(device)
     if _job is not None and _job.session is not None and _job.session.pid != os.getpid():
-        raise LaunchError("This process was forked from a rank; start ranks with a launcher or with ddpkit.spawn().")
+        raise LaunchError(_FORKED)
     if _job is not None:
-        if backend not in (None, _job.context.backend) or device not in (None, _job.context.device):
+        if backend not in (None, _job.asked[0], _job.context.backend) or device not in (
+            None,
+            _job.asked[1],
+            _job.context.device,
+        ):
             raise ValueError(f"setup() was called before, with another backend or device:\n{_job.context}")
         return _job.context
     launch = adopted_launch() if dist.is_initialized() else checked_launch()
-    job = Job(context_of(launch, torch.device("cpu")))
+    job = Job(context_of(launch, torch.device("cpu")), (backend, device))
     try:
         if launch.world_size == 1 and launch.master_addr is None and not dist.is_initialized():
             job.context = context_of(launch, choose_device(device, 0, 1))
@@ -87,10 +94,12 @@ def setup(
             assemble(job, launch, backend, device, timeout, num_threads, watch)
             job.former_hook, sys.excepthook = sys.excepthook, _excepthook
             atexit.register(teardown)
+            multiprocessing.util.Finalize(None, _at_child_exit, exitpriority=100)
     except BaseException as error:
         _job = job
         cause = report(error)
         teardown()
+        close_stores()
         if cause is not error:
             raise cause from error
         raise
@@ -126,8 +135,21 @@ def teardown() -> None:
             dist.distributed_c10d._abort_process_group()  # destroying would wait for operations that cannot end
         else:
             dist.destroy_process_group()
+    leaving = threading.Thread(target=_leave, args=(job.session, job.hosts_store), daemon=True)
+    leaving.start()
+    leaving.join(3.0)  # a store whose host is stopped does not answer
+
+
+def _at_child_exit() -> None:
+    """What ends a rank that is a child of multiprocessing, where the interpreter's own hooks do not run."""
+    if error := sys.exc_info()[1]:
+        report(error)
+    teardown()
+
+
+def _leave(session: Session, linger: bool) -> None:
     with suppress(RuntimeError):  # the store may have gone with its host
-        job.session.leave(linger=job.hosts_store)
+        session.leave(linger)
 
 
 @contextmanager
@@ -151,7 +173,7 @@ def distributed(**options: Any) -> Iterator[Context]:
     try:
         yield context
     except BaseException as error:
-        cause = report(error)
+        cause = report(error) if outermost else error  # else the block around it may handle it
         if cause is not error:
             raise cause from error
         raise
@@ -175,6 +197,8 @@ def joined() -> bool:
         NotSetUpError: If several processes were launched but not set up.
     """
     if _job is not None:
+        if _job.session is not None and _job.session.pid != os.getpid():
+            raise LaunchError(_FORKED)
         return _job.context.world_size > 1
     if dist.is_available() and dist.is_initialized():
         return setup(watch=False).world_size > 1
@@ -200,6 +224,8 @@ def control_device() -> torch.device:
 @contextmanager
 def peer_errors() -> Iterator[None]:
     """Around torch's collectives: a connection that broke because a peer failed becomes a `PeerError` that names it."""
+    if _job and _job.session and _job.session.told:  # also if the error that said so was swallowed
+        raise as_error(_job.session.told)
     try:
         yield
     except RuntimeError as error:
@@ -210,6 +236,13 @@ def peer_errors() -> Iterator[None]:
 
 def report(error: BaseException) -> BaseException:
     """Tells the peers that this rank is failing; returns the error to show, which is a peer's if that was the cause."""
+    try:
+        return _report(error)
+    except DdpkitError as heard:  # raised meanwhile by the watch, which does so once
+        return _report(heard)
+
+
+def _report(error: BaseException) -> BaseException:
     if isinstance(error, SystemExit) and not error.code:
         return error
     if _job is not None and _job.session is not None and _job.session.pid == os.getpid():

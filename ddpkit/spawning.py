@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -62,7 +63,8 @@ def spawn(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: timedelta = 
     crew: list[_Worker] = []
     with tempfile.TemporaryDirectory(prefix="ddpkit-spawn-") as folder:
         try:
-            crew += [_Worker(context, rank, nprocs, store.port, job, Path(folder, str(rank))) for rank in range(nprocs)]
+            for rank in range(nprocs):
+                crew.append(_Worker(context, rank, nprocs, store.port, job, Path(folder, str(rank))))
             return _collect(crew, time.monotonic() + timeout.total_seconds(), timeout)
         finally:
             for worker in crew:
@@ -84,6 +86,8 @@ class _Worker:
 
     def receive(self) -> None:
         try:
+            if not self.pipe.poll():  # it has ended, and a child of its holds the pipe
+                raise EOFError
             self.outcome = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionError):
             self.process.join()
@@ -102,19 +106,19 @@ class _Worker:
     def end(self) -> None:
         if self.outcome is None:
             self.process.kill()
-        self.pipe.close()  # the worker's lifeline: it exits when this closes
-        self.process.join(_GRACE)
+        self.process.join(_GRACE)  # it has yet to flush its output and to end its own helpers
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        self.pipe.close()  # the worker's lifeline: it exits when this closes
 
 
 def _collect(crew: list[_Worker], deadline: float, timeout: timedelta) -> list[Any]:
     failed: list[_Worker] = []
     while waiting := {worker.pipe: worker for worker in crew if worker.outcome is None}:
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        for pipe in ready:
-            worker = waiting[pipe]
+        ends = {worker.process.sentinel: worker for worker in waiting.values()}  # a child of its may hold the pipe
+        ready = wait([*waiting, *ends], timeout=max(0.0, deadline - time.monotonic()))
+        for worker in {(waiting | ends)[thing] for thing in ready}:
             worker.receive()
             if worker.outcome and worker.outcome[0] != "returned":
                 failed.append(worker)
@@ -159,13 +163,13 @@ def _work(pipe: Connection, job: bytes, env: dict[str, str], stack: str) -> None
 
 def _failure(error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    try:
-        reply = pickle.dumps(("raised", error, text))
-        pickle.loads(reply)
-        return reply
-    except Exception:
-        rank, host = int(os.environ["RANK"]), socket.gethostname()
-        return pickle.dumps(("raised", PeerError(rank, host, type(error).__name__, str(error), text), text))
+    if isinstance(error, Exception):  # SystemExit would end the caller
+        with suppress(Exception):
+            reply = pickle.dumps(("raised", error, text))
+            pickle.loads(reply)
+            return reply
+    rank, host = int(os.environ["RANK"]), socket.gethostname()
+    return pickle.dumps(("raised", PeerError(rank, host, type(error).__name__, str(error), text), text))
 
 
 def _exit_with_parent(pipe: Connection) -> None:

@@ -30,7 +30,11 @@ def failure_record(rank: int, error: BaseException, traceback: str = "") -> dict
     if isinstance(error, PeerError):  # it only passes on what became of a peer
         words = {"type": error.error_type, "message": error.message, "traceback": error.traceback}
         return {"rank": error.rank, "host": error.host, **words}
-    words = {"type": type(error).__name__, "message": str(error), "traceback": traceback[-50_000:]}
+    try:
+        message = str(error)[:10_000]  # the store drops connections over values of megabytes
+    except Exception:
+        message = "(its message cannot be made: __str__ raises)"
+    words = {"type": type(error).__name__, "message": message, "traceback": traceback[-50_000:]}
     return {"rank": rank, "host": socket.gethostname(), **words}
 
 
@@ -95,21 +99,21 @@ class Session:
     @contextmanager
     def bounded(self, timeout: timedelta) -> Iterator[None]:
         """Lets the watch end a wait in which the store itself does not answer; a lost store becomes a `PeerError`."""
-        self.deadline = time.monotonic() + timeout.total_seconds()
+        former, self.deadline = self.deadline, time.monotonic() + timeout.total_seconds()
         try:
             yield
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise self.verdict() or PeerError(0, self.hosts[0], "lost", f"the store has gone: {error}") from error
         finally:
-            self.deadline = None
+            self.deadline = former
 
-    def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], DdpkitError]) -> T:
-        """Polls until `ready()` is not None; raises a peer's failure, or what `late()` returns when the time is up."""
+    def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
+        """Polls until `ready()` is not None; raises a peer's failure; when the time is up, `late()` decides."""
         pause, end = Pause(), time.monotonic() + timeout.total_seconds()
         while (value := ready()) is None:
             self.check()
             if time.monotonic() > end:
-                raise late()
+                return late()
             pause()
         return value
 
@@ -134,26 +138,30 @@ class Session:
         def absent() -> list[int]:
             return [rank for i, rank in enumerate(ranks) if not bits[i // _WORD] >> i % _WORD & 1]
 
+        def look() -> list[int]:  # the first word last: it holds the flag
+            return [self.store.add(word, 0) for word in reversed(words)][::-1]
+
         def complete() -> bool | None:
-            left = self.left.copy()  # asked first: a rank may arrive and leave in between
-            bits[:] = [self.store.add(word, 0) for word in words]
+            left = list(self.left)  # before the look, because who leaves has arrived before
+            bits[:] = look()
             if bits[0] & _BROKEN:
-                raise self._broken(key, ranks)
+                return self._judge(key, ranks)
             if bits != full and (gone := [rank for rank in left if rank in absent()]):
                 self.check()  # it may have left because another failed
                 raise self.departed(gone[0])
             return bits == full or None
 
-        def late() -> DdpkitError:
-            self._break(key, {"missing": absent(), "seconds": timeout.total_seconds()})
-            return self._broken(key, ranks)
+        def late() -> bool:
+            if self.store.add(f"{key}/broken", 1) == 1:  # the first reason stands
+                bits[:] = [self.store.add(word, 0 if i else _BROKEN) for i, word in enumerate(words)]
+                self.store.set(f"{key}/why", json.dumps({"missing": absent(), "seconds": timeout.total_seconds()}))
+            return self._judge(key, ranks)
 
         with self.bounded(timeout):
             if failure:  # without arriving, so that nobody finds the meeting complete
                 return self._break(key, failure)
-            bits = [
-                self.store.add(word, 1 << place % _WORD if i == place // _WORD else 0) for i, word in enumerate(words)
-            ]
+            bits = [self.store.add(words[place // _WORD], 1 << place % _WORD)]
+            bits = bits if len(words) == 1 else look()
             if bits != full:
                 self.until(complete, timeout, late)
             for old in self._litter.get(ranks, ()):
@@ -176,15 +184,18 @@ class Session:
             pause()
             left = self.store.add("left", 0)
 
-    def _break(self, key: str, why: dict[str, Any]) -> None:
-        text = json.dumps(why | {"by": self.rank})
-        if self.store.compare_set(f"{key}/why", "", text) == text.encode():  # the first reason stands
+    def _break(self, key: str, failure: dict[str, Any]) -> None:
+        if self.store.add(f"{key}/broken", 1) == 1:  # the first reason stands
             self.store.add(f"{key}/0", _BROKEN)
+            self.store.set(f"{key}/why", json.dumps(failure))
 
-    def _broken(self, key: str, ranks: Sequence[int]) -> DdpkitError:
+    def _judge(self, key: str, ranks: Sequence[int]) -> bool:
+        """Raises why the meeting broke; true if the last rank came just before somebody gave up."""
         why = json.loads(self.store.get(f"{key}/why"))
         if "missing" not in why:
-            return as_error(why)
+            raise as_error(why)
+        if not why["missing"]:
+            return True
         missing, arrived = (
             [(r, self.hosts[r]) for r in ranks if (r in why["missing"]) is wanted] for wanted in (True, False)
         )
@@ -194,7 +205,7 @@ class Session:
         text += f": {_names(missing)}. Arrived: {_names(arrived)}."
         if self.rank in why["missing"]:
             text += f" This is rank {self.rank}, which came too late."
-        return BarrierTimeout(text, missing, arrived)
+        raise BarrierTimeout(text, missing, arrived)
 
 
 class Pause:

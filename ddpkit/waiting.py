@@ -17,6 +17,7 @@ from .store import Session, as_error, failure_record
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_PART = 4 << 20  # bytes in one value: the store drops connections over larger ones
 _WORK = timedelta(days=1)  # bound on work that one rank does while the others wait; a rank that dies is noticed at once
 
 
@@ -52,6 +53,7 @@ def together(name: str | None = None) -> Iterator[None]:
     """A block after which either all ranks go on or all raise. Collective.
 
     A rank that raises in the block keeps its exception and does not wait; the others raise when they come to the end.
+    So the block may hold no collective of its own, unless its failure ends the job.
 
     Args:
         name: What to call it in errors.
@@ -71,7 +73,7 @@ def together(name: str | None = None) -> Iterator[None]:
     key = session.count(f"together {name!r}" if name else "together")
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         session.meet(key, failure=_failure(session, error))
         raise
     session.meet(key)
@@ -101,12 +103,13 @@ def main_process_first(local: bool = False) -> Iterator[None]:
     first = session.hosts.index(session.hosts[session.rank]) if local else 0
     key = f"{session.count('main_process_first')} on {first}"
     if session.rank != first:
-        _outcome(session, key, first)
+        near = session.hosts.count(session.hosts[first]) if local else len(session.hosts)
+        _outcome(session, key, first, near - 1)
         yield
         return
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         _tell(session, key, error=error)
         raise
     _tell(session, key)
@@ -135,12 +138,12 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     session = runtime.current_session()
     key = session.count("run_on_main")
     if session.rank != 0:
-        value: T = pickle.loads(_outcome(session, key, 0))
+        value: T = pickle.loads(_outcome(session, key, 0, len(session.hosts) - 1))
         return value
     try:
         value = fn(*args, **kwargs)
         data = pickle.dumps(value)
-    except Exception as error:
+    except BaseException as error:
         _tell(session, key, error=error)
         raise
     _tell(session, key, data)
@@ -192,26 +195,34 @@ def _tell(session: Session, key: str, value: bytes = b"", error: BaseException |
     """Publishes what became of work that the others wait for."""
     with session.bounded(session.timeout):
         text = b"!" + json.dumps(_failure(session, error)).encode() if error else b"=" + value
-        session.store.set(key, text)  # type: ignore[arg-type]  # torch takes bytes; its stub does not know
+        parts = [text[start : start + _PART] for start in range(0, len(text), _PART)]
+        for number, part in enumerate(parts):
+            session.store.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # torch takes bytes; its stub does not know
+        session.store.set(key, f"{len(parts)}")
+        session.store.check([key])  # set() does not wait: the news of our leaving must not overtake it
 
 
-def _outcome(session: Session, key: str, worker: int) -> bytes:
+def _outcome(session: Session, key: str, worker: int, readers: int) -> bytes:
     """Waits for what another rank publishes; raises its failure."""
 
-    def ready() -> bytes | None:
-        gone = worker in session.left  # asked first: it may publish and leave in between
+    def ready() -> list[str] | None:
+        left = worker in session.left  # before the look, because it tells before it leaves
         if session.store.check([key]):
-            return bytes(session.store.get(key))
-        if gone:
+            return [f"{key}/{number}" for number in range(int(session.store.get(key)))]
+        if left:
             session.check()  # it may have left because another failed
             raise session.departed(worker)
         return None
 
-    def late() -> DdpkitError:
-        return DdpkitError(f"Rank {worker} ({session.hosts[worker]}) did not finish {key!r} within {_WORK}.")
+    def late() -> list[str]:
+        raise DdpkitError(f"Rank {worker} ({session.hosts[worker]}) did not finish {key!r} within {_WORK}.")
 
     with session.bounded(_WORK):
-        answer = session.until(ready, _WORK, late)
+        parts = session.until(ready, _WORK, late)
+        answer = b"".join(session.store.get(part) for part in parts)
+        if session.store.add(f"{key}/read", 1) == readers:  # the last one out deletes the keys
+            for old in (*parts, key, f"{key}/read"):
+                session.store.delete_key(old)
     if answer[:1] == b"!":
         raise as_error(json.loads(answer[1:]))
     return answer[1:]

@@ -73,9 +73,9 @@ class Watch(threading.Thread):
     def wait(self, timeout: timedelta) -> None:
         """Waits on rank 0 until all ranks are connected: from then on, every end of a connection means something."""
 
-        def late() -> LaunchError:
+        def late() -> bool:
             absent = [rank for rank in self._session.everyone if rank and rank not in self._peers]
-            return LaunchError(f"Ranks {absent} did not connect to the watch of rank 0 within {timeout}.")
+            raise LaunchError(f"Ranks {absent} did not connect to the watch of rank 0 within {timeout}.")
 
         if self._hub and len(self._session.hosts) > 1:
             self._session.until(lambda: self._full.is_set() or None, timeout, late)
@@ -94,7 +94,7 @@ class Watch(threading.Thread):
         with contextlib.suppress(OSError):  # the thread may have ended before
             self._wake.send(b"x")
         self.join(2.0)
-        if self._armed:
+        if self._armed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGURG, self._former or signal.SIG_DFL)
 
     def run(self) -> None:
@@ -143,6 +143,7 @@ class Watch(threading.Thread):
     def _lose(self, wire: socket.socket) -> None:
         self._selector.unregister(wire)
         wire.close()
+        self._text.pop(wire, None)
         rank = next((r for r, peer in self._peers.items() if peer is wire), None)
         if rank is None:
             return
@@ -166,7 +167,8 @@ class Watch(threading.Thread):
 
     def _look_after_main(self) -> None:
         session, now = self._session, time.monotonic()
-        if session.deadline is not None and now > session.deadline + _TICK and session.told is None:
+        deadline = session.deadline  # the main thread may clear it meanwhile
+        if deadline is not None and now > deadline + _TICK and session.told is None:
             words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
             self._learn(failure_record(0, PeerError(0, session.hosts[0], "silent", words)))
         if session.handled or session.told is None:
@@ -181,8 +183,9 @@ class Watch(threading.Thread):
 
     def _end(self, verdict: DdpkitError) -> None:
         words = f"Rank {self._session.rank} ends: its main thread is in a call that does not return. {verdict}\n"
-        os.write(2, words.encode())
         try:
+            with contextlib.suppress(OSError):
+                os.write(2, words.encode(errors="backslashreplace"))
             self._ending(verdict)
             sys.stdout.flush()
             for child in multiprocessing.active_children():
@@ -236,6 +239,7 @@ def _forget(watch: Watch | None) -> None:
     if watch is not None:
         for wire in (*watch._text, *watch._peers.values(), watch._listener, watch._wake, watch._woken):
             wire.close()
+        watch._selector.close()
 
 
 def listen() -> socket.socket:
