@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +56,7 @@ def raise_stubborn() -> None:
 
 
 def test_an_exception_that_cannot_travel_is_described() -> None:
-    with pytest.raises(PeerError, match="rank 0 .*Stubborn: cannot be unpickled"):
+    with pytest.raises(PeerError, match=r"rank 0 .*Stubborn: cannot be unpickled"):
         spawn(raise_stubborn, 1)
 
 
@@ -78,8 +81,38 @@ def die() -> None:
 
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:
-    with pytest.raises(PeerError, match="rank 0 .*lost: killed by SIGKILL"):
+    with pytest.raises(PeerError, match=r"rank 0 .*lost: killed by SIGKILL"):
         spawn(die, 1)
+
+
+def leave() -> None:
+    raise SystemExit("bad arguments")
+
+
+def test_a_worker_that_exits_does_not_end_the_caller() -> None:
+    with pytest.raises(PeerError, match=r"rank 0 .*SystemExit: bad arguments"):
+        spawn(leave, 1)
+
+
+SAY = """
+import ddpkit
+def say():
+    print("a line")
+if __name__ == "__main__":
+    for _ in range(5):
+        ddpkit.spawn(say, 2)
+"""
+
+
+def test_what_workers_print_arrives(tmp_path: Path) -> None:
+    (tmp_path / "say.py").write_text(SAY)
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {
+        "PYTHONPATH": str(Path(__file__).parents[1])
+    }
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "say.py")], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "a line\n" * 10, done.stderr
 
 
 def fill(tensor: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,25 @@ def test_those_who_miss_a_meeting_are_named_beyond_the_first_counter_too() -> No
         assert len(error.arrived) == 66
 
 
+def test_a_meeting_ends_alike_for_the_one_who_gives_up_and_the_one_who_just_comes() -> None:
+    def meet(session: Session) -> list[bool]:
+        outcomes = []
+        for number in range(60):
+            if session.rank == 1:
+                time.sleep(0.005 + number * 1e-3)  # before, about when, or after the other gives up
+            try:
+                session.meet(session.count("x"), timedelta(milliseconds=10))
+                outcomes.append(True)
+            except BarrierTimeout:
+                outcomes.append(False)
+            session.meet(session.count("between"))
+        return outcomes
+
+    (one, other), _ = on_threads(2, meet)
+    assert one == other
+    assert any(one) and not all(one)
+
+
 def test_meetings_and_exchanges_leave_a_bounded_number_of_keys() -> None:
     def meet(session: Session) -> None:
         for number in range(50):

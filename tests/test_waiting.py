@@ -8,7 +8,7 @@ import pytest
 from conftest import on_ranks
 
 import ddpkit
-from ddpkit import BarrierTimeout, PeerError, get_rank
+from ddpkit import BarrierTimeout, PeerError, get_rank, runtime
 
 
 def caught(fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,8 +115,40 @@ def test_what_rank_zero_does_reaches_every_rank(world_size: int) -> None:
         assert "others ran" not in out
 
 
-def collective_before_setup() -> None:
+def extremes() -> dict[str, Any]:
+    store, out = runtime.current_session().store, {}
+    out["size"] = len(ddpkit.run_on_main(bytes, 9 << 20))
+    before = store.num_keys()
+    for number in range(30):
+        ddpkit.run_on_main(str, number)
+        with ddpkit.main_process_first():
+            pass
     ddpkit.barrier()
+    out["keys"] = store.num_keys() - before
+    ddpkit.barrier()
+
+    def block() -> None:
+        with ddpkit.together():
+            if get_rank() == 0:
+                raise SystemExit(2)
+
+    start = time.monotonic()
+    try:
+        block()
+    except BaseException as error:
+        out["exit"] = type(error), str(error), time.monotonic() - start
+    ddpkit.barrier()
+    return out
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_large_values_many_rounds_and_exits_are_carried_too(world_size: int) -> None:
+    for rank, out in enumerate(on_ranks(extremes, world_size)):
+        assert out["size"] == 9 << 20
+        assert out["keys"] < 10
+        kind, text, seconds = out["exit"]
+        assert kind is (PeerError if rank else SystemExit) and seconds < 1.0
+        assert not rank or ("rank 0" in text and "SystemExit: 2" in text)
 
 
 @pytest.mark.parametrize("name", ["barrier", "stop_together", "all_reduce_mean", "broadcast", "check_replicas"])

@@ -135,6 +135,29 @@ def test_a_child_that_outlives_its_rank_does_not_hide_the_death() -> None:
     assert "rank 1 (" in ended[0].output and "lost" in ended[0].output
 
 
+def ignore() -> None:
+    with ddpkit.distributed(timeout=LONG) as context:
+        ddpkit.barrier()
+        if context.rank == 1:
+            fail("raise and stay")
+        try:
+            time.sleep(30)
+        except Exception:
+            pass
+        start = time.monotonic()
+        try:
+            ddpkit.all_reduce_mean(1.0)
+        except ddpkit.PeerError as error:
+            print(f"still knows rank {error.rank} after {time.monotonic() - start:.0f} s", flush=True)
+            os._exit(0)
+
+
+def test_a_peer_error_that_was_swallowed_ends_the_next_collective() -> None:
+    port = free_port()
+    survivor, _ = run(ignore, [platform_env(rank, 2, port) for rank in range(2)], timeout=25)
+    assert "still knows rank 1 after 0 s" in survivor.output
+
+
 def mismatch() -> None:
     with ddpkit.distributed(timeout=LONG) as context:
         ddpkit.all_reduce_mean(torch.zeros(2 + context.rank))
