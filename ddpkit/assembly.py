@@ -89,7 +89,7 @@ def assemble(
     try:
         door = (reachable(address, port), wire.getsockname()[1]) if wire else None
         run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
-        me = Member(launch.rank, launch.world_size, run_id, under_agent, door)
+        me = Member(launch.rank, launch.world_size, run_id, under_agent, watch, door)
         room, roster = join(store, me, timeout)
     except BaseException:
         if wire:

@@ -36,6 +36,7 @@ class Member:
     world_size: int
     run_id: str | None
     under_agent: bool  # the store is torchrun's or spawn's and outlives a restart of the ranks
+    watch: bool = True
     door: tuple[str, int] | None = None  # where rank 0's watch listens
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
@@ -153,6 +154,10 @@ def _disagreement(mine: Member, other: Member) -> str | None:
         return (
             f"Rank 0 on {mine} was told WORLD_SIZE={mine.world_size}, rank {other.rank} on {other} was told "
             f"WORLD_SIZE={other.world_size}. Start all ranks with one value."
+        )
+    if other.watch != mine.watch:
+        return (
+            f"Rank 0 on {mine} has watch={mine.watch}, rank {other.rank} on {other} the opposite. Pass one to setup()."
         )
     if mine.run_id and other.run_id and mine.run_id != other.run_id:
         return (

@@ -96,11 +96,15 @@ class _Worker:
             self.outcome = ("lost", PeerError(self.rank, socket.gethostname(), "lost", how), "")
 
     def where(self) -> str:
-        os.kill(self.process.pid, signal.SIGUSR2)
-        for _ in range(100):  # the handler writes at once, but a loaded machine may be slow
-            if (text := self.stack.read_text()).count("most recent call first"):
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(self.process.pid, signal.SIGUSR2)
+        text, before = "", None
+        for _ in range(100):  # line by line; a loaded machine may be slow
+            text = self.stack.read_text()
+            if text and text == before:
                 break
-            time.sleep(0.01)
+            before = text
+            time.sleep(0.03)
         return f"rank {self.rank}:\n{text or '  (no answer: stopped?)'}"
 
     def end(self) -> None:

@@ -32,6 +32,7 @@ _TICK = 5.0  # seconds between looks at the main thread's own wait
 _COURTESY = 0.5  # seconds in which a rank may raise by itself what another has raised: an error that all find at once
 _GRACE = 5.0  # seconds that the main thread gets to raise when it is told to
 _NEVER = float("inf")
+_STRANGER = 100_000  # bytes without a newline that are taken from whoever has not said who it is
 
 
 class Watch(threading.Thread):
@@ -120,7 +121,7 @@ class Watch(threading.Thread):
             *lines, self._text[wire] = (self._text.get(wire, b"") + data).split(b"\n")
             for line in lines:
                 self._obey(wire, line)
-            if not data:
+            if not data or (len(self._text[wire]) > _STRANGER and wire not in self._peers.values()):
                 self._lose(wire)
 
     def _obey(self, wire: socket.socket, line: bytes) -> None:
@@ -129,7 +130,7 @@ class Watch(threading.Thread):
             news = json.loads(line)
             if rank is None and news.pop("token") != self._token:
                 return
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             return  # somebody who knocked at the wrong door
         if "rank" in news:
             self._adopt(news["rank"], wire)
@@ -182,7 +183,12 @@ class Watch(threading.Thread):
             self._end(as_error(session.told))
 
     def _end(self, verdict: DdpkitError) -> None:
-        words = f"Rank {self._session.rank} ends: its main thread is in a call that does not return. {verdict}\n"
+        why = (
+            "is in a call that does not return"
+            if self._armed
+            else "did not call setup(), so nothing can be raised in it"
+        )
+        words = f"Rank {self._session.rank} ends: its main thread {why}. {verdict}\n"
         try:
             with contextlib.suppress(OSError):
                 os.write(2, words.encode(errors="backslashreplace"))

@@ -83,6 +83,15 @@ def test_a_rank_beyond_the_world_size_stops_those_who_wait_for_it() -> None:
     all_name(ended, "RANK")
 
 
+def watch_on_rank_zero_only() -> None:
+    ddpkit.setup(timeout=SOON, watch=os.environ["RANK"] == "0")
+
+
+def test_ranks_that_disagree_on_the_watch_all_hear_of_it() -> None:
+    port = free_port()
+    all_name(run(watch_on_rank_zero_only, [platform_env(rank, 2, port) for rank in range(2)]), "has watch=True")
+
+
 def test_two_jobs_with_identities_do_not_become_one_world() -> None:
     port = free_port()
     ended = run(join_and_stay, [platform_env(rank, 2, port, DDPKIT_RUN_ID=name) for rank, name in enumerate("ab")])
