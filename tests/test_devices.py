@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from conftest import on_ranks
 
-from ddpkit import LaunchError
+from ddpkit import LaunchError, devices, get_rank, ranks, runtime
 from ddpkit.devices import choose_device, default_backend, device_index, identity
 
 
@@ -39,3 +42,33 @@ def test_the_cpu_is_shared_by_all_and_joined_by_gloo() -> None:
 
 def test_ranks_that_share_an_accelerator_are_joined_by_gloo_because_nccl_refuses() -> None:
     assert default_backend(torch.device("cuda:0"), shared=True) == "gloo"
+
+
+def agree(kinds: list[str], names: list[str], asked: str | None) -> Any:
+    """The ranks' agreement, on real ranks with accelerators that this machine has not got."""
+    chosen = torch.device(kinds[get_rank()], 0)
+    devices.choose_device = lambda *_: chosen  # in this rank's process only
+    devices.identity = lambda _: names[get_rank()]
+    try:
+        asked_device = torch.device(asked) if asked else None
+        return devices.agree(runtime.current_session(), ranks.current_launch(), asked_device, None)[0].type
+    except LaunchError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "names", "asked", "found"),
+    [
+        (["cuda"] * 3, ["GPU-a", "GPU-b", "GPU-c"], None, "cuda"),  # one for each task: index 0 everywhere
+        (["cuda"] * 3, ["GPU-a", "GPU-b", "GPU-a"], None, "Ranks [0, 2] on"),
+        (["cuda"] * 3, ["GPU-a", "GPU-b", "GPU-a"], "cuda:0", "cuda"),  # shared on purpose
+        (["cuda", "cuda", "cpu"], ["GPU-a", "GPU-b", ""], None, "different kinds of device: rank 0 cuda, rank 1 cuda,"),
+    ],
+)
+def test_every_rank_hears_of_a_device_that_two_would_share(
+    kinds: list[str], names: list[str], asked: str | None, found: str
+) -> None:
+    results = on_ranks(agree, 3, kinds, names, asked)
+    assert len(set(results)) == 1
+    assert results[0].startswith(found) or found in results[0]
+    assert "see the same accelerator: 2 ranks, 1 cuda device" in results[0] or not found.startswith("Ranks")
