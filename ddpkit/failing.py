@@ -6,13 +6,12 @@ import json
 import os
 import re
 import time
-import traceback
 from contextlib import suppress
 
 import torch.distributed as dist
 
 from .errors import DdpkitError, PeerError
-from .store import Session, failure_record
+from .store import Session, failure_record, trace_of
 from .watch import Watch
 
 # torch raises plain RuntimeErrors too: those of gloo begin with a source file in brackets
@@ -29,7 +28,7 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
 def publish(error: BaseException, session: Session, watch: Watch | None) -> None:
     """Tells the other ranks that this one is failing, or which peer it fails for, unless they know."""
     if session.told is None:
-        failure = failure_record(session.rank, error, _trace(error))
+        failure = failure_record(session.rank, error)
         if watch:
             watch.tell(failure)
         with suppress(RuntimeError):  # the store may have gone with its host
@@ -44,11 +43,7 @@ def fill_error_file(error: BaseException) -> None:
         seconds = int(time.time()) + isinstance(error, PeerError)  # torchrun calls the earliest one the root cause
         message = {
             "message": f"{type(error).__name__}: {error}",
-            "extraInfo": {"py_callstack": _trace(error), "timestamp": f"{seconds}"},
+            "extraInfo": {"py_callstack": trace_of(error), "timestamp": f"{seconds}"},
         }
         with suppress(OSError), open(path, "w") as file:
             json.dump({"message": message}, file)
-
-
-def _trace(error: BaseException) -> str:
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__))

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,7 +26,7 @@ _WORD, _BROKEN = 60, 1 << 61  # a meeting's counters: one bit for each of 60 ran
 _PATIENCE = 1.5  # seconds in which the watch learns why a connection broke
 
 
-def failure_record(rank: int, error: BaseException, traceback: str = "") -> dict[str, Any]:
+def failure_record(rank: int, error: BaseException) -> dict[str, Any]:
     """What the other ranks are told of a failure; rank -1 when the job itself is wrong."""
     if isinstance(error, PeerError):  # it only passes on what became of a peer
         words = {"type": error.error_type, "message": error.message, "traceback": error.traceback}
@@ -34,8 +35,13 @@ def failure_record(rank: int, error: BaseException, traceback: str = "") -> dict
         message = str(error)[:10_000]  # the store drops connections over values of megabytes
     except Exception:
         message = "(its message cannot be made: __str__ raises)"
-    words = {"type": type(error).__name__, "message": message, "traceback": traceback[-50_000:]}
+    words = {"type": type(error).__name__, "message": message, "traceback": trace_of(error)[-50_000:]}
     return {"rank": rank, "host": socket.gethostname(), **words}
+
+
+def trace_of(error: BaseException) -> str:
+    """The formatted traceback, "" for an error that was never raised."""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__)) if error.__traceback__ else ""
 
 
 def as_error(record: dict[str, Any]) -> DdpkitError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import pickle
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -74,7 +73,7 @@ def together(name: str | None = None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        session.meet(key, failure=_failure(session, error))
+        session.meet(key, failure=failure_record(session.rank, error))
         raise
     session.meet(key)
 
@@ -186,15 +185,10 @@ def stop_together(flag: bool) -> bool:
         return session.store.add(f"{key}/flags", 0) > 0
 
 
-def _failure(session: Session, error: BaseException) -> dict[str, object]:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return failure_record(session.rank, error, text)
-
-
 def _tell(session: Session, key: str, value: bytes = b"", error: BaseException | None = None) -> None:
     """Publishes what became of work that the others wait for."""
     with session.bounded(session.timeout):
-        text = b"!" + json.dumps(_failure(session, error)).encode() if error else b"=" + value
+        text = b"!" + json.dumps(failure_record(session.rank, error)).encode() if error else b"=" + value
         parts = [text[start : start + _PART] for start in range(0, len(text), _PART)]
         for number, part in enumerate(parts):
             session.store.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # torch takes bytes; its stub does not know

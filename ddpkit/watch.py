@@ -121,11 +121,11 @@ class Watch(threading.Thread):
             *lines, self._text[wire] = (self._text.get(wire, b"") + data).split(b"\n")
             for line in lines:
                 self._obey(wire, line)
-            if not data or (len(self._text[wire]) > _STRANGER and wire not in self._peers.values()):
+            if not data or (len(self._text[wire]) > _STRANGER and self._rank_of(wire) is None):
                 self._lose(wire)
 
     def _obey(self, wire: socket.socket, line: bytes) -> None:
-        rank = next((r for r, peer in self._peers.items() if peer is wire), None)
+        rank = self._rank_of(wire)
         try:
             news = json.loads(line)
             if rank is None and news.pop("token") != self._token:
@@ -145,7 +145,7 @@ class Watch(threading.Thread):
         self._selector.unregister(wire)
         wire.close()
         self._text.pop(wire, None)
-        rank = next((r for r, peer in self._peers.items() if peer is wire), None)
+        rank = self._rank_of(wire)
         if rank is None:
             return
         del self._peers[rank]
@@ -206,6 +206,9 @@ class Watch(threading.Thread):
             raise as_error(session.told)
         if callable(self._former):
             self._former(signum, frame)
+
+    def _rank_of(self, wire: socket.socket) -> int | None:
+        return next((rank for rank, peer in self._peers.items() if peer is wire), None)
 
     def _adopt(self, rank: int, wire: socket.socket) -> None:
         wire.settimeout(2.0)
