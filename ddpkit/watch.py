@@ -29,7 +29,9 @@ from .store import Session, as_error, failure_record
 
 log = logging.getLogger(__name__)
 _TICK = 5.0  # seconds between looks at the main thread's own wait
-_COURTESY = 0.5  # seconds in which a rank may raise by itself what another has raised: an error that all find at once
+# seconds in which a rank may raise by itself what another has raised, an error that all find at once: in our waits,
+# and elsewhere, where torchrun's SIGTERM may come first
+_IN_WAIT, _ELSEWHERE = 0.5, 0.05
 _GRACE = 5.0  # seconds that the main thread gets to raise when it is told to
 _NEVER = float("inf")
 _STRANGER = 100_000  # bytes without a newline that are taken from whoever has not said who it is
@@ -101,7 +103,7 @@ class Watch(threading.Thread):
     def run(self) -> None:
         """Listens until the watch is closed."""
         while not self._closing:
-            for key, _ in self._selector.select(0.1 if min(self._alarm_at, self._end_at) < _NEVER else _TICK):
+            for key, _ in self._selector.select(_ELSEWHERE if min(self._alarm_at, self._end_at) < _NEVER else _TICK):
                 self._hear(key.fileobj)  # type: ignore[arg-type]
             self._look_after_main()
         self._part()
@@ -163,7 +165,8 @@ class Watch(threading.Thread):
         self._session.told = failure
         if self._closing or self._session.handled:
             return
-        self._alarm_at = time.monotonic() + (0 if failure["type"] == "lost" else _COURTESY)
+        courtesy = _ELSEWHERE if self._session.deadline is None else _IN_WAIT
+        self._alarm_at = time.monotonic() + (0 if failure["type"] == "lost" else courtesy)
         self._look_after_main()
 
     def _look_after_main(self) -> None:
