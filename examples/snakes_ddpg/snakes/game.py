@@ -1,0 +1,271 @@
+"""The game: its rules as plain loops over many boards at once, compiled by Numba.
+
+Six snakes move on a torus of 10 x 20 cells; 0, 1, 2 are team A and 3, 4, 5 team B. A cell is a number from 0 to 199, row
+by row; a direction is one of UP, DOWN, LEFT, RIGHT. Every board draws from its own random stream, so that a game depends
+on its seed and its moves alone, not on the boards beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+import ddpkit
+
+ROWS, COLUMNS, SNAKES, BEANS, STEPS = 10, 20, 6, 5, 200
+CELLS = ROWS * COLUMNS
+UP, DOWN, LEFT, RIGHT = 0, 1, 2, 3
+START_LENGTH = 3
+BEAN = np.uint8(128)  # what a bean adds to a cell's number of segments
+NONE = np.uint8(255)  # no cell
+
+_row, _column = np.divmod(np.arange(CELLS), COLUMNS)
+# NEXT[cell, direction] is the cell one step on
+NEXT = np.stack(
+    [
+        (_row - 1) % ROWS * COLUMNS + _column,
+        (_row + 1) % ROWS * COLUMNS + _column,
+        _row * COLUMNS + (_column - 1) % COLUMNS,
+        _row * COLUMNS + (_column + 1) % COLUMNS,
+    ],
+    axis=1,
+).astype(np.uint8)
+OPPOSITE = np.array([DOWN, UP, RIGHT, LEFT], np.uint8)
+_SEARCH = np.array([RIGHT, DOWN, UP, LEFT], np.uint8)  # the order in which a respawn looks around
+
+
+class Boards(NamedTuple):
+    """The state of n boards. Segment i of a snake, 0 the head, is `bodies[b, s, (heads[b, s] + i) % 256]`."""
+
+    cells: np.ndarray  # (n, 200) uint8: number of segments there, plus BEAN
+    bodies: np.ndarray  # (n, 6, 256) uint8: rings of cells
+    heads: np.ndarray  # (n, 6) uint8: where in its ring the head is
+    lengths: np.ndarray  # (n, 6) uint8
+    headings: np.ndarray  # (n, 6) uint8
+    beans: np.ndarray  # (n, 5) uint8: cells, NONE if eaten
+    times: np.ndarray  # (n,) int32: steps played
+    streams: np.ndarray  # (n,) uint64: states of the random streams
+
+
+@njit(cache=True, inline="always")
+def draw(boards, b, n):
+    """A uniform integer below n (n < 2**16), from the board's own stream (SplitMix64)."""
+    boards.streams[b] += np.uint64(0x9E3779B97F4A7C15)
+    z = boards.streams[b]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return np.int64(((z >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
+
+
+@njit(cache=True, inline="always")
+def segment(boards, b, s, i):
+    """The cell of a snake's i-th segment; 0 is the head."""
+    return boards.bodies[b, s, np.uint8(boards.heads[b, s] + i)]
+
+
+@njit(cache=True)
+def _place(boards, b, s, head, neck, tail, heading):
+    boards.heads[b, s] = 0
+    boards.lengths[b, s] = START_LENGTH
+    boards.headings[b, s] = heading
+    body = boards.bodies[b, s]
+    body[0], body[1], body[2] = head, neck, tail
+    boards.cells[b, head] += 1
+    boards.cells[b, neck] += 1
+    boards.cells[b, tail] += 1
+
+
+@njit(cache=True)
+def _refill_beans(boards, b):
+    """Draws the missing beans, uniformly over the free cells."""
+    for i in range(BEANS):
+        while boards.beans[b, i] == NONE:
+            cell = draw(boards, b, CELLS)
+            if boards.cells[b, cell] == 0:
+                boards.beans[b, i] = cell
+                boards.cells[b, cell] = BEAN
+
+
+@njit(cache=True)
+def _reset(boards, b):
+    boards.cells[b] = 0
+    boards.beans[b] = NONE
+    boards.times[b] = 0
+    cells = boards.cells[b]
+    for s in range(SNAKES):
+        while True:  # redraw until nothing overlaps
+            tail, heading = draw(boards, b, CELLS), draw(boards, b, 4)
+            neck = NEXT[tail, heading]
+            head = NEXT[neck, heading]
+            if cells[tail] == 0 and cells[neck] == 0 and cells[head] == 0:
+                break
+        _place(boards, b, s, head, neck, tail, heading)
+    _refill_beans(boards, b)
+
+
+@njit(cache=True)
+def _respawn(boards, b, s):
+    """Puts a removed snake back, without randomness. Returns whether there was a place for it."""
+    cells = boards.cells[b]
+    found = np.empty(13, np.uint8)
+    for start in range(CELLS):
+        if cells[start] != 0:
+            continue
+        found[0] = start
+        known, looked_at = 1, 0
+        while looked_at < known and looked_at < START_LENGTH:  # breadth first, until three are popped
+            for direction in _SEARCH:
+                cell = NEXT[found[looked_at], direction]
+                if cells[cell] != 0:
+                    continue
+                new = True
+                for i in range(known):
+                    new &= found[i] != cell
+                if new:
+                    found[known] = cell
+                    known += 1
+            looked_at += 1
+        if looked_at < START_LENGTH:
+            continue
+        head, neck, tail = found[0], found[1], found[2]
+        if _is_corner(head, neck, tail):
+            head, neck = neck, head
+        _place(boards, b, s, head, neck, tail, _heading(head, neck))
+        return True
+    return False
+
+
+@njit(cache=True)
+def _is_corner(cell, one, other):
+    """Whether the cell has one of two cells in its row and the other in its column."""
+    row, column = cell // COLUMNS, cell % COLUMNS
+    return (row == one // COLUMNS and column == other % COLUMNS) or (
+        row == other // COLUMNS and column == one % COLUMNS
+    )
+
+
+@njit(cache=True)
+def _heading(head, neck):
+    """From raw coordinates, as the original does: across the border it points into the neck."""
+    if head // COLUMNS == neck // COLUMNS:
+        return RIGHT if head > neck else LEFT
+    return DOWN if head > neck else UP
+
+
+@njit(cache=True)
+def _step(boards, b, actions, rewards, died, limit):
+    """One step of one board. Replaces reversals in `actions` by what was drawn. Returns whether the episode ends."""
+    cells, total = boards.cells[b], 0
+    for s in range(SNAKES):
+        action, back = actions[s], OPPOSITE[boards.headings[b, s]]
+        if action == back:  # a reversal becomes one of the three other directions
+            action = draw(boards, b, 3)
+            action += action >= back
+            actions[s] = action
+        boards.headings[b, s] = action
+
+        head = NEXT[segment(boards, b, s, 0), action]
+        rewards[s] = cells[head] >= BEAN
+        if rewards[s]:
+            cells[head] -= BEAN
+            for i in range(BEANS):
+                if boards.beans[b, i] == head:
+                    boards.beans[b, i] = NONE
+            boards.lengths[b, s] += 1
+        else:
+            cells[segment(boards, b, s, boards.lengths[b, s] - 1)] -= 1
+        boards.heads[b, s] -= 1
+        boards.bodies[b, s, boards.heads[b, s]] = head
+        cells[head] += 1
+
+    some_died, placed = False, True
+    for s in range(SNAKES):
+        died[s] = cells[segment(boards, b, s, 0)] & ~BEAN > 1
+        some_died |= died[s]
+    if some_died:
+        for s in range(SNAKES):
+            if died[s]:
+                rewards[s] += START_LENGTH - boards.lengths[b, s]  # with this step's bean taken back
+                for i in range(boards.lengths[b, s]):
+                    cells[segment(boards, b, s, i)] -= 1
+        for s in range(SNAKES):
+            if died[s] and not _respawn(boards, b, s):
+                boards.lengths[b, s], placed = 0, False
+    for s in range(SNAKES):
+        total += boards.lengths[b, s]
+    boards.times[b] += 1
+    if not placed or total + BEANS > CELLS:
+        return True
+    _refill_beans(boards, b)
+    return boards.times[b] >= limit
+
+
+@njit(cache=True, nogil=True)
+def _reset_all(boards, which):
+    for b in range(len(which)):
+        if which[b]:
+            _reset(boards, b)
+
+
+@njit(cache=True, nogil=True)
+def _step_all(boards, actions, rewards, died, done, limit):
+    for b in range(len(done)):
+        done[b] = _step(boards, b, actions[b], rewards[b], died[b], limit)
+
+
+class Game:
+    """Plays `count` boards side by side; `rewards`, `died` and `done` tell of the last step.
+
+    Args:
+        count: Number of boards.
+        seed: Of all boards; each has a stream of its own.
+        first: Number of the first board among all that are played with this seed, on whatever rank.
+        episode_length: Steps after which a board is done.
+    """
+
+    def __init__(self, count: int, seed: int = 0, *, first: int = 0, episode_length: int = STEPS) -> None:
+        streams = np.array([ddpkit.sample_seed(seed, 0, first + b) for b in range(count)], np.uint64)
+        shapes = {"cells": CELLS, "bodies": (SNAKES, 256), "heads": SNAKES, "lengths": SNAKES, "headings": SNAKES}
+        arrays = {name: np.zeros((count, *np.atleast_1d(shape)), np.uint8) for name, shape in shapes.items()}
+        self.boards = Boards(
+            **arrays, beans=np.full((count, BEANS), NONE), times=np.zeros(count, np.int32), streams=streams
+        )
+        self.rewards = np.zeros((count, SNAKES), np.int16)  # +1 for a bean; at death 3 - the length before this step
+        self.died = np.zeros((count, SNAKES), np.bool_)
+        self.done = np.zeros(count, np.bool_)
+        self.episode_length = episode_length
+        self.reset()
+
+    def reset(self, which: np.ndarray | None = None) -> None:
+        """Starts a new episode on the boards of a mask of shape (n,), on all without one."""
+        _reset_all(self.boards, np.ones(len(self.done), np.bool_) if which is None else which)
+
+    def step(self, actions: np.ndarray) -> None:
+        """Moves all snakes by actions of shape (n, 6), uint8, in which reversals become the directions taken."""
+        _step_all(self.boards, actions, self.rewards, self.died, self.done, self.episode_length)
+
+    def scores(self) -> np.ndarray:
+        """What each team has gained, its length - 9: shape (n, 2)."""
+        return self.boards.lengths.reshape(-1, 2, 3).sum(2, dtype=np.int64) - 3 * START_LENGTH
+
+    def bodies(self, b: int) -> list[list[int]]:
+        """The cells of each snake of a board, head first."""
+        at = self.boards
+        return [[int(segment(at, b, s, i)) for i in range(at.lengths[b, s])] for s in range(SNAKES)]
+
+    def put(
+        self, b: int, bodies: Sequence[Sequence[int]], headings: Sequence[int], beans: Sequence[int], time: int = 0
+    ) -> None:
+        """Puts a board into a state: cells of each snake, head first; headings; cells of at most five beans."""
+        at = self.boards
+        at.cells[b], at.beans[b], at.times[b] = 0, NONE, time
+        at.heads[b], at.lengths[b], at.headings[b] = 0, [len(body) for body in bodies], headings
+        for s, body in enumerate(bodies):
+            at.bodies[b, s, : len(body)] = body
+            np.add.at(at.cells[b], body, 1)
+        at.beans[b, : len(beans)] = beans
+        at.cells[b, beans] += BEAN
