@@ -1,9 +1,9 @@
-"""What a snake sees: numbers about each way it can go, the same however the board is turned or shifted, compiled by Numba.
+"""What a snake sees: numbers about each way it can go, alike however the board is turned or shifted, by Numba.
 
-A snake goes left, straight on or right, seen along its heading. For each of these ways two floods spread from the cell it
-leads to, step by step over free cells and around the borders: a free one, and a safe one that stays off every cell that
-another snake could reach as early. They tell how far the next bean is, and how much room there is, as a snake with
-bodies and rivals in its way would find out.
+A snake goes left, straight on or right, seen along its heading. For each of these ways two floods spread from the cell
+it leads to, step by step over free cells and around the borders: a wide one, and a safe one that stays off every cell
+that another snake could reach as early. They tell how near the next bean is and how much room there is, as a snake
+with bodies and rivals in its way would find out.
 
 A set of cells is held in five 64-bit words of two rows each, and every flood runs for all boards at once, so that the
 compiler can put several boards into one vector instruction.
@@ -27,7 +27,6 @@ from .game import (
     ROWS,
     SNAKES,
     START_LENGTH,
-    STEPS,
     UP,
     segment,
 )
@@ -36,8 +35,9 @@ WAYS = 3  # left, straight on, right
 # DIRECTION[heading, way]
 DIRECTION = np.array([[LEFT, UP, RIGHT], [RIGHT, DOWN, LEFT], [DOWN, LEFT, UP], [UP, RIGHT, DOWN]], np.uint8)
 DEPTH = 10  # steps that a flood looks ahead
+BLOCK = 256  # boards that share the working arrays, so that they stay in the cache
 PER_WAY = 13
-PER_SNAKE = 4
+PER_SNAKE = 3
 FEATURES = WAYS * PER_WAY + PER_SNAKE
 
 WORDS = 5
@@ -104,11 +104,7 @@ def _miss(cells, goals, distance):
 def _measure(cells, area):
     for b in range(cells.shape[1]):
         area[b] = (
-            _count(cells[0, b])
-            + _count(cells[1, b])
-            + _count(cells[2, b])
-            + _count(cells[3, b])
-            + _count(cells[4, b])
+            _count(cells[0, b]) + _count(cells[1, b]) + _count(cells[2, b]) + _count(cells[3, b]) + _count(cells[4, b])
         )
 
 
@@ -167,23 +163,26 @@ def _remove(cells, others, rest):
             rest[w, b] = cells[w, b] & ~others[w, b]
 
 
+@njit(cache=True, nogil=True)
+def observe(boards, team, seen):
+    """Fills `seen`, float32 of shape (n, 3, FEATURES), with what the three snakes of a team see on each board."""
+    for first in range(0, len(seen), BLOCK):
+        _observe(boards, team, first, seen[first : first + BLOCK])
+
+
 @njit(cache=True)
-def _observe(boards, team, first, out):
-    n = out.shape[0]
-    free = np.empty((WORDS, n), np.uint64)
-    beans, others, calm = np.empty_like(free), np.empty_like(free), np.empty_like(free)
+def _observe(boards, team, first, seen):
+    n = len(seen)
+    free, beans = np.empty((WORDS, n), np.uint64), np.empty((WORDS, n), np.uint64)
+    others, calm = np.empty_like(free), np.empty_like(free)
     wide, safe = np.empty((WAYS, WORDS, n), np.uint64), np.empty((WAYS, WORDS, n), np.uint64)
-    wide_misses, safe_misses = np.empty((WAYS, n), np.uint64), np.empty((WAYS, n), np.uint64)
-    wide_area, safe_area, near_area = (
-        np.empty((WAYS, n), np.uint64),
-        np.empty((WAYS, n), np.uint64),
-        np.empty((WAYS, n), np.uint64),
-    )
+    misses = np.empty((2, WAYS, n), np.uint64)  # steps of the wide and of the safe flood without a bean
+    areas = np.empty((3, WAYS, n), np.uint64)  # of the wide flood, the safe one, and the safe one half-way
     _draw_sets(boards, first, free, beans)
     for k in range(3):
         s = 3 * team + k
         _draw_heads(boards, first, s, others)
-        wide_misses[:], safe_misses[:] = 0, 0
+        misses[:] = 0
         for step in range(1, DEPTH + 1):
             _spread(others, free)
             _remove(free, others, calm)
@@ -194,59 +193,53 @@ def _observe(boards, team, first, out):
                 else:
                     _spread(wide[way], free)
                     _spread(safe[way], calm)
-                _miss(wide[way], beans, wide_misses[way])
-                _miss(safe[way], beans, safe_misses[way])
+                _miss(wide[way], beans, misses[0, way])
+                _miss(safe[way], beans, misses[1, way])
                 if step == DEPTH // 2:
-                    _measure(safe[way], near_area[way])
+                    _measure(safe[way], areas[2, way])
         for way in range(WAYS):
-            _measure(wide[way], wide_area[way])
-            _measure(safe[way], safe_area[way])
+            _measure(wide[way], areas[0, way])
+            _measure(safe[way], areas[1, way])
         for b in range(n):
-            board, row = first + b, out[b, k]
-            head, length = segment(boards, board, s, 0), np.float32(boards.lengths[board, s])
             for way in range(WAYS):
-                f = way * PER_WAY
-                cell = NEXT[head, DIRECTION[boards.headings[board, s], way]]
-                rivals, mates, stake = 0, 0, 0
-                for o in range(SNAKES):
-                    if o != s and DISTANCE[cell, segment(boards, board, o, 0)] == 1:
-                        if o // 3 == team:
-                            mates += 1
-                        else:
-                            rivals += 1
-                            stake = max(stake, np.int64(boards.lengths[board, o]) - START_LENGTH)
-                row[f] = (free[WORD[cell], b] & BIT[cell]) != 0
-                row[f + 1] = boards.cells[board, cell] == BEAN
-                row[f + 2] = rivals
-                row[f + 3] = mates
-                row[f + 4] = np.float32(stake) / 10
-                wide_miss, safe_miss = np.float32(wide_misses[way, b]), np.float32(safe_misses[way, b])
-                row[f + 5] = 1 / (1 + wide_miss) if wide_miss < DEPTH else 0
-                row[f + 6] = wide_miss / DEPTH
-                row[f + 7] = 1 / (1 + safe_miss) if safe_miss < DEPTH else 0
-                row[f + 8] = safe_miss / DEPTH
-                row[f + 9] = np.float32(near_area[way, b]) / 40
-                row[f + 10] = np.float32(safe_area[way, b]) / 100
-                row[f + 11] = np.float32(wide_area[way, b]) / 100
-                row[f + 12] = min(np.float32(1), np.float32(wide_area[way, b]) / length)
-            f = WAYS * PER_WAY
-            ours, theirs = 0, 0
-            for o in range(SNAKES):
-                if o // 3 == team:
-                    ours += boards.lengths[board, o]
-                else:
-                    theirs += boards.lengths[board, o]
-            row[f] = (length - START_LENGTH) / 10
-            row[f + 1] = np.float32(STEPS - boards.times[board]) / STEPS
-            row[f + 2] = np.float32(ours - theirs) / 20
-            row[f + 3] = np.float32(theirs) / 20
+                features = seen[b, k, way * PER_WAY : (way + 1) * PER_WAY]
+                _describe_way(boards, first + b, s, way, free[:, b], misses[:, way, b], areas[:, way, b], features)
+            _describe_snake(boards, first + b, s, seen[b, k, WAYS * PER_WAY :])
 
 
-BLOCK = 256
+@njit(cache=True)
+def _describe_way(boards, b, s, way, free, misses, areas, features):
+    cell = NEXT[segment(boards, b, s, 0), DIRECTION[boards.headings[b, s], way]]
+    rivals, mates, stake = 0, 0, 0  # heads that can enter the cell too; the greatest gain that a rival would lose
+    for other in range(SNAKES):
+        if other != s and DISTANCE[cell, segment(boards, b, other, 0)] == 1:
+            if other // 3 == s // 3:
+                mates += 1
+            else:
+                rivals += 1
+                stake = max(stake, np.int64(boards.lengths[b, other]) - START_LENGTH)
+    features[0] = (free[WORD[cell]] & BIT[cell]) != 0
+    features[1] = boards.cells[b, cell] == BEAN
+    features[2] = rivals
+    features[3] = mates
+    features[4] = stake / 10
+    for flood in range(2):  # how near the next bean is, 0 if it is not in sight
+        features[5 + 2 * flood] = 1 / (1 + misses[flood]) if misses[flood] < DEPTH else 0.0
+        features[6 + 2 * flood] = misses[flood] / DEPTH
+    features[9] = areas[0] / 100
+    features[10] = areas[1] / 100
+    features[11] = areas[2] / 40
+    features[12] = min(1.0, areas[0] / boards.lengths[b, s])  # below 1 it may not fit
 
 
-@njit(cache=True, nogil=True)
-def observe(boards, team, out):
-    n = out.shape[0]
-    for first in range(0, n, BLOCK):
-        _observe(boards, team, first, out[first : first + BLOCK])
+@njit(cache=True)
+def _describe_snake(boards, b, s, features):
+    ours, theirs = 0, 0
+    for other in range(SNAKES):
+        if other // 3 == s // 3:
+            ours += boards.lengths[b, other]
+        else:
+            theirs += boards.lengths[b, other]
+    features[0] = (np.int64(boards.lengths[b, s]) - START_LENGTH) / 10
+    features[1] = (ours - theirs) / 20
+    features[2] = theirs / 20
