@@ -1,0 +1,190 @@
+"""Lets players meet on the snakes' board: counts who wins, shows a game in the terminal, writes pictures of it.
+
+Whole games on both sides, and what came of them; the first of them to watch, and as pictures::
+
+    python play.py greedy random
+    python play.py greedy random --games 0 --watch
+    python play.py greedy random --gif game.gif --strip game.png
+
+Every pair of several players, as a table in Markdown::
+
+    python play.py --compare random 1 greedy --output table.md
+
+A player is a scripted opponent by its name, or a difficulty from 0 to 4. What to expect: greedy wins 99 % of its games
+against random; 400 games take a second, after some that it needs to start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from snakes.drawing import Frame, render, snap, write_gif, write_strip
+from snakes.evaluation import Result, play_games
+from snakes.game import SNAKES, Game
+from snakes.opponents import Player, get
+from tqdm import tqdm
+
+AT_ONCE = 128  # games between two moves of the progress bar
+
+
+def read_settings() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Lets players meet on the snakes' board.")
+    parser.error = fail  # on one line, without the usage
+    add = parser.add_argument
+    add("players", nargs="+", metavar="player", help="two players, the second is greedy if left out; more to compare")
+    add("--compare", action="store_true", help="let every pair meet, and print win rates as a table")
+    add("--games", type=int, default=400, help="to play per pair, half of them on either side (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of all games (default: %(default)s)")
+    add("--watch", action="store_true", help="show the first game in the terminal; Ctrl-C ends it")
+    add("--fps", type=float, default=12, help="steps per second to watch, and in the GIF (default: %(default)s)")
+    add("--gif", type=Path, metavar="FILE", help="write the first game as an animated GIF")
+    add("--strip", type=Path, metavar="FILE", help="write six moments of the first game as a PNG")
+    add("--output", type=Path, metavar="FILE", help="write the table, which is Markdown, to a file too")
+    args = parser.parse_args()
+    if args.games < 0 or not 0 < args.fps <= 50:
+        fail(f"--games is at least 0 and --fps above 0 and at most 50, not {args.games} and {args.fps:g}")
+    if args.compare and (args.watch or args.gif or args.strip or args.games == 0 or len(args.players) < 2):
+        fail("--compare takes two players or more and at least one game, without --watch, --gif and --strip")
+    if not args.compare and len(args.players) > 2:
+        fail(f"two players meet, not {len(args.players)}: with --compare every pair does")
+    for path in (args.gif, args.strip, args.output):
+        if path and not path.parent.is_dir():
+            fail(f"cannot write {path}: there is no folder {path.parent}")
+    return args
+
+
+def fail(message: object) -> NoReturn:
+    print(f"play.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def player(name: str) -> Player:
+    """The player of a name: an opponent's name, or a difficulty.
+
+    Raises:
+        ValueError: If there is none; the message lists those there are.
+    """
+    # Trained models join here: the path of an actor_*.pth, a run's folder, "runN", "runN:episode" or "latest", which
+    # snakes.runs is to find and the agent's modules to load as a Player; neither exists so far.
+    return get(int(name) if name.isdecimal() else name)
+
+
+def play_one(a: Player, b: Player, seed: int) -> Iterator[Frame]:
+    """Plays the first of the games that are counted, `a` as team A, and takes a picture before and after every step."""
+    game, actions = Game(1, seed), np.zeros((1, SNAKES), np.uint8)
+    yield snap(game)
+    while not game.done[0]:
+        a(game.boards, 0, actions)
+        b(game.boards, 1, actions)
+        game.step(actions)
+        yield snap(game)
+
+
+def watch(frames: list[Frame], names: list[str], fps: float) -> None:
+    """Shows frames in place on a terminal; prints them one below the other elsewhere."""
+    if not sys.stdout.isatty():
+        print("\n\n".join(render(frame, names) for frame in frames))
+        return
+    print("\x1b[?25l\x1b[2J", end="")  # hides the cursor, clears the screen
+    try:
+        for frame in frames:
+            print("\x1b[H" + render(frame, names).replace("\n", "\x1b[K\n"), flush=True)
+            time.sleep(1 / fps)
+    finally:
+        print("\x1b[?25h", flush=True)
+
+
+def play_pairs(players: list[tuple[str, Player]], games: int, seed: int) -> dict[tuple[int, int], Result]:
+    """What came of the games of every pair, by the numbers of its players."""
+    results = {pair: Result() for pair in combinations(range(len(players)), 2)}
+    with tqdm(total=games * len(results), unit="game", leave=False, disable=None) as bar:
+        for one, other in results:
+            bar.set_description(f"{players[one][0]} / {players[other][0]}")
+            for first in range(0, games, AT_ONCE):
+                count = min(AT_ONCE, games - first)
+                results[one, other] += play_games(players[one][1], players[other][1], count, seed=seed, first=first)
+                bar.update(count)
+    return results
+
+
+def rate(wins: int, games: int) -> str:
+    """Share of games won, and its standard error."""
+    if games == 0:
+        return "–"
+    p = wins / games
+    return f"{p:.3f} ± {math.sqrt(p * (1 - p) / games):.3f}"
+
+
+def describe(names: list[str], result: Result) -> list[list[str]]:
+    """All that is known of two players' games, as rows of a table, told of the first."""
+    as_a, as_b = result.games_as_a, result.games - result.games_as_a
+    return [
+        [f"{names[0]} against {names[1]}", f"{result.games} game{'s' * (result.games != 1)}"],
+        ["wins", rate(result.wins, result.games)],
+        ["wins as team A", rate(result.wins_as_a, as_a)],
+        ["wins as team B", rate(result.wins - result.wins_as_a, as_b)],
+        ["draws", rate(result.draws, result.games)],
+        ["score", "{:.1f} : {:.1f}".format(*result.scores)],
+        ["deaths", "{:.1f} : {:.1f}".format(*result.deaths_per_game)],
+    ]
+
+
+def compare(names: list[str], results: dict[tuple[int, int], Result]) -> list[list[str]]:
+    """Win rates of the player of a row against that of a column, and against all, as rows of a table."""
+    rows = [["wins against", *names, "all"]]
+    for one, name in enumerate(names):
+        wins = {other: result.wins for (first, other), result in results.items() if first == one}
+        wins |= {other: result.losses for (other, second), result in results.items() if second == one}
+        games = next(iter(results.values())).games
+        cells = [rate(wins[other], games) if other in wins else "–" for other in range(len(names))]
+        rows.append([name, *cells, rate(sum(wins.values()), games * len(wins))])
+    return rows
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A table in Markdown whose columns are as wide as they need, so that it can be read as it is."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in [rows[0], rule, *rows[1:]]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(args: argparse.Namespace) -> None:
+    names = args.players if len(args.players) > 1 else [*args.players, "greedy"]
+    try:
+        players = [(name, player(name)) for name in names]
+    except ValueError as error:
+        fail(error)
+
+    if args.watch or args.gif or args.strip:
+        frames = list(play_one(players[0][1], players[1][1], args.seed))
+        if args.watch:
+            watch(frames, names, args.fps)
+        if args.gif:
+            write_gif(frames, args.gif, names, fps=args.fps)
+        if args.strip:
+            write_strip(frames, args.strip, names)
+
+    if args.games:
+        results = play_pairs(players, args.games, args.seed)
+        table = markdown(compare(names, results) if args.compare else describe(names, results[0, 1]))
+        print(table)
+        if args.output:
+            args.output.write_text(table + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        main(read_settings())
+    except OSError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
