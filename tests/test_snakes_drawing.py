@@ -157,6 +157,7 @@ def test_a_frame_of_a_gif_shows_wraps_gaps_and_a_snake_without_place(tmp_path):
     with Image.open(tmp_path / "game.gif") as gif:
         image = gif.convert("RGB")
     check_board(image, LEFT_EDGE, TOP, FRAME)
+    assert len(image.getcolors()) > 40  # edges are smooth
     assert image.getpixel((LEFT_EDGE, TOP + 2 * SIZE + 12)) == COLOURS[0]  # out to the border, and in again
     assert image.getpixel((LEFT_EDGE + 20 * SIZE - 1, TOP + 2 * SIZE + 12)) == COLOURS[0]
     assert image.getpixel((LEFT_EDGE - 1, TOP + 2 * SIZE + 12)) not in COLOURS
