@@ -7,8 +7,8 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from snakes.game import SNAKES, Game
-from snakes.opponents import Player
+from .game import SNAKES, Game
+from .opponents import Player
 
 
 @dataclass(frozen=True)

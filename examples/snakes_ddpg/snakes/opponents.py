@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
-from snakes.game import BEAN, BEANS, COLUMNS, NEXT, NONE, UP, Boards, draw, segment
+from .game import BEAN, BEANS, CELLS, COLUMNS, NEXT, NONE, OPPOSITE, SNAKES, UP, Boards, draw, segment
 
 Player = Callable[[Boards, int, np.ndarray], None]
 
@@ -66,8 +66,187 @@ def greedy(boards, team, actions):
                     actions[b, s], nearest = direction, distance
 
 
-OPPONENTS: dict[str, Player] = {"random": random, "greedy": greedy}
-LEVELS = ("random", "random", "greedy", "greedy", "greedy")  # names by difficulty
+@njit(cache=True, nogil=True)
+def wandering(boards, team, actions):
+    """Any direction in which the next cell is free; UP if there is none."""
+    for b in range(len(actions)):
+        for s in range(3 * team, 3 * team + 3):
+            actions[b, s], free = UP, 0
+            for direction in range(4):
+                if not _is_taken(boards, b, NEXT[segment(boards, b, s, 0), direction]):
+                    free += 1
+                    if draw(boards, b, free) == 0:  # each of them with the same probability
+                        actions[b, s] = direction
+
+
+@njit(cache=True, nogil=True)
+def evasive(boards, team, actions):
+    """Of the moves after which a snake lives on for two steps, the one that comes nearest to any bean.
+
+    If there are none, the same of those that it survives for one step; then UP. Distances and ties as for `greedy`.
+    """
+    for b in range(len(actions)):
+        for s in range(3 * team, 3 * team + 3):
+            actions[b, s], least = UP, 10_000
+            for direction in range(4):
+                cell = NEXT[segment(boards, b, s, 0), direction]
+                if _is_taken(boards, b, cell):
+                    continue
+                cost = 1000  # more than any distance
+                for onward in range(4):
+                    if not _is_taken(boards, b, NEXT[cell, onward]):
+                        cost = 0
+                nearest = 999
+                for bean in boards.beans[b]:
+                    if bean != NONE:
+                        nearest = min(nearest, _squared_distance(cell, bean))
+                if cost + nearest < least:
+                    actions[b, s], least = direction, cost + nearest
+
+
+@njit(cache=True, nogil=True)
+def sharing(boards, team, actions):
+    """Each snake takes the shortest way around bodies and borders to a bean; the nearest snake claims it."""
+    _plan(boards, team, actions, False)
+
+
+@njit(cache=True, nogil=True)
+def foresighted(boards, team, actions):
+    """As `sharing`, but first goes where it has room for all its length, in cells that no enemy can reach as early."""
+    _plan(boards, team, actions, True)
+
+
+@njit(cache=True, nogil=True)
+def _plan(boards, team, actions, needs_room):
+    busy, rivals, arrivals, queue = [np.empty(CELLS, np.uint8) for _ in range(4)]
+    nobody = np.full(CELLS, NONE)
+    distances = np.empty((3, 4, BEANS), np.uint8)  # snake, direction, bean
+    rooms = np.full((3, 4), CELLS)
+    goals = np.empty(3, np.int64)
+    mates = 3 * team
+    for b in range(len(actions)):
+        _fill_busy(boards, b, busy)
+        if needs_room:
+            rivals[:] = NONE
+            for i in range(3):
+                queue[i] = segment(boards, b, 3 - mates + i, 0)
+                rivals[queue[i]] = 0
+            _flood(queue, 3, rivals, busy, nobody, CELLS)
+        distances[:] = NONE
+        for k in range(3):
+            for direction in range(4):
+                if not _is_open(boards, b, mates + k, direction, busy):
+                    continue
+                cell = NEXT[segment(boards, b, mates + k, 0), direction]
+                if needs_room:
+                    enough = boards.lengths[b, mates + k]
+                    rooms[k, direction] = _flood_from(cell, queue, arrivals, busy, rivals, enough)
+                _flood_from(cell, queue, arrivals, busy, nobody, CELLS)
+                for i in range(BEANS):
+                    if boards.beans[b, i] != NONE:
+                        distances[k, direction, i] = arrivals[boards.beans[b, i]]
+        _claim(distances, goals)
+        for k in range(3):
+            direction = _choose(boards, b, mates + k, busy, distances[k, :, goals[k]], rooms[k])
+            actions[b, mates + k] = direction
+            busy[NEXT[segment(boards, b, mates + k, 0), direction]] = NONE  # the team-mates after it stay off
+
+
+@njit(cache=True)
+def _fill_busy(boards, b, busy):
+    """Fills `busy` with the first step in which each cell can be entered, as far as the bodies go."""
+    busy[:] = 0
+    for s in range(SNAKES):
+        length = np.int64(boards.lengths[b, s])
+        may_eat = 0  # then its tail stays for a step
+        for direction in range(4):
+            if boards.cells[b, NEXT[segment(boards, b, s, 0), direction]] == BEAN:
+                may_eat = 1
+        for i in range(length):
+            busy[segment(boards, b, s, i)] = length - i + may_eat
+
+
+@njit(cache=True)
+def _flood(queue, known, arrivals, busy, rivals, enough):
+    """Spreads breadth first from the first `known` cells of the queue, over cells that are free in time.
+
+    It stays off cells that the rivals reach as early, and ends when it knows `enough` cells. Returns how many it knows.
+    """
+    looked_at = 0
+    while looked_at < known and known < enough:
+        at = queue[looked_at]
+        looked_at += 1
+        step = arrivals[at] + 1
+        for direction in range(4):
+            cell = NEXT[at, direction]
+            if arrivals[cell] == NONE and busy[cell] <= step and step < rivals[cell]:
+                arrivals[cell] = step
+                queue[known] = cell
+                known += 1
+    return known
+
+
+@njit(cache=True)
+def _flood_from(start, queue, arrivals, busy, rivals, enough):
+    """Floods from a cell entered in the first step, unless a rival can enter it then, too."""
+    arrivals[:] = NONE
+    if rivals[start] <= 1:
+        return 0
+    queue[0], arrivals[start] = start, 1
+    return _flood(queue, 1, arrivals, busy, rivals, enough)
+
+
+@njit(cache=True, inline="always")
+def _is_open(boards, b, s, direction, busy):
+    """Whether a snake can go there; a reversal would be replaced by a random direction."""
+    return busy[NEXT[segment(boards, b, s, 0), direction]] <= 1 and direction != OPPOSITE[boards.headings[b, s]]
+
+
+@njit(cache=True)
+def _claim(distances, goals):
+    """Gives each snake a bean of its own: of all pairs the nearest first. What cannot be reached is as good as any."""
+    goals[:] = -1
+    claimed = 0  # bit i: bean i
+    for _ in range(3):
+        snake, bean, nearest = -1, -1, 256
+        for k in range(3):
+            if goals[k] >= 0:
+                continue
+            for direction in range(4):
+                for i in range(BEANS):
+                    if distances[k, direction, i] < nearest and claimed >> i & 1 == 0:
+                        snake, bean, nearest = k, i, np.int64(distances[k, direction, i])
+        goals[snake] = bean
+        claimed |= 1 << bean
+
+
+@njit(cache=True)
+def _choose(boards, b, s, busy, distances, rooms):
+    """The open direction with the least lack of room, then the nearest to the goal; if trapped, what frees first."""
+    best, least = UP, 2_000_000
+    for direction in range(4):
+        cell = NEXT[segment(boards, b, s, 0), direction]
+        if _is_open(boards, b, s, direction, busy):
+            cost = 1000 * max(0, boards.lengths[b, s] - rooms[direction]) + np.int64(distances[direction])
+        else:
+            cost = 1_000_000 + np.int64(busy[cell])
+        for mate in range(s + 1, s // 3 * 3 + 3):
+            for back in range(4):
+                cost += NEXT[cell, back] == segment(boards, b, mate, 0)  # if there is a choice, leave it the cell
+        if cost < least:
+            best, least = direction, cost
+    return best
+
+
+OPPONENTS: dict[str, Player] = {
+    "random": random,
+    "wandering": wandering,
+    "evasive": evasive,
+    "greedy": greedy,
+    "sharing": sharing,
+    "foresighted": foresighted,
+}
+LEVELS = ("random", "wandering", "greedy", "sharing", "foresighted")  # by difficulty, each stronger than those before
 
 
 def get(opponent: str | int) -> Player:
