@@ -5,14 +5,16 @@ Where it departs from the plain algorithm (Lillicrap et al., arXiv:1509.02971), 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import ddpkit
 
-from .networks import Actor, Critic
+from .networks import Actor, Critic, load_weights
 from .replay import Batch
 
 
@@ -31,27 +33,19 @@ class DDPG:
         self, device: torch.device, *, hidden: int, a_lr: float, c_lr: float, tau: float, entropy: float
     ) -> None:
         self.actor, self.critic = Actor(hidden).to(device), Critic(hidden).to(device)
-        self.target_actor, self.target_critic = self._copies()
+        self.networks = nn.ModuleList([self.actor, self.critic])
+        self.targets = deepcopy(self.networks).requires_grad_(False)  # not wrapped, nor averaged: they follow alike
         self.optimizer = torch.optim.Adam(
             [{"params": self.actor.parameters(), "lr": a_lr}, {"params": self.critic.parameters(), "lr": c_lr}],
             fused=True,
         )
         self.tau, self.entropy = tau, entropy
 
-    def _copies(self) -> tuple[nn.Module, nn.Module]:
-        return deepcopy(self.actor).requires_grad_(False), deepcopy(self.critic).requires_grad_(False)
-
-    def parts(self) -> dict[str, nn.Module | torch.optim.Optimizer]:
-        """What a checkpoint has to hold, by name."""
-        names = ("actor", "critic", "target_actor", "target_critic", "optimizer")
-        return {name: getattr(self, name) for name in names}
-
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The actor's and the critics' loss, means over the batch; their gradients touch one network each."""
         with torch.no_grad():
-            target = batch.gained + batch.weight * self._value(
-                self.target_actor(batch.later), self.target_critic(batch.later)
-            )
+            actor, critic = self.targets
+            target = batch.gained + batch.weight * self._value(actor(batch.later), critic(batch.later))
         values = self.critic(batch.seen)
         taken = values.take_along_dim(batch.way.expand(2, -1).unsqueeze(-1), -1).squeeze(-1)
         critic_loss = (taken - target).square().mean(1).sum()
@@ -62,19 +56,27 @@ class DDPG:
         """What the lesser twin expects of an actor's choice, and the worth of its entropy: (B,)."""
         return (logits.exp() * (values.amin(0) - self.entropy * logits)).sum(-1)
 
-    def update(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, batch: Batch, average: Callable[..., None] = ddpkit.average_gradients
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimiser step on the mean gradient of all ranks' batches; returns this rank's losses. Collective."""
         losses = self.losses(batch)
         self.optimizer.zero_grad()
         sum(losses).backward()
-        ddpkit.average_gradients(self.actor, self.critic)  # both networks in one exchange
-        for network in (self.actor, self.critic):
+        average(self.networks)  # both in one exchange
+        for network in self.networks:
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         self.optimizer.step()
-        self._follow()
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.targets.parameters()), list(self.networks.parameters()), self.tau)
         return losses[0].detach(), losses[1].detach()
 
-    @torch.no_grad()
-    def _follow(self) -> None:
-        for target, network in ((self.target_actor, self.actor), (self.target_critic, self.critic)):
-            torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), self.tau)
+    def load(self, actor: Path, critic: Path) -> None:
+        """Begins with the weights of two files `actor_*.pth` and `critic_*.pth`, the targets too.
+
+        Raises:
+            ValueError: If they do not fit.
+        """
+        for network, path in zip(self.networks, (actor, critic), strict=True):
+            load_weights(network, path)
+        self.targets.load_state_dict(self.networks.state_dict())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -39,3 +41,19 @@ class Critic(nn.Module):
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
         return torch.stack([twin(seen) for twin in self.twins])
+
+
+def load_weights(network: nn.Module, path: Path) -> None:
+    """Loads a file that holds a network's state dict, and nothing else.
+
+    Raises:
+        ValueError: If the file is none, or is that of a network of other shapes.
+    """
+    try:
+        network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path} does not fit {type(network).__name__} from {FEATURES} features to {WAYS} ways: {reason}. "
+            "A model is good only for the features and the --hidden that it was trained with"
+        ) from error

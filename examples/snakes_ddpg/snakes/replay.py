@@ -52,6 +52,10 @@ class Replay:
         """Transitions of single snakes that it holds."""
         return min(self.count, len(self.seen)) * self.ways[0].size
 
+    def ready(self, size: int, steps: int) -> bool:
+        """Whether it holds as many transitions as a batch needs, and one of so many steps."""
+        return len(self) >= size and min(self.count, len(self.seen)) > steps
+
     def next(self) -> int:
         """The place of the moment to fill now; it counts from the next call on."""
         self.count += 1

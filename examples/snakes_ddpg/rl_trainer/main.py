@@ -1,0 +1,276 @@
+"""Trains three snakes to beat three others, on one process or on any number of ranks.
+
+From the folder above, on one process; on two; with a public guide's settings; and going on with the latest run::
+
+    python rl_trainer/main.py
+    torchrun --nproc_per_node=2 rl_trainer/main_ddp.py
+    ./train_ddp.sh --preset guide-c
+    ./train_ddp.sh --resume
+
+What to expect: README.md, beside `train_ddp.sh`, has the measured results. Ctrl-C saves, and ends all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import resource
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from snakes import opponents, runs
+from snakes.collector import Collector
+from snakes.ddpg import DDPG
+from snakes.evaluation import Result, play_games
+from snakes.plan import cautions, describe, epsilon_at, opponent_at, resolve
+from snakes.policy import Policy
+from snakes.settings import read_settings
+
+import ddpkit
+
+log = logging.getLogger("snakes")
+ROUND = 50  # steps of all boards from one look at the global counters to the next
+EVALUATION_SEED = 2**31  # evaluations play games of their own, the same ones each time
+
+
+SUMS = ("episodes", "environment_steps", "wins", "deaths", "snake_1", "snake_2", "snake_3", "opponent", "updates")
+COUNTERS = ("episodes", "environment_steps", "optimiser_steps", "samples")
+
+
+def prepare(world_size: int) -> argparse.Namespace | int:
+    """Reads the settings and finds or makes the run's folder; after a bad one, says so and returns the exit status."""
+    try:
+        settings = read_settings()
+        if settings.resume:
+            folder = runs.find_run(settings.resume, settings.runs_folder)
+            settings = read_settings(saved=runs.read_config(folder))
+        settings = resolve(settings, world_size)
+        if settings.load_model:
+            wanted = (settings.load_model_run or "latest", settings.load_model_run_episode)
+            for what in ("actor", "critic"):
+                setattr(settings, f"load_{what}", runs.find_model(*wanted, what, settings.runs_folder))
+        settings.folder = folder if settings.resume else runs.new_run(settings.runs_folder)
+        runs.save_config(settings.folder, vars(settings))
+        return settings
+    except SystemExit as end:  # argparse has said why
+        return end.code
+    except (ValueError, OSError) as error:
+        print(f"main.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
+    log.info("%s\n\n%s\n\nwriting to %s\n", job, describe(settings), settings.folder)
+    for caution in cautions(settings) if ddpkit.is_main_process() else ():
+        log.warning("warning: %s", caution)
+    stopping, clock, start = stop_on_signals(), Clock(), time.monotonic()
+
+    ddpkit.seed_everything(settings.seed)
+    lrs = {"a_lr": settings.actor_lr, "c_lr": settings.critic_lr}
+    agent = DDPG(job.device, hidden=settings.hidden, **lrs, tau=settings.tau, entropy=settings.entropy)
+    parts = {"networks": agent.networks, "targets": agent.targets, "optimizer": agent.optimizer}
+    checkpoints = ddpkit.Checkpointer(settings.folder / "checkpoints", keep=2)
+    total = Counter(dict.fromkeys(COUNTERS, 0))
+    best = (-1.0, 0.0)
+    if settings.resume and (saved := checkpoints.load_latest(**parts)):
+        total, best = Counter(saved["total"]), tuple(saved["best"])
+        moved = f" on {saved['ranks']} ranks, now on {job.world_size}" * (saved["ranks"] != job.world_size)
+        log.info("resumed after episode %d%s; boards and replay start anew", total["episodes"], moved)
+    elif settings.load_model:
+        agent.load(settings.load_actor, settings.load_critic)
+        log.info("begins with %s", settings.load_actor)
+
+    log.info("compiling what is not in Numba's cache yet; the first time that takes half a minute")
+    with ddpkit.main_process_first(local=True):
+        warm_up(settings)
+    share = range(job.rank * settings.boards_per_rank, (job.rank + 1) * settings.boards_per_rank)
+    collector = Collector(
+        share,
+        settings.boards_global,
+        ddpkit.sample_seed(settings.seed, 1, total["environment_steps"]),
+        episode_length=settings.episode_length,
+        transitions=settings.buffer_size,
+        death=settings.death_penalty,
+    )
+    rng = np.random.default_rng(ddpkit.sample_seed(settings.seed, 2 + job.rank, total["environment_steps"]))
+    exchange = clock.timed("exchange", ddpkit.average_gradients)
+
+    writer = SummaryWriter(settings.folder, purge_step=total["episodes"]) if ddpkit.is_main_process() else None
+    bar = tqdm(total=settings.episodes, initial=total["episodes"], unit="episode", disable=None if writer else True)
+    news, stop = Counter(), False  # news: sums over all ranks since the last report
+    while not stop:
+        episode, epsilon = total["episodes"], epsilon_at(settings, total["environment_steps"])
+        opponent = opponent_at(settings, episode + 1)
+        sums, losses = Counter(dict.fromkeys(SUMS, 0)), torch.zeros(2, device=job.device)
+        for _ in range(ROUND):
+            with clock("play"):
+                sums.update(collector.play(agent.actor, opponents.get(opponent), epsilon))
+            for _ in range(settings.updates if collector.replay.ready(settings.batch_per_rank, settings.n_step) else 0):
+                with clock("sample"):
+                    batch = collector.replay.sample(
+                        settings.batch_per_rank, settings.n_step, settings.gamma, rng, job.device
+                    )
+                with clock("update"):
+                    losses += torch.stack(agent.update(batch, exchange))
+                sums["updates"] += 1
+        sums["a_loss"], sums["c_loss"] = losses.tolist()
+
+        sums = Counter(ddpkit.all_reduce(dict(sums)))
+        steps = sums["updates"] // job.world_size  # a step is one of all ranks together
+        total.update({name: sums[name] for name in ("episodes", "environment_steps")})
+        total.update(optimiser_steps=steps, samples=steps * settings.batch_global)
+        news.update(sums)
+        finished = total["episodes"] >= settings.episodes
+        late = settings.time_limit is not None and time.monotonic() - start > settings.time_limit
+        stop = ddpkit.stop_together(finished or late or stopping.is_set())
+        bar.update(total["episodes"] - episode)
+
+        def due(interval: int, episode: int = episode, finished: bool = finished) -> bool:
+            return finished or total["episodes"] // interval > episode // interval
+
+        if due(settings.log_interval) and news["episodes"]:
+            report(writer, total, news, epsilon, opponent)
+            news.clear()
+        if due(settings.eval_interval):
+            with clock("evaluate"):
+                result = evaluate(agent, settings, job)
+            log.info("evaluation after episode %d, against %s: %s", total["episodes"], settings.eval_opponent, result)
+            if writer:
+                writer.add_scalar("evaluation/win_rate", result.win_rate, total["episodes"])
+                writer.add_scalar("evaluation/score", result.scores[0] - result.scores[1], total["episodes"])
+            standing = (result.win_rate, result.scores[0] - result.scores[1])
+            if standing > best:
+                best = standing
+                ddpkit.run_on_main(save_models, settings.folder, "best", agent)
+        if stop or due(settings.save_interval):
+            with clock("save"):
+                ddpkit.check_replicas(nn.ModuleList([agent.networks, agent.targets]), agent.optimizer)
+                ddpkit.run_on_main(save_models, settings.folder, total["episodes"], agent)
+                state = {"total": dict(total), "best": list(best), "ranks": job.world_size}
+                checkpoints.save(total["optimiser_steps"], **parts, **state)
+    bar.close()
+    summarize(settings, job, total, clock, time.monotonic() - start)
+
+
+def warm_up(settings: argparse.Namespace) -> None:
+    """Runs what Numba compiles once, so that it is in the cache."""
+    agent = DDPG(torch.device("cpu"), hidden=4, a_lr=1.0, c_lr=1.0, tau=1.0, entropy=0.0)
+    collector = Collector(range(2), 2, 0, episode_length=9, transitions=60, death=1.0)
+    for player in {opponent_at(settings, 1), settings.eval_opponent, *opponents.LEVELS}:
+        collector.play(agent.actor, opponents.get(player), 0.5)
+    collector.replay.sample(2, 1, 0.9, np.random.default_rng(0), torch.device("cpu"))
+
+
+def save_models(folder: Path, name: int | str, agent: DDPG) -> None:
+    runs.save_models(folder, name, agent.actor.state_dict(), agent.critic.state_dict())
+
+
+def evaluate(agent: DDPG, settings: argparse.Namespace, job: ddpkit.Context) -> Result:
+    """Plays the evaluation's games, of which every rank takes a share. Collective."""
+    share = np.array_split(np.arange(settings.eval_games), job.world_size)[job.rank]
+    first = int(share[0]) if len(share) else 0
+    opponent = opponents.get(settings.eval_opponent)
+    mine = play_games(Policy(agent.actor), opponent, len(share), seed=EVALUATION_SEED, first=first)
+    return Result(*ddpkit.all_reduce(dataclasses.astuple(mine)))
+
+
+def report(writer: SummaryWriter | None, total: Counter, news: Counter, epsilon: float, opponent: str | int) -> None:
+    """Says how it goes: means over the episodes since the last report, of all ranks."""
+    episode, episodes, updates = total["episodes"], news["episodes"], max(news["updates"], 1)
+    snakes = {name: news[name] / episodes for name in ("snake_1", "snake_2", "snake_3")}
+    reward, losses = sum(snakes.values()), {"actor": news["a_loss"] / updates, "critic": news["c_loss"] / updates}
+    rates = {"win_rate": news["wins"] / episodes, "opponent": news["opponent"] / episodes}
+    rates["deaths"] = news["deaths"] / news["environment_steps"] * 200
+    log.info(
+        f"[Episode {episode:05d}] total_reward: {reward:.1f} epsilon: {epsilon:.2f} [v3.0] difficulty: {opponent}\n"
+        f"\t{' '.join(f'{name}: {value:.1f}' for name, value in snakes.items())}\n"
+        f"\ta_loss {losses['actor']:.3f} c_loss {losses['critic']:.3f}\n"
+        f"\twin_rate {rates['win_rate']:.2f} opponent_reward {rates['opponent']:.1f}"
+        f" environment_steps {total['environment_steps']} samples {total['samples']}"
+        f" optimiser_steps {total['optimiser_steps']}"
+    )
+    if writer:
+        for tag, values in (("reward", snakes | {"total": reward}), ("loss", losses), ("play", rates)):
+            for name, value in values.items():
+                writer.add_scalar(f"{tag}/{name}", value, episode)
+        writer.flush()
+
+
+def summarize(settings: argparse.Namespace, job: ddpkit.Context, total: Counter, clock: Clock, seconds: float) -> None:
+    """Says where the time went and how much memory each rank took, and leaves it in `summary.json`. Collective."""
+    clock["update"] -= clock["exchange"]
+    memory = ddpkit.all_gather_object(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    shares = {part: clock[part] / seconds for part in ("play", "sample", "update", "exchange", "evaluate", "save")}
+    speeds = {name: total[name] / seconds for name in COUNTERS}
+    summary = {"ranks": job.world_size, "seconds": seconds, "total": dict(total), "per_second": speeds}
+    summary |= {"share_of_time": shares, "memory_mib_by_rank": memory}
+    log.info(
+        "%s after %d episodes and %.0f s, %.1f episodes/s\n\ttime: %s\n\tmemory: %.0f MiB on the rank that took most",
+        "done" if total["episodes"] >= settings.episodes else "stopped (go on with --resume)",
+        total["episodes"],
+        seconds,
+        speeds["episodes"],
+        ", ".join(f"{part} {share:.0%}" for part, share in shares.items()),
+        max(memory),
+    )
+    if ddpkit.is_main_process():
+        (settings.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+class Clock(Counter):
+    """Seconds spent in each part of the program."""
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self[part] += time.perf_counter() - start
+
+    def timed(self, part: str, fn: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: object) -> None:
+            with self(part):
+                fn(*args)
+
+        return run
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that Ctrl-C or a scheduler's SIGTERM sets; a second signal ends the process as usual."""
+    event = threading.Event()
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        event.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    return event
+
+
+if __name__ == "__main__":
+    handler = logging.StreamHandler()
+    handler.addFilter(ddpkit.RankFilter())  # the main process speaks for all; warnings come from every rank
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
+    with ddpkit.distributed(num_threads=1) as context, logging_redirect_tqdm():
+        prepared = ddpkit.run_on_main(prepare, context.world_size)
+        if not isinstance(prepared, int):
+            main(prepared, context)
+    if isinstance(prepared, int):
+        sys.exit(prepared)
