@@ -229,7 +229,8 @@ def _describe_way(boards, b, s, way, free, misses, areas, features):
     features[9] = areas[0] / 100
     features[10] = areas[1] / 100
     features[11] = areas[2] / 40
-    features[12] = min(1.0, areas[0] / boards.lengths[b, s])  # below 1 it may not fit
+    length = max(1, np.int64(boards.lengths[b, s]))  # 0 if it found no place to respawn, which ends the episode
+    features[12] = min(1.0, areas[0] / length)  # below 1 it may not fit
 
 
 @njit(cache=True)
