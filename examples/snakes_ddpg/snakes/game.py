@@ -1,8 +1,8 @@
 """The game: its rules as plain loops over many boards at once, compiled by Numba.
 
-Six snakes move on a torus of 10 x 20 cells; 0, 1, 2 are team A and 3, 4, 5 team B. A cell is a number from 0 to 199, row
-by row; a direction is one of UP, DOWN, LEFT, RIGHT. Every board draws from its own random stream, so that a game depends
-on its seed and its moves alone, not on the boards beside it.
+Six snakes move on a torus of 10 x 20 cells; 0, 1, 2 are team A and 3, 4, 5 team B. A cell is a number from 0 to 199,
+row by row; a direction is one of UP, DOWN, LEFT, RIGHT. Every board draws from its own random stream, so that a game
+depends on its seed and its moves alone, not on the boards beside it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ NEXT = np.stack(
 OPPOSITE = np.array([DOWN, UP, RIGHT, LEFT], np.uint8)
 _SEARCH = np.array([RIGHT, DOWN, UP, LEFT], np.uint8)  # the order in which a respawn looks around
 
+# a call that hands over Boards, eight arrays, would cost more than most of these functions do
+_inlined = njit(cache=True, forceinline=True)
+
 
 class Boards(NamedTuple):
     """The state of n boards. Segment i of a snake, 0 the head, is `bodies[b, s, (heads[b, s] + i) % 256]`."""
@@ -50,7 +53,7 @@ class Boards(NamedTuple):
     streams: np.ndarray  # (n,) uint64: states of the random streams
 
 
-@njit(cache=True, inline="always")
+@_inlined
 def draw(boards, b, n):
     """A uniform integer below n (n < 2**16), from the board's own stream (SplitMix64)."""
     boards.streams[b] += np.uint64(0x9E3779B97F4A7C15)
@@ -61,25 +64,24 @@ def draw(boards, b, n):
     return np.int64(((z >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
 
 
-@njit(cache=True, inline="always")
+@_inlined
 def segment(boards, b, s, i):
     """The cell of a snake's i-th segment; 0 is the head."""
     return boards.bodies[b, s, np.uint8(boards.heads[b, s] + i)]
 
 
-@njit(cache=True)
+@_inlined
 def _place(boards, b, s, head, neck, tail, heading):
     boards.heads[b, s] = 0
     boards.lengths[b, s] = START_LENGTH
     boards.headings[b, s] = heading
-    body = boards.bodies[b, s]
-    body[0], body[1], body[2] = head, neck, tail
+    boards.bodies[b, s, 0], boards.bodies[b, s, 1], boards.bodies[b, s, 2] = head, neck, tail
     boards.cells[b, head] += 1
     boards.cells[b, neck] += 1
     boards.cells[b, tail] += 1
 
 
-@njit(cache=True)
+@_inlined
 def _refill_beans(boards, b):
     """Draws the missing beans, uniformly over the free cells."""
     for i in range(BEANS):
@@ -90,56 +92,50 @@ def _refill_beans(boards, b):
                 boards.cells[b, cell] = BEAN
 
 
-@njit(cache=True)
+@_inlined
 def _reset(boards, b):
     boards.cells[b] = 0
     boards.beans[b] = NONE
     boards.times[b] = 0
-    cells = boards.cells[b]
     for s in range(SNAKES):
         while True:  # redraw until nothing overlaps
             tail, heading = draw(boards, b, CELLS), draw(boards, b, 4)
             neck = NEXT[tail, heading]
             head = NEXT[neck, heading]
-            if cells[tail] == 0 and cells[neck] == 0 and cells[head] == 0:
+            if boards.cells[b, tail] == 0 and boards.cells[b, neck] == 0 and boards.cells[b, head] == 0:
                 break
         _place(boards, b, s, head, neck, tail, heading)
     _refill_beans(boards, b)
 
 
-@njit(cache=True)
+@_inlined
 def _respawn(boards, b, s):
     """Puts a removed snake back, without randomness. Returns whether there was a place for it."""
-    cells = boards.cells[b]
-    found = np.empty(13, np.uint8)
     for start in range(CELLS):
-        if cells[start] != 0:
+        if boards.cells[b, start] != 0:
             continue
+        found = boards.bodies[b, s]
         found[0] = start
         known, looked_at = 1, 0
-        while looked_at < known and looked_at < START_LENGTH:  # breadth first, until three are popped
+        while looked_at < known < START_LENGTH:  # breadth first
             for direction in _SEARCH:
                 cell = NEXT[found[looked_at], direction]
-                if cells[cell] != 0:
-                    continue
-                new = True
-                for i in range(known):
-                    new &= found[i] != cell
-                if new:
+                if boards.cells[b, cell] == 0 and cell != start:
                     found[known] = cell
                     known += 1
+                    if known == START_LENGTH:
+                        break
             looked_at += 1
-        if looked_at < START_LENGTH:
-            continue
-        head, neck, tail = found[0], found[1], found[2]
-        if _is_corner(head, neck, tail):
-            head, neck = neck, head
-        _place(boards, b, s, head, neck, tail, _heading(head, neck))
-        return True
+        if known == START_LENGTH:
+            head, neck, tail = found[0], found[1], found[2]
+            if _is_corner(head, neck, tail):
+                head, neck = neck, head
+            _place(boards, b, s, head, neck, tail, _heading(head, neck))
+            return True
     return False
 
 
-@njit(cache=True)
+@_inlined
 def _is_corner(cell, one, other):
     """Whether the cell has one of two cells in its row and the other in its column."""
     row, column = cell // COLUMNS, cell % COLUMNS
@@ -148,7 +144,7 @@ def _is_corner(cell, one, other):
     )
 
 
-@njit(cache=True)
+@_inlined
 def _heading(head, neck):
     """From raw coordinates, as the original does: across the border it points into the neck."""
     if head // COLUMNS == neck // COLUMNS:
@@ -156,45 +152,54 @@ def _heading(head, neck):
     return DOWN if head > neck else UP
 
 
-@njit(cache=True)
+@_inlined
+def _bury(boards, b, rewards, died):
+    """Removes all dead, then puts them back. Returns whether there was a place for each."""
+    for s in range(SNAKES):
+        if died[b, s]:
+            rewards[b, s] += START_LENGTH - boards.lengths[b, s]  # with this step's bean taken back
+            for i in range(boards.lengths[b, s]):
+                boards.cells[b, segment(boards, b, s, i)] -= 1
+    placed = True
+    for s in range(SNAKES):
+        if died[b, s] and not _respawn(boards, b, s):
+            boards.lengths[b, s], placed = 0, False
+    return placed
+
+
+@_inlined
 def _step(boards, b, actions, rewards, died, limit):
     """One step of one board. Replaces reversals in `actions` by what was drawn. Returns whether the episode ends."""
-    cells, total = boards.cells[b], 0
+    cells = boards.cells
+    any_died, placed, total = False, True, 0
     for s in range(SNAKES):
-        action, back = actions[s], OPPOSITE[boards.headings[b, s]]
+        action, back = actions[b, s], OPPOSITE[boards.headings[b, s]]
         if action == back:  # a reversal becomes one of the three other directions
-            action = draw(boards, b, 3)
-            action += action >= back
-            actions[s] = action
+            action = np.uint8(draw(boards, b, 3))
+            action += np.uint8(action >= back)
+            actions[b, s] = action
         boards.headings[b, s] = action
 
         head = NEXT[segment(boards, b, s, 0), action]
-        rewards[s] = cells[head] >= BEAN
-        if rewards[s]:
-            cells[head] -= BEAN
+        if cells[b, head] >= BEAN:
+            rewards[b, s] = 1
+            cells[b, head] -= BEAN
             for i in range(BEANS):
                 if boards.beans[b, i] == head:
                     boards.beans[b, i] = NONE
             boards.lengths[b, s] += 1
         else:
-            cells[segment(boards, b, s, boards.lengths[b, s] - 1)] -= 1
+            rewards[b, s] = 0
+            cells[b, segment(boards, b, s, boards.lengths[b, s] - 1)] -= 1
         boards.heads[b, s] -= 1
         boards.bodies[b, s, boards.heads[b, s]] = head
-        cells[head] += 1
+        cells[b, head] += 1
 
-    some_died, placed = False, True
     for s in range(SNAKES):
-        died[s] = cells[segment(boards, b, s, 0)] & ~BEAN > 1
-        some_died |= died[s]
-    if some_died:
-        for s in range(SNAKES):
-            if died[s]:
-                rewards[s] += START_LENGTH - boards.lengths[b, s]  # with this step's bean taken back
-                for i in range(boards.lengths[b, s]):
-                    cells[segment(boards, b, s, i)] -= 1
-        for s in range(SNAKES):
-            if died[s] and not _respawn(boards, b, s):
-                boards.lengths[b, s], placed = 0, False
+        died[b, s] = cells[b, segment(boards, b, s, 0)] & ~BEAN > 1
+        any_died |= died[b, s]
+    if any_died:
+        placed = _bury(boards, b, rewards, died)
     for s in range(SNAKES):
         total += boards.lengths[b, s]
     boards.times[b] += 1
@@ -214,7 +219,7 @@ def _reset_all(boards, which):
 @njit(cache=True, nogil=True)
 def _step_all(boards, actions, rewards, died, done, limit):
     for b in range(len(done)):
-        done[b] = _step(boards, b, actions[b], rewards[b], died[b], limit)
+        done[b] = _step(boards, b, actions, rewards, died, limit)
 
 
 class Game:
@@ -225,9 +230,14 @@ class Game:
         seed: Of all boards; each has a stream of its own.
         first: Number of the first board among all that are played with this seed, on whatever rank.
         episode_length: Steps after which a board is done.
+
+    Raises:
+        ValueError: If there is no board, or an episode no step.
     """
 
     def __init__(self, count: int, seed: int = 0, *, first: int = 0, episode_length: int = STEPS) -> None:
+        if count < 1 or episode_length < 1:
+            raise ValueError(f"count and episode_length must be at least 1, not {count} and {episode_length}")
         streams = np.array([ddpkit.sample_seed(seed, 0, first + b) for b in range(count)], np.uint64)
         shapes = {"cells": CELLS, "bodies": (SNAKES, 256), "heads": SNAKES, "lengths": SNAKES, "headings": SNAKES}
         arrays = {name: np.zeros((count, *np.atleast_1d(shape)), np.uint8) for name, shape in shapes.items()}
@@ -245,7 +255,17 @@ class Game:
         _reset_all(self.boards, np.ones(len(self.done), np.bool_) if which is None else which)
 
     def step(self, actions: np.ndarray) -> None:
-        """Moves all snakes by actions of shape (n, 6), uint8, in which reversals become the directions taken."""
+        """Moves all snakes by actions of shape (n, 6), uint8, 0 to 3, in which reversals become the directions taken.
+
+        A board that is done must be reset before its next step.
+
+        Raises:
+            ValueError: If the actions have another shape or dtype.
+        """
+        if actions.shape != self.died.shape or actions.dtype != np.uint8:
+            raise ValueError(
+                f"actions must be uint8 of shape {self.died.shape}, not {actions.dtype} of shape {actions.shape}"
+            )
         _step_all(self.boards, actions, self.rewards, self.died, self.done, self.episode_length)
 
     def scores(self) -> np.ndarray:
@@ -260,7 +280,25 @@ class Game:
     def put(
         self, b: int, bodies: Sequence[Sequence[int]], headings: Sequence[int], beans: Sequence[int], time: int = 0
     ) -> None:
-        """Puts a board into a state: cells of each snake, head first; headings; cells of at most five beans."""
+        """Puts a board into a state: cells of each snake, head first; headings; cells of at most five beans.
+
+        Raises:
+            ValueError: If this is no state that a game can be in.
+        """
+        cells = [cell for body in (*bodies, beans) for cell in body]
+        if (
+            [len(bodies), len(headings)] != [SNAKES, SNAKES]
+            or min(map(len, bodies)) < START_LENGTH
+            or len(beans) > BEANS
+            or not {*headings} <= {UP, DOWN, LEFT, RIGHT}
+            or not {*cells} <= {*range(CELLS)}
+            or len({*cells}) < len(cells)
+        ):
+            raise ValueError(
+                f"expected {SNAKES} bodies of at least {START_LENGTH} cells, {SNAKES} headings from 0 to 3 and at most "
+                f"{BEANS} beans, all on different cells from 0 to {CELLS - 1}, "
+                f"found bodies {bodies}, headings {headings}, beans {beans}"
+            )
         at = self.boards
         at.cells[b], at.beans[b], at.times[b] = 0, NONE, time
         at.heads[b], at.lengths[b], at.headings[b] = 0, [len(body) for body in bodies], headings
