@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+from snakes import runs
 from snakes.drawing import Frame, render, snap, write_gif, write_strip
 from snakes.evaluation import Result, play_games
 from snakes.game import SNAKES, Game
-from snakes.opponents import Player, get
+from snakes.opponents import OPPONENTS, Player, get
+from snakes.policy import load_policy
 from tqdm import tqdm
 
 AT_ONCE = 128  # games between two moves of the progress bar
@@ -67,14 +69,17 @@ def fail(message: object) -> NoReturn:
 
 
 def player(name: str) -> Player:
-    """The player of a name: an opponent's name, or a difficulty.
+    """The player of a name: a scripted opponent by its name or difficulty, or a trained model, see `runs.parse()`.
 
     Raises:
         ValueError: If there is none; the message lists those there are.
     """
-    # Trained models join here: the path of an actor_*.pth, a run's folder, "runN", "runN:episode" or "latest", which
-    # snakes.runs is to find and the agent's modules to load as a Player; neither exists so far.
-    return get(int(name) if name.isdecimal() else name)
+    if name.isdecimal() or name in OPPONENTS:
+        return get(int(name) if name.isdecimal() else name)
+    try:
+        return load_policy(runs.parse(name))
+    except FileNotFoundError as error:
+        raise ValueError(f"{error}; the scripted players are: {', '.join(OPPONENTS)}") from error
 
 
 def play_one(a: Player, b: Player, seed: int) -> Iterator[Frame]:
