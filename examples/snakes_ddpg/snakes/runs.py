@@ -1,0 +1,150 @@
+"""Where a run leaves its files, and how to find them again.
+
+A run is a folder `runN_YYYYMMDD_HHMMSS` with `config.json`, TensorBoard's events, `trained_model/actor_E.pth` and
+`critic_E.pth` (E: the episode, or "best"), and `checkpoints/`, from which it resumes. Writing is for the main process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1] / "rl_trainer" / "runs" / "snakes_3v3"
+MODELS = "trained_model"
+
+
+def list_runs(root: Path = ROOT) -> dict[int, Path]:
+    """The folders of the runs by number, in order; the newest is the last."""
+    folders = {path: re.fullmatch(r"run(\d+)(_.*)?", path.name) for path in sorted(root.glob("run*"))}
+    found = {int(match[1]): path for path, match in folders.items() if match and path.is_dir()}
+    return dict(sorted(found.items()))
+
+
+def list_models(folder: Path, what: str = "actor") -> dict[int | str, Path]:
+    """The files of a run's actors, or critics, by episode, in order; "best" is the last."""
+    files = {path: re.fullmatch(rf"{what}_(\d+|best)\.pth", path.name) for path in (folder / MODELS).glob("*")}
+    found = {int(match[1]) if match[1] != "best" else "best": path for path, match in files.items() if match}
+    return dict(sorted(found.items(), key=lambda item: (item[0] == "best", item[0])))
+
+
+def new_run(root: Path = ROOT) -> Path:
+    """Makes the folder of a new run, with the next number; runs that start in one moment get different ones."""
+    root.mkdir(parents=True, exist_ok=True)
+    number = max(list_runs(root), default=0)
+    while True:
+        number += 1
+        claim = root / f".run{number}"  # the folders' names hold a time too, so their names alone would not collide
+        try:
+            claim.mkdir()
+        except FileExistsError:  # another run is making the folder of this number
+            continue
+        try:
+            if number not in list_runs(root):
+                folder = root / f"run{number}_{time.strftime('%Y%m%d_%H%M%S')}"
+                folder.mkdir()
+                return folder
+        finally:
+            claim.rmdir()
+
+
+def find_run(run: int | str, root: Path = ROOT) -> Path:
+    """The folder of a run.
+
+    Args:
+        run: Its number, also as "3" or "run3"; "latest"; or a folder, by its path or its name in `root`.
+
+    Raises:
+        FileNotFoundError: If there is none; the message names what was looked for and the runs that exist.
+    """
+    found = list_runs(root)
+    if match := re.fullmatch(r"(?:run)?(\d+)", str(run)):
+        looked_for, folder = root / f"run{match[1]}_*", found.get(int(match[1]))
+    elif run == "latest":
+        looked_for, folder = root / "run*", found.get(max(found, default=0))
+    else:
+        looked_for = folder = Path(run) if Path(run).is_dir() else root / run
+    if folder is None or not folder.is_dir():
+        raise FileNotFoundError(f"there is no {looked_for}; the runs in {root} are: {_listed(found)}")
+    return folder
+
+
+def find_model(run: int | str, episode: int | str | None = None, what: str = "actor", root: Path = ROOT) -> Path:
+    """The file of a model of a run.
+
+    Args:
+        run: See `find_run()`.
+        episode: After which it was saved, or "best"; None: the best by evaluation if there is one, else the last.
+        what: "actor" or "critic".
+        root: Folder of the runs.
+
+    Raises:
+        FileNotFoundError: If there is no such run or episode; the message lists those that exist.
+    """
+    folder = find_run(run, root)
+    found = list_models(folder, what)
+    if episode is None and found:
+        return list(found.values())[-1]
+    if episode not in found:
+        looked_for = folder / MODELS / f"{what}_{'*' if episode is None else episode}.pth"
+        raise FileNotFoundError(f"there is no {looked_for}; the episodes of this run are: {_listed(found)}")
+    return found[episode]
+
+
+def parse(text: str, root: Path = ROOT) -> Path:
+    """The file of the actor that a user means: "run3:2000", "run3:best", "run3", "3", "latest", a folder or a file.
+
+    Raises:
+        FileNotFoundError: If there is none; the message lists the runs or episodes that exist.
+    """
+    if Path(text).is_file():
+        return Path(text)
+    if text.endswith(".pth"):
+        raise FileNotFoundError(f"there is no file {text}; a run's model is also found as runN:EPISODE, runN or latest")
+    run, episode = re.fullmatch(r"(.*?)(?::(\d+|best))?", text).groups()
+    return find_model(run, int(episode) if episode and episode != "best" else episode, root=root)
+
+
+def save_models(folder: Path, episode: int | str, actor: Mapping[str, Any], critic: Mapping[str, Any]) -> None:
+    """Writes two state dicts into a run's folder under the episode's number, or "best"; a file is whole or absent."""
+    (folder / MODELS).mkdir(exist_ok=True)
+    for what, state in (("actor", actor), ("critic", critic)):
+        with _replacing(folder / MODELS / f"{what}_{episode}.pth") as path:
+            torch.save(state, path)
+
+
+def save_config(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Writes the settings of a run into its folder; paths become text."""
+    with _replacing(folder / "config.json") as path:
+        path.write_text(json.dumps(settings, indent=2, default=str) + "\n")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The settings of a run.
+
+    Raises:
+        FileNotFoundError: If the folder holds none.
+    """
+    return json.loads((folder / "config.json").read_text())
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A name to write a file under, which replaces the old file when it is complete."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _listed(found: Mapping[Any, Path]) -> str:
+    return ", ".join(map(str, found)) or "none"
