@@ -1,0 +1,143 @@
+"""What a run is going to do on its number of ranks: what follows from the settings, step by step and in all.
+
+Every schedule follows global counters, the episodes and environment steps of all boards of all ranks together, so it is
+the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+
+from ddpkit import ScalePlan
+
+BATCH_SIZE = 1024  # rows per optimiser step, global, if no flag says otherwise
+EVASIVE = "evasive"  # the opponent's name
+
+# difficulty, to be rounded down, by the part of the run that is over
+LADDERS: dict[str, Callable[[float], float]] = {
+    "linear": lambda p: 4 * p,
+    "exponential": lambda p: 4 * p**1.5,
+    "curriculum": lambda p: sum(p >= change for change in (0.10, 0.30, 0.60, 0.85)),
+}
+
+
+def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace:
+    """Adds what depends on the number of ranks.
+
+    Returns:
+        A copy of the settings with `world_size`; `episodes` (global); `boards_global` and `boards_per_rank`;
+        `batch_global` and `batch_per_rank` (rows per optimiser step); `actor_lr` and `critic_lr`, scaled; and
+        `evasion_start` (episode, global).
+
+    Raises:
+        ValueError: If the global batch does not divide by the ranks or a rank's batch is larger than its buffer.
+    """
+    size, keep = settings.batch_size, "per_rank"
+    if size is None:
+        size, keep = settings.global_batch_size or _round_up(BATCH_SIZE, world_size), "global"
+    actor, critic = (
+        ScalePlan(size, lr, world_size, keep=keep, rule=settings.lr_scaling) for lr in (settings.a_lr, settings.c_lr)
+    )
+    if actor.per_rank_batch_size > settings.buffer_size:
+        raise ValueError(
+            f"a batch of {actor.per_rank_batch_size} rows per rank does not fit a buffer of {settings.buffer_size} "
+            "transitions per rank: raise --buffer_size or lower the batch size"
+        )
+    episodes = settings.total_episodes or settings.max_episodes * world_size
+    start, boards = settings.opponent_evasion_start_episode, _round_up(settings.boards, world_size)
+    added = {
+        "world_size": world_size,
+        "episodes": episodes,
+        "boards_global": boards,
+        "boards_per_rank": boards // world_size,
+        "batch_global": actor.global_batch_size,
+        "batch_per_rank": actor.per_rank_batch_size,
+        "actor_lr": actor.lr,
+        "critic_lr": critic.lr,
+        "evasion_start": round(start * episodes) if isinstance(start, float) else start,
+    }
+    return argparse.Namespace(**vars(settings) | added)
+
+
+def difficulty(strategy: str, episode: int, max_episodes: int) -> int:
+    """The opponent's level, 0 to 4, in an episode, which counts from 1 to `max_episodes`; both global."""
+    return min(4, int(LADDERS[strategy](episode / max_episodes)))
+
+
+def opponent_at(settings: argparse.Namespace, episode: int) -> str | int:
+    """Whom to play in an episode (global, from 1), by name or difficulty. Takes resolved settings."""
+    if settings.enable_opponent_evasion and episode >= settings.evasion_start:
+        return EVASIVE
+    if settings.opponent_difficulty_strategy == "fixed":
+        return settings.opponent
+    return difficulty(settings.opponent_difficulty_strategy, episode, settings.episodes)
+
+
+def epsilon_at(settings: argparse.Namespace, environment_steps: int) -> float:
+    """The part of the moves that is random after so many environment steps, of all boards of all ranks together."""
+    floor = min(settings.epsilon_min, settings.epsilon)
+    return max(floor, settings.epsilon * settings.epsilon_speed**environment_steps)
+
+
+def describe(settings: argparse.Namespace) -> str:
+    """What a run is going to do, in a few lines for its start. Takes resolved settings."""
+    s, ranks = settings, settings.world_size
+    board_steps = -(-s.episodes // s.boards_global) * s.episode_length  # steps of all boards together
+    steps = board_steps * s.updates
+    rows = {
+        "ranks": f"{ranks}",
+        "episodes": f"{s.episodes:,} in all, {s.episodes / ranks:,.10g} per rank, of {s.episode_length} steps",
+        "boards": f"{s.boards_global:,} at once, {s.boards_per_rank:,} per rank",
+        "batch": f"{s.batch_global:,} rows per optimiser step, {s.batch_per_rank:,} per rank",
+        "learning rates": f"{_scaled(s.a_lr, s.actor_lr)} (actor), {_scaled(s.c_lr, s.critic_lr)} (critic), "
+        f"scaling {s.lr_scaling}",
+        "environment steps": f"{board_steps * s.boards_global:,} in all",
+        "optimiser steps": f"{steps:,}, each of all ranks together: {s.updates} per step of all boards",
+        "samples": f"{steps * s.batch_global:,} rows drawn from the replays in all",
+        "epsilon": _describe_epsilon(s),
+        "opponents": _describe_opponents(s),
+    }
+    return "\n".join(f"{name:<18}  {value}" for name, value in rows.items())
+
+
+def cautions(settings: argparse.Namespace) -> list[str]:
+    """What a user may not have meant, a line each. Takes resolved settings."""
+    lines = []
+    if settings.enable_opponent_evasion and settings.evasion_start > settings.episodes:
+        lines.append(
+            f"the evasive opponent is never met: it comes with episode {settings.evasion_start:,}, the run ends with "
+            f"{settings.episodes:,}; pass a part of the run, as in --opponent_evasion_start_episode 0.8"
+        )
+    return lines
+
+
+def _describe_epsilon(s: argparse.Namespace) -> str:
+    floor = min(s.epsilon_min, s.epsilon)
+    text = f"{s.epsilon:g} x {s.epsilon_speed:.10g} per environment step, not below {floor:g}"
+    if not (0 < floor < s.epsilon and 0 < s.epsilon_speed < 1):
+        return text
+    steps = math.ceil(math.log(floor / s.epsilon) / math.log(s.epsilon_speed))
+    return f"{text}: after {steps:,}, some {steps // s.episode_length:,} episodes"
+
+
+def _describe_opponents(s: argparse.Namespace) -> str:
+    strategy, numbers = s.opponent_difficulty_strategy, range(1, s.episodes + 1)
+    if strategy == "fixed":
+        text = f"{s.opponent}, all the time"
+    else:
+        firsts = (
+            bisect_left(numbers, level, key=lambda e: difficulty(strategy, e, s.episodes)) for level in range(1, 5)
+        )
+        text = f"{strategy}: level 1, 2, 3, 4 from episode {', '.join(f'{numbers[i]:,}' for i in firsts)}"
+    return f"{text}; {EVASIVE} from {s.evasion_start:,}" if s.enable_opponent_evasion else text
+
+
+def _scaled(base: float, lr: float) -> str:
+    return f"{base:g}" if lr == base else f"{base:g} -> {lr:g}"
+
+
+def _round_up(count: int, ranks: int) -> int:
+    return -(-count // ranks) * ranks

@@ -1,0 +1,213 @@
+"""What a run is told: its flags, and presets of them. What follows from them is in `plan.py`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from snakes import runs
+from snakes.opponents import LEVELS, OPPONENTS
+from snakes.plan import BATCH_SIZE, LADDERS
+
+_ORIGINAL = {
+    "total_episodes": None,
+    "episode_length": 200,
+    "boards": 1,  # which becomes one per rank
+    "seed": 1,
+    "global_batch_size": None,
+    "buffer_size": 100_000,
+    "updates": 1,
+    "n_step": 1,
+    "hidden": 256,
+    "epsilon": 0.5,
+    "epsilon_min": 0.0,
+    "opponent_difficulty_strategy": "linear",
+    "opponent_evasion_start_episode": 40_000,
+    "save_interval": 1000,
+    "lr_scaling": "none",
+}
+_LADDER = _ORIGINAL | {
+    "batch_size": 128,
+    "a_lr": 3e-4,
+    "c_lr": 3e-4,
+    "gamma": 0.99,
+    "tau": 0.01,
+    "epsilon_speed": 0.9995,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "guide-a": _LADDER | {"max_episodes": 6250, "lr_scaling": "linear"},
+    "guide-b": _LADDER | {"max_episodes": 50_000},
+    "guide-c": _ORIGINAL
+    | {
+        "max_episodes": 6250,
+        "batch_size": 64,
+        "a_lr": 1e-4,
+        "c_lr": 1e-4,
+        "gamma": 0.95,
+        "tau": 0.001,
+        "epsilon_speed": 0.99998,
+        "opponent_difficulty_strategy": "fixed",
+        "opponent": "greedy",
+    },
+}
+
+
+def read_settings(argv: Sequence[str] | None = None, saved: Mapping[str, Any] | None = None) -> argparse.Namespace:
+    """Reads the command line.
+
+    Args:
+        argv: The arguments; those of the program by default.
+        saved: The settings of a run to go on with, in place of the defaults. A preset on the command line is stronger
+            than they are, a flag stronger than a preset.
+
+    Raises:
+        ValueError: If it is wrong, on every rank alike, so that the program can say so once.
+    """
+    parser = _make_parser()
+    given = parser.parse_args(argv)
+    load_model = given.load_model or given.load_model_run is not None or given.load_model_run_episode is not None
+    if given.resume and load_model:
+        parser.error("--resume goes on with the run's own weights: leave out --load_model and its kin")
+    parser.set_defaults(**(dict(saved or {}) | PRESETS.get(given.preset, {})))
+    settings = parser.parse_args(argv)
+    settings.load_model = load_model
+    return settings
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        description="Trains three snakes to beat three others.", formatter_class=_Formatter, allow_abbrev=False
+    )
+    count, share, rate = _number(int, 1), _number(float, 0, 1), _number(float, 1e-12)
+
+    group = parser.add_argument_group("length and seed")
+    add, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    add("--preset", type=_one_of(*PRESETS), help=f"the settings of a public guide: {', '.join(PRESETS)}")
+    text = "episodes, global"
+    either("--total_episodes", action=_Either, const="max_episodes", type=count, default=20_000, help=text)
+    either("--max_episodes", action=_Either, const="total_episodes", type=count, help="episodes per rank, instead")
+    add("--episode_length", type=count, default=200, help="steps of an episode")
+    text = "boards played at once, global; rounded up to a multiple of the ranks"
+    add("--boards", type=count, default=256, help=text)
+    add("--time_limit", type=_number(float, 0), help="seconds after which to save and stop")
+    add("--seed", type=_number(int, 0), default=1, help="of the weights and, with its own stream each, of every board")
+
+    group = parser.add_argument_group("agent")
+    add, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    text = "rows per optimiser step, per rank"
+    either("--batch_size", action=_Either, const="global_batch_size", type=count, help=text)
+    text = f"rows per optimiser step, global, instead (default: {BATCH_SIZE}, rounded up to a multiple of the ranks)"
+    either("--global_batch_size", action=_Either, const="batch_size", type=count, help=text)
+    add("--updates", type=count, default=2, help="optimiser steps per step of all boards; all ranks take them together")
+    add("--buffer_size", type=count, default=100_000, help="transitions kept, per rank")
+    add("--a_lr", type=rate, default=3e-4, help="learning rate of the actor, before scaling")
+    add("--c_lr", type=rate, default=1e-3, help="learning rate of the critic, before scaling")
+    text = "what --batch_size on several ranks does to the learning rates; Adam ignores a gradient's scale: none"
+    add("--lr_scaling", type=_one_of("none", "linear", "sqrt"), default="none", help=text)
+    add("--gamma", type=share, default=0.95, help="discount per step")
+    add("--tau", type=share, default=0.01, help="part of the way that the targets go per optimiser step")
+    add("--n_step", type=count, default=1, help="steps of reward in a target")
+    add("--entropy", type=_number(float, 0), default=0.01, help="worth of a nat of the actor's entropy, in beans")
+    add("--death_penalty", type=_number(float, 0), default=1.0, help="of dying beyond the length lost, in beans")
+    add("--hidden", type=count, default=128, help="width of the hidden layers")
+    softmax = _only("softmax", "the actor chooses one of four directions")
+    add("--output_activation", type=softmax, default="softmax", help="of the actor")
+
+    add = parser.add_argument_group("exploration and opponents").add_argument
+    add("--epsilon", type=share, default=0.2, help="part of the moves that is random at first")
+    add("--epsilon_speed", type=share, default=0.999999, help="factor of epsilon per environment step, global")
+    add("--epsilon_min", type=share, default=0.02, help="what epsilon does not fall below")
+    text = f"how the opponent's difficulty grows from 0 to 4 ({', '.join(LADDERS)}), or fixed: --opponent"
+    add("--opponent_difficulty_strategy", type=_one_of(*LADDERS, "fixed"), default="curriculum", help=text)
+    text = f"for the strategy fixed: {', '.join(OPPONENTS)}, or a difficulty from 0 to {len(LEVELS) - 1}"
+    add("--opponent", type=_opponent, default="greedy", metavar="name", help=text)
+    add("--enable_opponent_evasion", action="store_true", help="play against the evasive opponent later on")
+    text = "when: an episode, global, from 1; or with a point, a part of the run, such as 0.8"
+    add("--opponent_evasion_start_episode", type=_episode_or_part, default=40_000, metavar="E", help=text)
+
+    add = parser.add_argument_group("files and reports").add_argument
+    add("--save_interval", type=count, default=1000, help="episodes, global, between checkpoints")
+    add("--log_interval", type=count, default=500, help="episodes, global, between reports")
+    add("--eval_interval", type=count, default=2000, help="episodes, global, between evaluations")
+    add("--eval_games", type=count, default=400, help="games of an evaluation, global, on both sides in turn")
+    add("--eval_opponent", type=_opponent, default="greedy", metavar="name", help="whom to evaluate against")
+    add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
+    text = "go on with a run: a number, a folder, or latest, which it is without a value"
+    add("--resume", type=str, nargs="?", const="latest", metavar="RUN", help=text)
+    text = "begin a new run with the weights of an old one, by default the latest"
+    add("--load_model", action="store_true", help=text)
+    add("--load_model_run", type=count, metavar="N", help="the run whose weights to load")
+    add("--load_model_run_episode", type=count, metavar="E", help="and the episode; by default its best, else its last")
+    same = "as in the public trainers"
+    add("--game_name", help=same, type=_only("snakes_3v3", "this is a trainer for one game"), default="snakes_3v3")
+    add("--algo", help=same, type=_only("ddpg", "this is a trainer by one method"), default="ddpg")
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Leaves it to the program to say what is wrong, which on several ranks is to be said once."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.MetavarTypeHelpFormatter):
+    """Says nothing of a default that is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+class _Either(argparse.Action):
+    """Stores one of two exclusive settings and unsets the other, named by const, so that no default competes."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, values)
+        setattr(namespace, self.const, None)
+
+
+def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not low <= value <= high:
+            limits = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"must be {limits}, not {text}")
+        return value
+
+    read.__name__ = kind.__name__  # which argparse shows
+    return read
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in names:
+            near = get_close_matches(text, names, 1)
+            meant = f": did you mean {near[0]}?" if near else "."
+            raise argparse.ArgumentTypeError(f"there is no {text!r}{meant} Choose one of {', '.join(names)}")
+        return text
+
+    read.__name__ = "name"
+    return read
+
+
+def _only(name: str, reason: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text != name:
+            raise argparse.ArgumentTypeError(f"{text!r} is not possible, only {name}: {reason}")
+        return text
+
+    read.__name__ = "name"
+    return read
+
+
+def _opponent(text: str) -> str | int:
+    name = _one_of(*OPPONENTS, *map(str, range(len(LEVELS))))(text)
+    return int(name) if name.isdecimal() else name
+
+
+def _episode_or_part(text: str) -> int | float:
+    return _number(int, 1)(text) if text.isdecimal() else _number(float, 0, 1)(text)
