@@ -37,9 +37,17 @@ class Replay:
     Args:
         moments: How many fit.
         boards: On this rank.
+
+    Raises:
+        ValueError: If not even one transition fits.
     """
 
     def __init__(self, moments: int, boards: int) -> None:
+        if moments < 2:
+            raise ValueError(
+                f"a transition is between two moments of {boards} boards, which takes --buffer_size "
+                f"{2 * SNAKES * boards} per rank, but there is room for {moments}: raise it, or play fewer boards"
+            )
         shape = (moments, boards, SNAKES)
         self.seen = np.zeros((*shape, FEATURES), np.float32)
         self.ways = np.zeros(shape, np.uint8)
@@ -53,8 +61,18 @@ class Replay:
         return min(self.count, len(self.seen)) * self.ways[0].size
 
     def ready(self, size: int, steps: int) -> bool:
-        """Whether it holds as many transitions as a batch needs, and one of so many steps."""
-        return len(self) >= size and min(self.count, len(self.seen)) > steps
+        """Whether it holds as many transitions as a batch needs, and one of so many steps; alike on every rank.
+
+        Raises:
+            ValueError: If it never can.
+        """
+        moments, boards = self.moved.shape
+        if size > self.ways.size or steps >= moments:
+            raise ValueError(
+                f"a batch of {size} rows over {steps} steps does not fit {moments} moments of {boards} boards, "
+                f"{self.ways.size} transitions per rank: raise --buffer_size, or lower the batch size or --n_step"
+            )
+        return len(self) >= size and min(self.count, moments) > steps
 
     def next(self) -> int:
         """The place of the moment to fill now; it counts from the next call on."""
@@ -62,8 +80,18 @@ class Replay:
         return (self.count - 1) % len(self.seen)
 
     def sample(self, size: int, steps: int, gamma: float, rng: np.random.Generator, device: torch.device) -> Batch:
-        """Draws `size` transitions over up to `steps` steps, each mirrored or not by the toss of a coin."""
+        """Draws `size` transitions over up to `steps` steps, each mirrored or not by the toss of a coin.
+
+        Raises:
+            ValueError: If it is not `ready()`, or nobody has moved.
+        """
         held = min(self.count, len(self.seen))
+        oldest = (self.count - held) % len(self.seen)
+        if not self.ready(size, steps) or not _any_moved(self.moved, oldest, held - steps):
+            raise ValueError(
+                f"the {held} moments held, {len(self)} transitions, do not make a batch of {size} rows over "
+                f"{steps} steps: play on before the next update, or raise --buffer_size"
+            )
         arrays = Batch(
             np.empty((size, FEATURES), np.float32),
             np.empty(size, np.int64),
@@ -72,8 +100,17 @@ class Replay:
             np.empty((size, FEATURES), np.float32),
         )
         ring = (self.seen, self.ways, self.rewards, self.died, self.moved)
-        _sample(*ring, (self.count - held) % len(self.seen), held, steps, gamma, rng, *arrays)
+        _sample(*ring, oldest, held, steps, gamma, rng, *arrays)
         return Batch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays))
+
+
+@njit(cache=True)
+def _any_moved(moved, oldest, moments):
+    for i in range(moments):
+        for b in range(moved.shape[1]):
+            if moved[(oldest + i) % len(moved), b]:
+                return True
+    return False
 
 
 @njit(cache=True, nogil=True)
