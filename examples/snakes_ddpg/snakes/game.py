@@ -196,7 +196,7 @@ def _step(boards, b, actions, rewards, died, limit):
         cells[b, head] += 1
 
     for s in range(SNAKES):
-        died[b, s] = cells[b, segment(boards, b, s, 0)] & ~BEAN > 1
+        died[b, s] = cells[b, segment(boards, b, s, 0)] > 1  # a bean there is eaten by now
         any_died |= died[b, s]
     if any_died:
         placed = _bury(boards, b, rewards, died)
