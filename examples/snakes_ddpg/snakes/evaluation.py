@@ -50,7 +50,7 @@ class Result:
 
     @property
     def standard_error(self) -> float:
-        """Of the win rate p: sqrt(p (1 - p) / games)."""
+        """Of the win rate p: sqrt(p (1 - p) / games), as for independent games; a player's own mirror is none."""
         return math.sqrt(self.win_rate * (1 - self.win_rate) / max(self.games, 1))
 
     @property

@@ -246,7 +246,8 @@ OPPONENTS: dict[str, Player] = {
     "sharing": sharing,
     "foresighted": foresighted,
 }
-LEVELS = ("random", "wandering", "greedy", "sharing", "foresighted")  # by difficulty, each stronger than those before
+# by difficulty; they win .006, .046, .47, .81, .94 of 2,000 games against greedy (tests/benchmarks/snakes_ladder.py)
+LEVELS = ("random", "wandering", "greedy", "sharing", "foresighted")
 
 
 def get(opponent: str | int) -> Player:
