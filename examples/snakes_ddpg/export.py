@@ -1,0 +1,116 @@
+"""Writes a trained model as the one file that the competition platform takes, and checks it.
+
+Of the newest run, or any other, to `submission.py` in this folder, or elsewhere::
+
+    python export.py latest
+    python export.py run3:2000 --output /tmp/submission.py
+
+The file needs NumPy alone. What to expect: under half a megabyte, well under a millisecond per call and 30 MB of memory,
+where the platform allows two seconds and 500 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import runpy
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from snakes.game import COLUMNS, NONE, ROWS, SNAKES, Game
+from snakes.opponents import OPPONENTS
+from snakes.policy import Policy, load_policy
+from snakes.runs import parse
+
+TEMPLATE = Path(__file__).parent / "snakes" / "submission_template.py"
+NAMES = ("up", "down", "left", "right")
+
+
+def read_settings() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Writes a trained model as a submission for the competition platform.")
+    parser.add_argument("model", help="path of an actor_*.pth, a run's folder, runN, runN:EPISODE, or latest")
+    parser.add_argument("--output", type=Path, default=Path("submission.py"), help="default: %(default)s")
+    return parser.parse_args()
+
+
+def write(policy: Policy, path: Path) -> None:
+    """Writes the template with the actor's weights behind it."""
+    weights = [tensor.float().cpu().numpy() for tensor in policy.actor.state_dict().values()]
+    sizes = [weights[0].shape[1], *(len(biases) for biases in weights[1::2])]
+    data = base64.b64encode(b"".join(array.astype("<f4").tobytes() for array in weights)).decode()
+    lines = "\n".join(textwrap.wrap(data, 120))
+    path.write_text(f'{TEMPLATE.read_text()}\n\nLAYERS = unpack({sizes}, """\n{lines}\n""")\n')
+
+
+def observations(game: Game, b: int, before: np.ndarray | None) -> list[dict[Any, Any]]:
+    """What the platform tells each snake of a board.
+
+    Args:
+        game: Of which board number `b` is told.
+        before: The headings a step ago, which is what the platform calls the last directions; None after a reset.
+    """
+    cells = [game.boards.beans[b][game.boards.beans[b] != NONE], *game.bodies(b)]
+    told = {key: [[int(cell) // COLUMNS, int(cell) % COLUMNS] for cell in cells[key - 1]] for key in range(1, 8)}
+    told |= {"board_width": COLUMNS, "board_height": ROWS}
+    told["last_direction"] = None if before is None else [NAMES[heading] for heading in before]
+    return [{**told, "controlled_snake_index": s + 2} for s in range(SNAKES)]
+
+
+def check(path: Path, policy: Policy) -> tuple[int, float]:
+    """Plays a game with the written file on each side, against random moves; returns moves and the mean call's seconds.
+
+    Raises:
+        ValueError: If it does not play as the policy does.
+    """
+    controller, moves, differ, seconds = runpy.run_path(str(path))["my_controller"], 0, 0, 0.0
+    for team in (0, 1):
+        game, before = Game(1, seed=team), None
+        actions, wanted = np.zeros((2, 1, SNAKES), np.uint8)
+        while not game.done[0]:
+            policy(game.boards, team, wanted)
+            OPPONENTS["random"](game.boards, 1 - team, actions)
+            told = observations(game, 0, before)
+            for s in range(3 * team, 3 * team + 3):
+                start = time.perf_counter()
+                actions[0, s] = np.argmax(controller(told[s], None, False))
+                seconds += time.perf_counter() - start
+                moves, differ = moves + 1, differ + int(actions[0, s] != wanted[0, s])
+            before = game.boards.headings[0].copy()
+            game.step(actions)
+    if differ > moves / 1000:  # a heading that cannot be known, or two ways that are equally good but for rounding
+        raise ValueError(
+            f"{differ} of {moves} moves of the submission are not the model's; "
+            f"{TEMPLATE.name} has to compute what features.py and policy.py do"
+        )
+    return moves, seconds / moves
+
+
+def main(args: argparse.Namespace) -> None:
+    if not args.output.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+    model = parse(args.model)
+    policy = load_policy(model)
+    unchecked = args.output.with_name(f"{args.output.name}.tmp")
+    try:
+        write(policy, unchecked)
+        moves, seconds = check(unchecked, policy)
+        os.replace(unchecked, args.output)
+    finally:
+        unchecked.unlink(missing_ok=True)
+    size = args.output.stat().st_size / 1000
+    print(f"{args.output} plays as {model} in {moves} moves: {size:.0f} kB, {1000 * seconds:.2f} ms per call")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # the check asks for one state at a time, which a second one would only delay
+    try:
+        main(read_settings())
+    except (OSError, ValueError) as error:
+        print(f"export.py: {error}", file=sys.stderr)
+        sys.exit(2)

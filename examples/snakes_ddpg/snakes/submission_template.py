@@ -1,0 +1,160 @@
+"""Plays snakes 3 against 3 on the competition platform, which calls `my_controller()` for each snake and step.
+
+It needs NumPy and no other file: `export.py` puts the weights of a trained actor behind it. A snake goes left, straight
+on or right, seen along its heading; what it sees of these ways are the 42 numbers of `features.py`, here without Numba.
+A cell is a number from 0 to 199, row by row, and a set of cells an integer with a bit for each.
+"""
+
+import base64
+import logging
+
+import numpy as np
+
+ROWS, COLUMNS, SNAKES, START_LENGTH = 10, 20, 6, 3
+CELLS = ROWS * COLUMNS
+UP, DOWN, LEFT, RIGHT = range(4)
+# TURNS[heading]: the directions to the left, straight on and to the right
+TURNS = ((LEFT, UP, RIGHT), (RIGHT, DOWN, LEFT), (DOWN, LEFT, UP), (UP, RIGHT, DOWN))
+DEPTH = 10  # steps that a flood looks ahead
+ALL = (1 << CELLS) - 1
+FIRST = sum(1 << cell for cell in range(0, CELLS, COLUMNS))  # the first column
+LAST = FIRST << (COLUMNS - 1)
+
+LAYERS = []  # (weights, biases) of each layer, float32
+_before = {}  # the body of each snake when it was last asked for
+
+
+def my_controller(observation, action_space=None, is_act_continuous=False):
+    """The snake's next direction as [[up, down, left, right]], one of them 1. It never raises."""
+    direction = UP
+    for play in (choose, flee):
+        try:
+            direction = play(observation)
+            break
+        except Exception:  # a match goes on, with the next best player
+            logging.exception("%s() cannot play %r", play.__name__, observation)
+    return [[int(direction == other) for other in range(4)]]
+
+
+def choose(observation):
+    """The direction that the actor prefers."""
+    bodies, beans, snake = read(observation)
+    started = any(observation.get("last_direction") or ())  # there is none after a reset
+    heading = find_heading(bodies[snake], _before.get(snake) if started else None)
+    _before[snake] = bodies[snake]
+    return TURNS[heading][int(think(look(bodies, beans, snake, heading)).argmax())]
+
+
+def flee(observation):
+    """A direction to a cell without a segment, on a board of any size, for want of something better."""
+    rows, columns = observation["board_height"], observation["board_width"]
+    taken = {tuple(cell) for key in range(2, 2 + SNAKES) for cell in observation.get(key, ())}
+    row, column = observation[observation["controlled_snake_index"]][0]
+    above, below = ((row - 1) % rows, column), ((row + 1) % rows, column)
+    around = above, below, (row, (column - 1) % columns), (row, (column + 1) % columns)
+    return next((direction for direction in range(4) if around[direction] not in taken), UP)
+
+
+def read(observation):
+    """The cells of each snake, head first, those of the beans, and which snake is asked for, counted from 0."""
+    rows, columns = observation["board_height"], observation["board_width"]
+    if (rows, columns) != (ROWS, COLUMNS):
+        raise ValueError(f"the model knows boards of {ROWS} x {COLUMNS} cells, not of {rows} x {columns}")
+    beans, *bodies = ([COLUMNS * row + column for row, column in observation[key]] for key in range(1, 2 + SNAKES))
+    return bodies, beans, observation["controlled_snake_index"] - 2
+
+
+def find_heading(body, before):
+    """The direction in which a snake goes, which the platform does not tell.
+
+    A snake that has moved goes from its neck to its head. One that was put back after its death goes by their raw
+    coordinates: across the border into its neck. The two are told apart by its body a step ago, `before`, None if
+    unknown. It remains that a snake can be put back just as if it had moved across the border; of random moves, which
+    die a lot, that is one in 100,000.
+    """
+    head, neck = body[:2]
+    if before is None or len(body) > START_LENGTH or body[1:] == before[:-1]:
+        return neighbours(neck).index(head)
+    if head // COLUMNS == neck // COLUMNS:
+        return RIGHT if head > neck else LEFT
+    return DOWN if head > neck else UP
+
+
+def neighbours(cell):
+    """The cells above, below, to the left and to the right, around the border."""
+    row, column = divmod(cell, COLUMNS)
+    above, below = (row - 1) % ROWS, (row + 1) % ROWS
+    left, right = (column - 1) % COLUMNS, (column + 1) % COLUMNS
+    return COLUMNS * above + column, COLUMNS * below + column, COLUMNS * row + left, COLUMNS * row + right
+
+
+def as_set(cells):
+    return sum(1 << cell for cell in set(cells))
+
+
+def size_of(cells):
+    return bin(cells).count("1")
+
+
+def spread(cells, open_cells):
+    """Grows a set of cells by one step, over open cells."""
+    beside = (
+        (cells << 1 & ~FIRST) | (cells >> 1 & ~LAST) | (cells >> COLUMNS - 1 & FIRST) | (cells << COLUMNS - 1 & LAST)
+    )
+    above_and_below = cells << COLUMNS | cells >> COLUMNS | cells >> CELLS - COLUMNS | cells << CELLS - COLUMNS
+    return cells | ((beside | above_and_below) & open_cells)
+
+
+def flood(start, open_cells):
+    """The sets of cells reached from a cell after each step, of which the open cells are given for each."""
+    reached = [as_set([start]) & open_cells[0]]
+    for cells in open_cells[1:]:
+        reached.append(spread(reached[-1], cells))
+    return reached
+
+
+def look(bodies, beans, snake, heading):
+    """What the snake sees: a list of 42 numbers, which `features.py` explains."""
+    free, others, goals = ALL, as_set(body[0] for body in bodies if body is not bodies[snake]), as_set(beans)
+    for body in bodies:
+        may_eat = any(cell in beans for cell in neighbours(body[0]))
+        free &= ~as_set(body if may_eat else body[:-1])
+    calm = []  # after each step, the free cells that no other snake can have reached
+    for _ in range(DEPTH):
+        others = spread(others, free)
+        calm.append(free & ~others)
+
+    seen = []
+    for cell in [neighbours(bodies[snake][0])[direction] for direction in TURNS[heading]]:
+        wide, safe = flood(cell, [free] * DEPTH), flood(cell, calm)
+        near = [other for other in range(SNAKES) if other != snake and cell in neighbours(bodies[other][0])]
+        rivals = [len(bodies[other]) - START_LENGTH for other in near if other // 3 != snake // 3]
+        seen += [free >> cell & 1, cell in beans, len(rivals), len(near) - len(rivals), max(rivals, default=0) / 10]
+        for reached in (wide, safe):
+            misses = sum(not cells & goals for cells in reached)
+            seen += [1 / (1 + misses) if misses < DEPTH else 0, misses / DEPTH]
+        seen += [size_of(wide[-1]) / 100, size_of(safe[-1]) / 100, size_of(safe[DEPTH // 2 - 1]) / 40]
+        seen += [min(1, size_of(wide[-1]) / len(bodies[snake]))]
+    lengths = [len(body) for body in bodies]
+    ours = sum(lengths[:3] if snake < 3 else lengths[3:])
+    theirs = sum(lengths) - ours
+    return seen + [(lengths[snake] - START_LENGTH) / 10, (ours - theirs) / 20, theirs / 20]
+
+
+def think(seen):
+    """How good the actor finds each way: linear layers with ReLU between."""
+    values = np.array(seen, np.float32)
+    for weights, biases in LAYERS[:-1]:
+        values = np.maximum(weights @ values + biases, 0)
+    weights, biases = LAYERS[-1]
+    return weights @ values + biases
+
+
+def unpack(sizes, text):
+    """Layers of these sizes, from their weights and biases in turn as base64 of little-endian float32."""
+    numbers, layers = np.frombuffer(base64.b64decode(text), "<f4"), []
+    for i in range(1, len(sizes)):
+        inputs, outputs = sizes[i - 1], sizes[i]
+        weights, biases, numbers = np.split(numbers, [inputs * outputs, (inputs + 1) * outputs])
+        layers.append((weights.reshape(outputs, inputs), biases))
+    return layers
