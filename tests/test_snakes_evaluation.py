@@ -42,6 +42,7 @@ def test_the_counts_are_those_of_games_played_one_by_one(players):
 
 def test_shares_of_the_games_add_up_however_they_are_cut_and_batched():
     whole = play_games(RANDOM, GREEDY, 41, seed=2)
+    assert (whole.games, whole.games_as_a) == (41, 21)
     for cuts in ([0, 41], [0, 1, 2, 20, 20, 41], [0, 7, 30, 41]):
         parts = [
             play_games(RANDOM, GREEDY, end - first, seed=2, first=first, boards=boards)
@@ -69,13 +70,15 @@ def test_on_one_side_the_player_is_team_a():
 
 def test_a_game_that_ends_early_counts_with_its_score_at_that_time(monkeypatch):
     ends = np.array([1, 150, 200, 200])  # steps after which each board is done
-    scores_then, clock = np.zeros((4, 2), int), 0
+    scores_then, deaths_then, clock, clocks = np.zeros((4, 2), int), np.zeros((4, 2), int), 0, []
 
     class Short(Game):
         def step(self, actions):
             nonlocal clock
             super().step(actions)
             clock += 1
+            clocks.append(self.boards.times.tolist())
+            deaths_then[clock <= ends] += self.died.reshape(4, 2, 3).sum(2)[clock <= ends]
             self.done[:] = clock % 200 == 0
             self.done |= clock == ends
             scores_then[clock == ends] = self.scores()[clock == ends]
@@ -83,7 +86,9 @@ def test_a_game_that_ends_early_counts_with_its_score_at_that_time(monkeypatch):
     monkeypatch.setattr("snakes.evaluation.Game", Short)
     result = play_games(GREEDY, GREEDY, 4, both_sides=False)
     assert (result.score, result.other_score) == tuple(scores_then.sum(0))
+    assert (result.deaths, result.other_deaths) == tuple(deaths_then.sum(0))
     assert clock == 200
+    assert clocks[199] == [199, 50, 200, 200]  # what ended began anew, and was not counted
 
 
 def test_rates_follow_from_the_counts():
