@@ -1,0 +1,293 @@
+"""The agent's update: against sums written out in NumPy, and on real ranks against one with all rows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import on_ranks
+from snakes.ddpg import DDPG
+from snakes.features import FEATURES
+from snakes.networks import Actor, Critic
+from snakes.replay import Batch
+from torch import nn
+
+import ddpkit
+
+CPU = torch.device("cpu")
+ROWS = 24  # of the global batch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Networks as small as these are slower on several threads, and much slower where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_agent(dtype: torch.dtype = torch.float32, *, entropy: float = 0.1, tau: float = 0.1) -> DDPG:
+    torch.manual_seed(1)
+    agent = DDPG(CPU, hidden=16, a_lr=0.01, c_lr=0.02, tau=tau, entropy=entropy)
+    for module in (agent.networks, agent.targets):
+        module.to(dtype)
+    return agent
+
+
+def make_batch(seed: int = 0, rows: int = ROWS, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    seen, later = torch.randn(2, rows, FEATURES, generator=generator)
+    way = torch.randint(0, 3, (rows,), generator=generator)
+    gained = scale * torch.randn(rows, generator=generator)
+    weight = 0.9 * torch.randint(0, 2, (rows,), generator=generator)
+    return Batch(seen.to(dtype), way, gained.to(dtype), weight.to(dtype), later.to(dtype))
+
+
+def flat(module: nn.Module) -> np.ndarray:
+    return nn.utils.parameters_to_vector(module.parameters()).detach().double().numpy()
+
+
+def gradients(module: nn.Module) -> np.ndarray | None:
+    found = [p.grad for p in module.parameters() if p.grad is not None]
+    return np.concatenate([g.double().numpy().ravel() for g in found]) if found else None
+
+
+# Losses, row by row
+
+
+def run(layers: nn.Sequential, seen: np.ndarray) -> list[float]:
+    x = seen
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            x = layer.weight.detach().numpy() @ x + layer.bias.detach().numpy()
+        else:
+            x = np.maximum(x, 0)
+    return x.tolist()
+
+
+def expected_value(actor: Actor, critic: Critic, chooser: np.ndarray, entropy: float) -> float:
+    scores = [math.exp(score) for score in run(actor.layers, chooser)]
+    chances = [score / sum(scores) for score in scores]
+    one, other = (run(twin, chooser) for twin in critic.twins)
+    return sum(p * (min(one[way], other[way]) - entropy * math.log(p)) for way, p in enumerate(chances))
+
+
+@pytest.mark.parametrize("entropy", [0.0, 0.3])
+def test_the_losses_are_what_their_formulas_say_row_by_row(entropy):
+    agent, batch = make_agent(torch.float64, entropy=entropy), make_batch(dtype=torch.float64)
+    with torch.no_grad():  # targets that are not the networks
+        for i, parameter in enumerate(agent.targets.parameters()):
+            parameter.add_(0.05 * math.sin(i))
+    actor_sum = critic_sum = 0.0
+    for seen, way, gained, weight, later in zip(*(part.numpy() for part in batch), strict=True):
+        target = gained + weight * expected_value(*agent.targets, later, entropy)
+        for twin in agent.critic.twins:
+            critic_sum += (run(twin, seen)[way] - target) ** 2
+        actor_sum -= expected_value(agent.actor, agent.critic, seen, entropy)
+    actor_loss, critic_loss = agent.losses(batch)
+    assert actor_loss.item() == pytest.approx(actor_sum / ROWS, rel=1e-12)
+    assert critic_loss.item() == pytest.approx(critic_sum / ROWS, rel=1e-12)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["actor", "critic"])
+def test_each_loss_has_gradients_in_its_own_network_only(which):
+    agent = make_agent()
+    agent.losses(make_batch())[which].backward()
+    assert np.abs(gradients(agent.networks[which])).max() > 0
+    assert gradients(agent.networks[1 - which]) is None and gradients(agent.targets) is None
+
+
+def test_the_actors_gradient_is_that_of_its_loss_in_small_steps():
+    agent, batch = make_agent(torch.float64), make_batch(dtype=torch.float64)
+    agent.losses(batch)[0].backward()
+    bias = agent.actor.layers[4].bias
+    for way in range(3):
+        with torch.no_grad():
+            losses = []
+            for step in (1e-6, -2e-6):
+                bias[way] += step
+                losses.append(agent.losses(batch)[0].item())
+            bias[way] += 1e-6
+        assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(bias.grad[way].item(), rel=1e-5)
+
+
+# The update
+
+
+def test_targets_begin_as_the_networks_and_follow_by_tau_without_gradients():
+    agent = make_agent(tau=0.25)
+    before = flat(agent.networks)
+    np.testing.assert_array_equal(flat(agent.targets), before)
+    agent.update(make_batch())
+    after = flat(agent.networks)
+    assert np.abs(after - before).max() > 1e-3
+    np.testing.assert_allclose(flat(agent.targets), before + 0.25 * (after - before), atol=1e-6)
+    assert gradients(agent.targets) is None and not any(p.requires_grad for p in agent.targets.parameters())
+
+
+def test_the_first_step_goes_a_learning_rate_down_the_gradient_in_each_network():
+    """Adam's first step is lr * g / (|g| + 1e-8), whatever the gradient's scale."""
+    agent, batch = make_agent(torch.float64), make_batch(dtype=torch.float64)
+    for which, lr in ((0, 0.01), (1, 0.02)):
+        before = flat(agent.networks[which])
+        sum(agent.losses(batch)).backward()
+        step = make_agent(torch.float64)
+        step.update(batch)
+        moved = flat(step.networks[which]) - before
+        strong = np.abs(gradients(agent.networks[which])) > 1e-4
+        assert strong.mean() > 0.5
+        np.testing.assert_allclose(moved[strong], -lr * np.sign(gradients(agent.networks[which])[strong]), rtol=0.01)
+
+
+def test_losses_of_an_update_are_those_before_it():
+    agent, batch = make_agent(), make_batch()
+    before = [loss.item() for loss in agent.losses(batch)]
+    assert [loss.item() for loss in agent.update(batch)] == before
+
+
+def updates_of_rank(dtype: torch.dtype, scale: float) -> dict[str, Any]:
+    """Five updates on this rank's share of the rows; everything that has changed, and what was averaged."""
+    agent, norms, averaged, losses = make_agent(dtype), [], [], []
+
+    def average(networks: nn.Module) -> None:
+        ddpkit.average_gradients(networks)
+        averaged.append(gradients(networks))
+        norms.append([float(np.linalg.norm(gradients(network))) for network in networks])
+
+    for step in range(5):
+        share = slice(ddpkit.get_rank(), None, ddpkit.get_world_size())
+        batch = Batch(*(part[share] for part in make_batch(step, dtype=dtype, scale=scale)))
+        losses.append([loss.item() for loss in agent.update(batch, average)])
+    adam = agent.optimizer.state_dict()["state"].values()
+    return {
+        "networks": flat(agent.networks),
+        "targets": flat(agent.targets),
+        "adam": np.concatenate([s[name].double().numpy().ravel() for s in adam for name in sorted(s)]),
+        "averaged": np.concatenate(averaged),
+        "clipped": [gradients(network) for network in agent.networks],  # of the last step
+        "norms": np.array(norms),
+        "losses": np.array(losses),
+    }
+
+
+CASES = {"double": (torch.float64, 1.0), "float": (torch.float32, 1.0), "steep": (torch.float64, 50.0)}
+
+
+def all_updates() -> dict[str, dict[str, Any]]:
+    torch.set_num_threads(1)
+    return {name: updates_of_rank(*case) for name, case in CASES.items()}
+
+
+@functools.cache  # one launch per world size
+def results(world_size: int) -> list[dict[str, dict[str, Any]]]:
+    """By rank; on no ranks: in this process, without `setup()`."""
+    return on_ranks(all_updates, world_size) if world_size else [all_updates()]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_updates_of_ranks_with_a_share_of_the_rows_are_those_of_one_with_all(world_size, case):
+    alone = results(0)[0][case]
+    tolerance = {"rtol": 1e-9, "atol": 1e-11} if case != "float" else {"rtol": 1e-3, "atol": 1e-4}
+    found = [rank[case] for rank in results(world_size)]
+    for rank in found:
+        for name in ("networks", "targets", "adam", "averaged"):
+            np.testing.assert_allclose(rank[name], alone[name], **tolerance, err_msg=name)
+        for name in ("networks", "targets", "adam", "averaged", "norms"):
+            np.testing.assert_array_equal(rank[name], found[0][name], err_msg=f"{name} differ between ranks")
+    mean = np.mean([rank["losses"] for rank in found], axis=0)
+    np.testing.assert_allclose(mean, alone["losses"], **tolerance)
+
+
+def test_gradients_are_clipped_to_one_for_each_network_after_they_were_averaged():
+    for world_size in (1, 2, 3):
+        for rank in results(world_size):
+            actor, critic = (np.linalg.norm(gradient) for gradient in rank["steep"]["clipped"])
+            before = rank["steep"]["norms"][-1]
+            assert before[1] > 10 and critic == pytest.approx(1, abs=1e-5)
+            assert actor == pytest.approx(min(before[0], 1), abs=1e-5)
+            actor, critic = (np.linalg.norm(gradient) for gradient in rank["double"]["clipped"])
+            assert actor == pytest.approx(rank["double"]["norms"][-1][0]) and actor < 1  # small ones stay
+
+
+def update_or_fail(folder: Path) -> None:
+    agent = make_agent()
+    agent.update(make_batch(0, 4))
+    rows = make_batch(1, 4)
+    try:
+        agent.update(rows if ddpkit.get_rank() == 0 else rows._replace(seen=rows.seen[:, 1:]))
+    except ddpkit.PeerError as error:
+        (folder / f"rank{ddpkit.get_rank()}").write_text(f"{error.rank} {error.error_type}")
+        raise
+
+
+def test_a_rank_that_fails_in_an_update_is_named_on_the_others(tmp_path):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        on_ranks(update_or_fail, 2, tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"rank0": "1 RuntimeError"}
+
+
+# Learning
+
+
+def test_the_actor_comes_to_prefer_the_way_that_pays_in_the_state_where_it_pays():
+    """One feature tells the way that gains 1; the others gain nothing, and all end there."""
+    torch.manual_seed(3)
+    agent = DDPG(CPU, hidden=32, a_lr=3e-3, c_lr=3e-3, tau=0.05, entropy=0.01)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(300):
+        pays, way = torch.randint(0, 3, (2, 64), generator=generator)
+        seen = torch.zeros(64, FEATURES)
+        seen[torch.arange(64), 13 * pays] = 1
+        agent.update(Batch(seen, way, (way == pays).float(), torch.zeros(64), torch.zeros(64, FEATURES)))
+    state = torch.zeros(3, FEATURES)
+    state[range(3), [0, 13, 26]] = 1
+    with torch.no_grad():
+        chances, values = agent.actor(state).exp(), agent.critic(state)
+    assert (chances.diagonal() > 0.9).all()
+    np.testing.assert_allclose(values, np.broadcast_to(np.eye(3), (2, 3, 3)), atol=0.1)
+
+
+def test_what_is_gained_later_is_worth_its_weight_now():
+    """Way 0 gains nothing but leads to a state where every way gains 1: its value is the weight."""
+    torch.manual_seed(4)
+    agent = DDPG(CPU, hidden=32, a_lr=3e-3, c_lr=3e-3, tau=0.05, entropy=0.0)
+    here, there = torch.zeros(2, FEATURES)
+    here[0], there[1] = 1, 1
+    seen = torch.stack([here, here, here, there, there, there])
+    gained = torch.tensor([0.0, 0, 0, 1, 1, 1])
+    weight = torch.tensor([0.8, 0, 0, 0, 0, 0])
+    batch = Batch(seen, torch.tensor([0, 1, 2] * 2), gained, weight, there.expand(6, -1))
+    for _ in range(400):
+        agent.update(batch)
+    with torch.no_grad():
+        np.testing.assert_allclose(agent.critic(here).mean(0), [0.8, 0, 0], atol=0.05)
+        assert agent.actor(here).exp()[0] > 0.9
+
+
+# Weights from files
+
+
+def test_loaded_weights_are_those_of_networks_and_targets(tmp_path):
+    trained, agent = make_agent(), DDPG(CPU, hidden=16, a_lr=0.01, c_lr=0.02, tau=0.1, entropy=0.0)
+    trained.update(make_batch())
+    torch.save(trained.actor.state_dict(), tmp_path / "actor_1.pth")
+    torch.save(trained.critic.state_dict(), tmp_path / "critic_1.pth")
+    agent.load(tmp_path / "actor_1.pth", tmp_path / "critic_1.pth")
+    np.testing.assert_array_equal(flat(agent.networks), flat(trained.networks))
+    np.testing.assert_array_equal(flat(agent.targets), flat(trained.networks))
+
+
+def test_weights_of_another_width_are_an_error_of_one_line_that_names_the_file(tmp_path):
+    torch.save(Actor(8).state_dict(), tmp_path / "actor_1.pth")
+    torch.save(Critic(8).state_dict(), tmp_path / "critic_1.pth")
+    with pytest.raises(ValueError, match=r"actor_1.pth does not fit Actor.*--hidden") as caught:
+        make_agent().load(tmp_path / "actor_1.pth", tmp_path / "critic_1.pth")
+    assert "\n" not in str(caught.value)
