@@ -88,7 +88,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
     add("--preset", type=_one_of(*PRESETS), help=f"the settings of a public guide: {', '.join(PRESETS)}")
     text = "episodes, global"
-    either("--total_episodes", action=_Either, const="max_episodes", type=count, default=20_000, help=text)
+    either("--total_episodes", action=_Either, const="max_episodes", type=count, default=12_000, help=text)
     either("--max_episodes", action=_Either, const="total_episodes", type=count, help="episodes per rank, instead")
     add("--episode_length", type=count, default=200, help="steps of an episode")
     text = "boards played at once, global; rounded up to a multiple of the ranks"
@@ -104,13 +104,13 @@ def _make_parser() -> argparse.ArgumentParser:
     either("--global_batch_size", action=_Either, const="batch_size", type=count, help=text)
     add("--updates", type=count, default=2, help="optimiser steps per step of all boards; all ranks take them together")
     add("--buffer_size", type=count, default=100_000, help="transitions kept, per rank")
-    add("--a_lr", type=rate, default=3e-4, help="learning rate of the actor, before scaling")
+    add("--a_lr", type=rate, default=1e-3, help="learning rate of the actor, before scaling")
     add("--c_lr", type=rate, default=1e-3, help="learning rate of the critic, before scaling")
     text = "what --batch_size on several ranks does to the learning rates; Adam ignores a gradient's scale: none"
     add("--lr_scaling", type=_one_of("none", "linear", "sqrt"), default="none", help=text)
     add("--gamma", type=share, default=0.95, help="discount per step")
     add("--tau", type=share, default=0.01, help="part of the way that the targets go per optimiser step")
-    add("--n_step", type=count, default=1, help="steps of reward in a target")
+    add("--n_step", type=count, default=3, help="steps of reward in a target")
     add("--entropy", type=_number(float, 0), default=0.01, help="worth of a nat of the actor's entropy, in beans")
     add("--death_penalty", type=_number(float, 0), default=1.0, help="of dying beyond the length lost, in beans")
     add("--hidden", type=count, default=128, help="width of the hidden layers")
