@@ -39,6 +39,7 @@ from snakes import opponents, runs
 from snakes.collector import Collector
 from snakes.ddpg import DDPG
 from snakes.evaluation import Result, play_games
+from snakes.networks import Actor, load_weights
 from snakes.plan import cautions, describe, epsilon_at, opponent_at, resolve
 from snakes.policy import Policy
 from snakes.settings import read_settings
@@ -64,8 +65,8 @@ def prepare(world_size: int) -> argparse.Namespace | int:
         settings = resolve(settings, world_size)
         if settings.load_model:
             wanted = (settings.load_model_run or "latest", settings.load_model_run_episode)
-            for what in ("actor", "critic"):
-                setattr(settings, f"load_{what}", runs.find_model(*wanted, what, settings.runs_folder))
+            settings.models = [runs.find_model(*wanted, what, settings.runs_folder) for what in ("actor", "critic")]
+            load_weights(Actor(settings.hidden), settings.models[0])  # which says so if they do not fit
         settings.folder = folder if settings.resume else runs.new_run(settings.runs_folder)
         runs.save_config(settings.folder, vars(settings))
         return settings
@@ -77,10 +78,10 @@ def prepare(world_size: int) -> argparse.Namespace | int:
 
 
 def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
-    log.info("%s\n\n%s\n\nwriting to %s\n", job, describe(settings), settings.folder)
+    log.info("\n%s\n\nwriting to %s\n", describe(settings), settings.folder)
     for caution in cautions(settings) if ddpkit.is_main_process() else ():
         log.warning("warning: %s", caution)
-    stopping, clock, start = stop_on_signals(), Clock(), time.monotonic()
+    stopping, clock = stop_on_signals(), Clock()
 
     ddpkit.seed_everything(settings.seed)
     lrs = {"a_lr": settings.actor_lr, "c_lr": settings.critic_lr}
@@ -94,8 +95,8 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
         moved = f" on {saved['ranks']} ranks, now on {job.world_size}" * (saved["ranks"] != job.world_size)
         log.info("resumed after episode %d%s; boards and replay start anew", total["episodes"], moved)
     elif settings.load_model:
-        agent.load(settings.load_actor, settings.load_critic)
-        log.info("begins with %s", settings.load_actor)
+        agent.load(*settings.models)
+        log.info("begins with %s and its critic", settings.models[0])
 
     log.info("compiling what is not in Numba's cache yet; the first time that takes half a minute")
     with ddpkit.main_process_first(local=True):
@@ -114,7 +115,8 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
 
     writer = SummaryWriter(settings.folder, purge_step=total["episodes"]) if ddpkit.is_main_process() else None
     bar = tqdm(total=settings.episodes, initial=total["episodes"], unit="episode", disable=None if writer else True)
-    news, stop = Counter(), False  # news: sums over all ranks since the last report
+    news, before = Counter(), Counter(total)  # news: sums over all ranks since the last report
+    start, stop = time.monotonic(), total["episodes"] >= settings.episodes
     while not stop:
         episode, epsilon = total["episodes"], epsilon_at(settings, total["environment_steps"])
         opponent = opponent_at(settings, episode + 1)
@@ -142,13 +144,12 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
         stop = ddpkit.stop_together(finished or late or stopping.is_set())
         bar.update(total["episodes"] - episode)
 
-        def due(interval: int, episode: int = episode, finished: bool = finished) -> bool:
-            return finished or total["episodes"] // interval > episode // interval
-
-        if due(settings.log_interval) and news["episodes"]:
+        intervals = {"log": settings.log_interval, "eval": settings.eval_interval, "save": settings.save_interval}
+        due = {what for what, n in intervals.items() if finished or total["episodes"] // n > episode // n}
+        if "log" in due and news["episodes"]:
             report(writer, total, news, epsilon, opponent)
             news.clear()
-        if due(settings.eval_interval):
+        if "eval" in due:
             with clock("evaluate"):
                 result = evaluate(agent, settings, job)
             log.info("evaluation after episode %d, against %s: %s", total["episodes"], settings.eval_opponent, result)
@@ -159,14 +160,14 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
             if standing > best:
                 best = standing
                 ddpkit.run_on_main(save_models, settings.folder, "best", agent)
-        if stop or due(settings.save_interval):
+        if stop or "save" in due:
             with clock("save"):
                 ddpkit.check_replicas(nn.ModuleList([agent.networks, agent.targets]), agent.optimizer)
                 ddpkit.run_on_main(save_models, settings.folder, total["episodes"], agent)
                 state = {"total": dict(total), "best": list(best), "ranks": job.world_size}
                 checkpoints.save(total["optimiser_steps"], **parts, **state)
     bar.close()
-    summarize(settings, job, total, clock, time.monotonic() - start)
+    summarize(settings, job, total, before, clock, time.monotonic() - start)
 
 
 def warm_up(settings: argparse.Namespace) -> None:
@@ -213,12 +214,14 @@ def report(writer: SummaryWriter | None, total: Counter, news: Counter, epsilon:
         writer.flush()
 
 
-def summarize(settings: argparse.Namespace, job: ddpkit.Context, total: Counter, clock: Clock, seconds: float) -> None:
+def summarize(
+    settings: argparse.Namespace, job: ddpkit.Context, total: Counter, before: Counter, clock: Clock, seconds: float
+) -> None:
     """Says where the time went and how much memory each rank took, and leaves it in `summary.json`. Collective."""
     clock["update"] -= clock["exchange"]
     memory = ddpkit.all_gather_object(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     shares = {part: clock[part] / seconds for part in ("play", "sample", "update", "exchange", "evaluate", "save")}
-    speeds = {name: total[name] / seconds for name in COUNTERS}
+    speeds = {name: (total[name] - before[name]) / seconds for name in COUNTERS}
     summary = {"ranks": job.world_size, "seconds": seconds, "total": dict(total), "per_second": speeds}
     summary |= {"share_of_time": shares, "memory_mib_by_rank": memory}
     log.info(
@@ -252,11 +255,13 @@ class Clock(Counter):
 
 
 def stop_on_signals() -> threading.Event:
-    """An event that Ctrl-C or a scheduler's SIGTERM sets; a second signal ends the process as usual."""
-    event = threading.Event()
+    """An event that Ctrl-C or a scheduler's SIGTERM sets; one more, seconds later, ends the process."""
+    event, first = threading.Event(), []
 
     def stop(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
+        if first and time.monotonic() - first[0] > 5:  # the terminal and torchrun may both send the first one
+            raise KeyboardInterrupt
+        first.append(time.monotonic())
         event.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
