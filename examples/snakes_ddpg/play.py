@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+import torch
 from snakes import runs
 from snakes.drawing import Frame, render, snap, write_gif, write_strip
 from snakes.evaluation import Result, play_games
@@ -163,6 +164,7 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)  # more only get in each other's way with networks this small
     names = args.players if len(args.players) > 1 else [*args.players, "greedy"]
     try:
         players = [(name, player(name)) for name in names]
