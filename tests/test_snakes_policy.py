@@ -143,6 +143,6 @@ def test_a_file_without_a_fitting_actor_is_an_error_of_one_line(tmp_path, conten
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(FileNotFoundError, match=r"there is no file no_folder/actor_3.pth.*runs") as caught:
+    with pytest.raises(FileNotFoundError, match=r"there is no file no_folder/actor_3.pth: .*trained_model") as caught:
         load_policy(Path("no_folder/actor_3.pth"))
     assert "\n" not in str(caught.value)

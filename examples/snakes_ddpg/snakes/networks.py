@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -43,17 +45,39 @@ class Critic(nn.Module):
         return torch.stack([twin(seen) for twin in self.twins])
 
 
-def load_weights(network: nn.Module, path: Path) -> None:
+def load_weights(network: Actor | Critic, path: Path) -> None:
     """Loads a file that holds a network's state dict, and nothing else.
 
     Raises:
-        ValueError: If the file is none, or is that of a network of other shapes.
+        FileNotFoundError: If there is no such file.
+        ValueError: If it holds anything else, or a network of other shapes.
     """
+    with _fitting(path, "an actor" if isinstance(network, Actor) else "a critic"):
+        network.load_state_dict(_load(path))
+
+
+def load_actor(path: Path) -> Actor:
+    """The actor in a file, of whatever width; raises what `load_weights` does."""
+    with _fitting(path, "an actor"):
+        state = _load(path)
+        actor = Actor(hidden=len(state["layers.0.bias"]))
+        actor.load_state_dict(state)
+        return actor
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def _fitting(path: Path, what: str) -> Iterator[None]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}: a run keeps its models in its folder trained_model")
     try:
-        network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        yield
+    except Exception as error:  # not a file of torch, not of weights, or of other shapes
+        first = " ".join(str(error).split()).partition(". ")[0].rstrip(".")  # the rest is advice of torch
         raise ValueError(
-            f"{path} does not fit {type(network).__name__} from {FEATURES} features to {WAYS} ways: {reason}. "
-            "A model is good only for the features and the --hidden that it was trained with"
+            f"{path} does not hold {what} from {FEATURES} features to {WAYS} ways ({type(error).__name__}: {first}). "
+            "Train it anew: a model is good only for the features and the --hidden that it was trained with"
         ) from error

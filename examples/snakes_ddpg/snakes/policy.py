@@ -10,7 +10,7 @@ from numba import njit
 
 from .features import DIRECTION, FEATURES, WAYS, observe
 from .game import Boards, draw
-from .networks import Actor
+from .networks import Actor, load_actor
 
 
 class Policy:
@@ -39,22 +39,7 @@ def load_policy(path: Path) -> Policy:
         FileNotFoundError: If there is no such file.
         ValueError: If it does not hold an actor that sees what `features.py` shows.
     """
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no file {path}: a run keeps its actors in runs/snakes_3v3/runN_*/trained_model"
-        )
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        actor = Actor(hidden=len(state["layers.0.bias"]))
-        actor.load_state_dict(state)
-    except Exception as error:  # not a file of torch, not an actor, or of other shapes
-        first = " ".join(str(error).split()).partition(". ")[0].rstrip(".")  # the rest is advice of torch
-        reason = f"{type(error).__name__}: {first}"
-        raise ValueError(
-            f"{path} does not hold an actor from {FEATURES} features to {WAYS} ways ({reason}). "
-            "Train it anew: a model is good only for the features that it was trained with."
-        ) from error
-    return Policy(actor)
+    return Policy(load_actor(path))
 
 
 @njit(cache=True, nogil=True)
