@@ -14,7 +14,7 @@ from snakes.game import NEXT, Boards
 from snakes.networks import Actor
 from snakes.opponents import OPPONENTS
 
-BOARDS, STEPS, LENGTH, DEATH = 8, 70, 20, 1.5  # an episode has 20 steps; dying costs 1.5 beans besides
+BOARDS, STEPS, LENGTH = 8, 70, 20  # an episode has 20 steps
 
 
 class Step(NamedTuple):
@@ -29,7 +29,7 @@ class Step(NamedTuple):
 def play(boards: range, opponent: str = "greedy") -> tuple[Collector, list[Step]]:
     torch.manual_seed(0)
     actor = Actor(8)
-    collector = Collector(boards, BOARDS, 7, episode_length=LENGTH, transitions=100 * 3 * len(boards), death=DEATH)
+    collector = Collector(boards, BOARDS, 7, episode_length=LENGTH, transitions=100 * 3 * len(boards))
     steps = []
     for _ in range(STEPS):
         before = copied(collector.game.boards)
@@ -111,8 +111,8 @@ def test_a_reward_is_the_length_gained_and_dying_costs_the_penalty_as_well(playe
                 if not replay.moved[i, b]:
                     expected = None  # begins no transition: whatever stands there is not used
                 elif step.died[b, k]:
-                    expected = 3 - int(step.before.lengths[b, k]) - DEATH
-                    losses += expected < -DEATH
+                    expected = 3 - int(step.before.lengths[b, k])
+                    losses += expected < 0
                 else:
                     expected = gained
                     assert gained in (0, 1)
@@ -151,11 +151,11 @@ def test_only_some_moves_are_random_and_without_exploration_all_follow_the_actor
             self.anchor = torch.nn.Parameter(torch.zeros(()))
 
         def forward(self, seen: torch.Tensor) -> torch.Tensor:
-            return torch.tensor([0.0, 1.0, 0.0]).log().expand(*seen.shape[:-1], 3)
+            return torch.tensor([0.0, 1.0, 0.0]).expand(*seen.shape[:-1], 3)
 
     def straight(epsilon: float) -> float:
         actor: Any = Straight()
-        collector = Collector(range(64), 64, 1, episode_length=LENGTH, transitions=64 * 3 * 100, death=0.0)
+        collector = Collector(range(64), 64, 1, episode_length=LENGTH, transitions=64 * 3 * 100)
         for _ in range(50):
             collector.play(actor, OPPONENTS["random"], epsilon)
         return float((collector.replay.ways[:50] == 1).mean())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -38,84 +39,64 @@ class Story:
             self.past.append(moment)
         return self
 
-    def transitions(self, steps: int, gamma: float) -> dict[bytes, tuple]:
-        """All that may be drawn: way, discounted rewards, weight and what is seen later, by what is seen first."""
+    def transitions(self, gamma: float) -> dict[bytes, tuple]:
+        """All that may be drawn: way, reward, weight and what is seen later, by what is seen first."""
         found, held = {}, self.past[-self.moments :]
-        for t in range(len(held) - steps):
-            for b in range(BOARDS):
+        for now, later in pairwise(held):
+            for b in np.flatnonzero(now["moved"]):
                 for k in range(3):
-                    if not held[t]["moved"][b]:
-                        continue
-                    lived = held[t : t + steps]
-                    stops = [i for i, moment in enumerate(lived) if not moment["moved"][b]]
-                    lived = lived[: stops[0]] if stops else lived
-                    deaths = [i for i, moment in enumerate(lived) if moment["died"][b, k]]
-                    lived = lived[: deaths[0] + 1] if deaths else lived
-                    gained = sum(gamma**i * moment["rewards"][b, k] for i, moment in enumerate(lived))
-                    weight = 0 if deaths else gamma ** len(lived)
-                    now, later = held[t]["seen"][b, k], held[t + len(lived)]["seen"][b, k]
-                    way = held[t]["ways"][b, k]
-                    for mirrored in (False, True):
-                        first = mirror(now) if mirrored else now
-                        last = mirror(later) if mirrored else later
-                        found[first.tobytes()] = (2 - way if mirrored else way, gained, weight, last)
+                    weight = 0 if now["died"][b, k] else gamma
+                    row = (now["ways"][b, k], now["rewards"][b, k], weight, later["seen"][b, k])
+                    found[now["seen"][b, k].tobytes()] = row
         return found
 
 
-def mirror(seen: np.ndarray) -> np.ndarray:
-    left, straight, right, own = np.split(seen, [13, 26, 39])
-    return np.concatenate([right, straight, left, own])
-
-
-def draw(story: Story, size: int, steps: int, gamma: float, seed: int = 0) -> Batch:
-    return story.replay.sample(size, steps, gamma, np.random.default_rng(seed), CPU)
+def draw(story: Story, size: int, gamma: float, seed: int = 0) -> Batch:
+    return story.replay.sample(size, gamma, np.random.default_rng(seed), CPU)
 
 
 def rows(batch: Batch) -> list[tuple]:
     return list(zip(*(part.numpy() for part in batch), strict=True))
 
 
-def draw_many(story: Story, count: int, steps: int, gamma: float) -> list[tuple]:
+def draw_many(story: Story, count: int, gamma: float) -> list[tuple]:
     """Rows of many batches; a single one may not be larger than the replay."""
     rng, size = np.random.default_rng(1), len(story.replay)
-    return [row for _ in range(count // size) for row in rows(story.replay.sample(size, steps, gamma, rng, CPU))]
+    return [row for _ in range(count // size) for row in rows(story.replay.sample(size, gamma, rng, CPU))]
 
 
 @pytest.mark.parametrize("gamma", [0.9, 0.0])
-@pytest.mark.parametrize("steps", [1, 3, 5])
 @pytest.mark.parametrize("played", [6, 11, 12, 13, 40])  # of 12 that fit
-def test_rows_are_the_transitions_that_happened_and_are_still_held(played, steps, gamma):
+def test_rows_are_the_transitions_that_happened_and_are_still_held(played, gamma):
     story = Story(12, seed=played).go_on(played)
-    wanted, drawn = story.transitions(steps, gamma), set()
-    for now, way, gained, weight, later in draw_many(story, 2500, steps, gamma):
-        wanted_way, wanted_gained, wanted_weight, wanted_later = wanted[now.tobytes()]
-        assert way == wanted_way
-        assert abs(gained - wanted_gained) < 1e-5 and abs(weight - wanted_weight) < 1e-6
-        assert weight == 0 or later.tobytes() == wanted_later.tobytes()
+    wanted, drawn = story.transitions(gamma), set()
+    for now, *row, later in draw_many(story, 2500, gamma):
+        *wanted_row, wanted_later = wanted[now.tobytes()]
+        assert row == pytest.approx(wanted_row)
+        assert later.tobytes() == wanted_later.tobytes()
         drawn.add(now.tobytes())
     assert drawn == set(wanted)
 
 
-def test_deaths_and_ends_cut_what_is_looked_at_and_only_deaths_are_worth_nothing():
+def test_a_death_is_worth_nothing_more_and_the_end_of_an_episode_is_worth_what_its_last_sight_is():
     story = Story(6, death=0.0, end=0.0).go_on(5)
     replay = story.replay
-    replay.rewards[:5, 0] = np.array([1, 10, 100, 1000, 10_000])[:, None]
     replay.died[1, 0, 0] = True  # snake 0 dies in the second step
     replay.moved[2, 0] = False  # the episode ends with the second step too
-    found = {now.tobytes(): rest for now, *rest in draw_many(story, 4000, 3, 0.5)}
-    dead, alive = (found[replay.seen[0, 0, k].tobytes()] for k in (0, 1))
-    assert dead[1:3] == [1 + 0.5 * 10, 0]
-    assert alive[1:3] == [1 + 0.5 * 10, 0.25]
+    found = {now.tobytes(): rest for now, *rest in draw_many(story, 4000, 0.5)}
+    dead, alive = (found[replay.seen[1, 0, k].tobytes()] for k in (0, 1))
+    assert (dead[2], alive[2]) == (0, 0.5)
     np.testing.assert_array_equal(alive[3], replay.seen[2, 0, 1])
+    assert replay.seen[2, 0, 0].tobytes() not in found
 
 
-def test_every_transition_is_as_likely_as_every_other_and_as_its_mirror_image():
-    story = Story(10, seed=3).go_on(33)
-    wanted = story.transitions(2, 0.9)
-    drawn = Counter(now.tobytes() for now, *_ in draw_many(story, 60_000, 2, 0.9))
+def test_every_transition_is_as_likely_as_every_other():
+    story = Story(24, seed=3).go_on(60)
+    wanted = story.transitions(0.9)
+    drawn = Counter(now.tobytes() for now, *_ in draw_many(story, 60_000, 0.9))
     mean = drawn.total() / len(wanted)
     chi_square, freedom = sum((drawn[key] - mean) ** 2 / mean for key in wanted), len(wanted) - 1
-    assert freedom > 50 and mean > 500
+    assert freedom > 50 and mean > 400
     assert abs(chi_square - freedom) < 4 * (2 * freedom) ** 0.5
 
 
@@ -124,14 +105,14 @@ def test_a_moment_that_is_still_being_filled_only_ends_transitions():
     at = story.replay.next()
     story.replay.seen[at] = 7
     story.replay.rewards[at], story.replay.ways[at], story.replay.moved[at] = np.nan, 99, True
-    batch = [draw(story, 12, 2, 0.9, seed) for seed in range(50)]
-    assert all(part.gained.isfinite().all() and part.way.max() < 3 for part in batch)
+    batch = [draw(story, 12, 0.9, seed) for seed in range(50)]
+    assert all(part.reward.isfinite().all() and part.way.max() < 3 for part in batch)
     assert any((part.later == 7).any() for part in batch) and not any((part.seen == 7).any() for part in batch)
 
 
 def test_a_batch_has_the_shapes_and_kinds_it_tells_and_depends_on_its_random_numbers_alone():
     story = Story(8).go_on(9)
-    one, again, other = (draw(story, 20, 1, 0.9, seed) for seed in (1, 1, 2))
+    one, again, other = (draw(story, 20, 0.9, seed) for seed in (1, 1, 2))
     shapes = [tuple(part.shape) for part in one]
     assert shapes == [(20, FEATURES), (20,), (20,), (20,), (20, FEATURES)]
     assert [part.dtype for part in one] == [torch.float32, torch.int64, torch.float32, torch.float32, torch.float32]
@@ -141,34 +122,31 @@ def test_a_batch_has_the_shapes_and_kinds_it_tells_and_depends_on_its_random_num
 
 def test_a_replay_holds_transitions_up_to_what_fits_and_is_ready_when_it_holds_enough():
     story = Story(4)
-    held = [(len(story.go_on(1).replay), story.replay.ready(13, 1), story.replay.ready(1, 3)) for _ in range(5)]
-    assert held == [(6, False, False), (12, False, False), (18, True, False), (24, True, True), (24, True, True)]
+    held = [(len(story.go_on(1).replay), story.replay.ready(13), story.replay.ready(1)) for _ in range(5)]
+    assert held == [(6, False, False), (12, False, True), (18, True, True), (24, True, True), (24, True, True)]
 
 
-@pytest.mark.parametrize(("size", "steps"), [(25, 1), (1, 4), (1, 5)])
 @pytest.mark.parametrize("ask", ["ready", "sample"])
-def test_a_batch_that_can_never_fit_is_an_error_at_once(size, steps, ask):
+def test_a_batch_that_can_never_fit_is_an_error_at_once(ask):
     story = Story(4).go_on(1)
-    with pytest.raises(ValueError, match=rf"{size} rows over {steps} steps does not fit 4 .* 24 .*--buffer_size"):
-        story.replay.ready(size, steps) if ask == "ready" else draw(story, size, steps, 0.9)
+    with pytest.raises(ValueError, match=r"25 rows does not fit 4 .* 24 .*--buffer_size"):
+        story.replay.ready(25) if ask == "ready" else draw(story, 25, 0.9)
 
 
-@pytest.mark.parametrize(("played", "size", "steps"), [(0, 1, 1), (1, 1, 1), (3, 1, 3), (3, 19, 1)])
-def test_a_batch_that_does_not_fit_yet_is_an_error(played, size, steps):
+@pytest.mark.parametrize(("played", "size"), [(0, 1), (1, 1), (3, 19)])
+def test_a_batch_that_does_not_fit_yet_is_an_error(played, size):
     story = Story(4, end=0.0).go_on(played)
-    with pytest.raises(
-        ValueError, match=rf"{played} moments held, {6 * played} .*{size} rows over {steps} steps: play"
-    ):
-        draw(story, size, steps, 0.9)
+    with pytest.raises(ValueError, match=rf"{played} moments held, {6 * played} .*{size} rows: play"):
+        draw(story, size, 0.9)
 
 
 def test_a_replay_in_which_nobody_moved_is_an_error_and_not_an_endless_search():
     story = Story(4, end=1.0).go_on(7)
     story.replay.moved[(7 - 1) % 4] = True  # the last moment begins no transition
     with pytest.raises(ValueError, match="4 moments held"):
-        draw(story, 1, 1, 0.9)
+        draw(story, 1, 0.9)
     story.replay.moved[(7 - 2) % 4, 1] = True
-    assert len(draw(story, 1, 1, 0.9).way) == 1
+    assert len(draw(story, 1, 0.9).way) == 1
 
 
 @pytest.mark.parametrize("moments", [0, 1])

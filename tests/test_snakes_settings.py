@@ -66,7 +66,7 @@ def test_a_preset_is_its_guides_column(guide):
     assert s.actor_lr == s.critic_lr == pytest.approx(lr * (8 if guide == "guide-a" else 1))
     assert (s.gamma, s.tau, s.epsilon, s.epsilon_speed, s.epsilon_min) == (gamma, tau, epsilon, speed, 0)
     assert (s.opponent_difficulty_strategy, s.seed) == (strategy, 1)
-    assert (s.boards_global, s.boards_per_rank, s.updates, s.n_step) == (8, 1, 1, 1)
+    assert (s.boards_global, s.boards_per_rank, s.updates) == (8, 1, 1)
     assert (s.episode_length, s.buffer_size, s.save_interval) == (200, 100_000, 1000)
     if guide == "guide-c":
         assert opponent_at(s, 1) == opponent_at(s, s.episodes) == "greedy"

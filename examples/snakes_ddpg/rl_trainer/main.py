@@ -61,8 +61,19 @@ def prepare(world_size: int) -> argparse.Namespace | int:
         settings = read_settings()
         if settings.resume:
             folder = runs.find_run(settings.resume, settings.runs_folder)
-            settings = read_settings(saved=runs.read_config(folder))
+            saved = runs.read_config(folder)
+            settings = read_settings(saved=saved)
+            if not (folder / "checkpoints" / "latest").is_file():
+                raise ValueError(
+                    f"there is no checkpoint in {folder} to go on with: name another run, or start a new one"
+                )
+            if settings.hidden != saved["hidden"]:
+                raise ValueError(
+                    f"{folder} goes on with --hidden {saved['hidden']}, not {settings.hidden}: start a new run"
+                )
         settings = resolve(settings, world_size)
+        replay = make_collector(settings, 0, 0).replay
+        replay.ready(settings.batch_per_rank)  # raises, as the line before, if it never can be
         if settings.load_model:
             wanted = (settings.load_model_run or "latest", settings.load_model_run_episode)
             settings.models = [runs.find_model(*wanted, what, settings.runs_folder) for what in ("actor", "critic")]
@@ -70,7 +81,7 @@ def prepare(world_size: int) -> argparse.Namespace | int:
         settings.folder = folder if settings.resume else runs.new_run(settings.runs_folder)
         runs.save_config(settings.folder, vars(settings))
         return settings
-    except SystemExit as end:  # argparse has said why
+    except SystemExit as end:  # argparse has helped
         return end.code
     except (ValueError, OSError) as error:
         print(f"main.py: error: {error}", file=sys.stderr)
@@ -85,12 +96,13 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
 
     ddpkit.seed_everything(settings.seed)
     lrs = {"a_lr": settings.actor_lr, "c_lr": settings.critic_lr}
-    agent = DDPG(job.device, hidden=settings.hidden, **lrs, tau=settings.tau, entropy=settings.entropy)
+    agent = DDPG(job.device, hidden=settings.hidden, **lrs, tau=settings.tau)
     parts = {"networks": agent.networks, "targets": agent.targets, "optimizer": agent.optimizer}
     checkpoints = ddpkit.Checkpointer(settings.folder / "checkpoints", keep=2)
     total = Counter(dict.fromkeys(COUNTERS, 0))
     best = (-1.0, 0.0)
-    if settings.resume and (saved := checkpoints.load_latest(**parts)):
+    if settings.resume:
+        saved = checkpoints.load_latest(**parts)
         total, best = Counter(saved["total"]), tuple(saved["best"])
         moved = f" on {saved['ranks']} ranks, now on {job.world_size}" * (saved["ranks"] != job.world_size)
         log.info("resumed after episode %d%s; boards and replay start anew", total["episodes"], moved)
@@ -101,15 +113,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
     log.info("compiling what is not in Numba's cache yet; the first time that takes half a minute")
     with ddpkit.main_process_first(local=True):
         warm_up(settings)
-    share = range(job.rank * settings.boards_per_rank, (job.rank + 1) * settings.boards_per_rank)
-    collector = Collector(
-        share,
-        settings.boards_global,
-        ddpkit.sample_seed(settings.seed, 1, total["environment_steps"]),
-        episode_length=settings.episode_length,
-        transitions=settings.buffer_size,
-        death=settings.death_penalty,
-    )
+    collector = make_collector(settings, job.rank, total["environment_steps"])
     rng = np.random.default_rng(ddpkit.sample_seed(settings.seed, 2 + job.rank, total["environment_steps"]))
     exchange = clock.timed("exchange", ddpkit.average_gradients)
 
@@ -124,11 +128,9 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
         for _ in range(ROUND):
             with clock("play"):
                 sums.update(collector.play(agent.actor, opponents.get(opponent), epsilon))
-            for _ in range(settings.updates if collector.replay.ready(settings.batch_per_rank, settings.n_step) else 0):
+            for _ in range(settings.updates if collector.replay.ready(settings.batch_per_rank) else 0):
                 with clock("sample"):
-                    batch = collector.replay.sample(
-                        settings.batch_per_rank, settings.n_step, settings.gamma, rng, job.device
-                    )
+                    batch = collector.replay.sample(settings.batch_per_rank, settings.gamma, rng, job.device)
                 with clock("update"):
                     losses += torch.stack(agent.update(batch, exchange))
                 sums["updates"] += 1
@@ -170,13 +172,24 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
     summarize(settings, job, total, before, clock, time.monotonic() - start)
 
 
+def make_collector(settings: argparse.Namespace, rank: int, environment_steps: int) -> Collector:
+    """The boards of a rank, which begin other games than those that the run began with before."""
+    return Collector(
+        range(rank * settings.boards_per_rank, (rank + 1) * settings.boards_per_rank),
+        settings.boards_global,
+        ddpkit.sample_seed(settings.seed, 1, environment_steps),
+        episode_length=settings.episode_length,
+        transitions=settings.buffer_size,
+    )
+
+
 def warm_up(settings: argparse.Namespace) -> None:
     """Runs what Numba compiles once, so that it is in the cache."""
-    agent = DDPG(torch.device("cpu"), hidden=4, a_lr=1.0, c_lr=1.0, tau=1.0, entropy=0.0)
-    collector = Collector(range(2), 2, 0, episode_length=9, transitions=60, death=1.0)
+    agent = DDPG(torch.device("cpu"), hidden=4, a_lr=1.0, c_lr=1.0, tau=1.0)
+    collector = Collector(range(2), 2, 0, episode_length=9, transitions=60)
     for player in {opponent_at(settings, 1), settings.eval_opponent, *opponents.LEVELS}:
         collector.play(agent.actor, opponents.get(player), 0.5)
-    collector.replay.sample(2, 1, 0.9, np.random.default_rng(0), torch.device("cpu"))
+    collector.replay.sample(2, 0.9, np.random.default_rng(0), torch.device("cpu"))
 
 
 def save_models(folder: Path, name: int | str, agent: DDPG) -> None:

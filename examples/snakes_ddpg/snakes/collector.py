@@ -29,16 +29,12 @@ class Collector:
         seed: Of all boards.
         episode_length: In steps.
         transitions: Of single snakes that the replay holds.
-        death: What dying costs beyond the length that is lost, in beans.
     """
 
-    def __init__(
-        self, boards: range, total: int, seed: int, *, episode_length: int, transitions: int, death: float
-    ) -> None:
+    def __init__(self, boards: range, total: int, seed: int, *, episode_length: int, transitions: int) -> None:
         self.game = Game(len(boards), seed, first=boards.start, episode_length=episode_length)
         self.game.boards.times[:] = np.array(boards) * episode_length // total
         self.replay = Replay(transitions // (3 * len(boards)), len(boards))
-        self.death = death
         self._whole = self.game.boards.times == 0
         self._actions = np.zeros((len(boards), SNAKES), np.uint8)
 
@@ -54,7 +50,7 @@ class Collector:
         at = replay.next()
         observe(game.boards, TEAM, replay.seen[at])
         seen = torch.from_numpy(replay.seen[at]).to(next(actor.parameters()).device)
-        explore(game.boards, TEAM, actor(seen).exp().cpu().numpy(), epsilon, replay.ways[at], self._actions)
+        explore(game.boards, TEAM, actor(seen).cpu().numpy(), epsilon, replay.ways[at], self._actions)
         opponent(game.boards, 1 - TEAM, self._actions)
 
         over = game.done.copy()  # at the moment before: these boards show their end now, and start anew
@@ -63,7 +59,7 @@ class Collector:
         game.done[over], game.died[over] = False, False
         replay.moved[at] = ~over
         replay.died[at] = game.died[:, :3]
-        replay.rewards[at] = game.rewards[:, :3] - self.death * game.died[:, :3]
+        replay.rewards[at] = game.rewards[:, :3]
 
         ended = game.done & self._whole
         self._whole |= over

@@ -19,19 +19,16 @@ from .replay import Batch
 
 
 class DDPG:
-    """Actor, critics, their targets and their optimiser, alike on every rank.
+    """Actor, critic, their targets and their optimiser, alike on every rank.
 
     Args:
         hidden: Width of the networks.
         a_lr: Learning rate of the actor.
-        c_lr: Learning rate of the critics.
+        c_lr: Learning rate of the critic.
         tau: How far the targets move towards the networks in each step.
-        entropy: What a nat of the actor's entropy is worth, in beans.
     """
 
-    def __init__(
-        self, device: torch.device, *, hidden: int, a_lr: float, c_lr: float, tau: float, entropy: float
-    ) -> None:
+    def __init__(self, device: torch.device, *, hidden: int, a_lr: float, c_lr: float, tau: float) -> None:
         self.actor, self.critic = Actor(hidden).to(device), Critic(hidden).to(device)
         self.networks = nn.ModuleList([self.actor, self.critic])
         self.targets = deepcopy(self.networks).requires_grad_(False)  # not wrapped, nor averaged: they follow alike
@@ -39,22 +36,17 @@ class DDPG:
             [{"params": self.actor.parameters(), "lr": a_lr}, {"params": self.critic.parameters(), "lr": c_lr}],
             fused=True,
         )
-        self.tau, self.entropy = tau, entropy
+        self.tau = tau
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The actor's and the critics' loss, means over the batch; their gradients touch one network each."""
+        """The actor's and the critic's loss, means over the batch; their gradients touch one network each."""
+        actor, critic = self.targets
         with torch.no_grad():
-            actor, critic = self.targets
-            target = batch.gained + batch.weight * self._value(actor(batch.later), critic(batch.later))
+            target = batch.reward + batch.weight * (actor(batch.later) * critic(batch.later)).sum(-1)
         values = self.critic(batch.seen)
-        taken = values.take_along_dim(batch.way.expand(2, -1).unsqueeze(-1), -1).squeeze(-1)
-        critic_loss = (taken - target).square().mean(1).sum()
-        actor_loss = -self._value(self.actor(batch.seen), values.detach()).mean()
-        return actor_loss, critic_loss
-
-    def _value(self, logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """What the lesser twin expects of an actor's choice, and the worth of its entropy: (B,)."""
-        return (logits.exp() * (values.amin(0) - self.entropy * logits)).sum(-1)
+        taken = values.gather(1, batch.way.unsqueeze(1)).squeeze(1)
+        actor_loss = -(self.actor(batch.seen) * values.detach()).sum(-1).mean()
+        return actor_loss, nn.functional.mse_loss(taken, target)
 
     def update(
         self, batch: Batch, average: Callable[..., None] = ddpkit.average_gradients

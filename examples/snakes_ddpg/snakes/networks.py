@@ -1,4 +1,4 @@
-"""The two networks: an actor that gives each way its probability, and twin critics that give each way its value."""
+"""The two networks: an actor that gives each way its probability, and a critic that gives each way its value."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def perceptron(hidden: int) -> nn.Sequential:
 
 
 class Actor(nn.Module):
-    """Takes what snakes see, float32 of shape (..., FEATURES), to the logarithms of the ways' probabilities."""
+    """Takes what snakes see, float32 of shape (..., FEATURES), to the ways' probabilities, (..., WAYS)."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.layers = perceptron(hidden)
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        return self.layers(seen).log_softmax(-1)
+        return self.layers(seen).softmax(-1)
 
 
 class Critic(nn.Module):
-    """Takes what snakes see, float32 of shape (..., FEATURES), to values of shape (2, ..., WAYS), one row a twin.
+    """Takes what snakes see, float32 of shape (..., FEATURES), to the ways' values, (..., WAYS).
 
     The value of an action is linear in it: `(values * action).sum(-1)`. For a one-hot action that is the value of the
     way taken, for the actor's probabilities the expected value, whose gradient in the action is `values` itself.
@@ -39,10 +39,10 @@ class Critic(nn.Module):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.twins = nn.ModuleList([perceptron(hidden), perceptron(hidden)])
+        self.values = perceptron(hidden)  # not `layers`: nobody shall take a critic for an actor
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        return torch.stack([twin(seen) for twin in self.twins])
+        return self.values(seen)
 
 
 def load_weights(network: Actor | Critic, path: Path) -> None:

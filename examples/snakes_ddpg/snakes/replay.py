@@ -8,22 +8,18 @@ import numpy as np
 import torch
 from numba import njit
 
-from .features import FEATURES, PER_WAY, WAYS
+from .features import FEATURES
 
 SNAKES = 3  # of the team that learns
 
 
 class Batch(NamedTuple):
-    """n-step transitions of single snakes, B rows; `value` stands for that of `later` under the target networks.
-
-    The target of a row is `gained + weight * value(later)`: weight is gamma to the power of the steps between, 0 where
-    the snake died on the way.
-    """
+    """Transitions of single snakes, B rows. A row's target is `reward + weight * value of later`."""
 
     seen: torch.Tensor  # (B, FEATURES) float32
     way: torch.Tensor  # (B,) int64, the one taken
-    gained: torch.Tensor  # (B,) float32, discounted
-    weight: torch.Tensor  # (B,) float32
+    reward: torch.Tensor  # (B,) float32
+    weight: torch.Tensor  # (B,) float32: gamma, or 0 if the snake died
     later: torch.Tensor  # (B, FEATURES) float32
 
 
@@ -60,37 +56,37 @@ class Replay:
         """Transitions of single snakes that it holds."""
         return min(self.count, len(self.seen)) * self.ways[0].size
 
-    def ready(self, size: int, steps: int) -> bool:
-        """Whether it holds as many transitions as a batch needs, and one of so many steps; alike on every rank.
-
-        Raises:
-            ValueError: If it never can.
-        """
-        moments, boards = self.moved.shape
-        if size > self.ways.size or steps >= moments:
-            raise ValueError(
-                f"a batch of {size} rows over {steps} steps does not fit {moments} moments of {boards} boards, "
-                f"{self.ways.size} transitions per rank: raise --buffer_size, or lower the batch size or --n_step"
-            )
-        return len(self) >= size and min(self.count, moments) > steps
-
     def next(self) -> int:
         """The place of the moment to fill now; it counts from the next call on."""
         self.count += 1
         return (self.count - 1) % len(self.seen)
 
-    def sample(self, size: int, steps: int, gamma: float, rng: np.random.Generator, device: torch.device) -> Batch:
-        """Draws `size` transitions over up to `steps` steps, each mirrored or not by the toss of a coin.
+    def ready(self, size: int) -> bool:
+        """Whether it holds as many transitions as a batch needs; alike on every rank.
+
+        Raises:
+            ValueError: If it never can.
+        """
+        moments, boards = self.moved.shape
+        if size > self.ways.size:
+            raise ValueError(
+                f"a batch of {size} rows does not fit {moments} moments of {boards} boards, {self.ways.size} "
+                "transitions per rank: raise --buffer_size, or lower the batch size"
+            )
+        return self.count > 1 and len(self) >= size
+
+    def sample(self, size: int, gamma: float, rng: np.random.Generator, device: torch.device) -> Batch:
+        """Draws `size` transitions, all alike.
 
         Raises:
             ValueError: If it is not `ready()`, or nobody has moved.
         """
         held = min(self.count, len(self.seen))
-        oldest = (self.count - held) % len(self.seen)
-        if not self.ready(size, steps) or not _any_moved(self.moved, oldest, held - steps):
+        begins = (self.count - held + np.arange(held - 1)) % len(self.seen)  # the last one ends transitions only
+        if not self.ready(size) or not self.moved[begins].any():
             raise ValueError(
-                f"the {held} moments held, {len(self)} transitions, do not make a batch of {size} rows over "
-                f"{steps} steps: play on before the next update, or raise --buffer_size"
+                f"the {held} moments held, {len(self)} transitions, do not make a batch of {size} rows: play on before "
+                "the next update, or raise --buffer_size"
             )
         arrays = Batch(
             np.empty((size, FEATURES), np.float32),
@@ -99,46 +95,18 @@ class Replay:
             np.empty(size, np.float32),
             np.empty((size, FEATURES), np.float32),
         )
-        ring = (self.seen, self.ways, self.rewards, self.died, self.moved)
-        _sample(*ring, oldest, held, steps, gamma, rng, *arrays)
+        _sample(self.seen, self.ways, self.rewards, self.died, self.moved, begins, gamma, rng, *arrays)
         return Batch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays))
 
 
-@njit(cache=True)
-def _any_moved(moved, oldest, moments):
-    for i in range(moments):
-        for b in range(moved.shape[1]):
-            if moved[(oldest + i) % len(moved), b]:
-                return True
-    return False
-
-
 @njit(cache=True, nogil=True)
-def _sample(seen, ways, rewards, died, moved, oldest, held, steps, gamma, rng, now, way, gained, weight, later):
+def _sample(seen, ways, rewards, died, moved, begins, gamma, rng, now, way, reward, weight, later):
     row = 0
     while row < len(way):
-        at = (oldest + rng.integers(0, held - steps)) % len(seen)
-        b, k, mirrored = rng.integers(0, seen.shape[1]), rng.integers(0, seen.shape[2]), rng.integers(0, 2)
-        if not moved[at, b]:
-            continue
-        _look(seen[at, b, k], mirrored, now[row])
-        way[row] = WAYS - 1 - ways[at, b, k] if mirrored else ways[at, b, k]
-        gained[row], weight[row] = 0, 1
-        for _ in range(steps):
-            gained[row] += weight[row] * rewards[at, b, k]
-            weight[row] *= gamma * (not died[at, b, k])
-            at = (at + 1) % len(seen)
-            if weight[row] == 0 or not moved[at, b]:
-                break
-        _look(seen[at, b, k], mirrored, later[row])
-        row += 1
-
-
-@njit(cache=True)
-def _look(seen, mirrored, out):
-    """Copies what a snake sees, with left and right exchanged if mirrored."""
-    out[:] = seen
-    if mirrored:
-        for way in range(WAYS):
-            here, there = way * PER_WAY, (WAYS - 1 - way) * PER_WAY
-            out[here : here + PER_WAY] = seen[there : there + PER_WAY]
+        at = begins[rng.integers(0, len(begins))]
+        b, k = rng.integers(0, seen.shape[1]), rng.integers(0, seen.shape[2])
+        if moved[at, b]:
+            now[row], way[row], reward[row] = seen[at, b, k], ways[at, b, k], rewards[at, b, k]
+            weight[row] = 0 if died[at, b, k] else gamma
+            later[row] = seen[(at + 1) % len(seen), b, k]
+            row += 1

@@ -21,7 +21,6 @@ _ORIGINAL = {
     "global_batch_size": None,
     "buffer_size": 100_000,
     "updates": 1,
-    "n_step": 1,
     "hidden": 256,
     "epsilon": 0.5,
     "epsilon_min": 0.0,
@@ -110,9 +109,6 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--lr_scaling", type=_one_of("none", "linear", "sqrt"), default="none", help=text)
     add("--gamma", type=share, default=0.95, help="discount per step")
     add("--tau", type=share, default=0.01, help="part of the way that the targets go per optimiser step")
-    add("--n_step", type=count, default=3, help="steps of reward in a target")
-    add("--entropy", type=_number(float, 0), default=0.01, help="worth of a nat of the actor's entropy, in beans")
-    add("--death_penalty", type=_number(float, 0), default=1.0, help="of dying beyond the length lost, in beans")
     add("--hidden", type=count, default=128, help="width of the hidden layers")
     softmax = _only("softmax", "the actor chooses one of four directions")
     add("--output_activation", type=softmax, default="softmax", help="of the actor")
