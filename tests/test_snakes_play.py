@@ -127,7 +127,7 @@ def test_ctrl_c_ends_watching_without_a_traceback():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["unknown"], f"no opponent 'unknown'.* {', '.join(OPPONENTS)}"),
+        (["unknown"], f"there is no .*unknown; .*players are: {', '.join(OPPONENTS)}"),
         (["greedy", "9"], "difficulty from 0 to 4"),
         (["greedy", "random", "greedy"], "two players meet, not 3: with --compare"),
         (["--compare", "greedy"], "two players or more"),
