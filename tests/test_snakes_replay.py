@@ -149,7 +149,7 @@ def test_a_replay_in_which_nobody_moved_is_an_error_and_not_an_endless_search():
     assert len(draw(story, 1, 0.9).way) == 1
 
 
-@pytest.mark.parametrize("moments", [0, 1])
-def test_a_replay_without_room_for_a_transition_is_an_error(moments):
-    with pytest.raises(ValueError, match=f"--buffer_size 60 per rank, but there is room for {moments}: raise"):
+@pytest.mark.parametrize("moments", [0, 1, 2])
+def test_a_replay_that_may_hold_no_transition_is_an_error(moments):
+    with pytest.raises(ValueError, match=f"--buffer_size 90 per rank, but there is room for {moments}: raise"):
         Replay(moments, boards=10)

@@ -35,14 +35,14 @@ class Replay:
         boards: On this rank.
 
     Raises:
-        ValueError: If not even one transition fits.
+        ValueError: If fewer than three fit; of two the first may be the one at which no board moves.
     """
 
     def __init__(self, moments: int, boards: int) -> None:
-        if moments < 2:
+        if moments < 3:
             raise ValueError(
-                f"a transition is between two moments of {boards} boards, which takes --buffer_size "
-                f"{2 * SNAKES * boards} per rank, but there is room for {moments}: raise it, or play fewer boards"
+                f"a batch is drawn from at least three moments of {boards} boards, which takes --buffer_size "
+                f"{3 * SNAKES * boards} per rank, but there is room for {moments}: raise it, or play fewer boards"
             )
         shape = (moments, boards, SNAKES)
         self.seen = np.zeros((*shape, FEATURES), np.float32)
