@@ -101,7 +101,7 @@ def test_what_it_remembers_is_what_the_snakes_saw_and_the_way_they_took(played: 
     assert turned == {0, 1, 2}
 
 
-def test_a_reward_is_the_length_gained_and_dying_costs_the_penalty_as_well(played: Played) -> None:
+def test_a_reward_is_the_length_gained_and_dying_costs_all_that_was_gained(played: Played) -> None:
     collector, steps = played
     replay, losses = collector.replay, 0
     for i, step in enumerate(steps):
@@ -162,3 +162,14 @@ def test_only_some_moves_are_random_and_without_exploration_all_follow_the_actor
 
     assert straight(0.0) == 1
     assert straight(0.6) == pytest.approx(0.4 + 0.6 / 3, abs=0.02)
+
+
+@pytest.mark.parametrize("length", [1, 2, 20])
+def test_the_smallest_replay_has_a_batch_after_every_step_but_the_first(length: int) -> None:
+    """When all boards show their end at once, the moment before is still held."""
+    torch.manual_seed(0)
+    collector, rng = Collector(range(1), 1, 0, episode_length=length, transitions=9), np.random.default_rng(0)
+    for step in range(50):
+        collector.play(Actor(4), OPPONENTS["random"], 0.5)
+        if step:
+            assert len(collector.replay.sample(3, 0.9, rng, torch.device("cpu")).way) == 3
