@@ -234,21 +234,25 @@ def test_a_run_goes_on_where_it_stopped_on_other_numbers_of_ranks(trained: Train
     runs = tmp_path / "runs"
     shutil.copytree(trained[0], runs)
     (folder,) = list_runs(runs).values()
-    for before, ranks, episodes in ((2, 1, EPISODES + 20), (1, 3, EPISODES + 40)):
-        state = checkpoint(folder)
-        flags = f"--runs_folder {runs} --resume --total_episodes {episodes}"
+    for before, ranks, episodes, batch in ((2, 1, EPISODES + 20, 2 * BATCH), (1, 3, EPISODES + 40, 2 * BATCH + 2)):
+        state = checkpoint(folder)  # the batch stays what it was globally, but for rounding up
+        flags = f"--runs_folder {runs} --resume --total_episodes {episodes} --a_lr 0.00{ranks}"
         output = finished(launch(ranks, train_noting_the_beginning, "main.py", flags, tmp_path))
         (line,) = re.findall("resumed after episode .*", output)
-        assert f"resumed after episode {state['total']['episodes']} on {before} ranks, now on {ranks}" in line
+        assert (
+            f"resumed after episode {state['total']['episodes']}, saved by {before} rank(s) and now on {ranks}" in line
+        )
         for rank in range(ranks):
             beginning = torch.load(tmp_path / f"beginning{rank}.pt")
             for part in ("networks", "targets", "optimizer"):
-                assert same(beginning[part], state[part]), (rank, part)
+                found, kept = (whole.get("state", whole) for whole in (beginning[part], state[part]))
+                assert same(found, kept), (rank, part)
+            assert [group["lr"] for group in beginning["optimizer"]["param_groups"]] == [ranks / 1000, 0.003]
             assert beginning["optimizer"]["state"][0]["step"] == state["total"]["optimiser_steps"]
         after = checkpoint(folder)
         assert after["total"]["episodes"] >= episodes and after["ranks"] == ranks
         steps, samples = (after["total"][name] - state["total"][name] for name in ("optimiser_steps", "samples"))
-        assert samples == steps * BATCH * ranks > 0
+        assert samples == steps * batch > 0
         shown = [int(block[0]) for block in BLOCK.findall(output)]
         assert shown[0] > state["total"]["episodes"] and shown[-1] == after["total"]["episodes"]
         assert [*scalars(folder, "reward/total")][-len(shown) :] == shown

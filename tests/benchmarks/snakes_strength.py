@@ -47,7 +47,7 @@ def draw_curve(found: dict[int, Path], path: Path) -> None:
     for seed, run in found.items():
         events = EventAccumulator(str(run)).Reload().Scalars("evaluation/win_rate")
         axes.plot([event.step for event in events], [event.value for event in events], marker=".", label=f"seed {seed}")
-    axes.axhline(0.02, color="grey", linestyle=":", label="the public DDPG, trained for hours")
+    axes.axhline(0.02, color="grey", linestyle=":", label="the public DDPG checkpoint")
     axes.set(xlabel="episodes, of all ranks", ylabel="win rate against greedy", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

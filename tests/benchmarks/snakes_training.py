@@ -68,8 +68,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to compare")
     parser.add_argument("--rounds", type=int, default=5, help="runs on each number of ranks")
     parser.add_argument("--episodes", type=int, default=4000, help="of a run, per rank")
-    parser.add_argument("--boards", type=int, default=256, help="played at once, per rank")
-    parser.add_argument("--batch_size", type=int, default=1024, help="rows per optimiser step, per rank")
+    parser.add_argument("--boards", type=int, default=512, help="played at once, per rank")
+    parser.add_argument("--batch_size", type=int, default=4096, help="rows per optimiser step, per rank")
     args = parser.parse_args()
     results: dict[int, list[dict]] = {ranks: [] for ranks in args.ranks}
     for number in range(args.rounds):

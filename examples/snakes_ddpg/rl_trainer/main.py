@@ -19,7 +19,6 @@ import logging
 import resource
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,7 +38,7 @@ from snakes import opponents, runs
 from snakes.collector import Collector
 from snakes.ddpg import DDPG
 from snakes.evaluation import Result, play_games
-from snakes.networks import Actor, load_weights
+from snakes.networks import Actor, Critic, load_weights
 from snakes.plan import cautions, describe, epsilon_at, opponent_at, resolve
 from snakes.policy import Policy
 from snakes.settings import read_settings
@@ -49,9 +48,6 @@ import ddpkit
 log = logging.getLogger("snakes")
 ROUND = 50  # steps of all boards from one look at the global counters to the next
 EVALUATION_SEED = 2**31  # evaluations play games of their own, the same ones each time
-
-
-SUMS = ("episodes", "environment_steps", "wins", "deaths", "snake_1", "snake_2", "snake_3", "opponent", "updates")
 COUNTERS = ("episodes", "environment_steps", "optimiser_steps", "samples")
 
 
@@ -62,7 +58,7 @@ def prepare(world_size: int) -> argparse.Namespace | int:
         if settings.resume:
             folder = runs.find_run(settings.resume, settings.runs_folder)
             saved = runs.read_config(folder)
-            settings = read_settings(saved=saved)
+            settings = read_settings(saved=saved | go_on(saved, world_size))
             if not (folder / "checkpoints" / "latest").is_file():
                 raise ValueError(
                     f"there is no checkpoint in {folder} to go on with: name another run, or start a new one"
@@ -77,22 +73,31 @@ def prepare(world_size: int) -> argparse.Namespace | int:
         if settings.load_model:
             wanted = (settings.load_model_run or "latest", settings.load_model_run_episode)
             settings.models = [runs.find_model(*wanted, what, settings.runs_folder) for what in ("actor", "critic")]
-            load_weights(Actor(settings.hidden), settings.models[0])  # which says so if they do not fit
+            for network, path in zip((Actor(settings.hidden), Critic(settings.hidden)), settings.models, strict=True):
+                load_weights(network, path)  # which says so if they do not fit
         settings.folder = folder if settings.resume else runs.new_run(settings.runs_folder)
         runs.save_config(settings.folder, vars(settings))
         return settings
     except SystemExit as end:  # argparse has helped
         return end.code
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         print(f"main.py: error: {error}", file=sys.stderr)
         return 2
 
 
-def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
+def go_on(saved: dict, world_size: int) -> dict:
+    """The settings of a run, told over all ranks, so that they mean the same on another number of them."""
+    batch = -(-saved["batch_global"] // world_size) * world_size
+    rates = {"a_lr": saved["actor_lr"], "c_lr": saved["critic_lr"], "lr_scaling": "none"}
+    lengths = {"total_episodes": saved["episodes"], "max_episodes": None, "time_limit": None}
+    return lengths | rates | {"global_batch_size": batch, "batch_size": None}
+
+
+def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> None:
     log.info("\n%s\n\nwriting to %s\n", describe(settings), settings.folder)
     for caution in cautions(settings) if ddpkit.is_main_process() else ():
         log.warning("warning: %s", caution)
-    stopping, clock = stop_on_signals(), Clock()
+    clock = Clock()
 
     ddpkit.seed_everything(settings.seed)
     lrs = {"a_lr": settings.actor_lr, "c_lr": settings.critic_lr}
@@ -100,11 +105,14 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
     parts = {"networks": agent.networks, "targets": agent.targets, "optimizer": agent.optimizer}
     checkpoints = ddpkit.Checkpointer(settings.folder / "checkpoints", keep=2)
     total = Counter(dict.fromkeys(COUNTERS, 0))
-    best = (-1.0, 0.0)
+    best, judges = (-1.0, 0.0), [settings.eval_opponent, settings.eval_games]
     if settings.resume:
         saved = checkpoints.load_latest(**parts)
-        total, best = Counter(saved["total"]), tuple(saved["best"])
-        moved = f" on {saved['ranks']} ranks, now on {job.world_size}" * (saved["ranks"] != job.world_size)
+        for group, lr in zip(agent.optimizer.param_groups, lrs.values(), strict=True):
+            group["lr"] = lr  # which may be another one now
+        total = Counter(saved["total"])
+        best = tuple(saved["best"]) if saved["judges"] == judges else best
+        moved = f", saved by {saved['ranks']} rank(s) and now on {job.world_size}" * (saved["ranks"] != job.world_size)
         log.info("resumed after episode %d%s; boards and replay start anew", total["episodes"], moved)
     elif settings.load_model:
         agent.load(*settings.models)
@@ -112,19 +120,20 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
 
     log.info("compiling what is not in Numba's cache yet; the first time that takes half a minute")
     with ddpkit.main_process_first(local=True):
-        warm_up(settings)
+        warm_up()
     collector = make_collector(settings, job.rank, total["environment_steps"])
     rng = np.random.default_rng(ddpkit.sample_seed(settings.seed, 2 + job.rank, total["environment_steps"]))
     exchange = clock.timed("exchange", ddpkit.average_gradients)
 
-    writer = SummaryWriter(settings.folder, purge_step=total["episodes"]) if ddpkit.is_main_process() else None
+    writer = SummaryWriter(settings.folder, purge_step=total["episodes"] + 1) if ddpkit.is_main_process() else None
     bar = tqdm(total=settings.episodes, initial=total["episodes"], unit="episode", disable=None if writer else True)
     news, before = Counter(), Counter(total)  # news: sums over all ranks since the last report
     start, stop = time.monotonic(), total["episodes"] >= settings.episodes
+    stopping.later = True
     while not stop:
         episode, epsilon = total["episodes"], epsilon_at(settings, total["environment_steps"])
         opponent = opponent_at(settings, episode + 1)
-        sums, losses = Counter(dict.fromkeys(SUMS, 0)), torch.zeros(2, device=job.device)
+        sums, losses = Counter(updates=0), torch.zeros(2, device=job.device)
         for _ in range(ROUND):
             with clock("play"):
                 sums.update(collector.play(agent.actor, opponents.get(opponent), epsilon))
@@ -143,7 +152,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
         news.update(sums)
         finished = total["episodes"] >= settings.episodes
         late = settings.time_limit is not None and time.monotonic() - start > settings.time_limit
-        stop = ddpkit.stop_together(finished or late or stopping.is_set())
+        stop = ddpkit.stop_together(finished or late or stopping.asked is not None)
         bar.update(total["episodes"] - episode)
 
         intervals = {"log": settings.log_interval, "eval": settings.eval_interval, "save": settings.save_interval}
@@ -166,7 +175,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
             with clock("save"):
                 ddpkit.check_replicas(nn.ModuleList([agent.networks, agent.targets]), agent.optimizer)
                 ddpkit.run_on_main(save_models, settings.folder, total["episodes"], agent)
-                state = {"total": dict(total), "best": list(best), "ranks": job.world_size}
+                state = {"total": dict(total), "best": list(best), "judges": judges, "ranks": job.world_size}
                 checkpoints.save(total["optimiser_steps"], **parts, **state)
     bar.close()
     summarize(settings, job, total, before, clock, time.monotonic() - start)
@@ -183,11 +192,11 @@ def make_collector(settings: argparse.Namespace, rank: int, environment_steps: i
     )
 
 
-def warm_up(settings: argparse.Namespace) -> None:
+def warm_up() -> None:
     """Runs what Numba compiles once, so that it is in the cache."""
     agent = DDPG(torch.device("cpu"), hidden=4, a_lr=1.0, c_lr=1.0, tau=1.0)
     collector = Collector(range(2), 2, 0, episode_length=9, transitions=60)
-    for player in {opponent_at(settings, 1), settings.eval_opponent, *opponents.LEVELS}:
+    for player in opponents.OPPONENTS:
         collector.play(agent.actor, opponents.get(player), 0.5)
     collector.replay.sample(2, 0.9, np.random.default_rng(0), torch.device("cpu"))
 
@@ -246,7 +255,7 @@ def summarize(
         ", ".join(f"{part} {share:.0%}" for part, share in shares.items()),
         max(memory),
     )
-    if ddpkit.is_main_process():
+    if ddpkit.is_main_process() and total != before:
         (settings.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
@@ -267,28 +276,36 @@ class Clock(Counter):
         return run
 
 
-def stop_on_signals() -> threading.Event:
-    """An event that Ctrl-C or a scheduler's SIGTERM sets; one more, seconds later, ends the process."""
-    event, first = threading.Event(), []
+class Stop:
+    """What Ctrl-C and a scheduler's SIGTERM do: they end the program, and `later` on ask it to save and end.
 
-    def stop(number: int, frame: object) -> None:
-        if first and time.monotonic() - first[0] > 5:  # the terminal and torchrun may both send the first one
-            raise KeyboardInterrupt
-        first.append(time.monotonic())
-        event.set()
+    One more, seconds after the first, ends it in any case; the terminal and torchrun may both send the first one.
+    """
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-    return event
+    def __init__(self) -> None:
+        self.later, self.asked = False, None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.stop)
+
+    def stop(self, number: int, frame: object) -> None:
+        if not self.later or (self.asked is not None and time.monotonic() - self.asked > 5):
+            raise SystemExit(128 + number)
+        self.asked = time.monotonic() if self.asked is None else self.asked
 
 
 if __name__ == "__main__":
     handler = logging.StreamHandler()
     handler.addFilter(ddpkit.RankFilter())  # the main process speaks for all; warnings come from every rank
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
+    stop = Stop()
     with ddpkit.distributed(num_threads=1) as context, logging_redirect_tqdm():
-        prepared = ddpkit.run_on_main(prepare, context.world_size)
-        if not isinstance(prepared, int):
-            main(prepared, context)
-    if isinstance(prepared, int):
-        sys.exit(prepared)
+        outcome = ddpkit.run_on_main(prepare, context.world_size)
+        try:
+            if not isinstance(outcome, int):
+                main(outcome, context, stop)
+                outcome = 0
+        except ddpkit.CheckpointError as error:  # on every rank
+            outcome = 2
+            if ddpkit.is_main_process():
+                print(f"main.py: error: {error}", file=sys.stderr)
+    sys.exit(outcome)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ddpkit import ScalePlan
 
-BATCH_SIZE = 1024  # rows per optimiser step, global, if no flag says otherwise
+BATCH_SIZE = 8192  # rows per optimiser step, global, if no flag says otherwise
 EVASIVE = "evasive"  # the opponent's name
 
 # difficulty, to be rounded down, by the part of the run that is over

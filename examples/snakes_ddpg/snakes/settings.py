@@ -91,9 +91,14 @@ def _make_parser() -> argparse.ArgumentParser:
     either("--max_episodes", action=_Either, const="total_episodes", type=count, help="episodes per rank, instead")
     add("--episode_length", type=count, default=200, help="steps of an episode")
     text = "boards played at once, global; rounded up to a multiple of the ranks"
-    add("--boards", type=count, default=256, help=text)
+    add("--boards", type=count, default=1024, help=text)
     add("--time_limit", type=_number(float, 0), help="seconds after which to save and stop")
-    add("--seed", type=_number(int, 0), default=1, help="of the weights and, with its own stream each, of every board")
+    add(
+        "--seed",
+        type=_number(int, 0, 2**63 - 1),
+        default=1,
+        help="of the weights and, with its own stream each, of every board",
+    )
 
     group = parser.add_argument_group("agent")
     add, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
@@ -101,10 +106,10 @@ def _make_parser() -> argparse.ArgumentParser:
     either("--batch_size", action=_Either, const="global_batch_size", type=count, help=text)
     text = f"rows per optimiser step, global, instead (default: {BATCH_SIZE}, rounded up to a multiple of the ranks)"
     either("--global_batch_size", action=_Either, const="batch_size", type=count, help=text)
-    add("--updates", type=count, default=2, help="optimiser steps per step of all boards; all ranks take them together")
-    add("--buffer_size", type=count, default=100_000, help="transitions kept, per rank")
-    add("--a_lr", type=rate, default=1e-3, help="learning rate of the actor, before scaling")
-    add("--c_lr", type=rate, default=1e-3, help="learning rate of the critic, before scaling")
+    add("--updates", type=count, default=1, help="optimiser steps per step of all boards; all ranks take them together")
+    add("--buffer_size", type=count, default=200_000, help="transitions kept, per rank")
+    add("--a_lr", type=rate, default=3e-3, help="learning rate of the actor, before scaling")
+    add("--c_lr", type=rate, default=3e-3, help="learning rate of the critic, before scaling")
     text = "what --batch_size on several ranks does to the learning rates; Adam ignores a gradient's scale: none"
     add("--lr_scaling", type=_one_of("none", "linear", "sqrt"), default="none", help=text)
     add("--gamma", type=share, default=0.95, help="discount per step")
