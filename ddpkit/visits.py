@@ -1,0 +1,165 @@
+"""One visit of the doctor: what it has found so far, what it is doing, and the report in the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from . import examination, machine
+from .checks import Check, failure, merge, render, worst
+from .launchers import Launch
+from .tables import Progress
+
+SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
+MARK = "ddpkit/doctor"  # in the store of a doctor's job
+_GRACE = 20.0  # seconds beyond the time-out after which the process ends, wherever it stands
+_OF_A_JOB = ("master", "join", "ranks", "same versions", "mean", "latency", "clocks")
+_REMEDIES = {
+    "master": "Set MASTER_ADDR to a name or address of rank 0's host that every node reaches, MASTER_PORT to a port "
+    "that is free there and open in the firewall, and start rank 0.",
+    "join": "Start every rank with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and look at the output of those "
+    "that are missing. If a connection failed, see interface above.",
+}
+_REMEDY = (
+    "If it is about a connection, see interface above. If --backend gloo or --device cpu helps, it is the "
+    "accelerators' backend: NCCL_DEBUG=INFO says more."
+)
+
+
+class Visit:
+    """What one process has found, and in a job what the others have."""
+
+    def __init__(self, args: argparse.Namespace, launch: Launch | None, first: Check) -> None:
+        self.args, self.checks, self.doing = args, [first], "launch"
+        self.launch = launch  # of the job to examine; None for this machine
+        self.rank = launch.rank if launch else 0
+        self.end = time.monotonic() + args.timeout
+        self.progress = Progress(self.rank == 0)
+        self.store: dist.Store | None = None
+        self.places: list[dict[str, Any]] = []  # of all ranks, once they have joined
+        self.hosts: list[str] = []
+        self.peers: dict[int, list[Check]] = {}  # what each rank has found
+        self._lock, self._code, self._kept = threading.Lock(), -1, -1
+
+    def left(self) -> timedelta:
+        """What remains of the time-out, in whole seconds."""
+        return timedelta(seconds=max(1, math.ceil(self.end - time.monotonic())))
+
+    def begin(self, name: str, text: str) -> None:
+        """Says what is done now: the name of the check that would fail, and words for who waits."""
+        self.doing = name
+        self.progress(text)
+
+    def add(self, check: Check) -> None:
+        self.checks.append(check)
+
+    def fail(self, error: Exception) -> None:
+        """What is being done has raised."""
+        self.add(failure(self.doing, error, _REMEDIES.get(self.doing, _REMEDY)))
+
+    def skip_rest(self, reason: str) -> None:
+        """The checks of a job that have not been made cannot be."""
+        done = {check.name for check in self.checks}
+        self.checks += [Check(name, "skipped", reason) for name in _OF_A_JOB if name not in done]
+
+    def post(self) -> None:
+        """Leaves in the store what this rank has found by itself: if the ranks cannot join, rank 0 still reports it."""
+        assert self.store is not None
+        report = {"host": socket.gethostname(), "checks": [check.dump() for check in self.checks]}
+        self.store.set(f"{MARK}/{self.rank}", json.dumps(report))
+
+    def read_posts(self, world_size: int) -> None:
+        """On rank 0, what the ranks have posted."""
+        if self.store is None or self.rank != 0:
+            return
+        self.hosts = ["?"] * world_size
+        with suppress(RuntimeError):  # the store may have gone
+            for rank in range(1, world_size):
+                if self.store.check([f"{MARK}/{rank}"]):
+                    report = json.loads(self.store.get(f"{MARK}/{rank}"))
+                    self.hosts[rank] = report["host"]
+                    self.peers[rank] = [Check(**entry) for entry in report["checks"]]
+        self.hosts[0] = socket.gethostname()
+        self.peers = {0: self.checks, **self.peers}
+
+    @contextmanager
+    def kept_stdout(self) -> Iterator[None]:
+        """Keeps what C++ code prints out of stdout until the report, which a timer makes if the checks never end."""
+        sys.stdout.flush()
+        self._kept = os.dup(1)
+        os.dup2(2, 1)
+        timer = threading.Timer(self.args.timeout + _GRACE, self._give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            os.dup2(self._kept, 1)
+            os.close(self._kept)
+
+    def speak(self) -> int:
+        """Prints the report and returns the exit code; once, whoever asks."""
+        with self._lock:
+            if self._code < 0:
+                self.progress.done()
+                os.dup2(self._kept, 1)
+                self._code = self._report()
+            return self._code
+
+    def _give_up(self) -> None:
+        error = TimeoutError(f"did not end within {self.args.timeout + _GRACE:g} s")
+        self.fail(error)
+        self.speak()
+        os._exit(1)
+
+    def _report(self) -> int:
+        checks = merge(self.peers, self.hosts) if self.peers else self.checks
+        code = int(worst(checks) == "failed")
+        if self.rank != 0:
+            if code and not self._main_will_speak():
+                where = f"rank {self.rank} ({socket.gethostname()})"
+                for check in checks:
+                    if check.status == "failed":
+                        print(f"ddpkit doctor: {where}: {check.name}: {check.found} {check.remedy}", file=sys.stderr)
+        elif self.args.json:
+            print(json.dumps(self._as_json(checks), indent=2))
+        else:
+            what = (
+                f"the job of {self.launch.world_size} ranks" if self.launch else f"this machine, {socket.gethostname()}"
+            )
+            print(render(f"ddpkit doctor: {what}", checks, sys.stdout))
+        sys.stdout.flush()
+        return code
+
+    def _as_json(self, checks: list[Check]) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "scope": "job" if self.launch else "machine",
+            "status": worst(checks),
+            "host": socket.gethostname(),
+            "world_size": self.launch.world_size if self.launch else 1,
+            "versions": machine.installed(),
+            "checks": [check.dump() for check in checks],
+            "ranks": self.places,
+            "pairs": examination.pairs(self.places),
+        }
+
+    def _main_will_speak(self) -> bool:
+        if self.peers:
+            return True
+        with suppress(RuntimeError):
+            return self.store is not None and self.store.check([f"{MARK}/0"])
+        return False
