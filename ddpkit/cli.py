@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 _TOOLS = {
     "doctor": "checks this machine, or under a launcher the whole job, and says what to do about what is wrong",
@@ -13,10 +14,15 @@ _TOOLS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists what there is)\n")  # one line, without the usage
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a tool and returns the exit code: 0 if all is well, 1 if something failed, 2 for flags it does not know."""
     words = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="python -m ddpkit", description="Tools for jobs on many ranks.")
+    parser = _Parser(prog="python -m ddpkit", description="Tools for jobs on many ranks.")
     tools = parser.add_subparsers(dest="tool", required=True, metavar="doctor|bench")
     chosen = next((word for word in words if not word.startswith("-")), None)
     for name, text in _TOOLS.items():
