@@ -30,6 +30,7 @@ from .visits import MARK, Visit
 from .waiting import exchange
 
 _TASKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
+_NCCL_ENDS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,10 +99,12 @@ def _here(visit: Visit, hosts: bool) -> None:
 def _machine(visit: Visit) -> None:
     master = os.environ.get("MASTER_ADDR", "").strip()
     _here(visit, not master or any(map(network.is_local, network.resolve(master))))
-    device, count = visit.args.device, torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    shared = device is None and count == 1
-    if shared:  # two processes on one device: gloo
-        device = f"{torch.accelerator.current_accelerator()}:0"
+    device = visit.args.device
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    several = kind is not None and kind.type != "mps" and torch.accelerator.device_count() > 1
+    shared = device is None and kind is not None and kind.type != "mps" and not several
+    if shared:  # two processes on one device: over gloo
+        device = f"{kind}:0"
     visit.begin("collective", f"two processes meet and average numbers (at most {visit.args.timeout:g} s)")
     try:
         bound = visit.left()
@@ -110,7 +113,7 @@ def _machine(visit: Visit) -> None:
     except Exception as error:
         visit.fail(error)
         return
-    where = f"two processes on {device or ('accelerators' if count else 'the CPU')}"
+    where = f"two processes on {device or (f'{kind}:0 and {kind}:1' if several else 'the CPU')}"
     text = f"{where}: {mean.found}; {latency.found}"
     notes = ["one accelerator only: shared over gloo; NCCL needs one for each rank"] if shared else []
     remedy = mean.remedy or latency.remedy
@@ -131,13 +134,19 @@ def _job(visit: Visit) -> None:
         visit.store = _open_store(visit, launch, hosts, under_agent)
         visit.post()
         visit.begin("join", f"waiting for {launch.world_size} ranks (at most {visit.args.timeout:g} s)")
-        with distributed(backend=visit.args.backend, device=visit.args.device, timeout=visit.left()) as context:
+        visit.await_posts(launch.world_size)
+        for name in _NCCL_ENDS:  # NCCL would end the process before it can report
+            os.environ.setdefault(name, "0")
+        options = {"backend": visit.args.backend, "device": visit.args.device, "timeout": visit.left()}
+        with distributed(**options, watch=False) as context:  # the watch, too, ends a process that is stuck
             visit.add(Check("join", "ok", f"{launch.world_size} ranks over {context.backend or 'no backend'}"))
             _together(visit, context)
     except Exception as error:
         visit.fail(error)
         visit.skip_rest(f"{visit.doing} failed")
-        visit.read_posts(launch.world_size)
+        visit.post()
+        if visit.peers:
+            visit.read_posts(launch.world_size)
 
 
 def _together(visit: Visit, context: Context) -> None:

@@ -33,8 +33,8 @@ def interface() -> Check:
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     mine = [address for address in addresses if address in carriers or is_local(address)]
     chosen = chosen or (carriers.get(mine[0], "an address of this host") if mine else "")
-    told = f"{host} resolves to {', '.join(addresses) or 'nothing'}"
-    found = f"{told}; gloo uses {chosen or 'loopback'} between nodes, loopback within one"
+    how = "" if os.environ.get("GLOO_SOCKET_IFNAME") else " between nodes, loopback within one"
+    found = f"{host} resolves to {', '.join(addresses) or 'nothing'}; gloo uses {chosen or 'loopback'}{how}"
     named = variables("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     found += f" ({named})" if named else ""
     if not chosen or chosen in ("lo", "lo0") or _is_down(chosen):

@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from . import examination, machine
 from .checks import Check, failure, merge, render, worst
+from .errors import LaunchError
 from .launchers import Launch
+from .store import Pause
 from .tables import Progress
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
@@ -75,24 +77,40 @@ class Visit:
         self.checks += [Check(name, "skipped", reason) for name in _OF_A_JOB if name not in done]
 
     def post(self) -> None:
-        """Leaves in the store what this rank has found by itself: if the ranks cannot join, rank 0 still reports it."""
-        assert self.store is not None
+        """Leaves in the store what this rank has found, so that rank 0 can report it even if the ranks cannot join."""
         report = {"host": socket.gethostname(), "checks": [check.dump() for check in self.checks]}
-        self.store.set(f"{MARK}/{self.rank}", json.dumps(report))
+        if self.store is not None:
+            with suppress(RuntimeError):  # it may have gone with rank 0
+                self.store.set(f"{MARK}/{self.rank}", json.dumps(report))
 
-    def read_posts(self, world_size: int) -> None:
-        """On rank 0, what the ranks have posted."""
-        if self.store is None or self.rank != 0:
-            return
+    def read_posts(self, world_size: int) -> list[int]:
+        """Reads what the ranks have posted; returns those that have not."""
+        missing = []
+        with suppress(RuntimeError):
+            for rank in range(world_size):
+                if self.store is None or not self.store.check([f"{MARK}/{rank}"]):
+                    missing.append(rank)
+                    continue
+                report = json.loads(self.store.get(f"{MARK}/{rank}"))
+                self.hosts[rank] = report["host"]
+                self.peers[rank] = [Check(**entry) for entry in report["checks"]]
+        self.peers[self.rank] = self.checks
+        return missing
+
+    def await_posts(self, world_size: int) -> None:
+        """Waits for the posts of all ranks, and names those that do not come."""
         self.hosts = ["?"] * world_size
-        with suppress(RuntimeError):  # the store may have gone
-            for rank in range(1, world_size):
-                if self.store.check([f"{MARK}/{rank}"]):
-                    report = json.loads(self.store.get(f"{MARK}/{rank}"))
-                    self.hosts[rank] = report["host"]
-                    self.peers[rank] = [Check(**entry) for entry in report["checks"]]
-        self.hosts[0] = socket.gethostname()
-        self.peers = {0: self.checks, **self.peers}
+        keys, pause = [f"{MARK}/{rank}" for rank in range(world_size)], Pause()
+        while self.store is not None and not self.store.check(keys):
+            if time.monotonic() > self.end:
+                if missing := self.read_posts(world_size):
+                    raise LaunchError(
+                        f"Ranks {missing} of {world_size} did not come within {self.args.timeout:g} s. Are they "
+                        "running, with this MASTER_ADDR and MASTER_PORT?"
+                    )
+                break
+            pause()
+        self.read_posts(world_size)
 
     @contextmanager
     def kept_stdout(self) -> Iterator[None]:
@@ -115,6 +133,7 @@ class Visit:
         with self._lock:
             if self._code < 0:
                 self.progress.done()
+                sys.stdout.flush()
                 os.dup2(self._kept, 1)
                 self._code = self._report()
             return self._code
