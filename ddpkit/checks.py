@@ -129,6 +129,15 @@ def _wrap(text: str, width: int, indent: str = "") -> list[str]:
     return out or [""]
 
 
+def number_of(noun: str, number: int) -> str:
+    """The number with its noun, in the plural where it is one.
+
+    >>> number_of("rank", 1), number_of("rank", 2)
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def variables(*names: str) -> str:
     """Those of these environment variables that are set, as text."""
     return ", ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))

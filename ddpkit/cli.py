@@ -30,5 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == chosen:  # only this one is imported
             import_module(f".{name}", __package__).add_arguments(tool)
     args = parser.parse_args(words)
-    code: int = import_module(f".{args.tool}", __package__).run(args)
+    try:
+        code: int = import_module(f".{args.tool}", __package__).run(args)
+    except KeyboardInterrupt:
+        return 130  # as a shell reports it
     return code

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from . import examination, machine, network
 from .ancestry import read_agent_env, typed_in_terminal
 from .assembly import Context, offer_store
-from .checks import Check, attempt, worst
+from .checks import Check, attempt, number_of, worst
 from .errors import LaunchError
 from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch
 from .rendezvous import connect, find_master
@@ -133,13 +133,15 @@ def _job(visit: Visit) -> None:
         visit.begin("master", f"opening the store at {launch.master_addr or 'the launcher'}:{launch.master_port or ''}")
         visit.store = _open_store(visit, launch, hosts, under_agent)
         visit.post()
-        visit.begin("join", f"waiting for {launch.world_size} ranks (at most {visit.args.timeout:g} s)")
+        visit.begin("join", f"waiting for {number_of('rank', launch.world_size)} (at most {visit.args.timeout:g} s)")
         visit.await_posts(launch.world_size)
         for name in _NCCL_ENDS:  # NCCL would end the process before it can report
             os.environ.setdefault(name, "0")
         options = {"backend": visit.args.backend, "device": visit.args.device, "timeout": visit.left()}
         with distributed(**options, watch=False) as context:  # the watch, too, ends a process that is stuck
-            visit.add(Check("join", "ok", f"{launch.world_size} ranks over {context.backend or 'no backend'}"))
+            visit.add(
+                Check("join", "ok", f"{number_of('rank', launch.world_size)} over {context.backend or 'no backend'}")
+            )
             _together(visit, context)
     except Exception as error:
         visit.fail(error)

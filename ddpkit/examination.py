@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from . import ranks
 from .assembly import Context
-from .checks import Check, say_ranks
+from .checks import Check, number_of, say_ranks
 from .collectives import all_reduce, all_reduce_mean
 from .machine import installed
 from .runtime import distributed, get_device
@@ -116,9 +116,8 @@ def roll_call(places: list[dict[str, Any]]) -> Check:
     near = sum(pair["same_host"] for pair in pairs(places))
     far = len(places) * (len(places) - 1) // 2 - near
     hosts = len({place["host"] for place in places})
-    found = (
-        f"{len(places)} ranks on {hosts} host{'s' * (hosts > 1)}; pairs on one host: {near}, on different hosts: {far}"
-    )
+    found = f"{number_of('rank', len(places))} on {number_of('host', hosts)}; "
+    found += f"pairs on one host: {near}, on different hosts: {far}"
     return Check("ranks", "ok", found, "", lines)
 
 

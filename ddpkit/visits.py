@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from . import examination, machine
-from .checks import Check, failure, merge, render, worst
+from .checks import Check, failure, merge, number_of, render, worst
 from .errors import LaunchError
 from .launchers import Launch
 from .store import Pause
@@ -148,7 +148,7 @@ class Visit:
         checks = merge(self.peers, self.hosts) if self.peers else self.checks
         code = int(worst(checks) == "failed")
         if self.rank != 0:
-            if code and not self._main_will_speak():
+            if code and 0 not in self.peers:  # the main process cannot speak for it
                 where = f"rank {self.rank} ({socket.gethostname()})"
                 for check in checks:
                     if check.status == "failed":
@@ -157,7 +157,9 @@ class Visit:
             print(json.dumps(self._as_json(checks), indent=2))
         else:
             what = (
-                f"the job of {self.launch.world_size} ranks" if self.launch else f"this machine, {socket.gethostname()}"
+                f"the job of {number_of('rank', self.launch.world_size)}"
+                if self.launch
+                else f"this machine, {socket.gethostname()}"
             )
             print(render(f"ddpkit doctor: {what}", checks, sys.stdout))
         sys.stdout.flush()
@@ -175,10 +177,3 @@ class Visit:
             "ranks": self.places,
             "pairs": examination.pairs(self.places),
         }
-
-    def _main_will_speak(self) -> bool:
-        if self.peers:
-            return True
-        with suppress(RuntimeError):
-            return self.store is not None and self.store.check([f"{MARK}/0"])
-        return False

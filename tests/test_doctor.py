@@ -8,10 +8,12 @@ import multiprocessing
 import os
 import pty
 import resource
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,11 @@ JOB = ["launch", "versions", "devices", "interface", "ports", "shm", "cores", "m
 JOB += ["master", "join", "ranks", "same versions", "mean", "latency", "clocks"]
 
 
-def start(*flags: str, **env: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "ddpkit", "doctor", *flags]
+ELSEWHERE = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh"]
+
+
+def start(*flags: str, on: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
+    command = [*on, sys.executable, "-m", "ddpkit", "doctor", *flags]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
     return subprocess.Popen(command, env=env, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
@@ -167,6 +172,24 @@ def test_a_job_of_a_platform_is_examined() -> None:
     assert found(out)["latency"]["measured"].keys() == {"all_reduce_us", "barrier_us"}
     assert found(out)["latency"]["details"] == []  # one figure for all: the slowest rank's
     assert f"rank 1 ({socket.gethostname()}): platform: rank 1 of 2" in found(out)["launch"]["details"]
+
+
+def can_be_elsewhere() -> bool:
+    """Whether this process may give a child a host name of its own."""
+    return bool(shutil.which("unshare")) and not subprocess.run([*ELSEWHERE, "true"], capture_output=True).returncode
+
+
+@pytest.mark.skipif(not can_be_elsewhere(), reason="needs the right to make a UTS namespace")
+def test_pairs_on_different_hosts_are_told_apart_and_clocks_compared() -> None:
+    port = free_port()
+    places = [[], [], ELSEWHERE]
+    ranks = [start("--json", on=on, **platform_env(rank, 3, port)) for rank, on in enumerate(places)]
+    (out, err), *_ = [process.communicate(timeout=300) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0, 0], err
+    assert [pair["same_host"] for pair in json.loads(out)["pairs"]] == [True, False, False]
+    assert [place["node_rank"] for place in json.loads(out)["ranks"]] == [0, 0, 1]
+    assert found(out)["clocks"]["found"].startswith("all nodes within")
+    assert found(out)["clocks"]["measured"]["largest_offset_ms"] < 1000  # one clock, in truth
 
 
 def test_what_one_rank_alone_finds_is_reported_with_its_name_and_fails_all() -> None:
