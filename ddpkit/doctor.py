@@ -47,11 +47,13 @@ def run(args: argparse.Namespace) -> int:
     launch, first = read_launch()
     if launch is None and _is_a_task():  # of a refused launch: each would report the same machine
         print(f"ddpkit doctor: launch: {first.found} {first.remedy}", file=sys.stderr)
+        time.sleep(5)  # for rank 0 to report, before the launcher ends all
         return 1
     joins = launch is not None and (launch.world_size > 1 or launch.master_addr is not None)
     visit = Visit(args, launch if joins else None, first)
     with visit.kept_stdout():
-        (_job if joins else _machine)(visit)
+        if launch or "TORCHELASTIC_RUN_ID" not in os.environ:  # else a refused job of torchrun, which is about to end
+            (_job if joins else _machine)(visit)
         return visit.speak()
 
 
@@ -126,6 +128,7 @@ def _job(visit: Visit) -> None:
     under_agent = launch.kind == "spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = launch.rank == 0 and not under_agent
     _here(visit, hosts and launch.master_port is not None)
+    ranks = number_of("rank", launch.world_size)
     if any(check.name == "ports" and check.status == "failed" for check in visit.checks):
         visit.skip_rest("rank 0 cannot listen at its port")
         return
@@ -133,22 +136,17 @@ def _job(visit: Visit) -> None:
         visit.begin("master", f"opening the store at {launch.master_addr or 'the launcher'}:{launch.master_port or ''}")
         visit.store = _open_store(visit, launch, hosts, under_agent)
         visit.post()
-        visit.begin("join", f"waiting for {number_of('rank', launch.world_size)} (at most {visit.args.timeout:g} s)")
+        visit.begin("join", f"waiting for {ranks} (at most {visit.args.timeout:g} s)")
         visit.await_posts(launch.world_size)
         for name in _NCCL_ENDS:  # NCCL would end the process before it can report
             os.environ.setdefault(name, "0")
         options = {"backend": visit.args.backend, "device": visit.args.device, "timeout": visit.left()}
         with distributed(**options, watch=False) as context:  # the watch, too, ends a process that is stuck
-            visit.add(
-                Check("join", "ok", f"{number_of('rank', launch.world_size)} over {context.backend or 'no backend'}")
-            )
+            visit.add(Check("join", "ok", f"{ranks} over {context.backend or 'no backend'}"))
             _together(visit, context)
     except Exception as error:
         visit.fail(error)
         visit.skip_rest(f"{visit.doing} failed")
-        visit.post()
-        if visit.peers:
-            visit.read_posts(launch.world_size)
 
 
 def _together(visit: Visit, context: Context) -> None:

@@ -6,12 +6,14 @@ import argparse
 import json
 import math
 import os
+import select
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +29,7 @@ from .tables import Progress
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
 MARK = "ddpkit/doctor"  # in the store of a doctor's job
 _GRACE = 20.0  # seconds beyond the time-out after which the process ends, wherever it stands
+_NOTICE = 5.0  # seconds from a launcher's signal to the report; torchrun kills after 30
 _OF_A_JOB = ("master", "join", "ranks", "same versions", "mean", "latency", "clocks")
 _REMEDIES = {
     "master": "Set MASTER_ADDR to a name or address of rank 0's host that every node reaches, MASTER_PORT to a port "
@@ -53,7 +56,7 @@ class Visit:
         self.places: list[dict[str, Any]] = []  # of all ranks, once they have joined
         self.hosts: list[str] = []
         self.peers: dict[int, list[Check]] = {}  # what each rank has found
-        self._lock, self._code, self._kept = threading.Lock(), -1, -1
+        self._lock, self._over, self._code, self._kept = threading.Lock(), threading.Event(), -1, -1
 
     def left(self) -> timedelta:
         """What remains of the time-out, in whole seconds."""
@@ -79,54 +82,66 @@ class Visit:
     def post(self) -> None:
         """Leaves in the store what this rank has found, so that rank 0 can report it even if the ranks cannot join."""
         report = {"host": socket.gethostname(), "checks": [check.dump() for check in self.checks]}
-        if self.store is not None:
-            with suppress(RuntimeError):  # it may have gone with rank 0
-                self.store.set(f"{MARK}/{self.rank}", json.dumps(report))
-
-    def read_posts(self, world_size: int) -> list[int]:
-        """Reads what the ranks have posted; returns those that have not."""
-        missing = []
-        with suppress(RuntimeError):
-            for rank in range(world_size):
-                if self.store is None or not self.store.check([f"{MARK}/{rank}"]):
-                    missing.append(rank)
-                    continue
-                report = json.loads(self.store.get(f"{MARK}/{rank}"))
-                self.hosts[rank] = report["host"]
-                self.peers[rank] = [Check(**entry) for entry in report["checks"]]
-        self.peers[self.rank] = self.checks
-        return missing
+        assert self.store is not None
+        self.store.set(f"{MARK}/{self.rank}", json.dumps(report))
 
     def await_posts(self, world_size: int) -> None:
         """Waits for the posts of all ranks, and names those that do not come."""
         self.hosts = ["?"] * world_size
         keys, pause = [f"{MARK}/{rank}" for rank in range(world_size)], Pause()
-        while self.store is not None and not self.store.check(keys):
-            if time.monotonic() > self.end:
-                if missing := self.read_posts(world_size):
-                    raise LaunchError(
-                        f"Ranks {missing} of {world_size} did not come within {self.args.timeout:g} s. Are they "
-                        "running, with this MASTER_ADDR and MASTER_PORT?"
-                    )
-                break
-            pause()
-        self.read_posts(world_size)
+        assert self.store is not None
+        try:
+            while time.monotonic() < self.end and not self.store.check(keys):
+                pause()
+            missing = [rank for rank, key in enumerate(keys) if not self._read_post(rank, key)]
+        except RuntimeError as error:
+            raise LaunchError("The store has gone with rank 0, which has given up or died: see its report.") from error
+        if missing:
+            who = f"Ranks {missing} of {world_size} did not come within {self.args.timeout:g} s."
+            raise LaunchError(f"{who} Are they running, with this MASTER_ADDR and MASTER_PORT?")
+
+    def _read_post(self, rank: int, key: str) -> bool:
+        if self.store is None or not self.store.check([key]):
+            return False
+        report = json.loads(self.store.get(key))
+        mine = rank == self.rank
+        self.hosts[rank] = report["host"]
+        self.peers[rank] = self.checks if mine else [Check(**entry) for entry in report["checks"]]
+        return True
 
     @contextmanager
     def kept_stdout(self) -> Iterator[None]:
-        """Keeps what C++ code prints out of stdout until the report, which a timer makes if the checks never end."""
+        """Keeps what C++ code prints out of stdout until the report, which a thread makes if the checks never end."""
         sys.stdout.flush()
         self._kept = os.dup(1)
         os.dup2(2, 1)
-        timer = threading.Timer(self.args.timeout + _GRACE, self._give_up)
-        timer.daemon = True
-        timer.start()
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        threading.Thread(target=self._guard, args=(reader,), daemon=True).start()
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if self.launch and self.rank == 0:  # torchrun sends it as soon as another rank ends with an error
+            former = signal.signal(signal.SIGTERM, lambda number, frame: None)
         try:
             yield
         finally:
-            timer.cancel()
+            self._over.set()
+            os.write(writer, b"x")
+            signal.set_wakeup_fd(before)
+            if self.launch and self.rank == 0:
+                signal.signal(signal.SIGTERM, former)
             os.dup2(self._kept, 1)
             os.close(self._kept)
+
+    def _guard(self, reader: int) -> None:
+        """Makes the report where the main thread cannot: when it is stuck, or is to be ended by the launcher."""
+        why = f"did not end within {self.args.timeout + _GRACE:g} s"
+        if select.select([reader], [], [], self.args.timeout + _GRACE)[0]:
+            if self._over.wait(_NOTICE):
+                return
+            why = "did not end, and this process was told to: another rank has failed"
+        self.fail(TimeoutError(why))
+        self.speak()
+        os._exit(1)
 
     def speak(self) -> int:
         """Prints the report and returns the exit code; once, whoever asks."""
@@ -137,12 +152,6 @@ class Visit:
                 os.dup2(self._kept, 1)
                 self._code = self._report()
             return self._code
-
-    def _give_up(self) -> None:
-        error = TimeoutError(f"did not end within {self.args.timeout + _GRACE:g} s")
-        self.fail(error)
-        self.speak()
-        os._exit(1)
 
     def _report(self) -> int:
         checks = merge(self.peers, self.hosts) if self.peers else self.checks

@@ -146,12 +146,32 @@ def test_a_bad_master_address_fails_the_step_within_the_time_out(rank: int) -> N
         assert out == "" and f"rank 1 ({socket.gethostname()}): master: MASTER_ADDR=" in err
 
 
-def test_a_job_under_torchrun_is_examined_and_only_the_main_process_prints(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "ddpkit", "doctor", "--json"]
-    env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--device", "cpu"], env=env, capture_output=True, text=True, timeout=300, cwd=tmp_path
-    )
+def torchrun(nprocs: int, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nprocs}", "-m", "ddpkit", "doctor"]
+    env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run([*command, *flags], env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_a_job_of_one_rank_is_a_job() -> None:
+    done = torchrun(1, "--json", "--device", "cpu")
+    assert done.returncode == 0 and json.loads(done.stdout)["scope"] == "job"
+    assert found(done.stdout)["join"]["found"] == "1 rank over gloo"
+
+
+def test_the_report_comes_although_torchrun_ends_all_when_one_rank_has_failed() -> None:
+    done = torchrun(2, "--json", "--timeout", "40", GLOO_SOCKET_IFNAME="nosuch0")
+    assert done.returncode == 1 and failed(done.stdout) == ["interface", "join"], done.stderr
+
+
+def test_a_nested_launch_is_refused_on_every_rank_and_reported_once() -> None:
+    done = torchrun(2, "--json", "--device", "cpu", RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 1 and failed(done.stdout) == ["launch"]
+    assert "torchrun was started by rank 0 of 2 of another launch" in found(done.stdout)["launch"]["found"]
+    assert found(done.stdout)["launch"]["remedy"].startswith("Start torchrun once per node with --nnodes")
+
+
+def test_a_job_under_torchrun_is_examined_and_only_the_main_process_prints() -> None:
+    done = torchrun(2, "--json", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert (report["scope"], report["world_size"]) == ("job", 2)
@@ -208,6 +228,13 @@ def test_a_rank_that_does_not_come_is_named_when_the_time_is_up() -> None:
     code, out, _, seconds = doctor("--json", "--timeout", "3", **platform_env(0, 2, free_port()))
     assert code == 1 and failed(out) == ["join"] and seconds < 50
     assert "Ranks [1] of 2 did not come within 3 s" in found(out)["join"]["found"]
+    three = [
+        start("--json", "--timeout", "6", **platform_env(rank, 3, port)) for port in [free_port()] for rank in (0, 2)
+    ]
+    (out, _), (nothing, _) = [process.communicate(timeout=300) for process in three]
+    assert [process.returncode for process in three] == [1, 1] and nothing == ""
+    assert "Ranks [1] of 3 did not come within 6 s" in found(out)["join"]["found"]
+    assert len(found(out)["launch"]["details"]) == 5  # rank 2 has told what it is
     code, out, err, seconds = doctor("--json", "--timeout", "3", **platform_env(1, 2, free_port()))
     assert (code, out) == (1, "") and seconds < 50
     assert "rank 1" in err and "Nobody answers at MASTER_ADDR:MASTER_PORT" in err
