@@ -26,7 +26,7 @@ from .workloads import PARTS, BadFlag, Plan
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", metavar="N", help="how many to start: 1, 2, 4 ... by default, as there are")
+    add("--ranks", type=int, nargs="+", metavar="N", help="to start, one job each (1 2 4 8, as there are devices)")
     add("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"some of {', '.join(PARTS)}")
     known = ", ".join(workloads.BUILT_IN)
     add("--model", nargs="+", default=[*workloads.BUILT_IN], help=f"{known}, package:function or file.py:function")
@@ -134,7 +134,7 @@ def _plan(args: argparse.Namespace, ranks: list[int]) -> Plan:
         raise BadFlag(f"--ranks {ranks[0]}: a job has at least 1 rank.")
     for name in ("batch_size", "rounds", "seconds"):
         if not 0 < getattr(args, name) < math.inf:
-            raise BadFlag(f"--{name.replace('_', '-')} {getattr(args, name)}: must be positive.")
+            raise BadFlag(f"--{name.replace('_', '-')} {getattr(args, name)}: must be positive and finite.")
     if args.batch_size < ranks[-1]:
         few = f"strong scaling divides it among {ranks[-1]} ranks, so it needs as many samples"
         raise BadFlag(f"--batch-size {args.batch_size}: {few}.")
