@@ -139,7 +139,7 @@ class Visit:
             if self._over.wait(_NOTICE):
                 return
             why = "did not end, and this process was told to: another rank has failed"
-        self.fail(TimeoutError(why))
+        self.fail(LaunchError(f"It {why}."))
         self.speak()
         os._exit(1)
 

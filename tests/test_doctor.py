@@ -159,8 +159,14 @@ def test_a_job_of_one_rank_is_a_job() -> None:
 
 
 def test_the_report_comes_although_torchrun_ends_all_when_one_rank_has_failed() -> None:
-    done = torchrun(2, "--json", "--timeout", "40", GLOO_SOCKET_IFNAME="nosuch0")
+    """Rank 0 waits in gloo, in a C call, when torchrun's signal comes."""
+    script = 'if [ $RANK = 1 ]; then export GLOO_SOCKET_IFNAME=nosuch0; fi; exec "$@"'
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", "sh", "-c", script]
+    ours = [sys.executable, "-m", "ddpkit", "doctor", "--json", "--timeout", "100"]
+    env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "sh", *ours], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and failed(done.stdout) == ["interface", "join"], done.stderr
+    assert "another rank has failed" in found(done.stdout)["join"]["found"]
 
 
 def test_a_nested_launch_is_refused_on_every_rank_and_reported_once() -> None:
