@@ -175,6 +175,11 @@ def set_threads(asked: int | None, sharers: int, cores: int) -> None:
         log.info("CPU threads of each rank: %d, for %d ranks share %d cores", threads, sharers, cores)
 
 
+def offer_store(launch: Launch, store: dist.Store, address: str, port: int) -> None:
+    """Lets `setup()` join in a store that was opened before."""
+    _stores[launch.master_addr, launch.master_port] = store, address, port
+
+
 def close_stores() -> None:
     """Forgets the open stores, after a failure: nobody will come back to them."""
     _stores.clear()

@@ -1,0 +1,8 @@
+"""Lets `python -m ddpkit` run the command line."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":  # the ranks that `spawn` starts import this module, too
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""`python -m ddpkit doctor`: is all well here? Without a launcher it looks at this machine and lets two processes
+meet; under one it looks at the job that was launched.
+
+It leaves other jobs alone: where somebody else holds the master's port it says so and does not join.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from . import examination, machine, network
+from .ancestry import read_agent_env, typed_in_terminal
+from .assembly import Context, offer_store
+from .checks import Check, attempt, number_of, worst
+from .errors import LaunchError
+from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch
+from .rendezvous import connect, find_master
+from .runtime import distributed
+from .spawning import spawn
+from .visits import MARK, Visit
+from .waiting import exchange
+
+_TASKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
+_NCCL_ENDS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the tool."""
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object to stdout and nothing else")
+    add("--timeout", type=_seconds, default=60.0, metavar="SECONDS", help="bound on the ranks' meeting (default 60)")
+    add("--backend", type=_backend, help="as setup(backend=...) takes it, for example gloo (default: what suits)")
+    add("--device", type=_device, help="as setup(device=...) takes it, for example cpu (default: the accelerator)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Makes the checks and prints the report; returns 1 if any failed, else 0."""
+    launch, first = read_launch()
+    if launch is None and _is_a_task():  # of a refused launch: each would report the same machine
+        print(f"ddpkit doctor: launch: {first.found} {first.remedy}", file=sys.stderr)
+        time.sleep(5)  # for rank 0 to report, before the launcher ends all
+        return 1
+    joins = launch is not None and (launch.world_size > 1 or launch.master_addr is not None)
+    visit = Visit(args, launch if joins else None, first)
+    with visit.kept_stdout():
+        if launch or "TORCHELASTIC_RUN_ID" not in os.environ:  # else a refused job of torchrun, which is about to end
+            (_job if joins else _machine)(visit)
+        return visit.speak()
+
+
+def read_launch() -> tuple[Launch | None, Check]:
+    """The launch that the environment describes, None if it is refused; nobody is told, for nobody is to be stopped."""
+    try:
+        launch = detect_launch(os.environ)
+        agent = read_agent_env(os.environ, os.getpid()) if launch.kind == "torchrun" else None
+        if agent and (outer := outer_launch(agent, launch, os.environ)):
+            raise LaunchError(outer)
+    except LaunchError as error:
+        found, start, rest = str(error).partition(". Start ")
+        remedy = f"Start {rest}" if start else "See what is an error in the guide to launching."
+        return None, Check("launch", "failed", found, remedy)
+    evidence = list(launch.evidence)
+    if typed_in_terminal(launch, os.environ, os.getpid()):
+        found = f"typed into one of {launch.world_size} shells that srun opened, so it runs alone"
+        single = Launch("single", 0, 1, 0, 1, 0, 1)
+        return single, Check("launch", "warning", found, "Start the ranks with srun --overlap.", evidence)
+    if forgotten := forgotten_launcher(launch):
+        remedy = "srun python -m ddpkit doctor examines the whole job."
+        return launch, Check("launch", "warning", forgotten, remedy, evidence[:-1])
+    place = "" if launch.local_rank is None else f", local rank {launch.local_rank} of {launch.local_world_size}"
+    found = f"{launch.kind}: rank {launch.rank} of {launch.world_size}{place}"
+    return launch, Check("launch", "ok", found, "", evidence)
+
+
+def _here(visit: Visit, hosts: bool) -> None:
+    """The checks that need no other process. The port matters where rank 0 is about to listen on it."""
+    launch, add = visit.launch, visit.add
+    port = launch.master_port if launch else None
+    add(attempt("versions", machine.versions))
+    visit.begin("devices", "looking at the devices")
+    add(attempt("devices", machine.devices, launch is None))
+    visit.begin("interface", "resolving the host's name")
+    add(attempt("interface", network.interface))
+    if launch is None:
+        add(attempt("master", network.master))
+    if launch is None or hosts:
+        add(attempt("ports", network.ports, port, hosts))
+    for name in ("shared_memory", "cores", "memory", "open_files", "locked_memory"):
+        add(attempt("shm" if name == "shared_memory" else name.replace("_", " "), getattr(machine, name)))
+
+
+def _machine(visit: Visit) -> None:
+    master = os.environ.get("MASTER_ADDR", "").strip()
+    _here(visit, not master or any(map(network.is_local, network.resolve(master))))
+    device = visit.args.device
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    several = kind is not None and kind.type != "mps" and torch.accelerator.device_count() > 1
+    shared = device is None and kind is not None and kind.type != "mps" and not several
+    if shared:  # two processes on one device: over gloo
+        device = f"{kind}:0"
+    visit.begin("collective", f"two processes meet and average numbers (at most {visit.args.timeout:g} s)")
+    try:
+        bound = visit.left()
+        asked = (visit.args.backend, device, bound.total_seconds())
+        (mean, latency), _ = spawn(examination.two_ranks, 2, *asked, timeout=bound + timedelta(seconds=10))
+    except Exception as error:
+        visit.fail(error)
+        return
+    where = f"two processes on {device or (f'{kind}:0 and {kind}:1' if several else 'the CPU')}"
+    text = f"{where}: {mean.found}; {latency.found}"
+    notes = ["one accelerator only: shared over gloo; NCCL needs one for each rank"] if shared else []
+    remedy = mean.remedy or latency.remedy
+    visit.add(Check("collective", worst([mean, latency]), text, remedy, notes, latency.measured))
+
+
+def _job(visit: Visit) -> None:
+    launch = visit.launch
+    assert launch is not None
+    under_agent = launch.kind == "spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = launch.rank == 0 and not under_agent
+    _here(visit, hosts and launch.master_port is not None)
+    ranks = number_of("rank", launch.world_size)
+    if any(check.name == "ports" and check.status == "failed" for check in visit.checks):
+        visit.skip_rest("rank 0 cannot listen at its port")
+        return
+    try:
+        visit.begin("master", f"opening the store at {launch.master_addr or 'the launcher'}:{launch.master_port or ''}")
+        visit.store = _open_store(visit, launch, hosts, under_agent)
+        visit.post()
+        visit.begin("join", f"waiting for {ranks} (at most {visit.args.timeout:g} s)")
+        visit.await_posts(launch.world_size)
+        for name in _NCCL_ENDS:  # NCCL would end the process before it can report
+            os.environ.setdefault(name, "0")
+        options = {"backend": visit.args.backend, "device": visit.args.device, "timeout": visit.left()}
+        with distributed(**options, watch=False) as context:  # the watch, too, ends a process that is stuck
+            visit.add(Check("join", "ok", f"{ranks} over {context.backend or 'no backend'}"))
+            _together(visit, context)
+    except Exception as error:
+        visit.fail(error)
+        visit.skip_rest(f"{visit.doing} failed")
+
+
+def _together(visit: Visit, context: Context) -> None:
+    """The checks of the joined job, and everybody's findings on every rank, so that all end with the same code."""
+    visit.begin("ranks", "asking every rank where it is")
+    visit.places = [json.loads(text) for text in exchange(json.dumps(examination.place(context)))]
+    visit.hosts = [place["host"] for place in visit.places]
+    visit.add(examination.roll_call(visit.places))
+    visit.add(examination.same_versions(visit.places))
+    visit.begin("mean", "averaging numbers")
+    visit.add(examination.mean())
+    visit.begin("latency", "timing a small collective")
+    visit.add(examination.latency())
+    visit.begin("clocks", "comparing the clocks")
+    visit.add(examination.clocks(visit.hosts))
+    visit.begin("report", "gathering what the ranks have found")
+    reports = exchange(json.dumps([check.dump() for check in visit.checks]))
+    visit.peers = {rank: [Check(**entry) for entry in json.loads(text)] for rank, text in enumerate(reports)}
+
+
+def _open_store(visit: Visit, launch: Launch, hosts: bool, under_agent: bool) -> dist.Store:
+    """Opens the store that `setup()` will use, unless it is another job's, which a number claimed twice would end."""
+    address, port = launch.master_addr, launch.master_port
+    if address and port:
+        opened = connect(address, port, hosts, visit.left()), address, port
+    else:
+        opened = find_master(launch, visit.left())
+    store, address, port = opened
+    if hosts:
+        store.set(MARK, "")
+    elif not under_agent:
+        end = time.monotonic() + min(5.0, visit.left().total_seconds())
+        while not store.check([MARK]):
+            if time.monotonic() > end:
+                raise LaunchError(f"Another job meets at {address}:{port}; the doctor leaves it alone.")
+            time.sleep(0.02)
+    offer_store(launch, store, address, port)
+    role = "this rank hosts the store" if hosts else "reached"
+    visit.add(Check("master", "ok", f"{address}:{port} ({', '.join(network.resolve(address))}), {role}"))
+    return store
+
+
+def _is_a_task() -> bool:
+    """Whether a launcher has started this process beside a first one, whatever else its environment says."""
+    names = (*_TASKS, *(["RANK"] if "TORCHELASTIC_RUN_ID" in os.environ else []))
+    return any(os.environ.get(name, "0").strip() not in ("", "0") for name in names)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds
+
+
+def _device(text: str) -> str:
+    try:
+        return str(torch.device(text))
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device; name one as torch does: cpu, cuda, cuda:0") from None
+
+
+def _backend(text: str) -> str:
+    names = [part.rpartition(":")[2] for part in text.split(",")]
+    if missing := [name for name in names if not dist.is_backend_available(name)]:
+        known = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
+        what = f"{', '.join(missing)!r} is not available"
+        raise argparse.ArgumentTypeError(f"{what} in this torch; there is {', '.join(known)}")
+    return text
