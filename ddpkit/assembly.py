@@ -123,14 +123,20 @@ def check_torch(version: str = torch.__version__) -> None:
         raise LaunchError(f"ddpkit needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer, found {version}.")
 
 
+def unnested_launch() -> Launch:
+    """The launch that the environment describes; raises if it is refused or nested in another."""
+    launch = detect_launch(os.environ)
+    agent = read_agent_env(os.environ, os.getpid()) if launch.kind == "torchrun" else None
+    if agent and (outer := outer_launch(agent, launch, os.environ)):
+        raise LaunchError(outer)
+    return launch
+
+
 def checked_launch() -> Launch:
     """The launch that the environment describes, unless it is nested in another; peers that may wait are told."""
     check_torch()
     try:
-        launch = detect_launch(os.environ)
-        agent = read_agent_env(os.environ, os.getpid()) if launch.kind == "torchrun" else None
-        if agent and (outer := outer_launch(agent, launch, os.environ)):
-            raise LaunchError(outer)
+        launch = unnested_launch()
     except LaunchError as error:
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if address and port.isdecimal():

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from . import examination, machine, network
-from .ancestry import read_agent_env, typed_in_terminal
-from .assembly import Context, offer_store
+from .ancestry import typed_in_terminal
+from .assembly import Context, offer_store, unnested_launch
 from .checks import Check, attempt, number_of, worst
 from .errors import LaunchError
-from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch
+from .launchers import Launch, forgotten_launcher
 from .rendezvous import connect, find_master
 from .runtime import distributed
 from .spawning import spawn
@@ -60,10 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def read_launch() -> tuple[Launch | None, Check]:
     """The launch that the environment describes, None if it is refused; nobody is told, for nobody is to be stopped."""
     try:
-        launch = detect_launch(os.environ)
-        agent = read_agent_env(os.environ, os.getpid()) if launch.kind == "torchrun" else None
-        if agent and (outer := outer_launch(agent, launch, os.environ)):
-            raise LaunchError(outer)
+        launch = unnested_launch()
     except LaunchError as error:
         found, start, rest = str(error).partition(". Start ")
         remedy = f"Start {rest}" if start else "See what is an error in the guide to launching."
