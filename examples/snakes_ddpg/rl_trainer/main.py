@@ -39,7 +39,7 @@ from snakes.collector import Collector
 from snakes.ddpg import DDPG
 from snakes.evaluation import Result, play_games
 from snakes.networks import Actor, Critic, load_weights
-from snakes.plan import cautions, describe, epsilon_at, opponent_at, resolve
+from snakes.plan import cautions, describe, epsilon_at, go_on, opponent_at, resolve
 from snakes.policy import Policy
 from snakes.settings import read_settings
 
@@ -58,7 +58,7 @@ def prepare(world_size: int) -> argparse.Namespace | int:
         if settings.resume:
             folder = runs.find_run(settings.resume, settings.runs_folder)
             saved = runs.read_config(folder)
-            settings = read_settings(saved=saved | go_on(saved, world_size))
+            settings = read_settings(saved=go_on(saved, world_size))
             if not (folder / "checkpoints" / "latest").is_file():
                 raise ValueError(
                     f"there is no checkpoint in {folder} to go on with: name another run, or start a new one"
@@ -83,14 +83,6 @@ def prepare(world_size: int) -> argparse.Namespace | int:
     except (ValueError, OSError, MemoryError) as error:
         print(f"main.py: error: {error}", file=sys.stderr)
         return 2
-
-
-def go_on(saved: dict, world_size: int) -> dict:
-    """The settings of a run, told over all ranks, so that they mean the same on another number of them."""
-    batch = -(-saved["batch_global"] // world_size) * world_size
-    rates = {"a_lr": saved["actor_lr"], "c_lr": saved["critic_lr"], "lr_scaling": "none"}
-    lengths = {"total_episodes": saved["episodes"], "max_episodes": None, "time_limit": None}
-    return lengths | rates | {"global_batch_size": batch, "batch_size": None}
 
 
 def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> None:

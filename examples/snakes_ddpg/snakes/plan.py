@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ddpkit import ScalePlan
 
@@ -60,6 +61,14 @@ def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
         "evasion_start": round(start * episodes) if isinstance(start, float) else start,
     }
     return argparse.Namespace(**vars(settings) | added)
+
+
+def go_on(saved: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """The settings of a run, told over all ranks, so that they mean the same on another number of them."""
+    rates = {"a_lr": saved["actor_lr"], "c_lr": saved["critic_lr"], "lr_scaling": "none"}
+    lengths = {"total_episodes": saved["episodes"], "max_episodes": None, "time_limit": None}
+    batch = {"global_batch_size": _round_up(saved["batch_global"], world_size), "batch_size": None}
+    return {**saved, **lengths, **rates, **batch}
 
 
 def difficulty(strategy: str, episode: int, max_episodes: int) -> int:
