@@ -16,7 +16,7 @@ from .errors import (
     PeerError,
     ReplicaMismatch,
 )
-from .gradients import accumulate, average_gradients, global_mean
+from .gradients import accumulate, average_gradients, averaging, global_mean
 from .launchers import Launch, detect_launch
 from .loading import make_loader
 from .logs import RankFilter, get_logger
@@ -80,6 +80,7 @@ __all__ = [
     "accumulate",
     "global_mean",
     "average_gradients",
+    "averaging",
     "check_replicas",
     # data
     "DistributedSampler",

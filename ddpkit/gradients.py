@@ -99,7 +99,6 @@ def global_mean(loss_sum: Loss, count: float) -> Loss:
     return loss_sum * share
 
 
-@torch.no_grad()
 def average_gradients(*modules: nn.Module | torch.Tensor) -> None:
     """Replaces every `.grad` by its mean over the ranks, in place, in one flat all-reduce. Collective.
 
@@ -127,16 +126,55 @@ def average_gradients(*modules: nn.Module | torch.Tensor) -> None:
             average_gradients(actor, critic)    # rank 0, a gradient of 1.0
             average_gradients(actor, critic)    # rank 1, a gradient of 3.0; both have 2.0
     """
-    if not runtime.joined():
-        return
+    with averaging(*modules):
+        pass
+
+
+@contextmanager
+def averaging(*modules: nn.Module | torch.Tensor) -> Iterator[None]:
+    """`average_gradients`, with the work of the block done while the gradients travel. Collective.
+
+    The block may draw the next batch, or play on: whatever needs neither the gradients nor the weights after this
+    step. Within it the parameters have no gradients, after it their means. On one process they come back as they were.
+
+    Args:
+        *modules: As for `average_gradients`, and with the same errors.
+
+    Raises:
+        RuntimeError: At the end, if the block has put gradients where the means belong.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> net(torch.ones(1, 2)).sum().backward()
+        >>> with averaging(net):
+        ...     batch = torch.ones(1, 2)  # whatever comes next
+    """
     found = (module.parameters() if isinstance(module, nn.Module) else (module,) for module in modules)
-    parameters = [p for p in dict.fromkeys(p for group in found for p in group) if p.requires_grad]
-    _agree_once(tuple((p.dtype, p.shape) for p in parameters))
+    held = {p: p.grad for group in found for p in group if p.requires_grad}
+    exchanges = _begin(held) if runtime.joined() else []
+    for p in held:
+        p.grad = None  # so that nothing can step with what is one rank's only
+    yield
+    if any(p.grad is not None for p in held):
+        raise RuntimeError(
+            "Gradients were computed while those before them were still being averaged: "
+            "leave the block of averaging() and step before the next backward()."
+        )
+    for exchange in exchanges:
+        exchange.finish(held)
+    for p, gradient in held.items():
+        p.grad = gradient
+
+
+Gradients = dict[torch.Tensor, torch.Tensor | None]  # by parameter
+
+
+def _begin(held: Gradients) -> list[_Exchange]:
+    _agree_once(tuple((p.dtype, p.shape) for p in held))
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for p in parameters:
+    for p in held:
         buckets.setdefault((p.device, torch.promote_types(p.dtype, torch.float32)), []).append(p)
-    for (device, dtype), bucket in buckets.items():
-        _average(bucket, device, dtype)
+    return [_Exchange(held, bucket, dtype) for (_, dtype), bucket in buckets.items()]
 
 
 @functools.cache  # what all ranks agreed on need not be compared again
@@ -145,20 +183,31 @@ def _agree_once(layout: tuple[tuple[torch.dtype, torch.Size], ...]) -> None:
     agree(terms("average_gradients", kinds))
 
 
-def _average(bucket: list[torch.Tensor], device: torch.device, dtype: torch.dtype) -> None:
-    missing = [i for i, p in enumerate(bucket) if p.grad is None]
-    present = torch.ones(len(bucket), device=device, dtype=dtype)
-    if missing:
-        present[missing] = 0
-    gradients = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in bucket]
-    flat = torch.cat([*gradients, present])
-    with runtime.peer_errors():
-        dist.all_reduce(flat)
-    flat.div_(ranks.get_world_size())
-    *means, present = torch.split(flat, [*(p.numel() for p in bucket), len(bucket)])
-    somewhere = present.tolist() if missing else ()  # else there is no reason to wait for the accelerator
-    for i, (p, mean) in enumerate(zip(bucket, means, strict=True)):
-        if p.grad is None and somewhere[i]:
-            p.grad = torch.empty_like(p)
-        if p.grad is not None:
-            p.grad.copy_(mean.view(p.shape))
+class _Exchange:
+    """The gradients of some parameters, which are on one device, on their way in one flat tensor."""
+
+    @torch.no_grad()
+    def __init__(self, held: Gradients, parameters: list[torch.Tensor], dtype: torch.dtype) -> None:
+        self.parameters = parameters
+        self.missing = [i for i, p in enumerate(parameters) if held[p] is None]
+        present = torch.ones(len(parameters), device=parameters[0].device, dtype=dtype)
+        if self.missing:
+            present[self.missing] = 0
+        gradients = [torch.zeros_like(p) if (gradient := held[p]) is None else gradient for p in parameters]
+        self.flat = torch.cat([*(gradient.reshape(-1).to(dtype) for gradient in gradients), present])
+        with runtime.peer_errors():
+            self.work = dist.all_reduce(self.flat, async_op=True)
+
+    @torch.no_grad()
+    def finish(self, held: Gradients) -> None:
+        with runtime.peer_errors():
+            self.work.wait()
+        self.flat.div_(ranks.get_world_size())
+        *means, present = torch.split(self.flat, [*(p.numel() for p in self.parameters), len(self.parameters)])
+        somewhere = present.tolist() if self.missing else ()  # else there is no reason to wait for the accelerator
+        for i in self.missing:
+            held[self.parameters[i]] = torch.empty_like(self.parameters[i]) if somewhere[i] else None
+        for p, mean in zip(self.parameters, means, strict=True):
+            gradient = held[p]
+            if gradient is not None:
+                gradient.copy_(mean.view(p.shape))

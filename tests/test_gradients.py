@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ from conftest import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit import MismatchError, get_rank, get_world_size
-from ddpkit.gradients import accumulate, average_gradients, global_mean
+from ddpkit import MismatchError, PeerError, all_reduce, get_rank, get_world_size
+from ddpkit.gradients import accumulate, average_gradients, averaging, global_mean
 from ddpkit.wrapping import unwrap_model, wrap_model
 
 F = nn.functional
@@ -42,7 +43,7 @@ def _results(world_size: int) -> list[dict[str, Any]]:
 
 
 def _everything() -> dict[str, Any]:
-    checks = [_train_all]
+    checks = [_train_all, _meanwhile]
     if get_world_size() > 1:
         checks += [_no_samples, _several_in_one, _average, _like_ddp, _silent]
     if get_world_size() == 2:
@@ -231,6 +232,59 @@ def test_average_gradients_gives_the_mean_of_whatever_is_there(world_size):
         assert found["complex64"] == pytest.approx(1j * (world_size - 1) / 2)
         assert found["channels_last"] == pytest.approx([4 * (world_size + 1) / 2])
         assert "parameter 0: torch.float32[1, 2] on rank 0; torch.float32[1, 3] on rank 1" in found["mismatch"]
+
+
+def _meanwhile() -> dict[str, Any]:
+    """What `averaging` leaves, next to what `average_gradients` makes of the same gradients."""
+    pair = [_net(), _net()]
+    for net in pair:
+        net(torch.full((2, 3), get_rank() + 1.0, dtype=torch.float64)).sum().backward()
+        net[0].bias.grad = None if get_rank() % 2 else net[0].bias.grad
+    before = [p.grad for p in pair[0].parameters()]
+    with averaging(pair[0]):
+        hidden = all(p.grad is None for p in pair[0].parameters())
+        total = all_reduce(get_rank())
+    average_gradients(pair[1])
+    kept = all(old is None or p.grad is old for p, old in zip(pair[0].parameters(), before, strict=True))
+    means = [[p.grad.tolist() for p in net.parameters()] for net in pair]
+
+    def compute_in_between() -> None:
+        with averaging(pair[0]):
+            pair[0](torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+
+    message = _message(RuntimeError, compute_in_between)
+    return {"hidden": hidden, "total": total, "kept": kept, "means": means, "message": message}
+
+
+@pytest.mark.parametrize("world_size", [0, 1, 2, 3])
+def test_averaging_brings_the_means_after_the_block_and_no_gradients_within(world_size):
+    results = [found["_meanwhile"] for found in _results(world_size)] if world_size else [_meanwhile()]
+    for found in results:
+        assert found["hidden"] and found["kept"]
+        assert found["total"] == sum(range(world_size))
+        assert found["means"][0] == found["means"][1] == results[0]["means"][0]
+        assert "leave the block of averaging()" in found["message"]
+
+
+def _fail_meanwhile(folder: Path) -> None:
+    net = _net()
+    net(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    try:
+        for step in range(3):
+            with averaging(net):
+                if (step, get_rank()) == (1, 1):
+                    raise ValueError("no more games")
+    except PeerError as error:
+        (folder / f"rank{get_rank()}").write_text(f"{error.rank} {error.error_type}")
+        raise
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_fails_while_gradients_travel_is_named_on_the_others(world_size, tmp_path):
+    with pytest.raises(ValueError, match="no more games"):
+        on_ranks(_fail_meanwhile, world_size, tmp_path)
+    others = {f"rank{rank}": "1 ValueError" for rank in range(world_size) if rank != 1}
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == others
 
 
 def _like_ddp() -> bool:
