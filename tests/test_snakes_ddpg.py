@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,14 @@ def flat(module: nn.Module) -> np.ndarray:
 def gradients(module: nn.Module) -> np.ndarray | None:
     found = [p.grad for p in module.parameters() if p.grad is not None]
     return np.concatenate([g.double().numpy().ravel() for g in found]) if found else None
+
+
+def update(agent: DDPG, batch: Batch, *averaging: Callable[..., Any]) -> list[float]:
+    """Takes a step; returns the losses before it."""
+    with agent.update(batch, *averaging) as losses:
+        before = flat(agent.networks)
+    assert (flat(agent.networks) != before).any(), "the step comes after the block"
+    return [loss.item() for loss in losses]
 
 
 # Losses, row by row
@@ -121,7 +130,7 @@ def test_targets_begin_as_the_networks_and_follow_by_tau_without_gradients():
     agent = make_agent(tau=0.25)
     before = flat(agent.networks)
     np.testing.assert_array_equal(flat(agent.targets), before)
-    agent.update(make_batch())
+    update(agent, make_batch())
     after = flat(agent.networks)
     assert np.abs(after - before).max() > 1e-3
     np.testing.assert_allclose(flat(agent.targets), before + 0.25 * (after - before), atol=1e-6)
@@ -135,7 +144,7 @@ def test_the_first_step_goes_a_learning_rate_down_the_gradient_in_each_network()
         before = flat(agent.networks[which])
         sum(agent.losses(batch)).backward()
         step = make_agent(torch.float64)
-        step.update(batch)
+        update(step, batch)
         moved = flat(step.networks[which]) - before
         strong = np.abs(gradients(agent.networks[which])) > 1e-4
         assert strong.mean() > 0.5
@@ -145,22 +154,24 @@ def test_the_first_step_goes_a_learning_rate_down_the_gradient_in_each_network()
 def test_losses_of_an_update_are_those_before_it():
     agent, batch = make_agent(), make_batch()
     before = [loss.item() for loss in agent.losses(batch)]
-    assert [loss.item() for loss in agent.update(batch)] == before
+    assert update(agent, batch) == before
 
 
 def updates_of_rank(dtype: torch.dtype, scale: float) -> dict[str, Any]:
     """Five updates on this rank's share of the rows; everything that has changed, and what was averaged."""
     agent, norms, averaged, losses = make_agent(dtype), [], [], []
 
-    def average(networks: nn.Module) -> None:
-        ddpkit.average_gradients(networks)
+    @contextmanager
+    def averaging(networks: nn.Module) -> Iterator[None]:
+        with ddpkit.averaging(networks):
+            yield
         averaged.append(gradients(networks))
         norms.append([float(np.linalg.norm(gradients(network))) for network in networks])
 
     for step in range(5):
         share = slice(ddpkit.get_rank(), None, ddpkit.get_world_size())
         batch = Batch(*(part[share] for part in make_batch(step, dtype=dtype, scale=scale)))
-        losses.append([loss.item() for loss in agent.update(batch, average)])
+        losses.append(update(agent, batch, averaging))
     adam = agent.optimizer.state_dict()["state"].values()
     return {
         "networks": flat(agent.networks),
@@ -215,10 +226,10 @@ def test_gradients_are_clipped_to_one_for_each_network_after_they_were_averaged(
 
 def update_or_fail(folder: Path) -> None:
     agent = make_agent()
-    agent.update(make_batch(0, 4))
+    update(agent, make_batch(0, 4))
     rows = make_batch(1, 4)
     try:
-        agent.update(rows if ddpkit.get_rank() == 0 else rows._replace(seen=rows.seen[:, 1:]))
+        update(agent, rows if ddpkit.get_rank() == 0 else rows._replace(seen=rows.seen[:, 1:]))
     except ddpkit.PeerError as error:
         (folder / f"rank{ddpkit.get_rank()}").write_text(f"{error.rank} {error.error_type}")
         raise
@@ -242,7 +253,7 @@ def test_the_actor_comes_to_prefer_the_way_that_pays_in_the_state_where_it_pays(
         pays, way = torch.randint(0, 3, (2, 64), generator=generator)
         seen = torch.zeros(64, FEATURES)
         seen[torch.arange(64), 13 * pays] = 1
-        agent.update(Batch(seen, way, (way == pays).float(), torch.zeros(64), torch.zeros(64, FEATURES)))
+        update(agent, Batch(seen, way, (way == pays).float(), torch.zeros(64), torch.zeros(64, FEATURES)))
     state = torch.zeros(3, FEATURES)
     state[range(3), [0, 13, 26]] = 1
     with torch.no_grad():
@@ -262,7 +273,7 @@ def test_what_is_gained_later_is_worth_its_weight_now():
     weight = torch.tensor([0.8, 0, 0, 0, 0, 0])
     batch = Batch(seen, torch.tensor([0, 1, 2] * 2), reward, weight, there.expand(6, -1))
     for _ in range(400):
-        agent.update(batch)
+        update(agent, batch)
     with torch.no_grad():
         np.testing.assert_allclose(agent.critic(here), [0.8, 0, 0], atol=0.05)
         assert agent.actor(here)[0] > 0.9
@@ -273,7 +284,7 @@ def test_what_is_gained_later_is_worth_its_weight_now():
 
 def test_loaded_weights_are_those_of_networks_and_targets(tmp_path):
     trained, agent = make_agent(), DDPG(CPU, hidden=16, a_lr=0.01, c_lr=0.02, tau=0.1)
-    trained.update(make_batch())
+    update(trained, make_batch())
     torch.save(trained.actor.state_dict(), tmp_path / "actor_1.pth")
     torch.save(trained.critic.state_dict(), tmp_path / "critic_1.pth")
     agent.load(tmp_path / "actor_1.pth", tmp_path / "critic_1.pth")

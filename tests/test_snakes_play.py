@@ -133,6 +133,7 @@ def test_ctrl_c_ends_watching_without_a_traceback():
         (["--compare", "greedy"], "two players or more"),
         (["--compare", "greedy", "random", "--games=0"], "at least one game"),
         (["--compare", "greedy", "random", "--watch"], "without --watch"),
+        (["greedy", "--games=0"], "--games 0 counts nothing"),
         (["greedy", "--games=-1"], "--games is at least 0"),
         (["greedy", "--fps=0"], "--fps above 0"),
         (["greedy", "--gif=nowhere/game.gif"], "cannot write nowhere/game.gif: there is no folder nowhere"),

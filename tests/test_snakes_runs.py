@@ -153,7 +153,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_the_config_is_read_back(tmp_path):
-    runs.save_config(tmp_path, {"gamma": 0.5, "resume": None, "runs_folder": Path("x")})
+    runs.save_json(tmp_path / "config.json", {"gamma": 0.5, "resume": None, "runs_folder": Path("x")})
     assert runs.read_config(tmp_path) == {"gamma": 0.5, "resume": None, "runs_folder": "x"}
     with pytest.raises(FileNotFoundError):
         runs.read_config(tmp_path / "other")

@@ -139,7 +139,7 @@ def test_resume_names_a_run_or_means_the_latest():
 
 def test_a_resumed_run_keeps_its_settings(tmp_path):
     first = planned("--max_episodes", "77", "--gamma", "0.5", "--load_model", "--runs_folder", "here", world_size=2)
-    runs.save_config(tmp_path, vars(first))
+    runs.save_json(tmp_path / "config.json", vars(first))
     saved = runs.read_config(tmp_path)
 
     s = resolve(read_settings(["--resume", "--tau", "0.5"], saved), 3)
@@ -151,12 +151,12 @@ def test_a_resumed_run_keeps_its_settings(tmp_path):
 
 
 def test_a_saved_preset_does_not_undo_the_flags_that_went_with_it(tmp_path):
-    runs.save_config(tmp_path, vars(read_settings(["--preset", "guide-a", "--gamma", "0.5"])))
+    runs.save_json(tmp_path / "config.json", vars(read_settings(["--preset", "guide-a", "--gamma", "0.5"])))
     assert read_settings(["--resume"], runs.read_config(tmp_path)).gamma == 0.5
 
 
 def test_a_preset_undoes_a_saved_global_batch(tmp_path):
-    runs.save_config(tmp_path, vars(read_settings(["--global_batch_size", "512"])))
+    runs.save_json(tmp_path / "config.json", vars(read_settings(["--global_batch_size", "512"])))
     settings = read_settings(["--resume", "--preset", "guide-a"], runs.read_config(tmp_path))
     assert (settings.batch_size, settings.global_batch_size) == (128, None)
 

@@ -58,6 +58,8 @@ def read_settings() -> argparse.Namespace:
         fail("--compare takes two players or more and at least one game, without --watch, --gif and --strip")
     if not args.compare and len(args.players) > 2:
         fail(f"two players meet, not {len(args.players)}: with --compare every pair does")
+    if args.games == 0 and not (args.watch or args.gif or args.strip):
+        fail("--games 0 counts nothing: add --watch, --gif FILE or --strip FILE to see one game")
     for path in (args.gif, args.strip, args.output):
         if path and not path.parent.is_dir():
             fail(f"cannot write {path}: there is no folder {path.parent}")

@@ -31,7 +31,7 @@ def train(ranks: int, args: argparse.Namespace) -> dict:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command += [str(EXAMPLE / "rl_trainer" / "main_ddp.py"), f"--runs_folder={folder}"]
         command += [f"--boards={args.boards * ranks}", f"--batch_size={args.batch_size}"]
-        command += [f"--total_episodes={args.episodes * ranks}"]
+        command += [f"--total_episodes={args.episodes * ranks}", *["--bind_cores"] * args.bind_cores]
         env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if ended.returncode != 0:
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=4000, help="of a run, per rank")
     parser.add_argument("--boards", type=int, default=512, help="played at once, per rank")
     parser.add_argument("--batch_size", type=int, default=4096, help="rows per optimiser step, per rank")
+    parser.add_argument("--bind_cores", action="store_true", help="give each rank a core of its own")
     args = parser.parse_args()
     results: dict[int, list[dict]] = {ranks: [] for ranks in args.ranks}
     for number in range(args.rounds):

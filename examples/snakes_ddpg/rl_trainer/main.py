@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
+import os
 import resource
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +76,7 @@ def prepare(world_size: int) -> argparse.Namespace | int:
             for network, path in zip((Actor(settings.hidden), Critic(settings.hidden)), settings.models, strict=True):
                 load_weights(network, path)  # which says so if they do not fit
         settings.folder = folder if settings.resume else runs.new_run(settings.runs_folder)
-        runs.save_config(settings.folder, vars(settings))
+        runs.save_json(settings.folder / "config.json", vars(settings))
         return settings
     except SystemExit as end:  # argparse has helped
         return end.code
@@ -89,6 +89,8 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
     log.info("\n%s\n\nwriting to %s\n", describe(settings), settings.folder)
     for caution in cautions(settings) if ddpkit.is_main_process() else ():
         log.warning("warning: %s", caution)
+    if settings.bind_cores:
+        bind_core(job)
     clock = Clock()
 
     ddpkit.seed_everything(settings.seed)
@@ -115,7 +117,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
         warm_up()
     collector = make_collector(settings, job.rank, total["environment_steps"])
     rng = np.random.default_rng(ddpkit.sample_seed(settings.seed, 2 + job.rank, total["environment_steps"]))
-    exchange = clock.timed("exchange", ddpkit.average_gradients)
+    exchange = clock.timed("exchange", ddpkit.averaging)
 
     writer = SummaryWriter(settings.folder, purge_step=total["episodes"] + 1) if ddpkit.is_main_process() else None
     bar = tqdm(total=settings.episodes, initial=total["episodes"], unit="episode", disable=None if writer else True)
@@ -126,15 +128,17 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
         episode, epsilon = total["episodes"], epsilon_at(settings, total["environment_steps"])
         opponent = opponent_at(settings, episode + 1)
         sums, losses = Counter(updates=0), torch.zeros(2, device=job.device)
-        for _ in range(ROUND):
-            with clock("play"):
-                sums.update(collector.play(agent.actor, opponents.get(opponent), epsilon))
-            for _ in range(settings.updates if collector.replay.ready(settings.batch_per_rank) else 0):
-                with clock("sample"):
-                    batch = collector.replay.sample(settings.batch_per_rank, settings.gamma, rng, job.device)
-                with clock("update"):
-                    losses += torch.stack(agent.update(batch, exchange))
-                sums["updates"] += 1
+        with ExitStack() as step:  # the last one; its gradients travel while the boards play on
+            for _ in range(ROUND):
+                with clock("play"):
+                    sums.update(collector.play(agent.actor, opponents.get(opponent), epsilon))
+                for _ in range(settings.updates if collector.replay.ready(settings.batch_per_rank) else 0):
+                    with clock("sample"):
+                        batch = collector.replay.sample(settings.batch_per_rank, settings.gamma, rng, job.device)
+                    with clock("update"):
+                        step.close()
+                        losses += torch.stack(step.enter_context(agent.update(batch, exchange)))
+                    sums["updates"] += 1
         sums["a_loss"], sums["c_loss"] = losses.tolist()
 
         sums = Counter(ddpkit.all_reduce(dict(sums)))
@@ -171,6 +175,15 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
                 checkpoints.save(total["optimiser_steps"], **parts, **state)
     bar.close()
     summarize(settings, job, total, before, clock, time.monotonic() - start)
+
+
+def bind_core(job: ddpkit.Context) -> None:
+    """Keeps this rank on one core that no other rank of this machine is bound to."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < job.local_world_size:
+        log.warning("warning: %d cores are too few to bind %d ranks to one each", len(cores), job.local_world_size)
+    else:
+        os.sched_setaffinity(0, {cores[job.local_rank]})
 
 
 def make_collector(settings: argparse.Namespace, rank: int, environment_steps: int) -> Collector:
@@ -248,7 +261,7 @@ def summarize(
         max(memory),
     )
     if ddpkit.is_main_process() and total != before:
-        (settings.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        runs.save_json(settings.folder / "summary.json", summary)
 
 
 class Clock(Counter):
@@ -260,10 +273,17 @@ class Clock(Counter):
         yield
         self[part] += time.perf_counter() - start
 
-    def timed(self, part: str, fn: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: object) -> None:
-            with self(part):
-                fn(*args)
+    def timed(self, part: str, manager: Callable[..., AbstractContextManager]) -> Callable[..., AbstractContextManager]:
+        """`manager`, with the seconds that entering and leaving take counted to `part`."""
+
+        @contextmanager
+        def run(*args: object) -> Iterator[None]:
+            with ExitStack() as stack:
+                with self(part):
+                    stack.enter_context(manager(*args))
+                yield
+                with self(part):
+                    stack.close()
 
         return run
 

@@ -5,7 +5,8 @@ Where it departs from the plain algorithm (Lillicrap et al., arXiv:1509.02971), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -48,20 +49,27 @@ class DDPG:
         actor_loss = -(self.actor(batch.seen) * values.detach()).sum(-1).mean()
         return actor_loss, nn.functional.mse_loss(taken, target)
 
+    @contextmanager
     def update(
-        self, batch: Batch, average: Callable[..., None] = ddpkit.average_gradients
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One optimiser step on the mean gradient of all ranks' batches; returns this rank's losses. Collective."""
+        self, batch: Batch, averaging: Callable[..., AbstractContextManager[None]] = ddpkit.averaging
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """One optimiser step on the mean gradient of all ranks' batches, taken when the block is left. Collective.
+
+        The block runs while the gradients travel: it may play on, with the weights before the step.
+
+        Yields:
+            This rank's losses of actor and critic.
+        """
         losses = self.losses(batch)
         self.optimizer.zero_grad()
         sum(losses).backward()
-        average(self.networks)  # both in one exchange
+        with averaging(self.networks):  # both in one exchange
+            yield losses[0].detach(), losses[1].detach()
         for network in self.networks:
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(list(self.targets.parameters()), list(self.networks.parameters()), self.tau)
-        return losses[0].detach(), losses[1].detach()
 
     def load(self, actor: Path, critic: Path) -> None:
         """Begins with the weights of two files `actor_*.pth` and `critic_*.pth`, the targets too.

@@ -120,10 +120,10 @@ def save_models(folder: Path, episode: int | str, actor: Mapping[str, Any], crit
             torch.save(state, path)
 
 
-def save_config(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Writes the settings of a run into its folder; paths become text."""
-    with _replacing(folder / "config.json") as path:
-        path.write_text(json.dumps(settings, indent=2, default=str) + "\n")
+def save_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes the settings or the summary of a run, whole or not at all; paths become text."""
+    with _replacing(path) as whole:
+        whole.write_text(json.dumps(values, indent=2, default=str) + "\n")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
