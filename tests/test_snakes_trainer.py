@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import on_ranks
 from processes import CLEAN, Ended, free_port, platform_env, run
 from snakes.evaluation import play_games
 from snakes.networks import Actor
@@ -98,13 +97,6 @@ def train_again_and_again(cases: list[str]) -> None:
                 code = end.code
             sys.stderr.flush()
             print(f"exit status {code}", flush=True)
-
-
-def bind_among(cores: list[int]) -> set[int]:
-    """The cores that are left to a rank which may use these."""
-    os.sched_setaffinity(0, cores)
-    runpy.run_path(str(FOLDER / "rl_trainer" / "main.py"))["bind_core"](ddpkit.setup())
-    return os.sched_getaffinity(0)
 
 
 def launch(ranks: int, fn: Any, *args: Any, timeout: float = PATIENCE) -> list[Ended]:
@@ -265,12 +257,6 @@ def test_a_run_goes_on_where_it_stopped_on_other_numbers_of_ranks(trained: Train
         assert shown[0] > state["total"]["episodes"] and shown[-1] == after["total"]["episodes"]
         assert [*scalars(folder, "reward/total")][-len(shown) :] == shown
     assert [*list_runs(runs)] == [1]
-
-
-def test_ranks_are_bound_to_a_core_each_if_there_are_enough() -> None:
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    assert on_ranks(bind_among, len(cores), cores) == [{core} for core in cores]
-    assert on_ranks(bind_among, 3, cores) == [set(cores)] * 3
 
 
 def test_a_new_run_begins_with_the_weights_of_an_old_one(trained: Trained, tmp_path: Path) -> None:

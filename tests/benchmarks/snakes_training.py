@@ -2,7 +2,8 @@
 
 Runs on different numbers of ranks take turns, so that all see the same others on the machine. Every rank has one thread
 and the same number of boards and rows per step, whatever their number; logging and evaluation are on, as often as by
-default. Printed are medians over the rounds as a Markdown table, the speed-ups being those within a round.
+default. Printed are medians over the rounds as a Markdown table, the speed-ups being those within a round. As many
+runs on one rank each, at once, that never talk to each other show what the machine has to give.
 
     python tests/benchmarks/snakes_training.py
     python tests/benchmarks/snakes_training.py --rounds 5 --episodes 8000 --ranks 1 2 4
@@ -25,34 +26,44 @@ STEPS = 200  # of an episode
 PARTS = ("play", "sample", "update", "exchange", "evaluate", "save")
 
 
-def train(ranks: int, args: argparse.Namespace) -> dict:
-    """The summary that one run of the trainer leaves."""
+def start(ranks: int, args: argparse.Namespace, folder: str) -> subprocess.Popen:
+    """One run of the trainer, which leaves its summary below `folder`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [str(EXAMPLE / "rl_trainer" / "main_ddp.py"), f"--runs_folder={folder}"]
+    command += [f"--boards={args.boards * ranks}", f"--batch_size={args.batch_size}"]
+    command += [f"--total_episodes={args.episodes * ranks}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def train(ranks: int, apart: bool, args: argparse.Namespace) -> list[dict]:
+    """The summary that one run on `ranks` leaves, or those of as many runs on one, at once and `apart`."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command += [str(EXAMPLE / "rl_trainer" / "main_ddp.py"), f"--runs_folder={folder}"]
-        command += [f"--boards={args.boards * ranks}", f"--batch_size={args.batch_size}"]
-        command += [f"--total_episodes={args.episodes * ranks}", *["--bind_cores"] * args.bind_cores]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if ended.returncode != 0:
-            sys.exit(f"{' '.join(command)} ended with status {ended.returncode}:\n{ended.stdout}")
-        (summary,) = Path(folder).glob("*/summary.json")
-        return json.loads(summary.read_text())
+        if apart:
+            runs = [start(1, args, f"{folder}/{number}") for number in range(ranks)]
+        else:
+            runs = [start(ranks, args, folder)]
+        for run in runs:
+            output, _ = run.communicate()
+            if run.returncode != 0:
+                sys.exit(f"{' '.join(run.args)} ended with status {run.returncode}:\n{output}")
+        return [json.loads(path.read_text()) for path in Path(folder).glob("**/summary.json")]
 
 
-def speeds(summary: dict) -> tuple[float, float]:
+def speeds(summaries: list[dict]) -> tuple[float, float]:
     """Episodes/s, by their steps, since the first ones of the boards are shorter and not counted; and samples/s."""
-    return summary["per_second"]["environment_steps"] / STEPS, summary["per_second"]["samples"]
+    found = [summary["per_second"] for summary in summaries]
+    return sum(one["environment_steps"] for one in found) / STEPS, sum(one["samples"] for one in found)
 
 
-def row(runs: list[dict], base: list[dict]) -> list[str]:
-    """The table's row for the runs on one number of ranks; `base`: those on the first number, round by round."""
+def row(name: str, runs: list[list[dict]], base: list[list[dict]]) -> list[str]:
+    """The table's row for the runs of one kind; `base`: those of the first kind, round by round."""
     episodes, samples = (statistics.median(values) for values in zip(*map(speeds, runs), strict=True))
     speed_up = statistics.median(speeds(run)[1] / speeds(first)[1] for run, first in zip(runs, base, strict=True))
-    memory = statistics.median(max(run["memory_mib_by_rank"]) for run in runs)
-    shares = [statistics.median(run["share_of_time"][part] for run in runs) for part in PARTS]
+    memory = statistics.median(max(max(one["memory_mib_by_rank"]) for one in run) for run in runs)
+    shares = [statistics.median(one["share_of_time"][part] for run in runs for one in run) for part in PARTS]
     return [
-        f"{runs[0]['ranks']}",
+        name,
         f"{episodes:.0f}",
         f"{episodes / PUBLIC:.0f}",
         f"{samples:,.0f}",
@@ -70,20 +81,21 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=4000, help="of a run, per rank")
     parser.add_argument("--boards", type=int, default=512, help="played at once, per rank")
     parser.add_argument("--batch_size", type=int, default=4096, help="rows per optimiser step, per rank")
-    parser.add_argument("--bind_cores", action="store_true", help="give each rank a core of its own")
     args = parser.parse_args()
-    results: dict[int, list[dict]] = {ranks: [] for ranks in args.ranks}
+    kinds = {f"{ranks}": (ranks, False) for ranks in args.ranks}
+    kinds |= {f"{ranks} runs on 1 each": (ranks, True) for ranks in args.ranks if ranks > 1}
+    results: dict[str, list[list[dict]]] = {name: [] for name in kinds}
     for number in range(args.rounds):
-        for ranks, runs in results.items():
-            runs.append(train(ranks, args))
-            episodes, samples = speeds(runs[-1])
-            news = f"ranks {ranks}: {episodes:.1f} episodes/s, {samples:,.0f} samples/s"
+        for name, kind in kinds.items():
+            results[name].append(train(*kind, args))
+            episodes, samples = speeds(results[name][-1])
+            news = f"ranks {name}: {episodes:.1f} episodes/s, {samples:,.0f} samples/s"
             print(f"round {number + 1} of {args.rounds}, {news}", file=sys.stderr, flush=True)
-    first = args.ranks[0]
+    first = next(iter(results))
     heads = ["ranks", "episodes/s", f"× {PUBLIC}/s", "samples/s", f"× {first} rank", "MiB per rank", *PARTS]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    for runs in results.values():
-        print(f"| {' | '.join(row(runs, results[first]))} |")
+    for name, runs in results.items():
+        print(f"| {' | '.join(row(name, runs, results[first]))} |")
 
 
 if __name__ == "__main__":

@@ -92,8 +92,6 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--episode_length", type=count, default=200, help="steps of an episode")
     text = "boards played at once, global; rounded up to a multiple of the ranks"
     add("--boards", type=count, default=1024, help=text)
-    text = "give each rank a core of its own, which is faster on a machine that runs nothing else"
-    add("--bind_cores", action="store_true", help=text)
     add("--time_limit", type=_number(float, 0), help="seconds after which to save and stop")
     add(
         "--seed",
