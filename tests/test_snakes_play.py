@@ -138,6 +138,7 @@ def test_ctrl_c_ends_watching_without_a_traceback():
         (["greedy", "--fps=0"], "--fps above 0"),
         (["greedy", "--gif=nowhere/game.gif"], "cannot write nowhere/game.gif: there is no folder nowhere"),
         (["greedy", "--strip=nowhere/game.png"], "there is no folder nowhere"),
+        (["greedy", "--strip=game.gif"], "game.gif would be a PNG"),
         ([], "the following arguments are required: player"),
     ],
 )

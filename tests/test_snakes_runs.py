@@ -61,6 +61,21 @@ def test_the_latest_run_has_the_largest_number(root):
     assert runs.find_run(str(root / "other"), root) == root / "other"
 
 
+def test_the_latest_run_is_the_latest_that_has_what_is_asked_for(root):
+    newest = runs.new_run(root)  # which has saved nothing yet
+    assert runs.find_run("latest", root) == runs.find_run(11, root, "trained_model/actor_*.pth") == newest
+    assert runs.find_run("latest", root, "trained_model/actor_*.pth") == root / "run10_20240101_000000"
+    assert runs.find_model("latest", root=root).parents[1] == root / "run10_20240101_000000"
+    with pytest.raises(FileNotFoundError, match=r"there is no .*run\*/checkpoints/latest; the runs in .* are: none"):
+        runs.find_run("latest", root, "checkpoints/latest")
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_the_flag_for_another(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"cannot make a run's folder in .*/file: File exists; .*--runs_folder"):
+        runs.new_run(tmp_path / "file")
+
+
 @pytest.mark.parametrize(
     "run, looked_for", [(3, "run3_*"), ("run3", "run3_*"), (77, "run77_*"), ("nowhere", "nowhere")]
 )

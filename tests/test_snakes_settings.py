@@ -199,7 +199,7 @@ def test_a_fixed_opponent_is_met_all_the_time():
 @pytest.mark.parametrize("start, first", [("40", 40), ("0.8", 80), ("0.0", 1), ("1.0", 100)])
 def test_evasion_begins_with_an_episode_or_a_part_of_the_run(start, first):
     flags = ["--enable_opponent_evasion", "--opponent_evasion_start_episode", start]
-    s = planned("--total_episodes", "100", *flags, world_size=2)
+    s = planned("--total_episodes", "100", "--boards", "4", *flags, world_size=2)
     assert [episode for episode in range(1, 101) if opponent_at(s, episode) == EVASIVE] == list(range(first, 101))
     assert cautions(s) == []
     s.enable_opponent_evasion = False
@@ -212,6 +212,18 @@ def test_an_evasion_that_is_never_reached_is_told():
     assert "40,000" in line and "6,250" in line and "--opponent_evasion_start_episode 0.8" in line and "\n" not in line
     assert cautions(planned(*flags, world_size=8)) == []  # which is 50,000 episodes in all
     assert cautions(planned("--preset", "guide-a")) == []
+
+
+def test_an_opponent_that_the_strategy_does_not_ask_for_is_told():
+    (line,) = cautions(planned("--opponent", "greedy"))
+    assert "--opponent greedy does nothing" in line and "--opponent_difficulty_strategy fixed" in line
+    fixed = planned("--opponent_difficulty_strategy", "fixed")
+    assert cautions(fixed) == [] and opponent_at(fixed, 1) == "greedy"
+
+
+def test_more_boards_than_episodes_are_told():
+    (line,) = cautions(planned("--total_episodes", "10"))
+    assert "1,024 boards" in line and "10 episodes" in line and "lower --boards" in line
 
 
 def test_epsilon_falls_with_every_environment_step_to_its_floor():
@@ -256,17 +268,17 @@ def test_the_plan_counts_environment_steps_samples_and_optimiser_steps_of_all_ra
     text = describe(planned("--preset", "guide-a", world_size=8))
     for figure in (
         "50,000 in all, 6,250 per rank",
-        "10,000,000",
-        "1,250,000, each",
-        "1,280,000,000",
+        "some 10,001,592 in all",  # the first, part episode of each of 8 boards too
+        "some 1,256,450, each",  # of 6,250 episodes with a step to start anew, and of that first one
+        "some 1,286,604,800 rows",
         "0.0003 -> 0.0024",
     ):
         assert figure in text
     text = describe(planned("--preset", "guide-b", world_size=1))  # as many episodes and samples, 8 x the steps
-    for figure in ("50,000 in all, 50,000 per rank", "10,000,000 in all", "10,000,000, each", "1,280,000,000"):
+    for figure in ("50,000 in all, 50,000 per rank", "10,000,199 in all", "10,050,200, each", "1,286,425,600"):
         assert figure in text
     text = describe(planned("--total_episodes", "10", "--boards", "4", "--updates", "3", "--batch_size", "5"))
-    for figure in ("2,400 in all", "1,800, each", "9,000 rows"):  # the third round of boards is played to its end
+    for figure in ("2,985 in all", "2,250, each", "11,250 rows"):  # 703 steps of the boards, 750 when they are counted
         assert figure in text
 
 

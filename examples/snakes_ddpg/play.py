@@ -60,6 +60,9 @@ def read_settings() -> argparse.Namespace:
         fail(f"two players meet, not {len(args.players)}: with --compare every pair does")
     if args.games == 0 and not (args.watch or args.gif or args.strip):
         fail("--games 0 counts nothing: add --watch, --gif FILE or --strip FILE to see one game")
+    for path, suffix in ((args.gif, ".gif"), (args.strip, ".png")):
+        if path and path.suffix.lower() != suffix and not path.is_dir():
+            fail(f"{path} would be a {suffix[1:].upper()}: name it so that it ends in {suffix}")
     for path in (args.gif, args.strip, args.output):
         if path and not path.parent.is_dir():
             fail(f"cannot write {path}: there is no folder {path.parent}")
@@ -80,7 +83,9 @@ def player(name: str) -> Player:
     if name.isdecimal() or name in OPPONENTS:
         return get(int(name) if name.isdecimal() else name)
     try:
-        return load_policy(runs.parse(name))
+        path = runs.parse(name)
+        print(f"{name} is {path}", file=sys.stderr)
+        return load_policy(path)
     except FileNotFoundError as error:
         raise ValueError(f"{error}; the scripted players are: {', '.join(OPPONENTS)}") from error
 

@@ -39,14 +39,13 @@ from snakes.collector import Collector
 from snakes.ddpg import DDPG
 from snakes.evaluation import Result, play_games
 from snakes.networks import Actor, Critic, load_weights
-from snakes.plan import cautions, describe, epsilon_at, go_on, opponent_at, resolve
+from snakes.plan import ROUND, cautions, describe, epsilon_at, go_on, opponent_at, resolve
 from snakes.policy import Policy
 from snakes.settings import read_settings
 
 import ddpkit
 
 log = logging.getLogger("snakes")
-ROUND = 50  # steps of all boards from one look at the global counters to the next
 EVALUATION_SEED = 2**31  # evaluations play games of their own, the same ones each time
 COUNTERS = ("episodes", "environment_steps", "optimiser_steps", "samples")
 
@@ -56,7 +55,7 @@ def prepare(world_size: int) -> argparse.Namespace | int:
     try:
         settings = read_settings()
         if settings.resume:
-            folder = runs.find_run(settings.resume, settings.runs_folder)
+            folder = runs.find_run(settings.resume, settings.runs_folder, "checkpoints/latest")
             saved = runs.read_config(folder)
             settings = read_settings(saved=go_on(saved, world_size))
             if not (folder / "checkpoints" / "latest").is_file():
@@ -236,7 +235,9 @@ def report(writer: SummaryWriter | None, total: Counter, news: Counter, epsilon:
         f" optimiser_steps {total['optimiser_steps']}"
     )
     if writer:
-        for tag, values in (("reward", snakes | {"total": reward}), ("loss", losses), ("play", rates)):
+        progress = {"epsilon": epsilon} | {name: total[name] for name in COUNTERS if name != "episodes"}
+        tags = {"reward": snakes | {"total": reward}, "loss": losses, "play": rates, "progress": progress}
+        for tag, values in tags.items():
             for name, value in values.items():
                 writer.add_scalar(f"{tag}/{name}", value, episode)
         writer.flush()

@@ -14,8 +14,10 @@ from typing import Any
 
 from ddpkit import ScalePlan
 
+ROUND = 50  # steps of all boards from one look at the global counters to the next
 BATCH_SIZE = 8192  # rows per optimiser step, global, if no flag says otherwise
 EVASIVE = "evasive"  # the opponent's name
+OPPONENT = "greedy"  # for the strategy fixed, if no flag says otherwise
 
 # difficulty, to be rounded down, by the part of the run that is over
 LADDERS: dict[str, Callable[[float], float]] = {
@@ -81,7 +83,7 @@ def opponent_at(settings: argparse.Namespace, episode: int) -> str | int:
     if settings.enable_opponent_evasion and episode >= settings.evasion_start:
         return EVASIVE
     if settings.opponent_difficulty_strategy == "fixed":
-        return settings.opponent
+        return settings.opponent or OPPONENT
     return difficulty(settings.opponent_difficulty_strategy, episode, settings.episodes)
 
 
@@ -94,7 +96,9 @@ def epsilon_at(settings: argparse.Namespace, environment_steps: int) -> float:
 def describe(settings: argparse.Namespace) -> str:
     """What a run is going to do, in a few lines for its start. Takes resolved settings."""
     s, ranks = settings, settings.world_size
-    board_steps = -(-s.episodes // s.boards_global) * s.episode_length  # steps of all boards together
+    # steps of all boards together: one more per episode, to start anew, and the first, part episodes are not counted
+    length = s.episode_length
+    board_steps = _round_up(math.ceil(s.episodes / s.boards_global * (length + 1) + length), ROUND)
     steps = board_steps * s.updates
     rows = {
         "ranks": f"{ranks}",
@@ -103,9 +107,9 @@ def describe(settings: argparse.Namespace) -> str:
         "batch": f"{s.batch_global:,} rows per optimiser step, {s.batch_per_rank:,} per rank",
         "learning rates": f"{_scaled(s.a_lr, s.actor_lr)} (actor), {_scaled(s.c_lr, s.critic_lr)} (critic), "
         f"scaling {s.lr_scaling}",
-        "environment steps": f"{board_steps * s.boards_global:,} in all",
-        "optimiser steps": f"{steps:,}, each of all ranks together: {s.updates} per step of all boards",
-        "samples": f"{steps * s.batch_global:,} rows drawn from the replays in all",
+        "environment steps": f"some {board_steps * s.boards_global * length // (length + 1):,} in all",
+        "optimiser steps": f"some {steps:,}, each of all ranks together: {s.updates} per step of all boards",
+        "samples": f"some {steps * s.batch_global:,} rows drawn from the replays in all",
         "epsilon": _describe_epsilon(s),
         "opponents": _describe_opponents(s),
     }
@@ -115,6 +119,16 @@ def describe(settings: argparse.Namespace) -> str:
 def cautions(settings: argparse.Namespace) -> list[str]:
     """What a user may not have meant, a line each. Takes resolved settings."""
     lines = []
+    if settings.episodes < settings.boards_global:
+        lines.append(
+            f"{settings.boards_global:,} boards at once play more than the {settings.episodes:,} episodes of the run: "
+            "lower --boards"
+        )
+    if settings.opponent and settings.opponent_difficulty_strategy != "fixed":
+        lines.append(
+            f"--opponent {settings.opponent} does nothing: whom to play follows the strategy "
+            f"{settings.opponent_difficulty_strategy}; add --opponent_difficulty_strategy fixed"
+        )
     if settings.enable_opponent_evasion and settings.evasion_start > settings.episodes:
         lines.append(
             f"the evasive opponent is never met: it comes with episode {settings.evasion_start:,}, the run ends with "
@@ -135,7 +149,7 @@ def _describe_epsilon(s: argparse.Namespace) -> str:
 def _describe_opponents(s: argparse.Namespace) -> str:
     strategy, numbers = s.opponent_difficulty_strategy, range(1, s.episodes + 1)
     if strategy == "fixed":
-        text = f"{s.opponent}, all the time"
+        text = f"{s.opponent or OPPONENT}, all the time"
     else:
         firsts = (
             bisect_left(numbers, level, key=lambda e: difficulty(strategy, e, s.episodes)) for level in range(1, 5)

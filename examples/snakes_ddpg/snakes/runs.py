@@ -36,7 +36,19 @@ def list_models(folder: Path, what: str = "actor") -> dict[int | str, Path]:
 
 
 def new_run(root: Path = ROOT) -> Path:
-    """Makes the folder of a new run, with the next number; runs that start in one moment get different ones."""
+    """Makes the folder of a new run, with the next number; runs that start in one moment get different ones.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    try:
+        return _new_run(root)
+    except OSError as error:
+        text = f"cannot make a run's folder in {root}: {error.strerror}; name another place with --runs_folder"
+        raise OSError(text) from error
+
+
+def _new_run(root: Path) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     number = max(list_runs(root), default=0)
     while True:
@@ -55,11 +67,13 @@ def new_run(root: Path = ROOT) -> Path:
             claim.rmdir()
 
 
-def find_run(run: int | str, root: Path = ROOT) -> Path:
+def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:
     """The folder of a run.
 
     Args:
         run: Its number, also as "3" or "run3"; "latest"; or a folder, by its path or its name in `root`.
+        root: Folder of the runs.
+        holding: Pattern of a file that the latest one must hold: a run may have ended before it had saved anything.
 
     Raises:
         FileNotFoundError: If there is none; the message names what was looked for and the runs that exist.
@@ -68,7 +82,8 @@ def find_run(run: int | str, root: Path = ROOT) -> Path:
     if match := re.fullmatch(r"(?:run)?(\d+)", str(run)):
         looked_for, folder = root / f"run{match[1]}_*", found.get(int(match[1]))
     elif run == "latest":
-        looked_for, folder = root / "run*", found.get(max(found, default=0))
+        found = {number: path for number, path in found.items() if not holding or any(path.glob(holding))}
+        looked_for, folder = root / "run*" / holding, found.get(max(found, default=0))
     else:
         looked_for = folder = Path(run) if Path(run).is_dir() else root / run
     if folder is None or not folder.is_dir():
@@ -88,7 +103,7 @@ def find_model(run: int | str, episode: int | str | None = None, what: str = "ac
     Raises:
         FileNotFoundError: If there is no such run or episode; the message lists those that exist.
     """
-    folder = find_run(run, root)
+    folder = find_run(run, root, f"{MODELS}/{what}_*.pth")
     found = list_models(folder, what)
     if episode is None and found:
         return list(found.values())[-1]

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from snakes import runs
 from snakes.opponents import LEVELS, OPPONENTS
-from snakes.plan import BATCH_SIZE, LADDERS
+from snakes.plan import BATCH_SIZE, LADDERS, OPPONENT, ROUND
 
 _ORIGINAL = {
     "total_episodes": None,
@@ -92,7 +92,11 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--episode_length", type=count, default=200, help="steps of an episode")
     text = "boards played at once, global; rounded up to a multiple of the ranks"
     add("--boards", type=count, default=1024, help=text)
-    add("--time_limit", type=_number(float, 0), help="seconds after which to save and stop")
+    add(
+        "--time_limit",
+        type=_number(float, 0),
+        help=f"seconds after which to save and stop, at the next of every {ROUND} steps",
+    )
     add(
         "--seed",
         type=_number(int, 0, 2**63 - 1),
@@ -125,7 +129,7 @@ def _make_parser() -> argparse.ArgumentParser:
     text = f"how the opponent's difficulty grows from 0 to 4 ({', '.join(LADDERS)}), or fixed: --opponent"
     add("--opponent_difficulty_strategy", type=_one_of(*LADDERS, "fixed"), default="curriculum", help=text)
     text = f"for the strategy fixed: {', '.join(OPPONENTS)}, or a difficulty from 0 to {len(LEVELS) - 1}"
-    add("--opponent", type=_opponent, default="greedy", metavar="name", help=text)
+    add("--opponent", type=_opponent, metavar="name", help=f"{text} (default: {OPPONENT})")
     add("--enable_opponent_evasion", action="store_true", help="play against the evasive opponent later on")
     text = "when: an episode, global, from 1; or with a point, a part of the run, such as 0.8"
     add("--opponent_evasion_start_episode", type=_episode_or_part, default=40_000, metavar="E", help=text)
