@@ -1,0 +1,61 @@
+"""Two ways to start a job that torchrun restarts, and what may happen to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from nodes import Node, virtual_nodes
+from processes import TORCHRUN, Ended, free_port, launch
+
+MEET = ["--rdzv-backend=c10d", "--rdzv-id=test", "--rdzv-endpoint=node1:29400"]
+# torchrun takes 15 s to believe that a node has gone, and then waits 30 s for another one to come in its place
+SOON = "--rdzv-conf=keep_alive_interval=1,last_call_timeout=2"
+
+
+def on_one_node(*script: str, static: bool = False, timeout: float = 240.0) -> list[Ended]:
+    """Two ranks on this machine."""
+    meet = f"--master-port={free_port()}" if static else "--standalone"
+    return launch([*TORCHRUN, meet, "--nproc-per-node=2", "--max-restarts=3", *script], timeout=timeout)
+
+
+def on_two_nodes(
+    *script: str,
+    ranks: int = 2,
+    nodes: str = "2",
+    strike: Callable[[Node], None] = lambda second: None,
+    timeout: float = 240.0,
+) -> list[Ended]:
+    """So many ranks on each of two virtual nodes; `strike` gets the second one, which does not host the store."""
+    with virtual_nodes(2) as (_, first, second):
+        agent = [*TORCHRUN, f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--max-restarts=3", *MEET, SOON, *script]
+        return launch(first.run(*agent), second.run(*agent), meanwhile=lambda crew: strike(second), timeout=timeout)
+
+
+def lose_when(file: Path) -> Callable[[Node], None]:
+    """Loses a node for good as soon as the file is there."""
+    return lambda node: _wait_for(file) or node.end()
+
+
+def kill_ranks_when(file: Path) -> Callable[[Node], None]:
+    """Kills a node's ranks, but not its torchrun, as soon as the file is there."""
+    return lambda node: _wait_for(file) or _kill_ranks(node)
+
+
+def _wait_for(file: Path) -> None:
+    end = time.monotonic() + 120
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _kill_ranks(node: Node) -> None:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            mine = os.readlink(folder / "ns" / "pid") == os.readlink(f"/proc/{node.pid}/ns/pid_for_children")
+            if mine and b"\0TORCHELASTIC_RUN_ID=" in (folder / "environ").read_bytes():
+                os.kill(int(folder.name), signal.SIGKILL)
+        except OSError:  # it has ended
+            pass
