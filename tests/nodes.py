@@ -41,12 +41,12 @@ def needs(*programs: str, nodes: bool = False) -> pytest.MarkDecorator:
     """Skips a test where these programs, or the rights that virtual nodes take, are missing."""
     missing = [program for program in (*programs, *["ip"] * nodes) if not shutil.which(program)]
     reason = f"needs {', '.join(missing)}: apt-get install {' '.join(_PACKAGES[program] for program in missing)}"
-    if not missing and nodes and not _may_make_nodes():
+    if not missing and nodes and not may_make_nodes():
         missing, reason = ["rights"], "needs virtual nodes: run as root, where namespaces may be made"
     return pytest.mark.skipif(bool(missing), reason=reason)
 
 
-def _may_make_nodes() -> bool:
+def may_make_nodes() -> bool:
     try:
         return os.geteuid() == 0 and subprocess.run([*_UNSHARE, "true"], capture_output=True).returncode == 0
     except OSError:
