@@ -12,6 +12,9 @@ PROGRAM = [str(Path(__file__).with_name("program.py"))]
 DIGITS = str(ROOT / "examples" / "digits.py")
 ONE_EPOCH = [DIGITS, "--epochs=1"]
 PYTHON = [sys.executable]
+MEET = ["--rdzv-backend=c10d", "--rdzv-id=test", "--rdzv-endpoint=node1:29400"]  # on virtual nodes
+OPENMPI = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+HYDRA = ["mpiexec.hydra"]
 
 
 def assert_joined(ended: list[Ended], launcher: str, *nodes: int) -> None:

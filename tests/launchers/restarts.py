@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from jobs import MEET
 from nodes import Node, virtual_nodes
 from processes import TORCHRUN, Ended, free_port, launch
 
-MEET = ["--rdzv-backend=c10d", "--rdzv-id=test", "--rdzv-endpoint=node1:29400"]
 # torchrun takes 15 s to believe that a node has gone, and then waits 30 s for another one to come in its place
 SOON = "--rdzv-conf=keep_alive_interval=1,last_call_timeout=2"
 

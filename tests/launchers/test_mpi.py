@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs import ONE_EPOCH, PROGRAM, PYTHON, assert_joined, assert_trained
+from jobs import HYDRA, ONE_EPOCH, OPENMPI, PROGRAM, PYTHON, assert_joined, assert_trained
 from nodes import needs
 from processes import launch
 
-OPENMPI = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-HYDRA = ["mpiexec.hydra"]
 KINDS = [
     pytest.param(OPENMPI, "openmpi", marks=needs("mpirun.openmpi"), id="openmpi"),
     pytest.param(HYDRA, "pmi", marks=needs("mpiexec.hydra"), id="hydra"),

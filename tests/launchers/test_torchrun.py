@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from jobs import PROGRAM, PYTHON, assert_joined
+from jobs import MEET, PROGRAM, PYTHON, assert_joined
 from nodes import Node, needs, virtual_nodes
 from processes import TORCHRUN, free_port, launch, platform_env
-
-MEET = ["--rdzv-backend=c10d", "--rdzv-id=test", "--rdzv-endpoint=node1:29400"]
 
 
 @pytest.fixture(scope="module")
