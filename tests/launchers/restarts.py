@@ -12,8 +12,8 @@ from jobs import MEET
 from nodes import Node, virtual_nodes
 from processes import TORCHRUN, Ended, free_port, launch
 
-# torchrun takes 15 s to believe that a node has gone, and then waits 30 s for another one to come in its place
-SOON = "--rdzv-conf=keep_alive_interval=1,last_call_timeout=2"
+# seconds that torchrun waits for more nodes than the least, 30 by default; before, it takes 15 s to miss a lost one
+LAST_CALL = "--rdzv-conf=last_call_timeout=8"
 
 
 def on_one_node(*script: str, static: bool = False, timeout: float = 240.0) -> list[Ended]:
@@ -31,8 +31,9 @@ def on_two_nodes(
 ) -> list[Ended]:
     """So many ranks on each of two virtual nodes; `strike` gets the second one, which does not host the store."""
     with virtual_nodes(2) as (_, first, second):
-        agent = [*TORCHRUN, f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--max-restarts=3", *MEET, SOON, *script]
-        return launch(first.run(*agent), second.run(*agent), meanwhile=lambda crew: strike(second), timeout=timeout)
+        agent = [*TORCHRUN, f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--max-restarts=3", *MEET, LAST_CALL]
+        commands = [node.run(*agent, *script) for node in (second, first)]  # the host of the store is waited for
+        return launch(*commands, meanwhile=lambda crew: strike(second), timeout=timeout)[::-1]
 
 
 def lose_when(file: Path) -> Callable[[Node], None]:

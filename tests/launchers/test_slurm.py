@@ -53,3 +53,11 @@ def test_torchrun_in_one_task_of_each_node_is_one_job(slurm: Slurm) -> None:
     agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=2", *MEET]
     tasks = ["--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit"]
     assert_joined([slurm.run("srun", *tasks, *agent, *PROGRAM)], "torchrun", 2, 2)
+
+
+def test_a_program_typed_into_a_shell_of_four_tasks_runs_alone_with_a_warning(slurm: Slurm) -> None:
+    typed = shlex.quote(f"{shlex.join([*PYTHON, *PROGRAM])}\nexit\n")
+    shell = shlex.join(["script", "--quiet", "--return", "--command", "srun --ntasks=4 --pty bash", "/dev/null"])
+    done = slurm.run("sh", "-c", f"printf %s {typed} | {shell}")
+    assert done.code == 0 and "rank 0/1 local 0/1 node 0/1 single mean 0" in done.output, done
+    assert "typed into one of 4 shells that srun opened, so it runs alone" in done.output
