@@ -67,7 +67,7 @@ def run(
 def launch(
     *commands: Sequence[str],
     env: dict[str, str] | None = None,
-    timeout: float = 240.0,
+    timeout: float = 600.0,
     meanwhile: Callable[[list[subprocess.Popen[bytes]]], Any] = lambda crew: None,
 ) -> list[Ended]:
     """Runs commands side by side; calls `meanwhile` with their processes once they have started."""

@@ -50,12 +50,12 @@ class Slurm:
         script.write_text("\n".join(["#!/bin/bash", *lines, f"echo {end}"]))
         sent = self.run("sbatch", "--nodes=2", "--ntasks-per-node=2", f"--output={output}", str(script))
         assert sent.code == 0, sent
-        stop = time.monotonic() + 240
+        stop = time.monotonic() + 600
         while time.monotonic() < stop:  # sbatch --wait looks every few seconds only
             if output.exists() and end in output.read_text():
                 return Ended(0, output.read_text(), 0)
             time.sleep(0.1)
-        return Ended(None, output.read_text() if output.exists() else "", 240)
+        return Ended(None, output.read_text() if output.exists() else "", 600)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from processes import TORCHRUN, Ended, free_port, launch
 LAST_CALL = "--rdzv-conf=last_call_timeout=8"
 
 
-def on_one_node(*script: str, static: bool = False, timeout: float = 240.0) -> list[Ended]:
+def on_one_node(*script: str, static: bool = False, timeout: float = 600.0) -> list[Ended]:
     """Two ranks on this machine."""
     meet = f"--master-port={free_port()}" if static else "--standalone"
     return launch([*TORCHRUN, meet, "--nproc-per-node=2", "--max-restarts=3", *script], timeout=timeout)
@@ -27,7 +27,7 @@ def on_two_nodes(
     ranks: int = 2,
     nodes: str = "2",
     strike: Callable[[Node], None] = lambda second: None,
-    timeout: float = 240.0,
+    timeout: float = 600.0,
 ) -> list[Ended]:
     """So many ranks on each of two virtual nodes; `strike` gets the second one, which does not host the store."""
     with virtual_nodes(2) as (_, first, second):
@@ -47,7 +47,7 @@ def kill_ranks_when(file: Path) -> Callable[[Node], None]:
 
 
 def _wait_for(file: Path) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while not file.exists() and time.monotonic() < end:
         time.sleep(0.02)
 
