@@ -9,8 +9,10 @@ On one process; on two; and on two that are started by hand, each in a shell of 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500 python examples/digits.py
     RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500 python examples/digits.py
 
-With `--resume` an interrupted run goes on in the middle of its epoch, also on another number of ranks. Watch it with
-`tensorboard --logdir runs`.
+With `--resume` an interrupted run goes on in the middle of its epoch, also on another number of ranks; so torchrun may
+restart it. Watch it with `tensorboard --logdir runs`::
+
+    torchrun --nproc_per_node=2 --max-restarts=3 examples/digits.py --resume
 
 What to expect: 356 of the 360 test images (98.9 %) read right after 20 epochs, on 1, 2 or 3 ranks alike, since together
 they take the same batches of 96. On one CPU core that takes about 10 seconds, start-up included; so small a task gains

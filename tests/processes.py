@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 CLEAN = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR", "LANG")}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 @dataclass
@@ -58,6 +62,40 @@ def run(
         ended = [_wait(process, start, timeout) for process in crew]
         outputs = [Path(f"{folder}/{number}").read_text() for number in range(len(envs))]
         return [Ended(code, output, seconds) for (code, seconds), output in zip(ended, outputs, strict=True)]
+
+
+def launch(
+    *commands: Sequence[str],
+    env: dict[str, str] | None = None,
+    timeout: float = 600.0,
+    meanwhile: Callable[[list[subprocess.Popen[bytes]]], Any] = lambda crew: None,
+) -> list[Ended]:
+    """Runs commands side by side; calls `meanwhile` with their processes once they have started."""
+    env = CLEAN | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (env or {})
+    start, crew, ended = time.monotonic(), [], []
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
+        for command, output in zip(commands, outputs, strict=True):
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            crew.append(subprocess.Popen(command, env=env, start_new_session=True, **pipes))
+            stack.callback(_end_all, crew[-1])
+        meanwhile(crew)
+        for process, output in zip(crew, outputs, strict=True):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, start + timeout - time.monotonic()))
+            output.seek(0)
+            ended.append(Ended(process.poll(), output.read().decode(), time.monotonic() - start))
+    return ended
+
+
+def _end_all(process: subprocess.Popen[bytes]) -> None:
+    """Ends a launcher that is late in an orderly way, so that it ends its ranks; and whatever is left of it."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(40)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _wait(process: Any, start: float, timeout: float) -> tuple[int | None, float]:

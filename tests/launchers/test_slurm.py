@@ -1,0 +1,63 @@
+"""One program under a Slurm of two virtual nodes: real daemons, real srun and sbatch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Slurm, cluster
+from jobs import MEET, ONE_EPOCH, PROGRAM, PYTHON, assert_joined, assert_trained
+from nodes import needs
+from processes import TORCHRUN
+
+pytestmark = needs("slurmctld", "slurmd", "srun", "munged", nodes=True)
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with cluster() as slurm:
+        yield slurm
+
+
+def test_srun_starts_one_rank_for_each_task(slurm: Slurm) -> None:
+    tasks = ["--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit"]
+    assert_joined([slurm.run("srun", *tasks, *PYTHON, *PROGRAM)], "slurm", 2, 2)
+
+
+def test_the_digits_train_on_two_tasks(slurm: Slurm, tmp_path: Path) -> None:
+    train = [*PYTHON, *ONE_EPOCH, "--folder", str(tmp_path)]
+    assert_trained([slurm.run("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit", *train)], 2)
+
+
+def test_srun_in_a_batch_script_starts_the_ranks(slurm: Slurm, tmp_path: Path) -> None:
+    program = shlex.join([*PYTHON, *PROGRAM])
+    assert_joined([slurm.submit(tmp_path, f"srun --kill-on-bad-exit {program}")], "slurm", 2, 2)
+
+
+def test_a_batch_script_without_srun_is_one_process_and_a_warning(slurm: Slurm, tmp_path: Path) -> None:
+    done = slurm.submit(tmp_path, shlex.join([*PYTHON, *PROGRAM]))
+    assert_joined([done], "single", 1)
+    assert "SLURM_NTASKS=4, but this process is none of srun's tasks" in done.output
+    assert "start the ranks with srun" in done.output
+
+
+def test_a_program_in_a_terminal_of_srun_is_one_process(slurm: Slurm) -> None:
+    lone = shlex.join(["srun", "--pty", *PYTHON, *PROGRAM])
+    done = slurm.run("script", "--quiet", "--return", "--command", lone, "/dev/null")
+    assert done.code == 0 and "rank 0/1 local 0/1 node 0/1 slurm mean 0" in done.output, done
+
+
+def test_torchrun_in_one_task_of_each_node_is_one_job(slurm: Slurm) -> None:
+    agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=2", *MEET]
+    tasks = ["--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit"]
+    assert_joined([slurm.run("srun", *tasks, *agent, *PROGRAM)], "torchrun", 2, 2)
+
+
+def test_a_program_typed_into_a_shell_of_four_tasks_runs_alone_with_a_warning(slurm: Slurm) -> None:
+    typed = shlex.quote(f"{shlex.join([*PYTHON, *PROGRAM])}\nexit\n")
+    shell = shlex.join(["script", "--quiet", "--return", "--command", "srun --ntasks=4 --pty bash", "/dev/null"])
+    done = slurm.run("sh", "-c", f"printf %s {typed} | {shell}")
+    assert done.code == 0 and "rank 0/1 local 0/1 node 0/1 single mean 0" in done.output, done
+    assert "typed into one of 4 shells that srun opened, so it runs alone" in done.output

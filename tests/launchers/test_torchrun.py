@@ -1,0 +1,40 @@
+"""One program under torchrun, on one node and on several, and as a platform starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from jobs import MEET, PROGRAM, PYTHON, assert_joined
+from nodes import Node, needs, virtual_nodes
+from processes import TORCHRUN, free_port, launch, platform_env
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[Node]]:
+    with virtual_nodes(3) as (_, *nodes):
+        yield nodes
+
+
+def test_torchrun_on_one_node() -> None:
+    assert_joined(launch([*TORCHRUN, "--standalone", "--nproc-per-node=4", *PROGRAM]), "torchrun", 4)
+
+
+@needs(nodes=True)
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1)])
+def test_torchrun_on_several_nodes(sizes: tuple[int, ...], nodes: list[Node]) -> None:
+    commands = [
+        node.run(*TORCHRUN, f"--nnodes={len(sizes)}", f"--nproc-per-node={size}", *MEET, *PROGRAM)
+        for node, size in zip(nodes, sizes, strict=False)
+    ]
+    assert_joined(launch(*commands), "torchrun", *sizes)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_platform_that_sets_the_variables(local: bool) -> None:
+    port = free_port()
+    envs = [platform_env(rank, 2, port) for rank in range(2)]
+    if local:
+        envs = [env | {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": "2"} for env in envs]
+    commands = [["env", *(f"{k}={v}" for k, v in env.items()), *PYTHON, *PROGRAM] for env in envs]
+    assert_joined(launch(*commands), "platform", 2)

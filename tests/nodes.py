@@ -1,0 +1,106 @@
+"""Virtual nodes on one machine: each has its own network, host name, /etc/hosts and process numbers.
+
+A node is a set of Linux namespaces that lasts as long as its first process, and that ends when its standard input does:
+however the tests end, the kernel then ends the node's other processes and removes its interfaces and mounts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_UNSHARE = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+_BEGIN = """
+set -e
+hostname "$1"
+for file in hosts nsswitch.conf resolv.conf; do mount --bind "$2/$file" "/etc/$file"; done
+ip link set lo up
+echo ready
+exec cat
+"""
+_PACKAGES = {
+    "ip": "iproute2",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "srun": "slurm-client",
+    "munged": "munge",
+    "mpirun.openmpi": "openmpi-bin",
+    "mpiexec.hydra": "mpich",
+}
+
+
+def needs(*programs: str, nodes: bool = False) -> pytest.MarkDecorator:
+    """Skips a test where these programs, or the rights that virtual nodes take, are missing."""
+    missing = [program for program in (*programs, *["ip"] * nodes) if not shutil.which(program)]
+    reason = f"needs {', '.join(missing)}: apt-get install {' '.join(_PACKAGES[program] for program in missing)}"
+    if not missing and nodes and not may_make_nodes():
+        missing, reason = ["rights"], "needs virtual nodes: run as root, where namespaces may be made"
+    return pytest.mark.skipif(bool(missing), reason=reason)
+
+
+def may_make_nodes() -> bool:
+    try:
+        return os.geteuid() == 0 and subprocess.run([*_UNSHARE, "true"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+class Node:
+    """One virtual node; a context in which it exists."""
+
+    def __init__(self, name: str, address: str, etc: str) -> None:
+        self.name, self.address = name, address
+        command = [*_UNSHARE, "sh", "-c", _BEGIN, "sh", name, etc]
+        self._first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._first.stdout and self._first.stdout.readline() == b"ready\n", f"{name} does not come up"
+        self.pid = self._first.pid
+
+    def run(self, *command: str) -> list[str]:
+        """The command that runs this one on the node, in the root folder."""
+        names = {"net": "net", "uts": "uts", "mount": "mnt", "pid": "pid_for_children"}
+        return ["nsenter", *(f"--{option}=/proc/{self.pid}/ns/{name}" for option, name in names.items()), *command]
+
+    def end(self) -> None:
+        """Ends the node as a power failure would: its processes die and its network says no more."""
+        self._first.kill()
+        self._first.communicate()
+
+
+@contextlib.contextmanager
+def virtual_nodes(count: int) -> Iterator[list[Node]]:
+    """A host named "login" and `count` nodes, "node1", "node2" and so on, in a network of their own."""
+    names = ["login", *(f"node{i + 1}" for i in range(count))]
+    with tempfile.TemporaryDirectory() as etc, contextlib.ExitStack() as stack:
+        addresses = [f"10.77.0.{i + 1}" for i in range(len(names))]
+        hosts = [f"{address} {name}" for address, name in zip(addresses, names, strict=True)]
+        Path(etc, "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
+        # without a name server: with one, the look-up of each connection's other end would wait for 10 s
+        Path(etc, "nsswitch.conf").write_text(
+            re.sub("(?m)^hosts:.*$", "hosts: files", Path("/etc/nsswitch.conf").read_text())
+        )
+        Path(etc, "resolv.conf").touch()
+        nodes = []
+        for name, address in zip(names, addresses, strict=True):
+            nodes.append(Node(name, address, etc))
+            stack.callback(nodes[-1].end)
+        login = nodes[0]
+        _ip(login, "link add bridge type bridge")
+        for i, node in enumerate(nodes):
+            _ip(login, f"link add port{i} type veth peer name eth0 netns {node.pid}")
+            _ip(login, f"link set port{i} master bridge up")
+            _ip(node, f"address add {node.address}/24 dev eth0")
+            _ip(node, "link set eth0 up")
+        _ip(login, "link set bridge up")
+        yield nodes
+
+
+def _ip(node: Node, command: str) -> None:
+    subprocess.run(["nsenter", f"--net=/proc/{node.pid}/ns/net", "ip", *command.split()], check=True)
