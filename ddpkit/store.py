@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -74,6 +75,17 @@ class Session:
         """Records this failure, or returns the one that came first."""
         first: dict[str, Any] = json.loads(self.store.compare_set("failure", "", json.dumps(failure)))
         return first
+
+    def announce(self, failure: dict[str, Any]) -> threading.Thread:
+        """Records this failure on a thread of its own, because the store may have gone, or its host be stopped."""
+
+        def record() -> None:
+            with suppress(RuntimeError):
+                self.record(failure)
+
+        thread = threading.Thread(target=record, daemon=True)
+        thread.start()
+        return thread
 
     def check(self) -> None:
         """Raises if any rank has failed."""
@@ -174,12 +186,12 @@ class Session:
                 self.store.delete_key(old)
         self._litter[ranks] = [*litter, *(words if place == 0 else ())]
 
-    def exchange(self, text: str) -> list[str]:
+    def exchange(self, text: str, name: str = "exchange", timeout: timedelta | None = None) -> list[str]:
         """Every rank's text, by rank."""
-        key = self.count("exchange")
-        with self.bounded(self.timeout):
+        key = self.count(name)
+        with self.bounded(timeout or self.timeout):
             self.store.set(f"{key}/from/{self.rank}", text)
-            self.meet(key, litter=[f"{key}/from/{self.rank}"])
+            self.meet(key, timeout, litter=[f"{key}/from/{self.rank}"])
             return [self.store.get(f"{key}/from/{rank}").decode() for rank in self.everyone]
 
     def leave(self, linger: bool) -> None:

@@ -157,8 +157,7 @@ class Watch(threading.Thread):
         failure = failure_record(rank, PeerError(rank, self._session.hosts[rank], "lost", words))
         if self._hub:
             self._spread({"failure": failure})
-            # for those that come later; on a thread of its own, because a store may be out of reach as well
-            threading.Thread(target=self._session.record, args=(failure,), daemon=True).start()
+            self._session.announce(failure)  # for those that come later
         self._learn(failure)
 
     def _learn(self, failure: dict[str, Any]) -> None:

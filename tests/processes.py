@@ -51,14 +51,11 @@ def run(
     delays: list[float] | None = None,
 ) -> list[Ended]:
     """Runs `fn(*args)` as the main program of a process for each environment; `delays` in seconds before each start."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "ddpkit"])
     with tempfile.TemporaryDirectory() as folder:
         start, crew = time.monotonic(), []
         for number, env in enumerate(envs):
             time.sleep(delays[number] if delays else 0)
-            crew.append(context.Process(target=_main, args=(fn, args, CLEAN | env, f"{folder}/{number}")))
-            crew[-1].start()
+            crew.append(begin(fn, env, *args, output=f"{folder}/{number}"))
         ended = [_wait(process, start, timeout) for process in crew]
         outputs = [Path(f"{folder}/{number}").read_text() for number in range(len(envs))]
         return [Ended(code, output, seconds) for (code, seconds), output in zip(ended, outputs, strict=True)]
@@ -98,6 +95,15 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def begin(fn: Callable[..., Any], env: dict[str, str], *args: Any, output: str) -> Any:
+    """Starts `fn(*args)` as the main program of a new process; what it prints goes to the file `output`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "ddpkit"])
+    process = context.Process(target=_main, args=(fn, args, CLEAN | env, output))
+    process.start()
+    return process
+
+
 def _wait(process: Any, start: float, timeout: float) -> tuple[int | None, float]:
     process.join(max(0.0, start + timeout - time.monotonic()))
     seconds, code = time.monotonic() - start, process.exitcode
@@ -110,6 +116,7 @@ def _wait(process: Any, start: float, timeout: float) -> tuple[int | None, float
 def _main(fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], output: str) -> None:
     os.environ.clear()
     os.environ.update(env)
+    multiprocessing.set_start_method(None, force=True)  # the default, for a loader's workers
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -121,6 +121,16 @@ def test_a_group_that_somebody_else_made_is_adopted_and_left_alone() -> None:
     assert ddpkit.spawn(adopt, 3) == [(1.0, True, "gloo")] * 3
 
 
+def join_wait_and_leave() -> float:
+    with ddpkit.distributed(timeout=timedelta(seconds=100)):
+        ddpkit.barrier()
+        return ddpkit.all_reduce(1.0)
+
+
+def test_64_ranks_join_wait_and_leave() -> None:
+    assert ddpkit.spawn(join_wait_and_leave, 64, timeout=timedelta(seconds=200)) == [64.0] * 64
+
+
 def setup_twice() -> list[float]:
     sums = []
     for _ in range(2):

@@ -187,3 +187,33 @@ def test_a_survivor_may_catch_the_peer_error_and_end_in_its_own_way() -> None:
     port = free_port()
     survivor, _ = run(swallow, [platform_env(rank, 2, port) for rank in range(2)], timeout=25)
     assert survivor.code == 0 and "saved what was there 1" in survivor.output
+
+
+def time_out_in_a_group_of_some() -> None:
+    with ddpkit.distributed(timeout=timedelta(seconds=20)) as context:
+        some = dist.new_group([1, 2], timeout=timedelta(seconds=2))
+        if context.rank == 1:
+            dist.all_reduce(torch.ones(1), group=some)
+        time.sleep(10)
+
+
+def test_ranks_that_have_no_part_in_a_broken_collective_are_not_blamed() -> None:
+    port = free_port()
+    ended = run(time_out_in_a_group_of_some, [platform_env(rank, 3, port) for rank in range(3)], timeout=25)
+    for end in ended:
+        assert end.code == 1 and "Timed out" in end.output and "silent" not in end.output, end.output
+
+
+def part_ways() -> None:
+    with ddpkit.distributed(timeout=timedelta(seconds=3)) as context:
+        if context.rank == 1:
+            dist.broadcast(torch.ones(1), 0)
+        else:
+            dist.all_reduce(torch.ones(1))
+
+
+def test_ranks_in_different_collectives_are_shown_by_their_lines() -> None:
+    port = free_port()
+    for end in run(part_ways, [platform_env(rank, 3, port) for rank in range(3)], timeout=25):
+        assert end.code == 1 and "MismatchError: A collective broke" in end.output, end.output
+        assert "dist.broadcast(torch.ones(1), 0)" in end.output, end.output

@@ -1,0 +1,1 @@
+"""What happens when a rank fails: a table of cases, run by the tests and by `python -m tests.faults`."""

@@ -1,0 +1,38 @@
+"""Each case is a test; they are played side by side, because most of their time is waiting."""
+
+from __future__ import annotations
+
+import pytest
+
+from .playing import Outcome, Pair, play_all, why_not
+from .table import PAIRS, name_of, shown, tables
+
+QUICK = [pair for pair in PAIRS if pair[0].quick]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Pair, Outcome]:
+    """Of all cases that are to be tested."""
+    tests = [item.callspec.params.get("pair") for item in request.session.items if hasattr(item, "callspec")]
+    found: dict[Pair, Outcome] = {}
+    pairs = [pair for pair in QUICK if pair in tests and not why_not(pair[0])]
+    play_all(pairs, tmp_path_factory.mktemp("faults"), 6, found.__setitem__)
+    return found
+
+
+@pytest.mark.parametrize("pair", QUICK, ids=name_of)
+def test_all_others_know_in_time_who_failed_and_nothing_is_left(pair: Pair, outcomes: dict[Pair, Outcome]) -> None:
+    if reason := why_not(pair[0]):
+        pytest.skip(reason)
+    outcome = outcomes[pair]
+    assert not outcome.problems, f"{outcome.problems}\n{outcome.text}"
+    assert outcome.seconds < 2 * pair[0].limit + 20  # the machine is loaded
+
+
+@pytest.mark.parametrize("name", ["faults", "conflicts"])
+def test_the_guide_shows_every_case(name: str) -> None:
+    assert first_cells(shown(name)[1]) == first_cells(tables({})[name]), "run python -m tests.faults --write"
+
+
+def first_cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:2]] for line in table.splitlines() if line.startswith("|")]
