@@ -140,12 +140,12 @@ def prepare(root: Path = ROOT, shots: Sequence[Shot] = SHOTS) -> Iterator[tuple[
     if root.exists() and any(root.iterdir()) and not note.is_file():
         raise TrainerError(f"{root} holds data that this program did not make: name another folder with --root")
     try:
-        if note.is_file() and json.loads(note.read_text()) != recipe:  # made by another version of this program
+        if not note.is_file() or json.loads(note.read_text()) != recipe:  # made by another version of this program
             for shot in SHOTS:
                 for folder in _folders(root, shot).values():
                     shutil.rmtree(folder, ignore_errors=True)
-        root.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps(recipe, indent=2) + "\n")
+            root.mkdir(parents=True, exist_ok=True)
+            note.write_text(json.dumps(recipe, indent=2) + "\n")
         for shot in shots:
             made = not all(_is_complete(folder, shot) for folder in _folders(root, shot).values())
             if made:
