@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from deblurring.clips import SPIKES, WINDOW
 
+SLOPE = 0.1  # of the leaky ReLU
+STEP = 0.03  # what is left to correct is about this large; at full scale Adam's first steps would throw the network off
+
 
 def as_float(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Moves a batch of bytes to a device and scales it to [0, 1]."""
@@ -51,17 +54,22 @@ class TinyClip(nn.Module):
         self.first = nn.Conv2d(channels, embed_dim, 3, padding=1)
         self.body = nn.Sequential(*(Block(embed_dim) for _ in range(depth)))
         self.last = nn.Conv2d(embed_dim, num_frame * 4 * 3, 3, padding=1)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, SLOPE)
+                nn.init.zeros_(module.bias)
+        for block in self.body:
+            block.two.weight.data *= 0.3  # since blocks add up
         nn.init.zeros_(self.last.weight)
-        nn.init.zeros_(self.last.bias)
 
     def forward(self, blurred: Tensor, spikes: Tensor | None = None) -> Tensor:
         """Shapes as in `inject_detail()`."""
         base = blurred if spikes is None else inject_detail(blurred, spikes)
-        x = F.pixel_unshuffle(base.flatten(1, 2), 2)
+        x = F.pixel_unshuffle(base.flatten(1, 2), 2) * 2 - 1
         if spikes is not None:
-            x = torch.cat([x, spikes.flatten(1, 2)], 1)
-        x = self.last(self.body(F.relu(self.first(x))))
-        return base + F.pixel_shuffle(x, 2).view_as(base)
+            x = torch.cat([x, 4 * (spikes - spikes.mean(2, keepdim=True)).flatten(1, 2)], 1)
+        x = self.last(self.body(F.leaky_relu(self.first(x), SLOPE)))
+        return base + STEP * F.pixel_shuffle(x, 2).view_as(base)
 
 
 class Block(nn.Module):
@@ -73,7 +81,7 @@ class Block(nn.Module):
         self.two = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.two(F.relu(self.one(x)))
+        return x + self.two(F.leaky_relu(self.one(x), SLOPE))
 
 
 def make_network(opt: Mapping[str, Any]) -> TinyClip:
