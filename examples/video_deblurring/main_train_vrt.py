@@ -26,6 +26,7 @@ from deblurring.options import Options, redacted
 from deblurring.running import Boards, Speed, open_folder, run
 from deblurring.testing import tell, test, write_scores
 from deblurring.training import cut_short, freeze, loss_of, make_optimizer, set_learning_rates, update_average
+from tqdm import tqdm
 
 import ddpkit
 
@@ -93,6 +94,8 @@ def main(opt: Options, job: ddpkit.Context) -> None:
 
     model, boards, speed = wrap(), Boards(opt, folder, step), Speed()
     micro, loss_sum = 0, torch.zeros((), device=job.device)
+    no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
+    bar = tqdm(total=train["total_iter"], initial=step, unit="iter", disable=no_bar)
     while step < train["total_iter"]:
         for batch in loader:
             part = as_float(batch, job.device)
@@ -115,6 +118,7 @@ def main(opt: Options, job: ddpkit.Context) -> None:
             if average:
                 update_average(average, net, train["E_decay"])
             step, speed.steps = step + 1, speed.steps + 1
+            bar.update()
             if step == train["fix_iter"]:
                 del model  # its hooks go with it
                 model = wrap()
@@ -138,6 +142,7 @@ def main(opt: Options, job: ddpkit.Context) -> None:
             if last:
                 on_main(write_scores, folder / "test.json", report, step)
                 break
+    bar.close()
     boards.close()
     log.info("done: %d iterations", step)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -180,9 +181,10 @@ def _write_nets(models: Path, step: int, nets: Mapping[str, nn.Module | None]) -
     for letter, net in nets.items():
         if net is not None:
             state = {name: value.cpu() for name, value in ddpkit.unwrap_model(net).state_dict().items()}
+            torch.save(state, buffer := io.BytesIO())  # torch would hide what the disk says
             temporary = models / f".{step}_{letter}.tmp"
             with open(temporary, "wb") as file:
-                torch.save(state, file)
+                file.write(buffer.getbuffer())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, models / f"{step}_{letter}.pth")
