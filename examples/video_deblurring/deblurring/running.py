@@ -1,0 +1,152 @@
+"""What both programs do around their work: join, report themselves, log, end with one message if all is not well."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+import ddpkit
+from deblurring.checkpoints import on_main
+from deblurring.errors import TrainerError
+from deblurring.options import Options, read_options, redacted
+
+log = logging.getLogger(__name__)
+Main = Callable[[Options, ddpkit.Context], None]
+
+
+def run(main: Main, description: str) -> int:
+    """Runs a program on every rank; returns the exit status.
+
+    Args:
+        main: Called with the options and where this rank stands. Raises a `TrainerError` on all ranks or on none.
+        description: For `--help`.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--opt", required=True, help="option file, JSON with // comments")
+    path = parser.parse_args().opt
+    handler = logging.StreamHandler()
+    handler.addFilter(ddpkit.RankFilter())  # the main process speaks for all; warnings come from every rank
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
+    logging.getLogger("ddpkit").setLevel(logging.WARNING)  # its own report of the launch is the banner's
+    _choose_gpus(path)
+    with ddpkit.distributed() as job, logging_redirect_tqdm():
+        sys.stderr.write(banner(job))
+        try:
+            opt = on_main(read_options, path)
+            if opt["gpu_ids"] and job.world_size > 1 and ddpkit.is_main_process():
+                log.warning("gpu_ids is for one process; here each rank has the device of its local rank")
+            main(opt, job)
+            return 0
+        except (TrainerError, ddpkit.CheckpointError) as error:  # on every rank alike
+            if ddpkit.is_main_process():
+                print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
+            return 2
+        finally:
+            _close_log()
+
+
+def banner(job: ddpkit.Context) -> str:
+    """How a process reports itself; one piece, so that several do not mix."""
+    line = "=" * 60
+    return f"{line}\nDistributed training: process {job.rank} of {job.world_size}\n{job}\n{line}\n"
+
+
+def _choose_gpus(path: str) -> None:
+    """One process takes the GPUs that `gpu_ids` names. It has to be said before anything touches one."""
+    with suppress(TrainerError, ddpkit.LaunchError):  # both are reported later
+        if ddpkit.detect_launch().world_size == 1 and (ids := read_options(path)["gpu_ids"]):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ids))
+
+
+def open_folder(opt: Options) -> Path:
+    """Makes the run's folder, begins its log and saves the options in it. Collective."""
+    folder = on_main(_open_folder, opt)
+    if ddpkit.is_main_process():
+        handler = logging.FileHandler(folder / "train.log")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%y-%m-%d %H:%M:%S"))
+        logging.getLogger().addHandler(handler)
+    return folder
+
+
+def _close_log() -> None:
+    for handler in [known for known in logging.getLogger().handlers if isinstance(known, logging.FileHandler)]:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+def _open_folder(opt: Options) -> Path:
+    folder = Path(opt["path"]["root"]) / opt["task"]
+    for name in ("models", "options", "images"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    saved = folder / "options" / f"{opt['task']}_{time.strftime('%y%m%d_%H%M%S')}.json"
+    saved.write_text(json.dumps(redacted(opt), indent=2) + "\n")
+    return folder
+
+
+class Boards:
+    """TensorBoard under `tb_logger/` and Weights & Biases, where the options ask for them; on the main process only."""
+
+    def __init__(self, opt: Options, folder: Path, step: int) -> None:
+        self.writer = self.wandb = None
+        if not ddpkit.is_main_process():
+            return
+        logging_options = opt["logging"]
+        if logging_options["use_tensorboard"]:
+            self.writer = SummaryWriter(folder / "tb_logger", purge_step=step + 1)
+        if logging_options["wandb_api_key"]:
+            log.warning("logging.wandb_api_key is ignored: put the key into the environment, as WANDB_API_KEY")
+        if logging_options["use_wandb"] and importlib.util.find_spec("wandb") is None:
+            log.warning("logging.use_wandb: wandb is not installed, so nothing goes there (pip install wandb)")
+        elif logging_options["use_wandb"]:
+            import wandb
+
+            names = {"project": "wandb_project", "entity": "wandb_entity", "name": "wandb_name"}
+            settings = {name: logging_options[key] for name, key in names.items()}
+            settings["name"] = settings["name"] or opt["task"]
+            self.wandb = wandb.init(**settings, dir=folder, config=redacted(opt), resume="allow")
+
+    def add(self, values: dict[str, Any], step: int) -> None:
+        """Logs numbers by their tags."""
+        for tag, value in values.items() if self.writer else ():
+            self.writer.add_scalar(tag, value, step)
+        if self.writer:
+            self.writer.flush()
+        if self.wandb:
+            self.wandb.log(values, step=step)
+
+    def close(self) -> None:
+        if self.writer:
+            self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+class Speed:
+    """Counts images and optimiser steps, and the time they took; one image is one crop of one frame."""
+
+    def __init__(self) -> None:
+        self.images = self.steps = 0
+        self._begun = time.perf_counter()
+
+    def rate(self) -> float:
+        """Images per second on this rank."""
+        return self.images / (time.perf_counter() - self._begun)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block whose time is not counted."""
+        start = time.perf_counter()
+        yield
+        self._begun += time.perf_counter() - start

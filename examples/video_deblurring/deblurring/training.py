@@ -1,0 +1,108 @@
+"""What a step of training is made of: loss, learning rate, optimizer, frozen parts and the moving average."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deblurring.errors import TrainerError
+
+
+def loss_of(restored: Tensor, sharp: Tensor, train: Mapping[str, Any]) -> Tensor:
+    """The mean loss that `train` names: l1, l2, or Charbonnier, which is l1 with a round corner at 0."""
+    difference = restored.float() - sharp
+    if train["G_lossfn_type"] == "l1":
+        loss = difference.abs()
+    elif train["G_lossfn_type"] == "l2":
+        loss = difference.square()
+    else:
+        loss = (difference.square() + train["G_charbonnier_eps"]).sqrt()
+    return train["G_lossfn_weight"] * loss.mean()
+
+
+def learning_rate(train: Mapping[str, Any], step: int, base: float) -> float:
+    """The learning rate of one step: a function of its number, so there is nothing to save.
+
+    A cosine period that `total_iter` would cut short is not begun: a run does not end at the full learning rate.
+
+    Args:
+        train: The `train` section of the options.
+        step: Steps taken before it.
+        base: The learning rate to begin with.
+    """
+    if train["G_scheduler_type"] == "MultiStepLR":
+        return base * train["G_scheduler_gamma"] ** bisect_right(train["G_scheduler_milestones"], step)
+    period, low, start = train["G_scheduler_periods"], train["G_scheduler_eta_min"], 0
+    while step >= start + period:
+        start, period = start + period, period * train["G_scheduler_restart_weights"]
+        if start + period > train["total_iter"]:
+            return low
+    return low + (base - low) * (1 + math.cos(math.pi * (step - start) / period)) / 2
+
+
+def cut_short(train: Mapping[str, Any]) -> int | None:
+    """The step after which the learning rate stays at its least, since a period would not end in time."""
+    if train["G_scheduler_type"] != "CosineAnnealingWarmRestarts":
+        return None
+    period, start = train["G_scheduler_periods"], 0
+    while start + period <= train["total_iter"]:
+        start, period = start + period, period * train["G_scheduler_restart_weights"]
+    return start if 0 < start < train["total_iter"] else None
+
+
+def is_fixed(name: str, train: Mapping[str, Any]) -> bool:
+    return any(key in name for key in train["fix_keys"])
+
+
+def make_optimizer(net: nn.Module, train: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """The optimizer, with a group of its own for what `fix_keys` names.
+
+    Raises:
+        TrainerError: If a key names nothing, or all keys together everything.
+    """
+    names = [name for name, _ in net.named_parameters()]
+    for key in train["fix_keys"]:
+        if not any(key in name for name in names):
+            raise TrainerError(f"train.fix_keys: no parameter has {key!r} in its name; they are {', '.join(names)}")
+    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for name, parameter in net.named_parameters():
+        groups[is_fixed(name, train)].append(parameter)
+    if not groups[False] and train["fix_iter"]:
+        raise TrainerError(f"train.fix_keys {train['fix_keys']} freezes every parameter: nothing would be trained")
+    lr = train["G_optimizer_lr"]
+    settings = [{"params": groups[False], "base_lr": lr}, {"params": groups[True], "base_lr": lr * train["fix_lr_mul"]}]
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train["G_optimizer_type"]]
+    betas, decay = tuple(train["G_optimizer_betas"]), train["G_optimizer_wd"]
+    return kind([group for group in settings if group["params"]], lr, betas=betas, weight_decay=decay)
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, train: Mapping[str, Any], step: int) -> float:
+    """Sets the learning rate of every group for one step; returns the first one's."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(train, step, group["base_lr"])
+    return optimizer.param_groups[0]["lr"]
+
+
+def freeze(net: nn.Module, train: Mapping[str, Any], step: int) -> bool:
+    """Freezes or frees what `fix_keys` names, as it is to be at a step; returns whether anything is frozen.
+
+    DDP must be told: it is for whoever calls this to wrap the network afterwards.
+    """
+    frozen = step < train["fix_iter"]
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not (frozen and is_fixed(name, train)))
+    return frozen
+
+
+@torch.no_grad()
+def update_average(average: nn.Module, net: nn.Module, decay: float) -> None:
+    """E = decay · E + (1 − decay) · G, of parameters; buffers are copied."""
+    mine, theirs = list(average.parameters()), list(net.parameters())
+    torch._foreach_lerp_(mine, theirs, 1 - decay)
+    for buffer, other in zip(average.buffers(), net.buffers(), strict=True):
+        buffer.copy_(other)

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Trains with N processes: ./launch_train.sh N [OPTION_FILE]
+#   ./launch_train.sh 1      one process, without torchrun
+#   ./launch_train.sh 4 options/vrt/006_train_vrt_videodeblurring_gopro.json
+# Where a platform has started this script once per process, with RANK and WORLD_SIZE set, N is left to it.
+set -euo pipefail
+
+folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if ! [[ ${1:-} =~ ^[1-9][0-9]*$ ]]; then
+    echo "usage: ./launch_train.sh N [OPTION_FILE], N being the number of processes" >&2
+    exit 2
+fi
+opt=${2:-$folder/options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json}
+
+if [[ -n ${RANK:-} && -n ${WORLD_SIZE:-} ]]; then
+    echo "process $RANK of $WORLD_SIZE, started by a platform: no torchrun" >&2
+    exec python -u "$folder/main_train_vrt.py" --opt "$opt"
+elif [[ $1 == 1 ]]; then
+    exec python -u "$folder/main_train_vrt.py" --opt "$opt"
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set the same, with a warning
+exec torchrun --standalone --nproc_per_node="$1" "$folder/main_train_vrt.py" --opt "$opt"

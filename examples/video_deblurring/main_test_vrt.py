@@ -1,0 +1,53 @@
+"""Tests what `main_train_vrt.py` has trained, on one process or on any number of ranks, which share the clips.
+
+    python main_test_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json
+    torchrun --nproc_per_node=2 main_test_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json
+
+It takes the newest checkpoints of the task, else `path.pretrained_netE` or `path.pretrained_netG`; of E and G it takes
+E if there is one. It prints PSNR and SSIM next to those of the blurred frames and of the detail injection, which needs
+no training, and writes pictures, blurred | restored | sharp, to `images/<clip>/`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from deblurring.checkpoints import everywhere, find_newest, fit, load_weights, on_main
+from deblurring.data import find_clips
+from deblurring.errors import TrainerError
+from deblurring.networks import make_network
+from deblurring.options import Options
+from deblurring.running import open_folder, run
+from deblurring.testing import tell, test, write_scores
+
+import ddpkit
+
+log = logging.getLogger("test")
+
+
+def main(opt: Options, job: ddpkit.Context) -> None:
+    clips = everywhere(find_clips, opt["datasets"]["test"], opt["val"]["num_frame_testing"])
+    folder = open_folder(opt)
+    net = make_network(opt).to(job.device)
+    found = find_newest(folder / "models")
+    pretrained = opt["path"]["pretrained_netE"] or opt["path"]["pretrained_netG"]
+    if found:
+        step, letter = found.saved["step"], max(found.weights, key="GE".index)
+        fit(net, found.weights[letter], source := found.path.with_name(f"{step}_{letter}.pth"))
+    elif pretrained:
+        step, source = 0, pretrained
+        load_weights(net, source)
+    else:
+        raise TrainerError(
+            f"there are no checkpoints in {folder / 'models'} and no path.pretrained_netG: train first, with "
+            "main_train_vrt.py and the same options"
+        )
+    log.info("testing %s on %d clips with %d process(es)", source, len(clips), job.world_size)
+    report = test(net, clips, opt["val"], job.device, folder / "images", f"{step}")
+    tell(report, f"<epoch:  0, iter:{step:8,d}")
+    on_main(write_scores, folder / "test.json", report, step)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, __doc__))

@@ -1,0 +1,168 @@
+"""Trains a small network to deblur video, on one process or on any number of ranks.
+
+    python prepare.py                                                  once: makes the data
+    python main_train_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json
+    torchrun --nproc_per_node=2 main_train_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json
+    ./launch_train.sh 2
+
+The same command goes on where the newest checkpoints of the task were taken, also on another number of ranks. What to
+expect: README.md beside this program has the measured results.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import secrets
+import sys
+
+import torch
+from deblurring.checkpoints import everywhere, find_newest, load_weights, on_main, restore_set, save_set
+from deblurring.data import Crops, find_clips
+from deblurring.errors import TrainerError
+from deblurring.networks import as_float, make_network
+from deblurring.options import Options, redacted
+from deblurring.running import Boards, Speed, open_folder, run
+from deblurring.testing import tell, test, write_scores
+from deblurring.training import cut_short, freeze, loss_of, make_optimizer, set_learning_rates, update_average
+from tqdm import tqdm
+
+import ddpkit
+
+log = logging.getLogger("train")
+
+
+def main(opt: Options, job: ddpkit.Context) -> None:
+    data, train, val = opt["datasets"]["train"], opt["train"], opt["val"]
+    plan = plan_batches(opt, job.world_size)
+    clips = everywhere(find_clips, data, data["num_frame"])
+    test_clips = everywhere(find_clips, opt["datasets"]["test"], val["num_frame_testing"])
+    folder = open_folder(opt)
+    log.info("%s\nwriting to %s\n%s", json.dumps(redacted(opt), indent=2), folder, plan)
+    if (last := cut_short(train)) is not None and ddpkit.is_main_process():
+        log.warning("total_iter ends inside a period of the schedule: from iteration %d on the lr stays least", last)
+
+    found = find_newest(folder / "models")
+    seed = train["manual_seed"] if train["manual_seed"] is not None else secrets.randbits(31)
+    if found and train["manual_seed"] is None:
+        seed = found.saved["seed"]
+    seed = ddpkit.broadcast(seed)  # rank 0's: ranks with seeds of their own would not share an order
+    ddpkit.seed_everything(seed)
+    crops = everywhere(Crops, clips, data, seed)
+    if len(crops) < plan.per_rank_batch_size * job.world_size:
+        raise TrainerError(f"an epoch's {len(crops)} crops do not fill one batch of all ranks: lower the batch size")
+    loader = ddpkit.make_loader(
+        crops,
+        plan.per_rank_batch_size,
+        shuffle=data["dataloader_shuffle"],
+        seed=seed,
+        drop_last=True,
+        num_workers=data["dataloader_num_workers"],
+        pin_memory=data["dataloader_pin_memory"],
+        persistent_workers=data["dataloader_persistent_workers"],
+        prefetch_factor=data["dataloader_prefetch_factor"],
+    )
+
+    net = make_network(opt).to(job.device)
+    if opt["path"]["pretrained_netG"] and not found:
+        load_weights(net, opt["path"]["pretrained_netG"])
+    average = copy.deepcopy(net).requires_grad_(False) if train["E_decay"] else None
+    if average and opt["path"]["pretrained_netE"] and not found:
+        load_weights(average, opt["path"]["pretrained_netE"])
+    optimizer = make_optimizer(net, train)
+    mixed = {False: None, "bf16": torch.bfloat16, "fp16": torch.float16}[train["amp"]]
+    scaler = torch.amp.GradScaler(job.device.type, enabled=mixed == torch.float16)
+    nets, state = {"G": net, "E": average}, {"optimizer": optimizer, "loader": loader, "scaler": scaler}
+    step = 0
+    if found:
+        reused = {name: part for name, part in state.items() if name != "optimizer" or train["G_optimizer_reuse"]}
+        restore_set(found, nets, **reused)
+        step = found.saved["step"]
+        log.info("goes on after iteration %d of %d, with %s", step, train["total_iter"], found.path)
+
+    def wrap() -> torch.nn.Module:
+        """Freezes what is to be frozen first: DDP waits for the gradient of all that was not."""
+        if freeze(net, train, step):
+            log.info("%s fixed until iteration %d", train["fix_keys"], train["fix_iter"])
+        return ddpkit.wrap_model(
+            net,
+            "dp" if job.world_size == 1 and torch.cuda.device_count() > 1 and len(opt["gpu_ids"] or []) > 1 else "auto",
+            find_unused_parameters=opt["find_unused_parameters"],
+            static_graph=opt["use_static_graph"],
+        )
+
+    model, boards, speed = wrap(), Boards(opt, folder, step), Speed()
+    micro, loss_sum = 0, torch.zeros((), device=job.device)
+    no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
+    bar = tqdm(total=train["total_iter"], initial=step, unit="iter", disable=no_bar)
+    while step < train["total_iter"]:
+        for batch in loader:
+            part = as_float(batch, job.device)
+            with ddpkit.accumulate(model, micro, train["accumulation"]) as complete:
+                with torch.autocast(job.device.type, mixed, enabled=mixed is not None):
+                    restored = model(part["L"], part.get("S"))
+                loss = loss_of(restored, part["H"], train) / train["accumulation"]
+                scaler.scale(loss).backward()
+            micro, loss_sum = micro + 1, loss_sum + loss.detach()
+            speed.images += len(batch["H"]) * data["num_frame"]
+            if not complete:
+                continue
+            lr = set_learning_rates(optimizer, train, step)
+            if train["G_optimizer_clipgrad"]:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(net.parameters(), train["G_optimizer_clipgrad"])
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if average:
+                update_average(average, net, train["E_decay"])
+            step, speed.steps = step + 1, speed.steps + 1
+            bar.update()
+            if step == train["fix_iter"]:
+                del model  # its hooks go with it
+                model = wrap()
+
+            last, here = step == train["total_iter"], f"<epoch:{loader.epoch:3d}, iter:{step:8,d}"
+            if last or step % train["checkpoint_print"] == 0:
+                loss, rate = ddpkit.all_reduce((loss_sum.item() / speed.steps, speed.rate()))
+                values = {"G_loss": loss / job.world_size, "lr": lr, "images/s": rate}
+                log.info(f"{here}, lr:{lr:.3e}> G_loss: {values['G_loss']:.3e} images/s: {rate:.1f}")
+                boards.add(values, step)
+                loss_sum, speed = torch.zeros((), device=job.device), Speed()
+            if last or step % train["checkpoint_save"] == 0:
+                with speed.paused():
+                    ddpkit.check_replicas(model, optimizer)
+                    save_set(folder / "models", step, nets, **state, seed=seed)
+                log.info("%s> saved in %s", here, folder / "models")
+            if last or step % train["checkpoint_test"] == 0:
+                with speed.paused():
+                    report = test(average or net, test_clips, val, job.device, folder / "images", f"{step}")
+                    boards.add(tell(report, here), step)
+            if last:
+                on_main(write_scores, folder / "test.json", report, step)
+                break
+    bar.close()
+    boards.close()
+    log.info("done: %d iterations", step)
+
+
+def plan_batches(opt: Options, world_size: int) -> ddpkit.ScalePlan:
+    """Whose batch `dataloader_batch_size` is, and what that makes per rank and in all."""
+    data, train = opt["datasets"]["train"], opt["train"]
+    keep, accumulation = data["dataloader_batch_size_is"], train["accumulation"]
+    try:
+        return ddpkit.ScalePlan(
+            data["dataloader_batch_size"],
+            train["G_optimizer_lr"],
+            world_size,
+            keep=keep,
+            rule="none",
+            accumulation=accumulation,
+        )
+    except ValueError as error:
+        raise TrainerError(f"datasets.train.dataloader_batch_size: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, __doc__))

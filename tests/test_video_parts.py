@@ -1,0 +1,210 @@
+"""Network, scores and schedule of the video example, each against the same thing computed another way."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deblurring.errors import TrainerError
+from deblurring.metrics import measure, psnr, ssim
+from deblurring.networks import TinyClip, as_float, inject_detail, restore, starts
+from deblurring.training import cut_short, freeze, learning_rate, loss_of, make_optimizer, update_average
+
+TRAIN: dict[str, Any] = {
+    "total_iter": 100,
+    "G_lossfn_type": "l1",
+    "G_lossfn_weight": 1.0,
+    "G_charbonnier_eps": 1e-6,
+    "G_optimizer_type": "adam",
+    "G_optimizer_lr": 1e-3,
+    "G_optimizer_betas": [0.9, 0.99],
+    "G_optimizer_wd": 0,
+    "G_scheduler_type": "CosineAnnealingWarmRestarts",
+    "G_scheduler_periods": 100,
+    "G_scheduler_restart_weights": 1,
+    "G_scheduler_eta_min": 1e-5,
+    "G_scheduler_milestones": [10, 40],
+    "G_scheduler_gamma": 0.5,
+    "fix_iter": 0,
+    "fix_keys": [],
+    "fix_lr_mul": 1.0,
+}
+
+
+def rates(**changes: Any) -> list[float]:
+    train = TRAIN | changes
+    return [learning_rate(train, step, 1e-3) for step in range(train["total_iter"])]
+
+
+def stepped(scheduler: Any, steps: int) -> list[float]:
+    """What torch's scheduler gives step by step."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], 1e-3)
+    schedule, found = scheduler(optimizer), []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_the_cosine_is_torchs_and_ends_at_its_least() -> None:
+    torchs = stepped(lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 100, 1, 1e-5), 100)
+    assert rates() == pytest.approx(torchs, rel=1e-9)
+    assert rates()[-1] < 1.1e-5
+
+
+def test_restarts_are_torchs_as_long_as_they_end_in_time() -> None:
+    torchs = stepped(lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 10, 2, 1e-5), 70)
+    found = rates(total_iter=70, G_scheduler_periods=10, G_scheduler_restart_weights=2)
+    assert found == pytest.approx(torchs, rel=1e-9)
+    assert cut_short(TRAIN | {"total_iter": 70, "G_scheduler_periods": 10, "G_scheduler_restart_weights": 2}) is None
+
+
+@pytest.mark.parametrize(("period", "total"), [(100, 102), (50, 120)])
+def test_a_period_that_would_be_cut_short_is_not_begun(period: int, total: int) -> None:
+    found = rates(G_scheduler_periods=period, total_iter=total)
+    assert found[100:] == [1e-5] * (total - 100)  # torch's wraps: the last steps would run at the full rate
+    assert found[:100] == rates(G_scheduler_periods=period, total_iter=100)
+    assert cut_short(TRAIN | {"G_scheduler_periods": period, "total_iter": total}) == 100
+
+
+def test_a_period_longer_than_the_run_is_that_of_the_long_run() -> None:
+    assert rates(G_scheduler_periods=300) == rates(G_scheduler_periods=300, total_iter=300)[:100]
+
+
+def test_milestones_are_torchs() -> None:
+    torchs = stepped(lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [10, 40], 0.5), 100)
+    assert rates(G_scheduler_type="MultiStepLR") == pytest.approx(torchs, rel=1e-9)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("l1", 2.0), ("l2", 5.0), ("charbonnier", (math.sqrt(2) + 5) / 2)])
+def test_losses_are_those_of_the_formula(kind: str, expected: float) -> None:
+    train = TRAIN | {"G_lossfn_type": kind, "G_charbonnier_eps": 16.0 if kind == "charbonnier" else 0.0}
+    if kind == "charbonnier":
+        expected = (math.sqrt(1 + 16) + 5) / 2
+    found = loss_of(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 0.0]), train)
+    assert found.item() == pytest.approx(expected)
+    assert loss_of(torch.ones(1), torch.zeros(1), train | {"G_lossfn_weight": 0.0}).item() == 0
+
+
+def test_frozen_parts_do_not_move_and_have_a_learning_rate_of_their_own() -> None:
+    torch.manual_seed(0)
+    net = TinyClip(2, 4, 1, spikes=False)
+    train = TRAIN | {"fix_iter": 3, "fix_keys": ["body"], "fix_lr_mul": 0.125}
+    optimizer = make_optimizer(net, train)
+    assert [(group["base_lr"], len(group["params"])) for group in optimizer.param_groups] == [(1e-3, 4), (1.25e-4, 4)]
+    assert freeze(net, train, 2) and not net.body[0].one.weight.requires_grad and net.first.weight.requires_grad
+    assert not freeze(net, train, 3) and all(parameter.requires_grad for parameter in net.parameters())
+    with pytest.raises(TrainerError, match="no parameter has 'spynet' in its name; they are first.weight"):
+        make_optimizer(net, train | {"fix_keys": ["body", "spynet"]})
+    with pytest.raises(TrainerError, match="freezes every parameter"):
+        make_optimizer(net, train | {"fix_keys": ["body", "st"]})
+
+
+def test_the_moving_average_is_that_of_the_formula() -> None:
+    net, average = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    expected = {name: value.clone() for name, value in average.state_dict().items()}
+    for _ in range(3):
+        torch.nn.init.normal_(net.weight)
+        update_average(average, net, 0.75)
+        expected = {name: 0.75 * value + 0.25 * net.state_dict()[name] for name, value in expected.items()}
+    for name, value in average.state_dict().items():
+        assert torch.allclose(value, expected[name], atol=1e-7)
+
+
+def test_an_untrained_network_returns_the_detail_injection_or_the_blurred_frames() -> None:
+    torch.manual_seed(0)
+    blurred, spikes = torch.rand(2, 3, 3, 8, 12), torch.rand(2, 3, 5, 4, 6)
+    assert torch.equal(TinyClip(3, 4, 1, spikes=True)(blurred, spikes), inject_detail(blurred, spikes))
+    assert torch.equal(TinyClip(3, 4, 1, spikes=False)(blurred), blurred)
+
+
+def test_the_detail_injection_is_that_of_the_formula() -> None:
+    rng = np.random.default_rng(0)
+    blurred, spikes = rng.random((1, 2, 3, 6, 8)), rng.random((1, 2, 5, 3, 4))
+    found = inject_detail(torch.from_numpy(blurred), torch.from_numpy(spikes)).numpy()
+    for t, c, y, x in np.ndindex(2, 3, 6, 8):
+        near = [(min(max(y // 2 + i, 0), 2), min(max(x // 2 + j, 0), 3)) for i in (-1, 0, 1) for j in (-1, 0, 1)]
+        detail = np.mean([spikes[0, t, 2, i, j] - spikes[0, t, :, i, j].mean() for i, j in near])
+        assert found[0, t, c, y, x] == pytest.approx(blurred[0, t, c, y, x] + detail)
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "overlap", "expected"),
+    [(3, 3, 1, [0]), (4, 3, 1, [0, 1]), (7, 3, 1, [0, 2, 4]), (7, 3, 2, [0, 1, 2, 3, 4]), (50, 32, 20, [0, 12, 18])],
+)
+def test_pieces_cover_all_and_overlap_as_asked(length: int, size: int, overlap: int, expected: list[int]) -> None:
+    found = starts(length, size, overlap)
+    assert found == expected
+    assert {i for start in found for i in range(start, min(start + size, length))} == set(range(length))
+
+
+class Marked(torch.nn.Module):
+    """Adds to each frame what it is in the window: 0, 1, 2."""
+
+    def forward(self, blurred: torch.Tensor, spikes: torch.Tensor | None = None) -> torch.Tensor:
+        return blurred + torch.arange(float(blurred.shape[1])).view(1, -1, 1, 1, 1)
+
+
+def test_where_windows_overlap_a_clip_gets_their_mean() -> None:
+    val = {"num_frame_testing": 3, "num_frame_overlapping": 2, "size_patch_testing": 0}
+    restored = restore(Marked(), torch.zeros(5, 3, 8, 8), None, val)
+    assert restored[:, 0, 0, 0].tolist() == [0, 0.5, 1, 1.5, 2]
+
+
+def test_tiles_give_what_whole_frames_give_but_near_their_edges() -> None:
+    torch.manual_seed(0)
+    net = TinyClip(3, 4, 1, spikes=True)
+    torch.nn.init.normal_(net.last.weight, std=0.1)
+    blurred, spikes = torch.rand(4, 3, 64, 48), torch.rand(4, 5, 32, 24)
+    val = {"num_frame_testing": 3, "num_frame_overlapping": 1}
+    whole, tiled = (restore(net, blurred, spikes, val | {"size_patch_testing": size}) for size in (0, 32))
+    difference = (whole - tiled).abs().amax((0, 1))
+    assert difference[:12, :12].max() < 1e-5  # one tile sees all that matters for this corner
+    assert difference.max() > 1e-3
+
+
+def test_psnr_and_ssim_are_those_of_the_formulas() -> None:
+    rng = np.random.default_rng(0)
+    one = rng.integers(0, 256, (2, 3, 13, 14)).astype(float)
+    other = np.clip(one + rng.normal(0, 20, one.shape), 0, 255).round()
+    found = measure(torch.from_numpy(one / 255), torch.from_numpy(other / 255)).numpy()
+    window = np.exp(-((np.arange(11) - 5.0) ** 2) / 4.5)
+    window = np.outer(window, window) / window.sum() ** 2
+
+    def reference(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+        values = []
+        for channel in range(len(a)):
+            for y, x in np.ndindex(3, 4):
+                p, q = (image[channel, y : y + 11, x : x + 11] for image in (a, b))
+                means = (window * p).sum(), (window * q).sum()
+                variances = (window * (p - means[0]) ** 2).sum(), (window * (q - means[1]) ** 2).sum()
+                covariance = (window * (p - means[0]) * (q - means[1])).sum()
+                light = (2 * means[0] * means[1] + 6.5025) / (means[0] ** 2 + means[1] ** 2 + 6.5025)
+                values.append(light * (2 * covariance + 58.5225) / (variances[0] + variances[1] + 58.5225))
+        return 10 * np.log10(255**2 / ((a - b) ** 2).mean()), float(np.mean(values))
+
+    def gray(image: np.ndarray) -> np.ndarray:
+        return np.tensordot(image, [65.481, 128.553, 24.966], ([0], [0]))[None] / 255 + 16
+
+    for row, a, b in zip(found, one, other, strict=True):
+        assert row == pytest.approx([*reference(a, b), *reference(gray(a), gray(b))], rel=1e-9)
+
+
+def test_equal_images_are_infinitely_near() -> None:
+    image = torch.rand(3, 12, 12, dtype=torch.float64) * 255
+    assert psnr(image, image) == math.inf and ssim(image, image) == pytest.approx(1.0)
+
+
+def test_scores_are_those_of_images_in_bytes() -> None:
+    sharp = torch.full((1, 3, 12, 12), 100 / 255)
+    assert measure(sharp + 0.4 / 255, sharp)[0, 0] == math.inf
+    assert measure(sharp + 0.6 / 255, sharp)[0, 0] == pytest.approx(20 * math.log10(255))
+
+
+def test_bytes_are_scaled_to_one() -> None:
+    batch = {"H": torch.tensor([255], dtype=torch.uint8), "S": torch.tensor([16], dtype=torch.uint8)}
+    assert {part: value.item() for part, value in as_float(batch, torch.device("cpu")).items()} == {"H": 1, "S": 1}
