@@ -155,8 +155,10 @@ def read_config(arguments: Iterable[str]) -> Config:
             raise ConfigError(f"arguments look like key=value, not {argument!r}; the keys are those of config.json")
         given[key] = value
     file = given.pop("load_from", None)
-    if file is None and given.get("train.resume", "null") != "null":
-        file = str(Path(given["train.resume"]) / "config.json")
+    if file is None and (folder := given.get("train.resume")):
+        file = str(Path(folder) / "config.json")
+        if not Path(file).is_file():
+            raise ConfigError(f"train.resume: {folder} is not the folder of a run, for it holds no config.json")
     config, problems = {key: default for key, (default, _) in SETTINGS.items()}, []
     for source, layer in ((file, read_file(file) if file else {}), ("the command line", given)):
         for key, value in _canonical(layer, source).items():

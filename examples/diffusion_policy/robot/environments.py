@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from tqdm import trange
 
+import ddpkit
+
 from .policy import DiffusionPolicy
 
 with redirect_stderr(io.StringIO()):  # it prints a note on environments that are not used here
@@ -25,8 +27,6 @@ with redirect_stderr(io.StringIO()):  # it prints a note on environments that ar
 
 gymnasium.register_envs(gymnasium_robotics)
 AT_ONCE = 25  # environments in lock-step; more would only take memory
-
-
 Watch = Callable[[gymnasium.Env, np.ndarray], None]  # the environment, and what was observed in it
 
 
@@ -68,7 +68,8 @@ class Arena:
             env = gymnasium.make(self.env_id, max_episode_steps=self.horizon, disable_env_checker=True, **self.options)
             self.envs.append(env)
         successes: list[bool] = []
-        for start in trange(0, len(seeds), AT_ONCE, desc="episodes", unit=f" x {AT_ONCE}", leave=False, disable=None):
+        no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
+        for start in trange(0, len(seeds), AT_ONCE, desc="episodes", unit=f" x {AT_ONCE}", leave=False, disable=no_bar):
             wave = seeds[start : start + AT_ONCE]
             observations = np.stack(
                 [_flat(env.reset(seed=seed)[0]) for env, seed in zip(self.envs, wave, strict=False)]

@@ -81,11 +81,11 @@ def main(job: ddpkit.Context) -> None:
         step, first = saved["step"], saved["epoch"] + 1
         log.info("resumed after epoch %d, step %d", saved["epoch"], step)
 
-    writer = make_writer(folder, config, step)
+    writer, no_bar = make_writer(folder, config, step), None if job.rank == 0 else True
     for epoch in range(first, epochs + 1):
         loader.set_epoch(epoch)
         batches, losses, begun = iter(loader), torch.zeros((), device=job.device), time.monotonic()
-        for _ in trange(every, desc=f"epoch {epoch}", leave=False, disable=None if job.rank == 0 else True):
+        for _ in trange(every, desc=f"epoch {epoch}", leave=False, disable=no_bar):
             for group in optimizer.param_groups:
                 group["lr"] = plan.lr * lr_factor(config, step)
             for number in range(accumulation):
