@@ -77,7 +77,7 @@ def read_episode(path: str, number: int) -> tuple[np.ndarray, np.ndarray]:
         DataError: If they cannot be read, naming the shard.
     """
     try:
-        with np.load(path, allow_pickle=False) as shard:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as shard:
             return shard[f"observations_{number}"], shard[f"actions_{number}"]
     except BROKEN as error:
         raise _broken(path, error) from None
@@ -127,7 +127,7 @@ def scan(folders: Sequence[str], on_broken: str) -> Index:
 
 
 def _read_shard(path: Path) -> tuple[str, list[tuple[np.ndarray, np.ndarray]]]:
-    with np.load(path, allow_pickle=False) as shard:
+    with open(path, "rb") as file, np.load(file, allow_pickle=False) as shard:
         episodes = [
             (shard[f"observations_{number}"], shard[f"actions_{number}"])
             for number in range((len(shard.files) - 1) // 2)
