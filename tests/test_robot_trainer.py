@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -177,7 +178,7 @@ def note_the_beginning(arguments: list[str], folder: Path) -> None:
 
     def first_step(self: torch.optim.AdamW, *args: Any) -> Any:
         if not noted:
-            noted["optimizer"] = self.state_dict()
+            noted["optimizer"] = copy.deepcopy(self.state_dict())
             noted["weights"] = [parameter.clone() for parameter in self.param_groups[0]["params"]]
         return step(self, *args)
 
@@ -227,7 +228,9 @@ def train_again_and_again(cases: list[list[str]]) -> None:
     with ddpkit.distributed(num_threads=1):
         for case in cases:
             sys.argv = ["train.py", *case]
-            print(f"exit status {program.run('robot.train', train.main)}", flush=True)
+            code = program.run("robot.train", train.main)
+            sys.stderr.flush()
+            print(f"exit status {code}", flush=True)
 
 
 def test_what_cannot_be_done_is_said_by_every_rank_and_ends_it(demonstrations: Path, tmp_path: Path) -> None:
