@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from robot import shards
-from robot.config import read_config
+from robot.config import ConfigError, read_config
 from robot.diffusion import add_noise, ddim, squaredcos_cap_v2
 from robot.policy import EMA, DiffusionPolicy
 from robot.shards import DataError, Samples, deal, scan, write_shard
-from robot.train import choose_strategy, lr_factor
+from robot.train import lr_factor, wrap
 from torch import nn
 
 import ddpkit
@@ -151,18 +151,33 @@ def test_a_checkpoint_has_no_wrappers_names_and_loads_into_any_wrapper(tmp_path:
     saved = torch.load(path)["state"]
     assert saved["policy"].keys() == policy.state_dict().keys()
     assert not any("module." in key or "_orig_mod" in key for part in saved.values() for key in part)
-    for wrap in (lambda model: model, nn.DataParallel, functools.partial(torch.compile, backend="eager")):
+    for wrapper in (lambda model: model, nn.DataParallel, functools.partial(torch.compile, backend="eager")):
         other = make_policy()
         nn.init.zeros_(next(other.parameters()))
-        saver.load(path, policy=wrap(other))
+        saver.load(path, policy=wrapper(other))
         assert torch.equal(next(other.parameters()), next(policy.parameters()))
 
 
-def test_one_process_on_several_gpus_is_data_parallel_with_a_hint(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_process_on_several_gpus_is_data_parallel_with_a_hint(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpkit.wrap_model", lambda policy, strategy, **_: strategy)  # there are no GPUs here
     config = read_config([])
-    assert [choose_strategy(config, 1, 1), choose_strategy(config, 4, 4)] == ["auto", "auto"] and not caplog.text
-    assert choose_strategy(config, 1, 2) == "dp" and "torchrun --nproc_per_node=2" in caplog.text
-    assert choose_strategy(config | {"train.strategy": "ddp"}, 1, 2) == "ddp"
+    assert [wrap(make_policy(), config, ranks, gpus) for ranks, gpus in ((1, 1), (4, 4))] == ["auto", "auto"]
+    assert not caplog.text
+    assert wrap(make_policy(), config, 1, 2) == "dp" and "torchrun --nproc_per_node=2" in caplog.text
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="train.strategy: strategy='dp' is for 1 process on several GPUs"):
+        wrap(make_policy(), config | {"train.strategy": "dp"}, 1, 0)
+    with pytest.raises(ConfigError, match="train.strategy: .*torchrun"):
+        wrap(make_policy(), config | {"train.strategy": "ddp"}, 1, 0)
+
+
+def test_losses_by_sample_have_the_right_mean_in_data_parallel_too() -> None:
+    policy, batch = make_policy(), make_batch(5)
+    parts = [{key: value[i] for key, value in batch.items()} for i in (slice(0, 3), slice(3, 5))]  # as for two GPUs
+    gathered = torch.cat([policy(part) for part in parts])
+    assert gathered.shape == (5,) and gathered.mean().item() == pytest.approx(policy(batch).mean().item(), abs=1e-6)
 
 
 def test_learning_rates_are_functions_of_the_step() -> None:

@@ -270,6 +270,8 @@ def test_what_cannot_be_done_is_said_by_every_rank_and_ends_it(demonstrations: P
             errors = re.findall("^robot.train: error: .*", output, re.MULTILINE)
             assert len(errors) == 1 and re.search(expected, errors[0]), (case, output)
             assert "Traceback" not in output
+    assert not (tmp_path / "runs").exists()  # no folder was made for a run that cannot begin
+    assert (run_folder / "config.json").read_text() == "{}"
 
 
 def fail(arguments: list[str]) -> None:

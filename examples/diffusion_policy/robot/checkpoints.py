@@ -12,16 +12,19 @@ Every .pth is a whole checkpoint of `ddpkit.Checkpointer`, which plain `torch.lo
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ddpkit
 
-from .config import Config, flat, read_config
+from .config import Config, flat, nested, read_config
 from .policy import DiffusionPolicy
 
 
@@ -54,6 +57,26 @@ def find_run(config: Config) -> Path:
             f"{Path(config['train.output_dir'], config['experiment.name'], 'YYYYMMDDhhmmss')}"
         )
     return folder
+
+
+@contextmanager
+def recorded(folder: Path, config: Config) -> Iterator[None]:
+    """Leaves the settings in a run's folder and, while the block lasts, what the main process logs."""
+    if not ddpkit.is_main_process():
+        yield
+        return
+    (folder / "config.json").write_text(json.dumps(nested(config), indent=4) + "\n")
+    text = (
+        logging.FileHandler(folder / "logs" / "log.txt")
+        if config["experiment.logging.terminal_output_to_txt"]
+        else logging.NullHandler()
+    )
+    logging.getLogger().addHandler(text)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(text)
+        text.close()
 
 
 def publish(checkpoint: Path, names: Sequence[Path]) -> None:

@@ -14,6 +14,7 @@ from .environments import Arena, Player
 
 log = logging.getLogger("robot")
 SIZE = 240  # pixels, of a frame
+CAMERA = {"distance": 1.6, "azimuth": 140.0, "elevation": -20.0, "lookat": np.array([1.25, 0.75, 0.55])}
 
 
 def film(env_id: str, player: Player, seed: int, horizon: int, path: Path) -> Path:
@@ -42,8 +43,8 @@ def film(env_id: str, player: Player, seed: int, horizon: int, path: Path) -> Pa
             frames.append(Image.fromarray(env.render()))
 
     try:
-        arena = Arena(env_id, horizon, render_mode="rgb_array", width=SIZE, height=SIZE)
-        arena.play(player, [seed], watch)
+        view = {"render_mode": "rgb_array", "width": SIZE, "height": SIZE, "default_camera_config": CAMERA}
+        Arena(env_id, horizon, **view).play(player, [seed], watch)
     except Exception as error:  # each way to render fails in a way of its own
         log.warning("MuJoCo cannot render here (%s: %s): plotting paths instead of a film", type(error).__name__, error)
         seen.clear()

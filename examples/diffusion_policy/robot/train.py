@@ -14,7 +14,6 @@ What to expect: README.md, in the folder above, has the measured results. `robot
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import sys
@@ -38,91 +37,81 @@ log = logging.getLogger("robot")
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
 
-def prepare(arguments: Sequence[str]) -> tuple[Config, Index, Path]:
-    """Reads the settings and the demonstrations, and finds or makes the run's folder, on rank 0 for all."""
-    config = read_config(arguments)
-    index = scan(config["train.data_path"], config["train.on_broken_shard"])
-    folder = checkpoints.find_run(config) if config["train.resume"] else checkpoints.new_run(config)
-    (folder / "config.json").write_text(json.dumps(nested(config), indent=4) + "\n")
-    if config["experiment.logging.terminal_output_to_txt"]:
-        text = logging.FileHandler(folder / "logs" / "log.txt")
-        text.addFilter(ddpkit.RankFilter())
-        logging.getLogger().addHandler(text)
-    return config, index, folder
-
-
 def main(job: ddpkit.Context) -> None:
-    config, index, folder = ddpkit.run_on_main(prepare, sys.argv[1:])
-    every, epochs = config["experiment.epoch_every_n_steps"], config["train.num_epochs"]
-    accumulation = config["train.gradient_accumulation_steps"]
+    config, index = ddpkit.run_on_main(prepare, sys.argv[1:])
     plan = make_plan(config, job.world_size)
-    log.info("%s\n\nwriting to %s\n", plan, folder)
-    log.info("%d episodes, %d samples of %s", sum(map(len, index.folders)), sum(index.steps), index.env_id)
-
     loader = make_loader(index, config, plan.per_rank_batch_size)
+
     ddpkit.seed_everything(config["train.seed"])
     policy = DiffusionPolicy(config, index.action_size, index.mean, index.std)
-    gpus = torch.cuda.device_count()
-    model = ddpkit.wrap_model(policy, choose_strategy(config, job.world_size, gpus), broadcast_buffers=False)
-    log.info("%d parameters, wrapped in %s", sum(p.numel() for p in policy.parameters()), type(model).__name__)
+    model = wrap(policy, config, job.world_size, torch.cuda.device_count())
     kind = OPTIMIZERS[config["algo.optim_params.policy.optimizer_type"]]
-    weight_decay = config["algo.optim_params.policy.regularization.L2"]
-    optimizer = kind(policy.parameters(), plan.lr, weight_decay=weight_decay)
+    optimizer = kind(policy.parameters(), plan.lr, weight_decay=config["algo.optim_params.policy.regularization.L2"])
     ema = EMA(policy, config["algo.ema.power"]) if config["algo.ema.enabled"] else None
     scaler = torch.amp.GradScaler(job.device.type, enabled=config["train.amp"] == "fp16")
     ddpkit.seed_everything(config["train.seed"], per_rank=True)  # from here on: the noise, which ranks must not share
 
+    folder = ddpkit.run_on_main(checkpoints.find_run if config["train.resume"] else checkpoints.new_run, config)
+    saver = ddpkit.Checkpointer(folder / "checkpoints", keep=2)
     parts = {"policy": policy, "optimizer": optimizer, "scaler": scaler} | ({"ema": ema} if ema else {})
     about = {"config": nested(config), "env_id": index.env_id, "action_size": index.action_size}
-    saver = ddpkit.Checkpointer(folder / "checkpoints", keep=2)
-    step, first = 0, 1
-    if config["train.resume"]:
-        saved = saver.load_latest(**parts)
-        step, first = saved["step"], saved["epoch"] + 1
-        log.info("resumed after epoch %d, step %d", saved["epoch"], step)
+    saved = saver.load_latest(**parts) if config["train.resume"] else {"step": 0, "epoch": 0}
 
-    writer, no_bar = make_writer(folder, config, step), None if job.rank == 0 else True
-    for epoch in range(first, epochs + 1):
-        loader.set_epoch(epoch)
-        batches, losses, begun = iter(loader), torch.zeros((), device=job.device), time.monotonic()
-        for _ in trange(every, desc=f"epoch {epoch}", leave=False, disable=no_bar):
-            for group in optimizer.param_groups:
-                group["lr"] = plan.lr * lr_factor(config, step)
-            for number in range(accumulation):
-                batch = {key: value.to(job.device, non_blocking=True) for key, value in next(batches).items()}
-                with ddpkit.accumulate(model, number, accumulation):
-                    loss = model(batch).mean() / accumulation
-                    scaler.scale(loss).backward()
-                losses += loss.detach()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            if ema:
-                ema.update(policy)
-            step += 1
-            if step % config["experiment.check_replicas_every_n_steps"] == 0:
+    with checkpoints.recorded(folder, config):
+        log.info("%s\n\nwriting to %s\n", plan, folder)
+        log.info("%d episodes, %d samples of %s", sum(map(len, index.folders)), sum(index.steps), index.env_id)
+        log.info("%d parameters, wrapped in %s", sum(p.numel() for p in policy.parameters()), type(model).__name__)
+        if config["train.resume"]:
+            log.info("resumed after epoch %d, step %d", saved["epoch"], saved["step"])
+        writer, no_bar = make_writer(folder, config, saved["epoch"]), None if job.rank == 0 else True
+        every, epochs = config["experiment.epoch_every_n_steps"], config["train.num_epochs"]
+        accumulation, step = config["train.gradient_accumulation_steps"], saved["step"]
+        for epoch in range(saved["epoch"] + 1, epochs + 1):
+            loader.set_epoch(epoch)
+            batches, losses, begun = iter(loader), torch.zeros((), device=job.device), time.monotonic()
+            for _ in trange(every, desc=f"epoch {epoch}", leave=False, disable=no_bar):
+                for group in optimizer.param_groups:
+                    group["lr"] = plan.lr * lr_factor(config, step)
+                for number in range(accumulation):
+                    batch = {key: value.to(job.device, non_blocking=True) for key, value in next(batches).items()}
+                    with ddpkit.accumulate(model, number, accumulation):
+                        loss = model(batch).mean() / accumulation
+                        scaler.scale(loss).backward()
+                    losses += loss.detach()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                if ema:
+                    ema.update(policy)
+                step += 1
+                if step % config["experiment.check_replicas_every_n_steps"] == 0:
+                    check_all(policy, optimizer, ema)
+
+            speed = every / (time.monotonic() - begun)
+            news = {"train/loss": ddpkit.all_reduce_mean(losses.item() / every)}
+            news |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/steps_per_second": speed}
+            text = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
+            log.info(text, epoch, *news.values(), speed * plan.global_batch_size)
+            if config["experiment.rollout.enabled"] and due(epoch, config["experiment.rollout.rate"], epochs):
+                actor = ema.policy if ema else policy
+                news["rollout/success_rate"] = roll_out(actor, index.env_id, config, folder, epoch)
+            if config["experiment.save.enabled"]:
                 check_all(policy, optimizer, ema)
+                path, names = saver.save(step, **parts, epoch=epoch, **about), [folder / "last.pth"]
+                if due(epoch, config["experiment.save.every_n_epochs"], epochs):
+                    names.append(folder / "models" / f"model_epoch_{epoch}.pth")
+                ddpkit.run_on_main(checkpoints.publish, path, names)
+            if writer:
+                for name, value in news.items():
+                    writer.add_scalar(name, value, epoch)
+                writer.flush()
+        log.info("done after step %d: %s", step, folder)
 
-        news = {"train/loss": ddpkit.all_reduce_mean(losses.item() / every)}
-        news |= {"train/learning_rate": optimizer.param_groups[0]["lr"]}
-        speed = every / (time.monotonic() - begun)
-        log.info(
-            "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s",
-            *(epoch, *news.values(), speed, speed * plan.global_batch_size),
-        )
-        if config["experiment.rollout.enabled"] and due(epoch, config["experiment.rollout.rate"], epochs):
-            news["rollout/success_rate"] = roll_out(ema.policy if ema else policy, index.env_id, config, folder, epoch)
-        if config["experiment.save.enabled"]:
-            check_all(policy, optimizer, ema)
-            path, names = saver.save(step, **parts, epoch=epoch, **about), [folder / "last.pth"]
-            if due(epoch, config["experiment.save.every_n_epochs"], epochs):
-                names.append(folder / "models" / f"model_epoch_{epoch}.pth")
-            ddpkit.run_on_main(checkpoints.publish, path, names)
-        if writer:
-            for name, value in news.items():
-                writer.add_scalar(name, value, epoch)
-            writer.flush()
-    log.info("done after epoch %d, step %d: %s", max(epochs, first - 1), step, folder)
+
+def prepare(arguments: Sequence[str]) -> tuple[Config, Index]:
+    """Reads the settings, and what demonstrations there are."""
+    config = read_config(arguments)
+    return config, scan(config["train.data_path"], config["train.on_broken_shard"])
 
 
 def make_plan(config: Config, world_size: int) -> ddpkit.ScalePlan:
@@ -140,14 +129,16 @@ def make_plan(config: Config, world_size: int) -> ddpkit.ScalePlan:
         raise ConfigError(f"train.batch_size: {error}") from None
 
 
-def choose_strategy(config: Config, world_size: int, gpus: int) -> str:
-    """How to wrap: as asked or, by itself, DDP on several ranks and DataParallel on several GPUs of one process."""
-    if config["train.strategy"] != "auto" or world_size > 1 or gpus < 2:
-        return config["train.strategy"]
-    log.warning(
-        "one process on %d GPUs: DataParallel. Faster: torchrun --nproc_per_node=%d -m robot.train ...", gpus, gpus
-    )
-    return "dp"
+def wrap(policy: DiffusionPolicy, config: Config, world_size: int, gpus: int) -> torch.nn.Module:
+    """Wraps as asked or, by itself, in DDP on several ranks and in DataParallel on several GPUs of one process."""
+    strategy = config["train.strategy"]
+    if strategy == "auto" and world_size == 1 and gpus > 1:
+        log.warning("DataParallel on %d GPUs; faster: torchrun --nproc_per_node=%d -m robot.train ...", gpus, gpus)
+        strategy = "dp"
+    try:
+        return ddpkit.wrap_model(policy, strategy, broadcast_buffers=False)
+    except ddpkit.DdpkitError as error:
+        raise ConfigError(f"train.strategy: {error}") from None
 
 
 def lr_factor(config: Config, step: int) -> float:
@@ -172,13 +163,13 @@ def check_all(policy: DiffusionPolicy, optimizer: torch.optim.Optimizer, ema: EM
         ddpkit.check_replicas(ema)
 
 
-def make_writer(folder: Path, config: Config, step: int) -> Any:
+def make_writer(folder: Path, config: Config, epoch: int) -> Any:
     """TensorBoard's, on the main process."""
     if not config["experiment.logging.log_tb"] or not ddpkit.is_main_process():
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(folder / "logs" / "tb", purge_step=step // config["experiment.epoch_every_n_steps"] + 1)
+    return SummaryWriter(folder / "logs" / "tb", purge_step=epoch + 1)
 
 
 def roll_out(policy: DiffusionPolicy, env_id: str, config: Config, folder: Path, epoch: int) -> float:
