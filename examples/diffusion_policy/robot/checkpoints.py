@@ -1,0 +1,113 @@
+"""A run's folder, and the policies in it.
+
+    <output_dir>/<name>/<time>/config.json      the settings as they were resolved
+                              /checkpoints/     the last two, to resume from
+                              /last.pth         a copy of the newest of them
+                              /models/model_epoch_N.pth
+                              /logs/            log.txt, TensorBoard's events
+                              /videos/
+
+Every .pth is a whole checkpoint of `ddpkit.Checkpointer`, which plain `torch.load` reads too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ddpkit
+
+from .config import Config, flat, nested, read_config
+from .policy import DiffusionPolicy
+
+
+def new_run(config: Config) -> Path:
+    """Makes the folder of a new run, named by the time; it asks nothing, for nobody may be there to answer."""
+    parent, name = Path(config["train.output_dir"], config["experiment.name"]), time.strftime("%Y%m%d%H%M%S")
+    parent.mkdir(parents=True, exist_ok=True)
+    folder, again = parent / name, 1
+    while True:
+        try:
+            folder.mkdir()
+            break
+        except FileExistsError:  # two runs in one second
+            folder, again = parent / f"{name}_{again}", again + 1
+    for part in ("models", "logs", "videos"):
+        (folder / part).mkdir()
+    return folder
+
+
+def find_run(config: Config) -> Path:
+    """The folder of the run to go on with.
+
+    Raises:
+        CheckpointError: If it holds no checkpoint.
+    """
+    folder = Path(config["train.resume"])
+    if not any((folder / "checkpoints").glob("step-*.pt")):
+        raise ddpkit.CheckpointError(
+            f"there is no checkpoint in {folder} to go on with; train.resume= takes the folder of a run, as "
+            f"{Path(config['train.output_dir'], config['experiment.name'], 'YYYYMMDDhhmmss')}"
+        )
+    return folder
+
+
+@contextmanager
+def recorded(folder: Path, config: Config) -> Iterator[None]:
+    """Leaves the settings in a run's folder and, while the block lasts, what the main process logs."""
+    if not ddpkit.is_main_process():
+        yield
+        return
+    (folder / "config.json").write_text(json.dumps(nested(config), indent=4) + "\n")
+    text = (
+        logging.FileHandler(folder / "logs" / "log.txt")
+        if config["experiment.logging.terminal_output_to_txt"]
+        else logging.NullHandler()
+    )
+    logging.getLogger().addHandler(text)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(text)
+        text.close()
+
+
+def publish(checkpoint: Path, names: Sequence[Path]) -> None:
+    """Copies a checkpoint to other names; each is whole at any moment."""
+    for name in names:
+        temporary = name.with_name(f"{name.name}.tmp")
+        shutil.copyfile(checkpoint, temporary)
+        os.replace(temporary, name)
+
+
+def load_policies(path: Path) -> tuple[dict[str, DiffusionPolicy], dict[str, Any]]:
+    """The policies in a checkpoint: "raw" and, if there is one, "ema". Collective.
+
+    Returns:
+        They, and what else the checkpoint holds.
+
+    Raises:
+        CheckpointError: If it cannot be read, or is of another program or version.
+    """
+    saved = ddpkit.Checkpointer(path.parent).load(path)
+    try:
+        config = read_config([]) | dict(flat(saved["config"]))
+        states = {"raw": saved["policy"]}
+        if "ema" in saved:
+            prefix = "policy."
+            states["ema"] = {k.removeprefix(prefix): v for k, v in saved["ema"].items() if k.startswith(prefix)}
+        policies = {}
+        for name, state in states.items():
+            policies[name] = DiffusionPolicy(config, saved["action_size"], state["mean"].numpy(), state["std"].numpy())
+            policies[name].load_state_dict(state)
+            policies[name].to(ddpkit.get_device())
+    except (KeyError, RuntimeError) as error:
+        raise ddpkit.CheckpointError(f"{path} holds no policy of this program: {error}") from error
+    return policies, saved

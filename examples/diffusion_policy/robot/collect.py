@@ -1,0 +1,98 @@
+"""Plays the scripted expert and writes its episodes, as demonstrations to learn from.
+
+On one process, and on two which share the work and write the same files::
+
+    python -m robot.collect
+    torchrun --nproc_per_node=2 -m robot.collect --episodes 1000 --folder data/more --seed 1000
+
+Noise is added to the actions that are carried out, not to those that are recorded: so the demonstrations also show how
+to get back from where the expert would never go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+import ddpkit
+
+from .environments import EXPERTS, Arena, Expert
+from .evaluation import UNSEEN
+from .program import run
+from .shards import DataError, write_shard
+
+log = logging.getLogger("robot")
+
+
+class Demonstrator(Expert):
+    """The expert with a trembling hand, and a record of what it saw and what it meant to do."""
+
+    def __init__(self, env_id: str, noise: float) -> None:
+        super().__init__(env_id)
+        self.noise = noise
+        self.seen: list[np.ndarray] = []
+        self.meant: list[np.ndarray] = []
+
+    def begin(self, seeds: Sequence[int]) -> None:
+        self.rngs = [np.random.default_rng(seed) for seed in seeds]
+        self.seen, self.meant = [], []
+
+    def act(self, observations: np.ndarray) -> np.ndarray:
+        self.seen.append(observations.copy())
+        self.meant.append(super().act(observations))
+        trembling = np.stack([rng.normal(0, self.noise, 4) for rng in self.rngs])
+        return (self.meant[-1] + trembling).clip(-1, 1).astype(np.float32)
+
+    def episodes(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Observations and actions of the last episodes, each of shape (steps, numbers)."""
+        return list(zip(np.stack(self.seen, 1), np.stack(self.meant, 1), strict=True))
+
+
+def read_settings() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--env", default="FetchPickAndPlace-v4", choices=list(EXPERTS), help="environment")
+    add("--episodes", type=int, default=200, help="how many to play")
+    add("--per-shard", type=int, default=20, help="episodes in a file, at most 25")
+    add("--horizon", type=int, default=50, help="steps in an episode")
+    add("--noise", type=float, default=0.1, help="standard deviation, where the largest action is 1")
+    add("--seed", type=int, default=0, help="of the first episode; the next one has the next")
+    add("--folder", type=Path, default=Path("data/fetch_pick_and_place"), help="where to write; made if it is missing")
+    settings = parser.parse_args()
+    if min(settings.episodes, settings.per_shard, settings.horizon) < 1 or settings.per_shard > 25:
+        parser.error("--episodes, --per-shard and --horizon count from 1, and --per-shard is at most 25")
+    if settings.noise < 0 or not 0 <= settings.seed <= UNSEEN - settings.episodes:
+        parser.error(f"--noise is at least 0; seeds are at least 0 and below {UNSEEN}, as evaluation uses the rest")
+    return settings
+
+
+def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
+    ddpkit.run_on_main(prepare, settings.folder)
+    arena, player = Arena(settings.env, settings.horizon), Demonstrator(settings.env, settings.noise)
+    seeds = range(settings.seed, settings.seed + settings.episodes)
+    shards = [seeds[start : start + settings.per_shard] for start in range(0, len(seeds), settings.per_shard)]
+    mine, reached = range(job.rank, len(shards), job.world_size), 0
+    for number in tqdm(mine, "shards", disable=None if ddpkit.is_main_process() else True):
+        reached += sum(arena.play(player, shards[number]))
+        write_shard(settings.folder / f"episodes-{number:05d}.npz", settings.env, player.episodes())
+    reached = ddpkit.all_reduce(reached)
+    log.info("%d episodes in %s, %.1f %% reach the goal", len(seeds), settings.folder, 100 * reached / len(seeds))
+
+
+def prepare(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.glob("episodes-*.npz")):
+        raise DataError(f"{folder} holds episodes already: delete them, or write to another --folder")
+
+
+if __name__ == "__main__":
+    given = read_settings()
+    sys.exit(run("robot.collect", lambda job: main(given, job)))

@@ -1,0 +1,40 @@
+"""What all programs here begin and end with: the main process logs, and what users can put right is one message."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+import ddpkit
+
+from .config import ConfigError
+from .shards import DataError
+
+EXPECTED = (ConfigError, DataError, ddpkit.CheckpointError)  # what the user can put right
+
+
+def run(name: str, main: Callable[[ddpkit.Context], None]) -> int:
+    """Runs `main` as this rank, in the job that the launcher started.
+
+    Returns:
+        The exit status: 0; or 2 on every rank, each having said why, if there is something for the user to put right.
+    """
+    handler = logging.StreamHandler()
+    handler.addFilter(ddpkit.RankFilter())  # the main process speaks for all; warnings come from every rank
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
+    logging.getLogger("OpenGL").setLevel(logging.WARNING)
+    try:
+        with ddpkit.distributed(num_threads=1) as job, logging_redirect_tqdm():
+            main(job)
+        return 0
+    except EXPECTED as error:
+        reason = str(error)
+    except ddpkit.PeerError as error:  # on another rank, which may tell us before we find it ourselves
+        if error.error_type not in [kind.__name__ for kind in EXPECTED]:
+            raise
+        reason = error.message
+    print(f"{name}: error: {reason}", file=sys.stderr)
+    return 2

@@ -1,0 +1,79 @@
+"""Lets policies, the scripted expert and chance play on unseen seeds, and counts who reaches the goal.
+
+From the folder above, on one process; on two, which share the episodes; and with a film and a strip of one episode::
+
+    python -m robot.rollout runs/fetch_pick_and_place/20250101120000/last.pth
+    torchrun --nproc_per_node=2 -m robot.rollout runs/.../last.pth --players ema raw
+    python -m robot.rollout runs/.../last.pth --players ema --n 1 --film rollout --strip rollout.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+
+import ddpkit
+
+from . import drawing
+from .checkpoints import load_policies
+from .environments import Expert, Learned, Player, Random
+from .evaluation import UNSEEN, evaluate
+from .program import run
+
+log = logging.getLogger("robot")
+
+
+def read_settings() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="last.pth or models/model_epoch_N.pth of a run")
+    add("--players", nargs="+", default=["ema", "raw", "random", "expert"], help="who plays")
+    add("--n", type=int, default=100, help="episodes, over all ranks")
+    add("--horizon", type=int, default=50, help="steps in an episode")
+    add("--first-seed", type=int, default=UNSEEN, help="of the episodes; demonstrations have smaller ones")
+    add("--json", type=Path, help="file for the scores")
+    add("--film", type=Path, help="file, without a suffix, for a film of the first player's first episode")
+    add("--strip", type=Path, help="file for some of the film's frames side by side")
+    settings = parser.parse_args()
+    if min(settings.n, settings.horizon) < 1 or settings.first_seed < 0:
+        parser.error("--n and --horizon count from 1, --first-seed from 0")
+    if settings.strip and not settings.film:
+        parser.error("--strip is made of a film: give --film too")
+    return settings
+
+
+def main(settings: argparse.Namespace) -> None:
+    policies, saved = load_policies(settings.checkpoint)
+    players: dict[str, Player] = {name: Learned(policy) for name, policy in policies.items()}
+    players |= {"random": Random(), "expert": Expert(saved["env_id"])}
+    if unknown := [name for name in settings.players if name not in players]:
+        raise ddpkit.CheckpointError(
+            f"{settings.checkpoint} has no player {', '.join(unknown)}; there are {', '.join(players)}"
+        )
+    log.info("%s after %d steps of training, in %s", settings.checkpoint, saved["step"], saved["env_id"])
+    scores = {}
+    for name in settings.players:
+        score = evaluate(saved["env_id"], players[name], settings.n, settings.horizon, settings.first_seed)
+        log.info("%-6s  %s", name, score)
+        scores[name] = {"success_rate": score.rate, "standard_error": score.error, "episodes": score.episodes}
+    if settings.json:
+        ddpkit.run_on_main(settings.json.write_text, json.dumps(scores, indent=4) + "\n")
+    if settings.film:
+        ddpkit.run_on_main(draw, settings, saved["env_id"], players[settings.players[0]])
+
+
+def draw(settings: argparse.Namespace, env_id: str, player: Player) -> None:
+    written = drawing.film(env_id, player, settings.first_seed, settings.horizon, settings.film)
+    log.info("wrote %s", written)
+    if settings.strip and written.suffix == ".gif":
+        drawing.strip(written, settings.strip)
+
+
+if __name__ == "__main__":
+    given = read_settings()
+    sys.exit(run("robot.rollout", lambda job: main(given)))

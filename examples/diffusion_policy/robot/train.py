@@ -1,0 +1,190 @@
+"""Trains a diffusion policy on demonstrations, on one process or on any number of ranks.
+
+From the folder above, after `python -m robot.collect`: on one process; on four ranks with a learning rate for the
+larger batch; on two GPUs in one process, which is slower than two ranks; and going on with a run, also on other ranks::
+
+    python -m robot.train load_from=config.json
+    torchrun --nproc_per_node=4 -m robot.train load_from=config.json train.batch_size=128 \\
+        train.optim_params.policy.learning_rate.initial=4e-4
+    CUDA_VISIBLE_DEVICES=0,1 python -m robot.train
+    torchrun --nproc_per_node=2 -m robot.train train.resume=runs/fetch_pick_and_place/20250101120000
+
+What to expect: README.md, in the folder above, has the measured results. `robot/config.py` lists all settings.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import trange
+
+import ddpkit
+
+from . import checkpoints
+from .config import Config, ConfigError, nested, read_config
+from .policy import EMA, DiffusionPolicy
+from .program import run
+from .shards import Index, make_loader, scan
+
+log = logging.getLogger("robot")
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+
+
+def main(job: ddpkit.Context) -> None:
+    config, index = ddpkit.run_on_main(prepare, sys.argv[1:])
+    plan = make_plan(config, job.world_size)
+    loader = make_loader(index, config, plan.per_rank_batch_size)
+
+    ddpkit.seed_everything(config["train.seed"])
+    policy = DiffusionPolicy(config, index.action_size, index.mean, index.std)
+    model = wrap(policy, config, job.world_size, torch.cuda.device_count())
+    kind = OPTIMIZERS[config["algo.optim_params.policy.optimizer_type"]]
+    optimizer = kind(policy.parameters(), plan.lr, weight_decay=config["algo.optim_params.policy.regularization.L2"])
+    ema = EMA(policy, config["algo.ema.power"]) if config["algo.ema.enabled"] else None
+    scaler = torch.amp.GradScaler(job.device.type, enabled=config["train.amp"] == "fp16")
+    ddpkit.seed_everything(config["train.seed"], per_rank=True)  # from here on: the noise, which ranks must not share
+
+    folder = ddpkit.run_on_main(checkpoints.find_run if config["train.resume"] else checkpoints.new_run, config)
+    saver = ddpkit.Checkpointer(folder / "checkpoints", keep=2)
+    parts = {"policy": policy, "optimizer": optimizer, "scaler": scaler} | ({"ema": ema} if ema else {})
+    about = {"config": nested(config), "env_id": index.env_id, "action_size": index.action_size}
+    saved = saver.load_latest(**parts) if config["train.resume"] else {"step": 0, "epoch": 0}
+
+    with checkpoints.recorded(folder, config):
+        log.info("%s\n\nwriting to %s\n", plan, folder)
+        log.info("%d episodes, %d samples of %s", sum(map(len, index.folders)), sum(index.steps), index.env_id)
+        log.info("%d parameters, wrapped in %s", sum(p.numel() for p in policy.parameters()), type(model).__name__)
+        if config["train.resume"]:
+            log.info("resumed after epoch %d, step %d", saved["epoch"], saved["step"])
+        writer, no_bar = make_writer(folder, config, saved["epoch"]), None if job.rank == 0 else True
+        every, epochs = config["experiment.epoch_every_n_steps"], config["train.num_epochs"]
+        accumulation, step = config["train.gradient_accumulation_steps"], saved["step"]
+        for epoch in range(saved["epoch"] + 1, epochs + 1):
+            loader.set_epoch(epoch)
+            batches, losses, begun = iter(loader), torch.zeros((), device=job.device), time.monotonic()
+            for _ in trange(every, desc=f"epoch {epoch}", leave=False, disable=no_bar):
+                for group in optimizer.param_groups:
+                    group["lr"] = plan.lr * lr_factor(config, step)
+                for number in range(accumulation):
+                    batch = {key: value.to(job.device, non_blocking=True) for key, value in next(batches).items()}
+                    with ddpkit.accumulate(model, number, accumulation):
+                        loss = model(batch).mean() / accumulation
+                        scaler.scale(loss).backward()
+                    losses += loss.detach()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                if ema:
+                    ema.update(policy)
+                step += 1
+                if step % config["experiment.check_replicas_every_n_steps"] == 0:
+                    check_all(policy, optimizer, ema)
+
+            speed = every / (time.monotonic() - begun)
+            news = {"train/loss": ddpkit.all_reduce_mean(losses.item() / every)}
+            news |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/steps_per_second": speed}
+            text = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
+            log.info(text, epoch, *news.values(), speed * plan.global_batch_size)
+            if config["experiment.rollout.enabled"] and due(epoch, config["experiment.rollout.rate"], epochs):
+                actor = ema.policy if ema else policy
+                news["rollout/success_rate"] = roll_out(actor, index.env_id, config, folder, epoch)
+            if config["experiment.save.enabled"]:
+                check_all(policy, optimizer, ema)
+                path, names = saver.save(step, **parts, epoch=epoch, **about), [folder / "last.pth"]
+                if due(epoch, config["experiment.save.every_n_epochs"], epochs):
+                    names.append(folder / "models" / f"model_epoch_{epoch}.pth")
+                ddpkit.run_on_main(checkpoints.publish, path, names)
+            if writer:
+                for name, value in news.items():
+                    writer.add_scalar(name, value, epoch)
+                writer.flush()
+        log.info("done after step %d: %s", step, folder)
+
+
+def prepare(arguments: Sequence[str]) -> tuple[Config, Index]:
+    """Reads the settings, and what demonstrations there are."""
+    config = read_config(arguments)
+    return config, scan(config["train.data_path"], config["train.on_broken_shard"])
+
+
+def make_plan(config: Config, world_size: int) -> ddpkit.ScalePlan:
+    """Batch and learning rate on this number of ranks."""
+    try:
+        return ddpkit.ScalePlan(
+            config["train.batch_size"],
+            config["algo.optim_params.policy.learning_rate.initial"],
+            world_size,
+            keep=config["train.keep_batch_size"],
+            rule=config["train.lr_scaling"],
+            accumulation=config["train.gradient_accumulation_steps"],
+        )
+    except ValueError as error:  # a global batch that does not divide
+        raise ConfigError(f"train.batch_size: {error}") from None
+
+
+def wrap(policy: DiffusionPolicy, config: Config, world_size: int, gpus: int) -> torch.nn.Module:
+    """Wraps as asked or, by itself, in DDP on several ranks and in DataParallel on several GPUs of one process."""
+    strategy = config["train.strategy"]
+    if strategy == "auto" and world_size == 1 and gpus > 1:
+        log.warning("DataParallel on %d GPUs; faster: torchrun --nproc_per_node=%d -m robot.train ...", gpus, gpus)
+        strategy = "dp"
+    try:
+        return ddpkit.wrap_model(policy, strategy, broadcast_buffers=False)
+    except ddpkit.DdpkitError as error:
+        raise ConfigError(f"train.strategy: {error}") from None
+
+
+def lr_factor(config: Config, step: int) -> float:
+    """What the learning rate is multiplied with after `step` optimiser steps; it needs no state to resume."""
+    rate, every = "algo.optim_params.policy.learning_rate.", config["experiment.epoch_every_n_steps"]
+    kind = config[f"{rate}scheduler_type"]
+    if kind == "cosine":
+        return (1 + math.cos(math.pi * min(1.0, step / (config["train.num_epochs"] * every)))) / 2
+    if kind == "multistep":
+        return config[f"{rate}decay_factor"] ** sum(step >= every * epoch for epoch in config[f"{rate}epoch_schedule"])
+    return 1.0
+
+
+def due(epoch: int, every: int, last: int) -> bool:
+    return epoch % every == 0 or epoch == last
+
+
+def check_all(policy: DiffusionPolicy, optimizer: torch.optim.Optimizer, ema: EMA | None) -> None:
+    """Raises if a rank's weights, optimizer or average have drifted. Collective."""
+    ddpkit.check_replicas(policy, optimizer)
+    if ema:
+        ddpkit.check_replicas(ema)
+
+
+def make_writer(folder: Path, config: Config, epoch: int) -> Any:
+    """TensorBoard's, on the main process."""
+    if not config["experiment.logging.log_tb"] or not ddpkit.is_main_process():
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder / "logs" / "tb", purge_step=epoch + 1)
+
+
+def roll_out(policy: DiffusionPolicy, env_id: str, config: Config, folder: Path, epoch: int) -> float:
+    """Success rate on unseen seeds, and a film of the first of them. Collective."""
+    from . import drawing, evaluation  # here: training alone needs no simulator
+    from .environments import Learned
+
+    player, horizon, begun = Learned(policy), config["experiment.rollout.horizon"], time.monotonic()
+    score = evaluation.evaluate(env_id, player, config["experiment.rollout.n"], horizon)
+    log.info("Epoch %d rollouts: success %s, %.0f s", epoch, score, time.monotonic() - begun)
+    if config["experiment.render_video"]:
+        video = folder / "videos" / f"epoch_{epoch}"
+        ddpkit.run_on_main(drawing.film, env_id, player, evaluation.UNSEEN, horizon, video)
+    return score.rate
+
+
+if __name__ == "__main__":
+    sys.exit(run("robot.train", main))

@@ -1,0 +1,115 @@
+"""The network: a one-dimensional U-Net over time that says which noise is in a chunk of actions.
+
+Its architecture is that of Chi et al. 2023 (arXiv:2303.04137): residual blocks of two convolutions, modulated by the
+diffusion step and the observations. GroupNorm, not BatchNorm: what it makes of a sample depends on no other sample, and
+an average of its weights (EMA) needs no statistics of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class StepEmbedding(nn.Module):
+    """Sines and cosines of a diffusion step, (batch,) to (batch, size), as in the transformer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.exp(torch.linspace(0, -math.log(10000), size // 2)), persistent=False)
+
+    def forward(self, step: torch.Tensor) -> torch.Tensor:
+        angles = step[:, None] * self.frequencies
+        return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def convolve(inputs: int, outputs: int, kernel_size: int, groups: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv1d(inputs, outputs, kernel_size, padding=kernel_size // 2), nn.GroupNorm(groups, outputs), nn.Mish()
+    )
+
+
+class Block(nn.Module):
+    """Two convolutions around a residual connection; the condition scales and shifts the channels in between (FiLM)."""
+
+    def __init__(self, inputs: int, outputs: int, condition: int, kernel_size: int, groups: int) -> None:
+        super().__init__()
+        self.first = convolve(inputs, outputs, kernel_size, groups)
+        self.second = convolve(outputs, outputs, kernel_size, groups)
+        self.film = nn.Sequential(nn.Mish(), nn.Linear(condition, 2 * outputs))
+        self.shortcut = nn.Conv1d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        scale, shift = self.film(condition).unsqueeze(-1).chunk(2, dim=1)
+        return self.second(scale * self.first(x) + shift) + self.shortcut(x)
+
+
+class UNet1D(nn.Module):
+    """Noise in a chunk of actions, given how noisy it is and what was observed.
+
+    Args:
+        channels: Numbers in an action.
+        observation: Numbers in the observations together.
+        down_dims: Channels at each resolution; the time axis is halved between two of them.
+        kernel_size: Of the convolutions, odd.
+        n_groups: Of GroupNorm; divides each of `down_dims`.
+        step_size: Numbers that a diffusion step is embedded in, even.
+        checkpointing: Whether training computes a block's activations again in the backward pass, to save memory.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        observation: int,
+        *,
+        down_dims: Sequence[int],
+        kernel_size: int,
+        n_groups: int,
+        step_size: int,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.checkpointing, condition = checkpointing, step_size + observation
+        self.embed = nn.Sequential(
+            StepEmbedding(step_size),
+            nn.Linear(step_size, 4 * step_size),
+            nn.Mish(),
+            nn.Linear(4 * step_size, step_size),
+        )
+
+        def pair(inputs: int, outputs: int) -> nn.ModuleList:
+            return nn.ModuleList(Block(i, outputs, condition, kernel_size, n_groups) for i in (inputs, outputs))
+
+        finest, coarsest, links = down_dims[0], down_dims[-1], list(itertools.pairwise(down_dims))
+        self.down = nn.ModuleList([pair(channels, finest), *(pair(fine, coarse) for fine, coarse in links)])
+        self.shrink = nn.ModuleList(nn.Conv1d(fine, fine, 3, stride=2, padding=1) for fine, _ in links)
+        self.middle = pair(coarsest, coarsest)
+        self.up = nn.ModuleList(pair(2 * coarse, fine) for fine, coarse in reversed(links))
+        self.grow = nn.ModuleList(nn.ConvTranspose1d(fine, fine, 4, stride=2, padding=1) for fine, _ in reversed(links))
+        self.last = nn.Sequential(convolve(2 * finest, finest, kernel_size, n_groups), nn.Conv1d(finest, channels, 1))
+
+    def forward(self, actions: torch.Tensor, step: torch.Tensor, observations: torch.Tensor) -> torch.Tensor:
+        """Actions (batch, time, channels), step (batch,) and observations (batch, numbers); noise like the actions."""
+        condition = torch.cat([self.embed(step), observations], dim=1)
+        x, skipped = self._run(self.down[0], actions.transpose(1, 2), condition), []
+        for shrink, blocks in zip(self.shrink, self.down[1:], strict=True):
+            skipped.append(x)
+            x = self._run(blocks, shrink(x), condition)
+        skipped.append(x)
+        x = self._run(self.middle, x, condition)
+        for blocks, grow in zip(self.up, self.grow, strict=True):
+            x = grow(self._run(blocks, torch.cat([x, skipped.pop()], dim=1), condition))
+        return self.last(torch.cat([x, skipped.pop()], dim=1)).transpose(1, 2)
+
+    def _run(self, blocks: nn.ModuleList, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        for block in blocks:
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, condition, use_reentrant=False)
+            else:
+                x = block(x, condition)
+        return x
