@@ -72,7 +72,8 @@ def read_launch() -> tuple[Launch | None, Check]:
         return single, Check("launch", "warning", found, "Start the ranks with srun --overlap.", evidence)
     if forgotten := forgotten_launcher(launch):
         remedy = "srun python -m ddpkit doctor examines the whole job."
-        return launch, Check("launch", "warning", forgotten, remedy, evidence[:-1])
+        evidence = [line for line in evidence if not line.endswith(forgotten)]
+        return launch, Check("launch", "warning", forgotten, remedy, evidence)
     place = "" if launch.local_rank is None else f", local rank {launch.local_rank} of {launch.local_world_size}"
     found = f"{launch.kind}: rank {launch.rank} of {launch.world_size}{place}"
     return launch, Check("launch", "ok", found, "", evidence)
@@ -130,7 +131,8 @@ def _job(visit: Visit) -> None:
         visit.skip_rest("rank 0 cannot listen at its port")
         return
     try:
-        visit.begin("master", f"opening the store at {launch.master_addr or 'the launcher'}:{launch.master_port or ''}")
+        place = f"at {launch.master_addr}:{launch.master_port}" if launch.master_addr else "where the launcher leads"
+        visit.begin("master", f"opening the store {place}")
         visit.store = _open_store(visit, launch, hosts, under_agent)
         visit.post()
         visit.begin("join", f"waiting for {ranks} (at most {visit.args.timeout:g} s)")

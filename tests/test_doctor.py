@@ -24,6 +24,7 @@ from processes import CLEAN, free_port, platform_env
 import ddpkit
 from ddpkit import cli, machine, network
 from ddpkit.checks import Check, merge, render, worst
+from ddpkit.doctor import read_launch
 from ddpkit.examination import compare_clocks, roll_call, same_versions
 
 ROOT = Path(__file__).parents[1]
@@ -115,6 +116,14 @@ def test_hints_that_are_refused_are_named_with_the_way_out() -> None:
     assert "WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set. Found: RANK=0" in launch["found"]
     assert launch["remedy"].startswith("Start every process with torchrun") and "unset RANK" in launch["remedy"]
     assert found(out)["collective"]["status"] == "ok"  # the machine itself is well
+
+
+def test_a_forgotten_srun_is_one_warning(monkeypatch: Any) -> None:
+    for name, text in {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}.items():
+        monkeypatch.setenv(name, text)
+    _, check = read_launch()
+    assert check.status == "warning" and check.found.startswith("SLURM_NTASKS=4, but this process")
+    assert check.details == ["no launcher: one process"]
 
 
 def test_a_refused_task_of_a_launcher_says_one_line_only() -> None:

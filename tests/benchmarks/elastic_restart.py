@@ -1,7 +1,7 @@
 """How often `torchrun --max-restarts` brings a job back that lost a rank or a node: with ddpkit, and with plain torch.
 
-In each run the last rank fails once, in the middle. With ddpkit a run has recovered if it ends with exit code 0, went
-on from the last checkpoint and has seen each sample once an epoch; plain torch has neither to do, only to end, within
+In each run the last of four ranks fails once, in the middle. With ddpkit a run has recovered if it ends with exit code
+0, went on from the last checkpoint and has seen each sample once an epoch; plain torch only has to end, within
 `--patience` seconds. Needs root, for the virtual nodes; without it those lines are left out.
 
     python tests/benchmarks/elastic_restart.py
@@ -33,8 +33,8 @@ from restarts import lose_when, on_one_node, on_two_nodes  # noqa: E402
 OURS, PLAIN = [str(TESTS / "launchers" / "elastic.py")], [__file__, "--as-rank"]
 END = "ended after step 20"
 WAYS: dict[str, tuple[Callable[..., list[Ended]], list[str]]] = {
-    "c10d, one node": (on_one_node, ["raise", "kill"]),
-    "static, one node": (partial(on_one_node, static=True), ["raise", "kill"]),
+    "c10d, one node": (partial(on_one_node, ranks=4), ["raise", "kill"]),
+    "static, one node": (partial(on_one_node, ranks=4, static=True), ["raise", "kill"]),
     "c10d, two nodes": (on_two_nodes, ["raise", "kill"]),
     "c10d, 1:2 nodes": (partial(on_two_nodes, nodes="1:2"), ["wait"]),  # to be lost
 }

@@ -16,10 +16,10 @@ from processes import TORCHRUN, Ended, free_port, launch
 LAST_CALL = "--rdzv-conf=last_call_timeout=8"
 
 
-def on_one_node(*script: str, static: bool = False, timeout: float = 600.0) -> list[Ended]:
-    """Two ranks on this machine."""
+def on_one_node(*script: str, ranks: int = 2, static: bool = False, timeout: float = 600.0) -> list[Ended]:
+    """So many ranks on this machine."""
     meet = f"--master-port={free_port()}" if static else "--standalone"
-    return launch([*TORCHRUN, meet, "--nproc-per-node=2", "--max-restarts=3", *script], timeout=timeout)
+    return launch([*TORCHRUN, meet, f"--nproc-per-node={ranks}", "--max-restarts=3", *script], timeout=timeout)
 
 
 def on_two_nodes(
