@@ -75,8 +75,8 @@ class Run:
             yield
 
     def logs(self) -> list[Path]:
-        """The ranks' logs."""
-        return sorted(self.folder.glob("logs/*/attempt_*/*/std*.log")) or sorted(self.folder.glob("*.log"))
+        """What the ranks said of their errors."""
+        return sorted(self.folder.glob("logs/*/attempt_*/*/stderr.log")) or sorted(self.folder.glob("*.log"))
 
     def text(self, pattern: str = "**/*.log") -> str:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob(pattern)))
