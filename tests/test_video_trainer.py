@@ -5,6 +5,7 @@ One launch trains several times, as starting a process takes longer than a tiny 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -54,7 +55,8 @@ def launch(ranks: int, calls: list[tuple[str, str]]) -> list[Ended]:
     """Runs them as every rank, started by hand; without a launcher's variables if there is one rank."""
     port = free_port()
     envs = [platform_env(rank, ranks, port) for rank in range(ranks)] if ranks > 1 else [{"OMP_NUM_THREADS": "1"}]
-    return run(programs, [env | {"CUDA_VISIBLE_DEVICES": ""} for env in envs], calls, timeout=PATIENCE)
+    more = {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "offline"}
+    return run(programs, [env | more for env in envs], calls, timeout=PATIENCE)
 
 
 def outputs(ended: list[Ended]) -> list[dict[str, str]]:
@@ -278,6 +280,7 @@ def test_a_secret_in_the_options_is_seen_nowhere(runs: Runs) -> None:
     root, printed = runs
     assert "wandb_api_key is ignored: put the key into the environment" in printed[2][0]["whole2"]
     assert "s3cret" not in printed[2][0]["whole2"]
+    assert importlib.util.find_spec("wandb") or "wandb is not installed, so nothing goes" in printed[2][0]["whole2"]
     files = [path for path in (root / "whole2/tiny").rglob("*") if path.is_file()]
     assert not [path for path in files if b"s3cret" in path.read_bytes()]
 
