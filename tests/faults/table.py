@@ -9,14 +9,22 @@ import tempfile
 from pathlib import Path
 
 from .cases import CONFLICTS, FAULTS, PLACES, PLAIN, TORCHRUN, Fault
-from .playing import Outcome, Pair, play_all, why_not
+from .playing import Case, Outcome, Pair, play_all, why_not
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/faults.md"
 MARK, END = "<!-- {}: made by python -m tests.faults -->", "<!-- until here -->"
 HOW = {"raised": "exception", "verdict": "verdict", "was ended": "torchrun", "passed": "all is well"}
 Outcomes = dict[Pair, list[Outcome]]
-PAIRS: list[Pair] = [(case, launcher) for case in FAULTS for launcher in case.launchers]
-PAIRS += [(case, TORCHRUN if case.torchrun is not None else PLAIN) for case in CONFLICTS]
+
+
+def pairs_of(case: Case) -> list[Pair]:
+    """A case with each launcher that it is played under."""
+    if isinstance(case, Fault):
+        return [(case, launcher) for launcher in case.launchers]
+    return [(case, TORCHRUN if case.torchrun is not None else PLAIN)]
+
+
+PAIRS = [pair for case in (*FAULTS, *CONFLICTS) for pair in pairs_of(case)]
 
 
 def name_of(pair: Pair) -> str:
