@@ -13,7 +13,7 @@ import ddpkit
 from .config import ConfigError
 from .shards import DataError
 
-EXPECTED = (ConfigError, DataError, ddpkit.CheckpointError)  # what the user can put right
+EXPECTED = (ConfigError, DataError, ddpkit.CheckpointError)  # what the user can put right; raised by all ranks
 
 
 def run(name: str, main: Callable[[ddpkit.Context], None]) -> int:
@@ -26,15 +26,15 @@ def run(name: str, main: Callable[[ddpkit.Context], None]) -> int:
     handler.addFilter(ddpkit.RankFilter())  # the main process speaks for all; warnings come from every rank
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
     logging.getLogger("OpenGL").setLevel(logging.WARNING)
-    try:
-        with ddpkit.distributed(num_threads=1) as job, logging_redirect_tqdm():
+    with ddpkit.distributed(num_threads=1) as job, logging_redirect_tqdm():
+        try:
             main(job)
-        return 0
-    except EXPECTED as error:
-        reason = str(error)
-    except ddpkit.PeerError as error:  # on another rank, which may tell us before we find it ourselves
-        if error.error_type not in [kind.__name__ for kind in EXPECTED]:
-            raise
-        reason = error.message
+            return 0
+        except EXPECTED as error:
+            reason = str(error)
+        except ddpkit.PeerError as error:  # rank 0 found it, for all
+            if error.error_type not in [kind.__name__ for kind in EXPECTED]:
+                raise
+            reason = error.message
     print(f"{name}: error: {reason}", file=sys.stderr)
     return 2

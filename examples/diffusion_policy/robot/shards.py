@@ -71,16 +71,12 @@ def write_shard(path: Path, env_id: str, episodes: Sequence[tuple[np.ndarray, np
 
 @functools.lru_cache(maxsize=4096)
 def read_episode(path: str, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """An episode's observations and actions.
-
-    Raises:
-        DataError: If they cannot be read, naming the shard.
-    """
+    """An episode's observations and actions."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as shard:
             return shard[f"observations_{number}"], shard[f"actions_{number}"]
-    except BROKEN as error:
-        raise _broken(path, error) from None
+    except BROKEN as error:  # not a DataError, which all ranks raise: the others have yet to hear of this one
+        raise RuntimeError(f"{path} was whole at the start and cannot be read any more: {error}") from error
 
 
 def scan(folders: Sequence[str], on_broken: str) -> Index:
