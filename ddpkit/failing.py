@@ -22,7 +22,8 @@ from .watch import Watch
 _BROKEN = re.compile(r"^\[.*gloo|^Gloo |NCCL (error|communicator)|ncclRemoteError|^\[.*ProcessGroup")
 _BY_PEERS = re.compile("timed? ?out|connection|closed|reset|remote|abort", re.IGNORECASE)
 _PATIENCE = timedelta(seconds=3)  # in which all ranks notice that a collective broke: its end closes their connections
-_LIBRARIES = (os.path.dirname(__file__), os.path.dirname(torch.__file__), contextlib.__file__)
+_LIBRARIES = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
+_BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
 def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
@@ -33,32 +34,46 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
         return None
     if not isinstance(error, dist.DistError) and not _BROKEN.search(str(error)):
         return None
-    if len(dist.distributed_c10d._world.pg_map) > 1:  # who is absent may have no part in the group that it was in
-        return session.verdict()
+    call, place = _called(error)
+    no_part = call in _BETWEEN_TWO or _groups_were_made() or isinstance(error, _OF_A_STORE)
+    if session.told or not dist.is_initialized() or no_part:
+        return session.verdict()  # who is absent from the meeting below may have had no part in what broke
     try:
-        places = session.exchange(_place(error), "broken collective", _PATIENCE)
+        places = session.exchange(f"{call} {place}", "broken collective", _PATIENCE)
     except BarrierTimeout as late:
         return _absent(error, late) if _BY_PEERS.search(str(error)) else None
     except DdpkitError as cause:
         return cause
-    if len(set(places)) == 1:
+    calls = {text.split()[0] for text in places}
+    if len(calls) == 1 or "?" in calls:
         return None
-    lines = "".join(f"\n  rank {rank}: {place}" for rank, place in enumerate(places))
+    lines = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(places))
     return MismatchError(f"A collective broke because the ranks were not in the same one: {error}{lines}")
 
 
-def _absent(error: BaseException, late: BarrierTimeout) -> PeerError:
-    (rank, host), others = late.missing[0], [rank for rank, _ in late.missing[1:]]
-    here = ", ".join(str(rank) for rank, _ in late.arrived)
-    words = f"it was not in the collective that rank {here} gave up ({error}). Is it stopped, stuck or elsewhere?"
-    return PeerError(rank, host, "silent", words + (f" Nor were ranks {others}." if others else ""))
+_OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own
 
 
-def _place(error: BaseException) -> str:
-    """The line of the script that an error comes from."""
+def _groups_were_made() -> bool:
+    world = dist.distributed_c10d._world
+    return world.group_count > 1 or len(world.pg_map) > 1  # the first counts those too that this rank is not in
+
+
+def _absent(error: BaseException, late: BarrierTimeout) -> PeerError | None:
+    if len(late.missing) > 1:  # one of them may have kept the others waiting
+        return None
+    ((rank, host),), here = late.missing, ", ".join(str(rank) for rank, _ in late.arrived)
+    words = f"it did not come to where rank {here} gave up a collective ({error}). Is it stopped, stuck or elsewhere?"
+    return PeerError(rank, host, "silent", words)
+
+
+def _called(error: BaseException) -> tuple[str, str]:
+    """The function of torch.distributed that an error comes from, or "?", and the line of the script before it."""
     frames = [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]
+    calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
     theirs = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    return f"{theirs[-1].filename}:{theirs[-1].lineno} in {theirs[-1].name}: {theirs[-1].line}" if theirs else ""
+    place = f"at {os.path.basename(theirs[-1].filename)}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
+    return (calls[-1] if calls else "?"), place
 
 
 def publish(error: BaseException, session: Session, watch: Watch | None) -> None:

@@ -126,8 +126,13 @@ def average_gradients(*modules: nn.Module | torch.Tensor) -> None:
             average_gradients(actor, critic)    # rank 0, a gradient of 1.0
             average_gradients(actor, critic)    # rank 1, a gradient of 3.0; both have 2.0
     """
-    with averaging(*modules):
-        pass
+    if not runtime.joined():
+        return
+    held = _gradients_of(modules)
+    for exchange in _begin(held):
+        exchange.finish(held)
+    for p, gradient in held.items():
+        p.grad = gradient
 
 
 @contextmanager
@@ -135,7 +140,8 @@ def averaging(*modules: nn.Module | torch.Tensor) -> Iterator[None]:
     """`average_gradients`, with the work of the block done while the gradients travel. Collective.
 
     The block may draw the next batch, or play on: whatever needs neither the gradients nor the weights after this
-    step. Within it the parameters have no gradients, after it their means. On one process they come back as they were.
+    step. Within it the parameters have no gradients, after it their means; after an exception they have none. On one
+    process they come back as they were.
 
     Args:
         *modules: As for `average_gradients`, and with the same errors.
@@ -149,13 +155,14 @@ def averaging(*modules: nn.Module | torch.Tensor) -> Iterator[None]:
         >>> with averaging(net):
         ...     batch = torch.ones(1, 2)  # whatever comes next
     """
-    found = (module.parameters() if isinstance(module, nn.Module) else (module,) for module in modules)
-    held = {p: p.grad for group in found for p in group if p.requires_grad}
+    held = _gradients_of(modules)
     exchanges = _begin(held) if runtime.joined() else []
     for p in held:
         p.grad = None  # so that nothing can step with what is one rank's only
     yield
     if any(p.grad is not None for p in held):
+        for p in held:
+            p.grad = None
         raise RuntimeError(
             "Gradients were computed while those before them were still being averaged: "
             "leave the block of averaging() and step before the next backward()."
@@ -167,6 +174,11 @@ def averaging(*modules: nn.Module | torch.Tensor) -> Iterator[None]:
 
 
 Gradients = dict[torch.Tensor, torch.Tensor | None]  # by parameter
+
+
+def _gradients_of(modules: tuple[nn.Module | torch.Tensor, ...]) -> Gradients:
+    found = (module.parameters() if isinstance(module, nn.Module) else (module,) for module in modules)
+    return {p: p.grad for group in found for p in group if p.requires_grad}
 
 
 def _begin(held: Gradients) -> list[_Exchange]:

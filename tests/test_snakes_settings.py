@@ -219,6 +219,8 @@ def test_an_opponent_that_the_strategy_does_not_ask_for_is_told():
     assert "--opponent greedy does nothing" in line and "--opponent_difficulty_strategy fixed" in line
     fixed = planned("--opponent_difficulty_strategy", "fixed")
     assert cautions(fixed) == [] and opponent_at(fixed, 1) == "greedy"
+    easiest = planned("--opponent_difficulty_strategy", "fixed", "--opponent", "0")
+    assert cautions(easiest) == [] and opponent_at(easiest, 1) == 0
 
 
 def test_more_boards_than_episodes_are_told():

@@ -204,6 +204,37 @@ def test_ranks_that_have_no_part_in_a_broken_collective_are_not_blamed() -> None
         assert end.code == 1 and "Timed out" in end.output and "silent" not in end.output, end.output
 
 
+def gather_late() -> None:
+    with ddpkit.distributed(timeout=timedelta(seconds=3)) as context:
+        if context.rank == 0:
+            dist.gather(torch.ones(1), [torch.ones(1), torch.ones(1)], 0)
+        else:
+            time.sleep(4)
+            dist.gather(torch.ones(1), None, 0)
+
+
+def test_ranks_in_one_collective_on_different_lines_are_no_mismatch() -> None:
+    port = free_port()
+    ended = run(gather_late, [platform_env(rank, 2, port) for rank in range(2)], timeout=25)
+    assert ended[0].code == 1 and "Timed out" in ended[0].output, ended
+    for end in ended:
+        assert "MismatchError" not in end.output, end.output
+
+
+def wait_for_one_of_three() -> None:
+    with ddpkit.distributed(timeout=timedelta(seconds=3)) as context:
+        if context.rank == 0:
+            dist.recv(torch.ones(1), 2)
+        time.sleep(12)
+
+
+def test_a_rank_that_nothing_was_asked_of_is_not_blamed_for_a_message_that_did_not_come() -> None:
+    port = free_port()
+    ended = run(wait_for_one_of_three, [platform_env(rank, 3, port) for rank in range(3)], timeout=25)
+    for end in ended:
+        assert end.code == 1 and "Timed out" in end.output and "silent" not in end.output, end.output
+
+
 def part_ways() -> None:
     with ddpkit.distributed(timeout=timedelta(seconds=3)) as context:
         if context.rank == 1:

@@ -83,7 +83,7 @@ def opponent_at(settings: argparse.Namespace, episode: int) -> str | int:
     if settings.enable_opponent_evasion and episode >= settings.evasion_start:
         return EVASIVE
     if settings.opponent_difficulty_strategy == "fixed":
-        return settings.opponent or OPPONENT
+        return OPPONENT if settings.opponent is None else settings.opponent
     return difficulty(settings.opponent_difficulty_strategy, episode, settings.episodes)
 
 
@@ -124,7 +124,7 @@ def cautions(settings: argparse.Namespace) -> list[str]:
             f"{settings.boards_global:,} boards at once play more than the {settings.episodes:,} episodes of the run: "
             "lower --boards"
         )
-    if settings.opponent and settings.opponent_difficulty_strategy != "fixed":
+    if settings.opponent is not None and settings.opponent_difficulty_strategy != "fixed":
         lines.append(
             f"--opponent {settings.opponent} does nothing: whom to play follows the strategy "
             f"{settings.opponent_difficulty_strategy}; add --opponent_difficulty_strategy fixed"
@@ -149,7 +149,7 @@ def _describe_epsilon(s: argparse.Namespace) -> str:
 def _describe_opponents(s: argparse.Namespace) -> str:
     strategy, numbers = s.opponent_difficulty_strategy, range(1, s.episodes + 1)
     if strategy == "fixed":
-        text = f"{s.opponent or OPPONENT}, all the time"
+        text = f"{OPPONENT if s.opponent is None else s.opponent}, all the time"
     else:
         firsts = (
             bisect_left(numbers, level, key=lambda e: difficulty(strategy, e, s.episodes)) for level in range(1, 5)
