@@ -1,8 +1,9 @@
 """The network: a one-dimensional U-Net over time that says which noise is in a chunk of actions.
 
 Its architecture is that of Chi et al. 2023 (arXiv:2303.04137): residual blocks of two convolutions, modulated by the
-diffusion step and the observations. GroupNorm, not BatchNorm: what it makes of a sample depends on no other sample, and
-an average of its weights (EMA) needs no statistics of its own.
+diffusion step and the observations. These are few numbers here and pass a small network of their own first. GroupNorm,
+not BatchNorm: what it makes of a sample depends on no other sample, and an average of its weights (EMA) needs no
+statistics of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         scale, shift = self.film(condition).unsqueeze(-1).chunk(2, dim=1)
-        return self.second(scale * self.first(x) + shift) + self.shortcut(x)
+        return self.second((1 + scale) * self.first(x) + shift) + self.shortcut(x)
 
 
 class UNet1D(nn.Module):
@@ -74,13 +75,14 @@ class UNet1D(nn.Module):
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        self.checkpointing, condition = checkpointing, step_size + observation
+        self.checkpointing, condition = checkpointing, 3 * step_size
         self.embed = nn.Sequential(
             StepEmbedding(step_size),
             nn.Linear(step_size, 4 * step_size),
             nn.Mish(),
             nn.Linear(4 * step_size, step_size),
         )
+        self.see = nn.Sequential(nn.Linear(observation, 128), nn.Mish(), nn.Linear(128, 2 * step_size))
 
         def pair(inputs: int, outputs: int) -> nn.ModuleList:
             return nn.ModuleList(Block(i, outputs, condition, kernel_size, n_groups) for i in (inputs, outputs))
@@ -95,7 +97,7 @@ class UNet1D(nn.Module):
 
     def forward(self, actions: torch.Tensor, step: torch.Tensor, observations: torch.Tensor) -> torch.Tensor:
         """Actions (batch, time, channels), step (batch,) and observations (batch, numbers); noise like the actions."""
-        condition = torch.cat([self.embed(step), observations], dim=1)
+        condition = torch.cat([self.embed(step), self.see(observations)], dim=1)
         x, skipped = self._run(self.down[0], actions.transpose(1, 2), condition), []
         for shrink, blocks in zip(self.shrink, self.down[1:], strict=True):
             skipped.append(x)
