@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import on_ranks
+from PIL import Image
 from processes import CLEAN, free_port, platform_env, run
-from robot import checkpoints, collect, program, train
+from robot import checkpoints, collect, drawing, program, train
 from robot.config import ConfigError, read_config
 from robot.environments import EXPERTS, Arena, Expert, Learned, Random
 from robot.evaluation import UNSEEN, evaluate
@@ -308,3 +309,20 @@ def test_a_global_batch_must_divide() -> None:
     assert train.make_plan(config, 4).per_rank_batch_size == 32
     with pytest.raises(ConfigError, match="does not divide"):
         train.make_plan(config, 3)
+
+
+def test_where_nothing_can_render_the_paths_are_plotted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_a_screen(env_id: str, horizon: int, **view: Any) -> Arena:
+        if view:
+            raise OSError("no EGL here")
+        return Arena(env_id, horizon)
+
+    monkeypatch.setattr(drawing, "Arena", without_a_screen)
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    for env_id in EXPERTS:
+        written = drawing.film(env_id, Expert(env_id), UNSEEN, 5, tmp_path / env_id)
+        with Image.open(written) as picture:
+            assert written.suffix == ".png" and picture.width > 500
+    assert caplog.text.count("MuJoCo cannot render here (OSError: no EGL here): plotting paths") == 2
