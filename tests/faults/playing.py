@@ -136,6 +136,8 @@ def judge_fault(case: Fault, launcher: str, run: Run, outcome: Outcome, others: 
             continue
         outcome.how.append(run.how(rank, text))
         by_torchrun = said in summary or f"rank      : {case.faulty}" in summary
+        if launcher == TORCHRUN and outcome.how[-1] == "was ended":  # because another one had failed, having said it
+            by_torchrun = by_torchrun or any(said in run.text_of(other) for other in others)
         if case.nodes:
             said = f"rank {1 - rank} (node{2 - rank}) failed: lost"
         if case.passes != (outcome.how[-1] == "passed") or not (said in text or by_torchrun):
