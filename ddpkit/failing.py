@@ -23,6 +23,7 @@ _BROKEN = re.compile(r"^\[.*gloo|^Gloo |NCCL (error|communicator)|ncclRemoteErro
 _BY_PEERS = re.compile("timed? ?out|connection|closed|reset|remote|abort", re.IGNORECASE)
 _PATIENCE = timedelta(seconds=3)  # in which all ranks notice that a collective broke: its end closes their connections
 _LIBRARIES = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
+_OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own
 _BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
@@ -49,9 +50,6 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
         return None
     lines = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(places))
     return MismatchError(f"A collective broke because the ranks were not in the same one: {error}{lines}")
-
-
-_OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own
 
 
 def _groups_were_made() -> bool:

@@ -129,10 +129,7 @@ def average_gradients(*modules: nn.Module | torch.Tensor) -> None:
     if not runtime.joined():
         return
     held = _gradients_of(modules)
-    for exchange in _begin(held):
-        exchange.finish(held)
-    for p, gradient in held.items():
-        p.grad = gradient
+    _finish(_begin(held), held)
 
 
 @contextmanager
@@ -167,10 +164,7 @@ def averaging(*modules: nn.Module | torch.Tensor) -> Iterator[None]:
             "Gradients were computed while those before them were still being averaged: "
             "leave the block of averaging() and step before the next backward()."
         )
-    for exchange in exchanges:
-        exchange.finish(held)
-    for p, gradient in held.items():
-        p.grad = gradient
+    _finish(exchanges, held)
 
 
 Gradients = dict[torch.Tensor, torch.Tensor | None]  # by parameter
@@ -187,6 +181,13 @@ def _begin(held: Gradients) -> list[_Exchange]:
     for p in held:
         buckets.setdefault((p.device, torch.promote_types(p.dtype, torch.float32)), []).append(p)
     return [_Exchange(held, bucket, dtype) for (_, dtype), bucket in buckets.items()]
+
+
+def _finish(exchanges: list[_Exchange], held: Gradients) -> None:
+    for exchange in exchanges:
+        exchange.finish(held)
+    for p, gradient in held.items():
+        p.grad = gradient
 
 
 @functools.cache  # what all ranks agreed on need not be compared again
