@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ddpkit
@@ -24,6 +25,17 @@ def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 3
     seconds.
     """
     return ddpkit.spawn(_joined, nprocs, fn, args, timeout, timeout=timedelta(seconds=4 * timeout))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states, of tensors in dictionaries and lists, are equal to the last bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
 
 
 @pytest.fixture(autouse=True)

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import on_ranks
-from processes import CLEAN, free_port, platform_env
+from processes import CLEAN, ROOT, TORCHRUN, free_port, platform_env
 
 import ddpkit
 
-ROOT = Path(__file__).parents[1]
 DIGITS = str(ROOT / "examples" / "digits.py")
 ENV = CLEAN | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def run_all(commands: list[list[str]], envs: list[dict[str, str]]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import on_ranks
+from conftest import on_ranks, same
 from PIL import Image
 from processes import CLEAN, free_port, platform_env, run
 from robot import checkpoints, collect, drawing, program, train
@@ -70,16 +70,6 @@ def only_run(runs: Path) -> Path:
 
 def states(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "last.pth")["state"]
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def test_demonstrations_hold_what_the_expert_meant_not_what_the_noise_made_of_it(demonstrations: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import same
 from processes import CLEAN, Ended, free_port, platform_env, run
 from snakes.evaluation import play_games
 from snakes.networks import Actor
@@ -123,16 +124,6 @@ def scalars(folder: Path, tag: str) -> dict[int, float]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return {event.step: event.value for event in EventAccumulator(str(folder)).Reload().Scalars(tag)}
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def shell(command: list[str], timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:

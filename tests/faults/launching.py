@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from processes import CLEAN, begin
+from processes import CLEAN, ROOT, TORCHRUN, begin
 
-ROOT, PYTHON = Path(__file__).parents[2], sys.executable
+PYTHON = sys.executable
 
 
 class Run:
@@ -43,7 +43,7 @@ class Run:
     def torchrun(self, *words: str, nprocs: int, **env: str) -> None:
         """Starts torchrun, with a log for each rank."""
         flags = [f"--nproc_per_node={nprocs}", "--redirects=3", f"--log_dir={self.folder}/logs"]
-        self.command(PYTHON, "-m", "torch.distributed.run", *flags, *words, **env)
+        self.command(*TORCHRUN, *flags, *words, **env)
 
     def _log(self) -> Path:
         self.end = self.end or time.time() + self.limit
