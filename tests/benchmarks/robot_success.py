@@ -38,7 +38,7 @@ def call(ranks: int, module: str, *arguments: str) -> float:
 def play(checkpoint: Path, episodes: int, *players: str) -> dict[str, str]:
     """Success with its standard error, by player."""
     scores = checkpoint.with_name("scores.json")
-    call(2, "rollout", str(checkpoint), "--n", f"{episodes}", "--json", str(scores), "--players", *players)
+    call(2, "rollout", str(checkpoint), "--episodes", f"{episodes}", "--json", str(scores), "--players", *players)
     found = json.loads(scores.read_text())
     return {name: f"{score['success_rate']:.2f} ± {score['standard_error']:.2f}" for name, score in found.items()}
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of training")
     parser.add_argument("--epochs", type=int, default=20, help="of 250 optimiser steps")
     parser.add_argument("--demonstrations", type=int, default=200, help="episodes to learn from")
-    parser.add_argument("--n", type=int, default=100, help="episodes of each evaluation")
+    parser.add_argument("--episodes", type=int, default=100, help="episodes of each evaluation")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         data, runs = Path(scratch, "data"), Path(scratch, "runs")
@@ -64,10 +64,10 @@ def main() -> None:
                 settings += ["train.keep_batch_size=global", f"train.seed={seed}", f"train.num_epochs={args.epochs}"]
                 seconds = call(ranks, "train", *settings, "experiment.rollout.enabled=false")
                 (checkpoint,) = runs.glob(f"{name}/*/last.pth")
-                scores = play(checkpoint, args.n, "ema", "raw")
+                scores = play(checkpoint, args.episodes, "ema", "raw")
                 row = f"| {ranks} | {seed} | {250 * args.epochs} | {seconds:.0f} s |"
                 print(row, " | ".join(scores.values()), "|", flush=True)
-        scores = play(checkpoint, args.n, "random", "expert")
+        scores = play(checkpoint, args.episodes, "random", "expert")
         print(", ".join(f"{name} {score}" for name, score in scores.items()))
 
 

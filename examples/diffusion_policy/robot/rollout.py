@@ -4,7 +4,7 @@ From the folder above, on one process; on two, which share the episodes; and wit
 
     python -m robot.rollout runs/fetch_pick_and_place/20250101120000/last.pth
     torchrun --nproc_per_node=2 -m robot.rollout runs/.../last.pth --players ema raw
-    python -m robot.rollout runs/.../last.pth --players ema --n 1 --film rollout --strip rollout.png
+    python -m robot.rollout runs/.../last.pth --players ema --episodes 1 --film rollout --strip rollout.png
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def read_settings() -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", type=Path, help="last.pth or models/model_epoch_N.pth of a run")
     add("--players", nargs="+", default=["ema", "raw", "random", "expert"], help="who plays")
-    add("--n", type=int, default=100, help="episodes, over all ranks")
+    add("--episodes", type=int, default=100, help="episodes, over all ranks")
     add("--horizon", type=int, default=50, help="steps in an episode")
     add("--first-seed", type=int, default=UNSEEN, help="of the episodes; demonstrations have smaller ones")
     add("--json", type=Path, help="file for the scores")
     add("--film", type=Path, help="file, without a suffix, for a film of the first player's first episode")
     add("--strip", type=Path, help="file for some of the film's frames side by side")
     settings = parser.parse_args()
-    if min(settings.n, settings.horizon) < 1 or settings.first_seed < 0:
-        parser.error("--n and --horizon count from 1, --first-seed from 0")
+    if min(settings.episodes, settings.horizon) < 1 or settings.first_seed < 0:
+        parser.error("--episodes and --horizon count from 1, --first-seed from 0")
     if settings.strip and not settings.film:
         parser.error("--strip is made of a film: give --film too")
     return settings
@@ -58,7 +58,7 @@ def main(settings: argparse.Namespace) -> None:
     log.info("%s after %d steps of training, in %s", settings.checkpoint, saved["step"], saved["env_id"])
     scores = {}
     for name in settings.players:
-        score = evaluate(saved["env_id"], players[name], settings.n, settings.horizon, settings.first_seed)
+        score = evaluate(saved["env_id"], players[name], settings.episodes, settings.horizon, settings.first_seed)
         log.info("%-6s  %s", name, score)
         scores[name] = {"success_rate": score.rate, "standard_error": score.error, "episodes": score.episodes}
     if settings.json:
