@@ -130,7 +130,7 @@ def pick_and_place(observation: np.ndarray) -> np.ndarray:
     above = np.array([0, 0, np.clip(2 * (aside - 0.01), 0, 0.06)])
     held = np.clip((0.06 - fingers) / 0.008, 0, 1) * (distance < 0.025)  # the block is 0.05 wide
     velocity = 10 * ((1 - held) * (way + above) + held * (goal - block))
-    return np.append(velocity, 100 * (distance - 0.02))
+    return np.append(velocity, 100 * (distance - 0.02) - 2 * held)  # firmly, once it is held
 
 
 EXPERTS = {"FetchPickAndPlace-v4": pick_and_place, "FetchReach-v4": reach}
