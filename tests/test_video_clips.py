@@ -171,6 +171,10 @@ def damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:40])
 
 
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
 def narrow(path: Path) -> None:
     Image.new("RGB", (46, 32)).save(path)
 
@@ -182,6 +186,7 @@ def narrow(path: Path) -> None:
         (lose, "train_spike/b/000003.npy", "train_spike/b and .*train_GT/b must have the same names, but 000003"),
         (damage, "train_GT_blurred/a/000001.png", "cannot read .*train_GT_blurred/a/000001.png"),
         (damage, "train_spike/a/000001.npy", "cannot read .*train_spike/a/000001.npy"),
+        (empty, "train_spike/a/000001.npy", "cannot read .*train_spike/a/000001.npy"),
         (narrow, "train_GT_blurred/a/000001.png", r"a/000001.png holds \(32, 46, 3\), but \(32, 48, 3\) fits"),
     ],
 )
@@ -190,6 +195,18 @@ def test_frames_that_are_missing_or_do_not_fit_are_named(tmp_path: Path, change:
     change(root / file)
     with pytest.raises(TrainerError, match=message):
         find_clips(section(root), 3)
+
+
+@pytest.mark.parametrize(("change", "message"), [(empty, "cannot read .*a/000003.png"), (narrow, "a/000003.png holds")])
+def test_a_bad_frame_that_is_not_kept_in_memory_is_an_error_of_one_rank(
+    tmp_path: Path, change: Any, message: str
+) -> None:
+    data = section(video.write_clips(tmp_path), cache_data=False)
+    change(tmp_path / "train_GT_blurred/a/000003.png")
+    crops = Crops(find_clips(data, 3), data, seed=0)
+    crops[0]
+    with pytest.raises(RuntimeError, match=message):  # a TrainerError is one of all ranks, and said once
+        crops[len(crops) // 3]
 
 
 def test_missing_data_is_named_with_the_way_to_make_it(tiny: Path, tmp_path: Path) -> None:

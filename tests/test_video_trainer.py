@@ -332,6 +332,15 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
         assert "Traceback" not in text + nothing and "error" not in nothing
 
 
+def test_a_frame_that_one_rank_cannot_read_is_named_on_all_and_all_end(clips: Path, tmp_path: Path) -> None:
+    shutil.copytree(clips, tmp_path / "clips")
+    (tmp_path / "clips/train_GT/a/000003.png").write_bytes(b"")
+    opt = video.options(tmp_path / "clips", tmp_path, datasets__train__cache_data=False)
+    for process in launch(2, [(TRAIN, video.write_options(tmp_path / "opt.json", opt))]):
+        assert process.code == 1, process.output
+        assert re.search("Error: .*cannot read .*train_GT/a/000003.png", process.output), process.output
+
+
 def test_a_damaged_or_incomplete_newest_set_is_passed_over(runs: Runs, clips: Path, tmp_path: Path) -> None:
     shutil.copytree(runs[0] / "whole2", tmp_path / "kept")
     models = tmp_path / "kept/tiny/models"

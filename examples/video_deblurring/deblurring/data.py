@@ -30,23 +30,27 @@ class Clip:
 
     def __init__(self, name: str, files: dict[str, list[Path]], cached: bool) -> None:
         self.name, self._files = name, files
-        self._frames = {part: [_read(path) for path in paths] for part, paths in files.items()} if cached else None
         self.parts = tuple(files)
-        self.height, self.width, _ = self.frame("H", 0).shape
+        self.height, self.width, _ = _read(files["H"][0]).shape
         if self.height % 2 or self.width % 2:
             raise TrainerError(f"clip {name} has frames of {self.width} x {self.height}: width and height must be even")
-        right = {"H": (self.height, self.width, 3), "S": (WINDOW, self.height // 2, self.width // 2)}
-        right["L"] = right["H"]
-        for part in self.parts:
-            for number in range(len(self) if cached else 1):
-                if (shape := self.frame(part, number).shape) != right[part]:
-                    raise TrainerError(f"{files[part][number]} holds {shape}, but {right[part]} fits the sharp frames")
+        self._shapes = {"H": (self.height, self.width, 3), "S": (WINDOW, self.height // 2, self.width // 2)}
+        self._shapes["L"] = self._shapes["H"]
+        numbers = range(len(self) if cached else 1)  # the first frames are looked at in any case
+        frames = {part: [self._load(part, number) for number in numbers] for part in files}
+        self._frames = frames if cached else None
 
     def __len__(self) -> int:
         return len(self._files["H"])
 
     def frame(self, part: str, number: int) -> NDArray[np.uint8]:
-        return self._frames[part][number] if self._frames else _read(self._files[part][number])
+        return self._frames[part][number] if self._frames else self._load(part, number)
+
+    def _load(self, part: str, number: int) -> NDArray[np.uint8]:
+        frame = _read(path := self._files[part][number])
+        if frame.shape != self._shapes[part]:
+            raise TrainerError(f"{path} holds {frame.shape}, but {self._shapes[part]} fits the sharp frames")
+        return frame
 
     def stack(self, part: str) -> NDArray[np.uint8]:
         """All frames of a part with the channels first: (n, channels, height, width)."""
@@ -121,6 +125,12 @@ class Crops:
         return len(self.places)
 
     def __getitem__(self, index: int) -> dict[str, NDArray[np.uint8]]:
+        try:
+            return self._cut(index)
+        except TrainerError as error:
+            raise RuntimeError(str(error)) from error  # on this rank alone: the others have to be told
+
+    def _cut(self, index: int) -> dict[str, NDArray[np.uint8]]:
         clip, first = self.places[index]
         rng = np.random.default_rng(ddpkit.sample_seed(self.seed, self.epoch, index))
         top = 2 * int(rng.integers((clip.height - self.size) // 2 + 1))  # even: spikes have half the resolution
@@ -170,7 +180,7 @@ def _read(path: Path) -> NDArray[np.uint8]:
         else:
             with Image.open(path) as image:
                 frame = np.asarray(image.convert("RGB"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, SyntaxError) as error:  # the last two: an empty .npy file, a broken PNG file
         raise TrainerError(f"cannot read {path}: {error}") from error
     if frame.dtype != np.uint8:
         raise TrainerError(f"{path} holds {frame.dtype}, expected bytes (uint8)")
