@@ -131,10 +131,12 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
             )
         )
     }
-    shutil.copytree(root / "half", root / "half1")
+    for copy in ("half1", "slower"):
+        shutil.copytree(root / "half", root / copy)
     printed[3] = outputs(launch(3, [call("resumed3", "half"), call("test3", "whole2", TEST)]))
     one = [call("resumed1", "half1"), call("whole1", "whole1"), call("test1", "whole2", TEST)]
     one += [call(f"amp_{kind}", f"amp_{kind}", train__amp=kind, train__total_iter=2) for kind in ("bf16", "fp16")]
+    one += [call("slower", "slower", train__G_optimizer_lr=1e-4, train__total_iter=8)]
     one += [call(f"unseeded{i}", "unseeded", train__manual_seed=None, train__total_iter=i) for i in (1, 2)]
     printed[1] = outputs(launch(1, one))
     return root, printed
@@ -170,6 +172,11 @@ def test_a_run_goes_on_exactly_where_it_was_on_another_number_of_ranks(runs: Run
     assert states[0]["loader"] == states[1]["loader"]
     moments = [[state["optimizer"]["state"][i]["exp_avg"] for i in range(8)] for state in states]
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*moments, strict=True))
+
+
+def test_a_run_goes_on_with_the_learning_rate_of_its_options(runs: Runs) -> None:
+    (line,) = LINE.findall(runs[1][1][0]["slower"])
+    assert float(line[2]) == pytest.approx(1e-4 * (1 + np.cos(np.pi * 7 / 12)) / 2, rel=1e-3)
 
 
 def test_what_has_been_set_free_moves_and_what_is_frozen_does_not(runs: Runs) -> None:

@@ -25,7 +25,15 @@ from deblurring.networks import as_float, make_network
 from deblurring.options import Options, redacted
 from deblurring.running import Boards, Speed, open_folder, run
 from deblurring.testing import tell, test, write_scores
-from deblurring.training import cut_short, freeze, loss_of, make_optimizer, set_learning_rates, update_average
+from deblurring.training import (
+    cut_short,
+    freeze,
+    loss_of,
+    make_optimizer,
+    set_learning_rates,
+    take_settings,
+    update_average,
+)
 from tqdm import tqdm
 
 import ddpkit
@@ -78,6 +86,7 @@ def main(opt: Options, job: ddpkit.Context) -> None:
     if found:
         reused = {name: part for name, part in state.items() if name != "optimizer" or train["G_optimizer_reuse"]}
         restore_set(found, nets, **reused)
+        take_settings(optimizer, make_optimizer(net, train))  # the options', not those of the saved one
         step = found.saved["step"]
         log.info("goes on after iteration %d of %d, with %s", step, train["total_iter"], found.path)
 

@@ -81,6 +81,12 @@ def make_optimizer(net: nn.Module, train: Mapping[str, Any]) -> torch.optim.Opti
     return kind([group for group in settings if group["params"]], lr, betas=betas, weight_decay=decay)
 
 
+def take_settings(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Gives an optimizer the settings of another with the same groups: learning rates, decay. Its moments stay."""
+    for group, now in zip(optimizer.param_groups, other.param_groups, strict=True):
+        group.update({name: value for name, value in now.items() if name != "params"})
+
+
 def set_learning_rates(optimizer: torch.optim.Optimizer, train: Mapping[str, Any], step: int) -> float:
     """Sets the learning rate of every group for one step; returns the first one's."""
     for group in optimizer.param_groups:
