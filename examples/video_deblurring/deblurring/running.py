@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -33,18 +33,17 @@ def run(main: Main, description: str) -> int:
         main: Called with the options and where this rank stands. Raises a `TrainerError` on all ranks or on none.
         description: For `--help`.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opt", required=True, help="option file, JSON with // comments")
-    path = parser.parse_args().opt
     handler = logging.StreamHandler()
     handler.addFilter(ddpkit.RankFilter())  # the main process speaks for all; warnings come from every rank
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
     logging.getLogger("ddpkit").setLevel(logging.WARNING)  # its own report of the launch is the banner's
-    _choose_gpus(path)
+    _choose_gpus(parser)
     with ddpkit.distributed() as job, logging_redirect_tqdm():
         sys.stderr.write(banner(job))
         try:
-            opt = on_main(read_options, path)
+            opt = on_main(read_options, parser.parse_args().opt)
             if opt["gpu_ids"] and job.world_size > 1 and ddpkit.is_main_process():
                 log.warning("gpu_ids is for one process; here each rank has the device of its local rank")
             main(opt, job)
@@ -57,16 +56,23 @@ def run(main: Main, description: str) -> int:
             _close_log()
 
 
+class _Parser(argparse.ArgumentParser):
+    """Leaves it to `run()` to say what is wrong, which on several ranks is to be said once."""
+
+    def error(self, message: str) -> NoReturn:
+        raise TrainerError(f"{message}\n{self.format_usage()}")
+
+
 def banner(job: ddpkit.Context) -> str:
     """How a process reports itself; one piece, so that several do not mix."""
     line = "=" * 60
     return f"{line}\nDistributed training: process {job.rank} of {job.world_size}\n{job}\n{line}\n"
 
 
-def _choose_gpus(path: str) -> None:
+def _choose_gpus(parser: argparse.ArgumentParser) -> None:
     """One process takes the GPUs that `gpu_ids` names. It has to be said before anything touches one."""
     with suppress(TrainerError, ddpkit.LaunchError):  # both are reported later
-        if ddpkit.detect_launch().world_size == 1 and (ids := read_options(path)["gpu_ids"]):
+        if ddpkit.detect_launch().world_size == 1 and (ids := read_options(parser.parse_args().opt)["gpu_ids"]):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ids))
 
 
