@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import ddpkit
 from deblurring.checkpoints import everywhere
@@ -70,7 +71,8 @@ def test(
     """
     net = ddpkit.unwrap_model(net).eval()  # ranks have different numbers of clips, and DDP's forward may wait
     mine = list(ddpkit.DistributedEvalSampler(clips))
-    found = everywhere(lambda: [_test_clip(net, clips[i], val, device, images, label) for i in mine])
+    bar = tqdm(mine, "test", unit="clip", leave=False, disable=None if ddpkit.is_main_process() else True)
+    found = everywhere(lambda: [_test_clip(net, clips[i], val, device, images, label) for i in bar])
     net.train()
     results = ddpkit.gather_exact(found, mine, len(clips))
     return Report({clip.name: scores for clip, scores in zip(clips, results, strict=True)})
