@@ -63,7 +63,7 @@ _dataset = {
     "dataroot_lq": or_null(text()),
     "dataroot_spike": or_null(text()),
     "meta_info_file": or_null(text()),
-    "cache_data": flag(True),
+    "cache_data": flag(),
 }
 _train_dataset = {
     "dataset_type": choice(*TRAIN_TYPES),
