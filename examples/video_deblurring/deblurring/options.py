@@ -57,6 +57,8 @@ def complete(content: Mapping[str, Any], name: str = "the option file") -> Optio
             reason, neutral = ABSENT[key]
             if value not in neutral:
                 problems.append(f"{key} of the original is not supported: {reason}. Remove it")
+        elif any(known.startswith(f"{key}.") for known in KEYS):
+            problems.append(f"{key} must be a section: {{ … }}")
         elif key not in KEYS:
             problems.append(f"{key} is unknown{_nearest(key)}")
         elif not KEYS[key].fits(value):
@@ -128,6 +130,10 @@ def _contradictions(opt: Options) -> Iterator[str]:
     for split, has_spikes in zip(("train", "test"), spikes, strict=True):
         if opt["datasets"][split]["dataroot_spike"] and not has_spikes:
             yield f"datasets.{split}.dataroot_spike needs a dataset_type with RGBSpike in its name"
+        roots = ["dataroot_gt", "dataroot_lq", *(["dataroot_spike"] if has_spikes else [])]
+        absent = [name for name in roots if opt["datasets"][split][name] is None]
+        if 0 < len(absent) < len(roots):
+            yield f"datasets.{split} lacks {' and '.join(absent)}: name {', '.join(roots)}, or none of them"
     if not data["dataloader_num_workers"]:
         for name in ("dataloader_persistent_workers", "dataloader_prefetch_factor"):
             if data[name]:
