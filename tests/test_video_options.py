@@ -84,8 +84,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("task", "../x", "task must be the name of a folder"),
         ("scale", 2, "scale must be 1, not 2"),
         ("netG__net_type", "vrt", "netG.net_type must be 'tiny_clip', not \"vrt\""),
-        ("netG__window_size", [6, 8, 8], "netG.window_size of the original is not supported: it is a size of VRT"),
-        ("val__flip_seq", True, "val.flip_seq of the original is not supported"),
+        ("netG__window_size", [6, 8, 8], "netG.window_size: of the original, not supported here: VRT is not"),
+        ("val__flip_seq", True, "val.flip_seq: of the original, not supported"),
         ("logging__wandb_api_key", 123, "logging.wandb_api_key must be a text, or null, not <redacted>"),
         ("datasets__test__dataset_type", "VideoRecurrentTestDataset", "both with spikes, or neither"),
         ("datasets__train__dataloader_prefetch_factor", 2, "needs dataloader_num_workers of at least 1"),
@@ -110,6 +110,12 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert len(str(error.value).splitlines()) == 4
     with pytest.raises(TrainerError, match="train.total_iter is missing: it must be a whole number"):
         complete({"task": "x"})
+
+
+def test_keys_that_are_not_here_for_one_reason_are_told_together() -> None:
+    with pytest.raises(TrainerError) as error:
+        checked(netG__upscale=1, netG__depths=[8, 4], val__flip_seq=True)
+    assert len(str(error.value).splitlines()) == 3 and "\n  netG.upscale, netG.depths: of the" in str(error.value)
 
 
 def test_a_key_of_the_original_that_asks_for_nothing_is_taken() -> None:

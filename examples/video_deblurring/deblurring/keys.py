@@ -180,7 +180,7 @@ ABSENT = (
     | _absent(
         "netG.",
         VRT_SIZES.split(),
-        "it is a size of VRT, which is not here; tiny_clip has embed_dim and depth",
+        "VRT is not here, and tiny_clip has embed_dim and depth",
     )
     | _absent("netG.", ["init_type"], "torch's initialisation is used", "default")
     | _absent("train.", ["G_param_strict", "E_param_strict"], "checkpoints always have to fit", True)

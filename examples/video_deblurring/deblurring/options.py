@@ -52,17 +52,20 @@ def complete(content: Mapping[str, Any], name: str = "the option file") -> Optio
         TrainerError: If anything is wrong, naming every key.
     """
     given, problems = dict(_flatten(content)), []
+    absent: dict[str, list[str]] = {}  # by the reason
     for key, value in given.items():
         if key in ABSENT:
             reason, neutral = ABSENT[key]
             if value not in neutral:
-                problems.append(f"{key} of the original is not supported: {reason}. Remove it")
+                absent.setdefault(reason, []).append(key)
         elif any(known.startswith(f"{key}.") for known in KEYS):
             problems.append(f"{key} must be a section: {{ … }}")
         elif key not in KEYS:
             problems.append(f"{key} is unknown{_nearest(key)}")
         elif not KEYS[key].fits(value):
             problems.append(f"{key} must be {KEYS[key].expected}, not {_shown(key, value)}")
+    for reason, keys in absent.items():
+        problems.append(f"{', '.join(keys)}: of the original, not supported here: {reason}. Remove it")
     missing = [key for key, rule in KEYS.items() if rule.default is REQUIRED and key not in given]
     problems += [f"{key} is missing: it must be {KEYS[key].expected}" for key in missing]
     opt: Options = {}
