@@ -159,6 +159,7 @@ def test_only_the_clips_that_the_list_names_are_read(tiny: Path, tmp_path: Path)
     (tmp_path / "list.txt").write_text("b 4 (40,32,3) 0\n")
     (clip,) = find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
     assert clip.name == "b" and len(clip) == 4 and clip.parts == ("H", "L", "S")
+    (tmp_path / "list.txt").write_text("b\n\n")
     (clip,) = find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt"), dataroot_spike=None), 3)
     assert clip.parts == ("H", "L")
 
@@ -215,6 +216,13 @@ def test_missing_data_is_named_with_the_way_to_make_it(tiny: Path, tmp_path: Pat
     (tmp_path / "list.txt").write_text("c 4 (40,32,3) 0\n")
     with pytest.raises(TrainerError, match=r"no .png files in .*train_GT/c"):
         find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
+    for line, message in (
+        ("b 5 (40,32,3) 0", "train_GT/b has 4 frames, but .* says 5"),
+        ("b four", "cannot read meta"),
+    ):
+        (tmp_path / "list.txt").write_text(line)
+        with pytest.raises(TrainerError, match=message):
+            find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
     with pytest.raises(TrainerError, match="train_GT/b has 4 frames, but num_frame is 5"):
         find_clips(section(tiny), 5)
     data = section(tiny, gt_size=34)

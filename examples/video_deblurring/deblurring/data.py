@@ -72,11 +72,11 @@ def find_clips(data: dict[str, Any], num_frame: int) -> list[Clip]:
     for part, root in roots.items():
         if not root.is_dir():
             raise TrainerError(f"there is no folder {root} ({PARTS[part]}): {_MAKE_IT}")
-    names = _listed_names(data["meta_info_file"]) if data["meta_info_file"] else _names(roots["H"])
+    names = _listed_names(data["meta_info_file"]) if data["meta_info_file"] else dict.fromkeys(_names(roots["H"]))
     if not names:
         raise TrainerError(f"there are no clips in {data['meta_info_file'] or roots['H']}: {_MAKE_IT}")
     clips = []
-    for name in names:
+    for name, count in names.items():
         files = {part: _frames(root / name, part) for part, root in roots.items()}
         stems = {part: [path.stem for path in paths] for part, paths in files.items()}
         for part, root in roots.items():
@@ -85,6 +85,8 @@ def find_clips(data: dict[str, Any], num_frame: int) -> list[Clip]:
                     f"the frames in {root / name} and {roots['H'] / name} must have the same names, but {odd[0]} is "
                     "in one of them only"
                 )
+        if count not in (None, len(stems["H"])):
+            raise TrainerError(f"{roots['H'] / name} has {len(stems['H'])} frames, but meta_info_file says {count}")
         if len(stems["H"]) < num_frame:
             raise TrainerError(f"{roots['H'] / name} has {len(stems['H'])} frames, but num_frame is {num_frame}")
         clips.append(Clip(name, files, data["cache_data"]))
@@ -158,11 +160,12 @@ def _names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _listed_names(file: str) -> list[str]:
-    """The first word of each line, as in the original's lists: "000 100 (720,1280,3) 0"."""
+def _listed_names(file: str) -> dict[str, int | None]:
+    """Clips and, where it is said, how many frames they have; as in the original's lists: "000 100 (720,1280,3) 0"."""
     try:
-        return [line.split()[0] for line in Path(file).read_text().splitlines() if line.strip()]
-    except OSError as error:
+        lines = [line.split() for line in Path(file).read_text().splitlines() if line.strip()]
+        return {name: int(rest[0]) if rest else None for name, *rest in lines}
+    except (OSError, ValueError) as error:
         raise TrainerError(f"cannot read meta_info_file: {error}") from error
 
 
