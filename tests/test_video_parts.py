@@ -11,6 +11,7 @@ import torch
 from deblurring.errors import TrainerError
 from deblurring.metrics import measure, psnr, ssim
 from deblurring.networks import TinyClip, as_float, inject_detail, restore, starts
+from deblurring.running import visible_gpus
 from deblurring.training import (
     cut_short,
     freeze,
@@ -228,3 +229,10 @@ def test_scores_are_those_of_images_in_bytes() -> None:
 def test_bytes_are_scaled_to_one() -> None:
     batch = {"H": torch.tensor([255], dtype=torch.uint8), "S": torch.tensor([16], dtype=torch.uint8)}
     assert {part: value.item() for part, value in as_float(batch, torch.device("cpu")).items()} == {"H": 1, "S": 1}
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, "2,0"), ("4,5,6", "6,4"), ("GPU-a,GPU-b", "GPU-a"), ("", ""), ("7", "7")]
+)
+def test_gpu_ids_count_among_the_visible_gpus(visible: str | None, expected: str) -> None:
+    assert visible_gpus([2, 0], visible) == expected

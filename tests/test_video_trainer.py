@@ -137,6 +137,7 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     one = [call("resumed1", "half1"), call("whole1", "whole1"), call("test1", "whole2", TEST)]
     one += [call(f"amp_{kind}", f"amp_{kind}", train__amp=kind, train__total_iter=2) for kind in ("bf16", "fp16")]
     one += [call("slower", "slower", train__G_optimizer_lr=1e-4, train__total_iter=8)]
+    one += [call("gpus", "gpus", gpu_ids=[0, 2], train__total_iter=1)]
     one += [call(f"unseeded{i}", "unseeded", train__manual_seed=None, train__total_iter=i) for i in (1, 2)]
     printed[1] = outputs(launch(1, one))
     return root, printed
@@ -307,6 +308,11 @@ def test_without_spikes_and_in_mixed_precision_it_trains_too(runs: Runs) -> None
 
 def test_without_a_seed_a_run_goes_on_with_the_one_it_drew(runs: Runs) -> None:
     assert "goes on after iteration 1 of 2" in runs[1][1][0]["unseeded2"]
+
+
+def test_gpus_that_are_not_there_are_warned_of(runs: Runs) -> None:
+    assert "gpu_ids names 2 GPUs, but 0 can be used: this process has cpu" in runs[1][1][0]["gpus"]
+    assert "gpu_ids" not in re.sub('"gpu_ids": null', "", runs[1][1][0]["whole1"])
 
 
 def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: Path, tmp_path: Path) -> None:

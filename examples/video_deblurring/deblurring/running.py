@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -44,8 +45,8 @@ def run(main: Main, description: str) -> int:
         sys.stderr.write(banner(job))
         try:
             opt = on_main(read_options, parser.parse_args().opt)
-            if opt["gpu_ids"] and job.world_size > 1 and ddpkit.is_main_process():
-                log.warning("gpu_ids is for one process; here each rank has the device of its local rank")
+            if ddpkit.is_main_process() and (doubt := _doubt_gpus(opt["gpu_ids"] or [], job)):
+                log.warning(doubt)
             main(opt, job)
             return 0
         except (TrainerError, ddpkit.CheckpointError) as error:  # on every rank alike
@@ -73,7 +74,23 @@ def _choose_gpus(parser: argparse.ArgumentParser) -> None:
     """One process takes the GPUs that `gpu_ids` names. It has to be said before anything touches one."""
     with suppress(TrainerError, ddpkit.LaunchError):  # both are reported later
         if ddpkit.detect_launch().world_size == 1 and (ids := read_options(parser.parse_args().opt)["gpu_ids"]):
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ids))
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(ids, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible_gpus(ids: list[int], visible: str | None) -> str:
+    """The GPUs of these numbers, counted among those that a scheduler or the user has left visible."""
+    if visible is None:
+        return ",".join(map(str, ids))
+    names = visible.split(",")
+    return ",".join(names[i] for i in ids if i < len(names))
+
+
+def _doubt_gpus(ids: list[int], job: ddpkit.Context) -> str:
+    if ids and job.world_size > 1:
+        return "gpu_ids is for one process; here each rank has the device of its local rank"
+    if len(ids) > (found := torch.cuda.device_count()):
+        return f"gpu_ids names {len(ids)} GPUs, but {found} can be used: this process has {job.device}"
+    return ""
 
 
 def open_folder(opt: Options) -> Path:
