@@ -153,7 +153,7 @@ def main(opt: Options, job: ddpkit.Context) -> None:
                 break
     bar.close()
     boards.close()
-    log.info("done: %d iterations", step)
+    log.info("done: %d iterations; with a greater total_iter the same command goes on", step)
 
 
 def plan_batches(opt: Options, world_size: int) -> ddpkit.ScalePlan:
