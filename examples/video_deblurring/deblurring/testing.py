@@ -55,8 +55,8 @@ def test(
     clips: list[Clip],
     val: Mapping[str, Any],
     device: torch.device,
-    images: Path | None = None,
-    label: str = "",
+    images: Path,
+    label: str,
 ) -> Report:
     """Restores and scores every clip, each on one rank; all get the exact result. Collective.
 
@@ -95,15 +95,14 @@ def write_scores(path: Path, report: Report, step: int) -> None:
 
 
 def _test_clip(
-    net: nn.Module, clip: Clip, val: Mapping[str, Any], device: torch.device, images: Path | None, label: str
+    net: nn.Module, clip: Clip, val: Mapping[str, Any], device: torch.device, images: Path, label: str
 ) -> dict[str, Scores]:
     batch = as_float({part: torch.from_numpy(clip.stack(part)) for part in clip.parts}, device)
     frames = {"blurred": batch["L"]}
     if "S" in batch:
         frames["injection"] = inject_detail(batch["L"][None], batch["S"][None])[0]
     frames["restored"] = restore(net, batch["L"], batch.get("S"), val)
-    if images:
-        _draw(images / clip.name, label, frames["blurred"], frames["restored"], batch["H"], val["save_img"])
+    _draw(images / clip.name, label, frames["blurred"], frames["restored"], batch["H"], val["save_img"])
     means = {what: measure(values, batch["H"]).mean(0).tolist() for what, values in frames.items()}
     return {what: dict(zip(NAMES, row, strict=True)) for what, row in means.items()}
 
