@@ -83,6 +83,7 @@ def test_a_period_that_would_be_cut_short_is_not_begun(period: int, total: int) 
 
 def test_a_period_longer_than_the_run_is_that_of_the_long_run() -> None:
     assert rates(G_scheduler_periods=300) == rates(G_scheduler_periods=300, total_iter=300)[:100]
+    assert cut_short(TRAIN | {"G_scheduler_periods": 300}) == 0 and cut_short(TRAIN) is None
 
 
 def test_milestones_are_torchs() -> None:

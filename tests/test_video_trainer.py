@@ -166,6 +166,8 @@ def test_two_ranks_give_what_one_gives(runs: Runs) -> None:
 @pytest.mark.parametrize(("folder", "ranks"), [("half", 3), ("half1", 1)])
 def test_a_run_goes_on_exactly_where_it_was_on_another_number_of_ranks(runs: Runs, folder: str, ranks: int) -> None:
     root, printed = runs
+    assert "period of the schedule: the first, so it ends at a high lr" in printed[2][0]["half"]
+    assert "period of the schedule" not in printed[2][0]["whole2"]
     assert re.search(r"goes on after iteration 7 of 12, with .*/7_optimizerG.pth", printed[ranks][0][f"resumed{ranks}"])
     for letter in "GE":
         assert near(weights(root / folder, 12, letter), weights(root / "whole2", 12, letter))

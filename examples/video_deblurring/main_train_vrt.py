@@ -49,7 +49,8 @@ def main(opt: Options, job: ddpkit.Context) -> None:
     folder = open_folder(opt)
     log.info("%s\nwriting to %s\n%s", json.dumps(redacted(opt), indent=2), folder, plan)
     if (last := cut_short(train)) is not None and ddpkit.is_main_process():
-        log.warning("total_iter ends inside a period of the schedule: from iteration %d on the lr stays least", last)
+        then = f"from iteration {last} on the lr stays least" if last else "the first, so it ends at a high lr"
+        log.warning("total_iter ends inside a period of the schedule: %s", then)
 
     found = find_newest(folder / "models")
     seed = train["manual_seed"] if train["manual_seed"] is not None else secrets.randbits(31)

@@ -46,13 +46,13 @@ def learning_rate(train: Mapping[str, Any], step: int, base: float) -> float:
 
 
 def cut_short(train: Mapping[str, Any]) -> int | None:
-    """The step after which the learning rate stays at its least, since a period would not end in time."""
+    """The step at which a cosine period would begin that would not end in time; the first, at 0, does begin."""
     if train["G_scheduler_type"] != "CosineAnnealingWarmRestarts":
         return None
     period, start = train["G_scheduler_periods"], 0
     while start + period <= train["total_iter"]:
         start, period = start + period, period * train["G_scheduler_restart_weights"]
-    return start if 0 < start < train["total_iter"] else None
+    return start if start < train["total_iter"] else None
 
 
 def is_fixed(name: str, train: Mapping[str, Any]) -> bool:
