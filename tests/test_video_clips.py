@@ -159,6 +159,7 @@ def test_only_the_clips_that_the_list_names_are_read(tiny: Path, tmp_path: Path)
     (tmp_path / "list.txt").write_text("b 4 (40,32,3) 0\n")
     (clip,) = find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
     assert clip.name == "b" and len(clip) == 4 and clip.parts == ("H", "L", "S")
+    (tmp_path / "list.txt").write_text("b\n\n")
     (clip,) = find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt"), dataroot_spike=None), 3)
     assert clip.parts == ("H", "L")
 
@@ -169,6 +170,10 @@ def lose(path: Path) -> None:
 
 def damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:40])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
 
 
 def narrow(path: Path) -> None:
@@ -182,6 +187,7 @@ def narrow(path: Path) -> None:
         (lose, "train_spike/b/000003.npy", "train_spike/b and .*train_GT/b must have the same names, but 000003"),
         (damage, "train_GT_blurred/a/000001.png", "cannot read .*train_GT_blurred/a/000001.png"),
         (damage, "train_spike/a/000001.npy", "cannot read .*train_spike/a/000001.npy"),
+        (empty, "train_spike/a/000001.npy", "cannot read .*train_spike/a/000001.npy"),
         (narrow, "train_GT_blurred/a/000001.png", r"a/000001.png holds \(32, 46, 3\), but \(32, 48, 3\) fits"),
     ],
 )
@@ -192,12 +198,31 @@ def test_frames_that_are_missing_or_do_not_fit_are_named(tmp_path: Path, change:
         find_clips(section(root), 3)
 
 
+@pytest.mark.parametrize(("change", "message"), [(empty, "cannot read .*a/000003.png"), (narrow, "a/000003.png holds")])
+def test_a_bad_frame_that_is_not_kept_in_memory_is_an_error_of_one_rank(
+    tmp_path: Path, change: Any, message: str
+) -> None:
+    data = section(video.write_clips(tmp_path), cache_data=False)
+    change(tmp_path / "train_GT_blurred/a/000003.png")
+    crops = Crops(find_clips(data, 3), data, seed=0)
+    crops[0]
+    with pytest.raises(RuntimeError, match=message):  # a TrainerError is one of all ranks, and said once
+        crops[len(crops) // 3]
+
+
 def test_missing_data_is_named_with_the_way_to_make_it(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match=r"no folder .*nowhere/train_GT \(dataroot_gt\): run prepare.py"):
         find_clips(section(tmp_path / "nowhere"), 3)
     (tmp_path / "list.txt").write_text("c 4 (40,32,3) 0\n")
     with pytest.raises(TrainerError, match=r"no .png files in .*train_GT/c"):
         find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
+    for line, message in (
+        ("b 5 (40,32,3) 0", "train_GT/b has 4 frames, but .* says 5"),
+        ("b four", "cannot read meta"),
+    ):
+        (tmp_path / "list.txt").write_text(line)
+        with pytest.raises(TrainerError, match=message):
+            find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
     with pytest.raises(TrainerError, match="train_GT/b has 4 frames, but num_frame is 5"):
         find_clips(section(tiny), 5)
     data = section(tiny, gt_size=34)

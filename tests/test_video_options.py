@@ -73,7 +73,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("zzz", 1, "zzz is unknown"),
         ("train__total_iter", "many", 'train.total_iter must be a whole number of at least 1, not "many"'),
         ("train__total_iter", True, "train.total_iter must be a whole number"),
-        ("train", 3, "train is unknown"),
+        ("train", 3, "train must be a section: {"),
         ("train__E_decay", 1.0, "train.E_decay must be a number in [0, 1), not 1.0"),
         ("train__E_decay", float("nan"), "train.E_decay must be a number in [0, 1), not NaN"),
         ("train__G_lossfn_type", "l3", "must be 'l1' or 'l2' or 'charbonnier', not \"l3\""),
@@ -84,13 +84,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("task", "../x", "task must be the name of a folder"),
         ("scale", 2, "scale must be 1, not 2"),
         ("netG__net_type", "vrt", "netG.net_type must be 'tiny_clip', not \"vrt\""),
-        ("netG__window_size", [6, 8, 8], "netG.window_size of the original is not supported: it is a size of VRT"),
-        ("val__flip_seq", True, "val.flip_seq of the original is not supported"),
+        ("netG__window_size", [6, 8, 8], "netG.window_size: of the original, not supported here: VRT is not"),
+        ("val__flip_seq", True, "val.flip_seq: of the original, not supported"),
         ("logging__wandb_api_key", 123, "logging.wandb_api_key must be a text, or null, not <redacted>"),
         ("datasets__test__dataset_type", "VideoRecurrentTestDataset", "both with spikes, or neither"),
         ("datasets__train__dataloader_prefetch_factor", 2, "needs dataloader_num_workers of at least 1"),
         ("train__G_scheduler_type", "MultiStepLR", "needs train.G_scheduler_milestones"),
         ("train__G_scheduler_periods", None, "needs train.G_scheduler_periods"),
+        ("train__G_optimizer_lr", 0, "train.G_optimizer_lr must be a number at least 1e-12, not 0"),
+        ("datasets__train__dataroot_lq", None, "datasets.train lacks dataroot_lq: name dataroot_gt, dataroot_lq, data"),
         ("train__fix_iter", 3, "train.fix_iter needs train.fix_keys"),
         ("val__num_frame_testing", 4, "val.num_frame_testing must be datasets.train.num_frame, 3"),
         ("val__num_frame_overlapping", 3, "val.num_frame_overlapping must be less than the 3 frames"),
@@ -110,9 +112,23 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         complete({"task": "x"})
 
 
+def test_keys_that_are_not_here_for_one_reason_are_told_together() -> None:
+    with pytest.raises(TrainerError) as error:
+        checked(netG__upscale=1, netG__depths=[8, 4], val__flip_seq=True)
+    assert len(str(error.value).splitlines()) == 3 and "\n  netG.upscale, netG.depths: of the" in str(error.value)
+
+
 def test_a_key_of_the_original_that_asks_for_nothing_is_taken() -> None:
-    opt = checked(val__flip_seq=False, train__G_param_strict=True, netG__upscale=None)
-    assert "flip_seq" not in opt["val"]
+    files = {"io_backend": {"type": "disk"}, "filename_tmpl": "06d", "filename_ext": "png", "val_partition": ""}
+    files = {f"datasets__train__{key}": value for key, value in files.items()}
+    opt = checked(val__flip_seq=False, train__G_param_strict=True, netG__upscale=None, **files)
+    assert "flip_seq" not in opt["val"] and "io_backend" not in opt["datasets"]["train"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_saved_options_are_an_option_file(path: Path) -> None:
+    opt = read_options(path)
+    assert complete(json.loads(json.dumps(redacted(opt)))) == opt
 
 
 def test_defaults_are_filled_in_and_values_kept() -> None:

@@ -11,7 +11,17 @@ import torch
 from deblurring.errors import TrainerError
 from deblurring.metrics import measure, psnr, ssim
 from deblurring.networks import TinyClip, as_float, inject_detail, restore, starts
-from deblurring.training import cut_short, freeze, learning_rate, loss_of, make_optimizer, update_average
+from deblurring.running import visible_gpus
+from deblurring.training import (
+    cut_short,
+    freeze,
+    learning_rate,
+    loss_of,
+    make_optimizer,
+    set_learning_rates,
+    take_settings,
+    update_average,
+)
 
 TRAIN: dict[str, Any] = {
     "total_iter": 100,
@@ -73,6 +83,7 @@ def test_a_period_that_would_be_cut_short_is_not_begun(period: int, total: int) 
 
 def test_a_period_longer_than_the_run_is_that_of_the_long_run() -> None:
     assert rates(G_scheduler_periods=300) == rates(G_scheduler_periods=300, total_iter=300)[:100]
+    assert cut_short(TRAIN | {"G_scheduler_periods": 300}) == 0 and cut_short(TRAIN) is None
 
 
 def test_milestones_are_torchs() -> None:
@@ -88,6 +99,17 @@ def test_losses_are_those_of_the_formula(kind: str, expected: float) -> None:
     found = loss_of(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 0.0]), train)
     assert found.item() == pytest.approx(expected)
     assert loss_of(torch.ones(1), torch.zeros(1), train | {"G_lossfn_weight": 0.0}).item() == 0
+
+
+def test_a_restored_optimizer_takes_the_settings_of_the_options_and_keeps_its_moments() -> None:
+    net = torch.nn.Linear(2, 1)
+    old = make_optimizer(net, TRAIN)
+    net(torch.ones(1, 2)).sum().backward()
+    old.step()
+    moments = old.state[net.weight]["exp_avg"].clone()
+    take_settings(old, make_optimizer(net, TRAIN | {"G_optimizer_lr": 5e-4, "G_optimizer_wd": 0.1}))
+    assert set_learning_rates(old, TRAIN, 0) == 5e-4 and old.param_groups[0]["weight_decay"] == 0.1
+    assert old.param_groups[0]["params"][0] is net.weight and torch.equal(old.state[net.weight]["exp_avg"], moments)
 
 
 def test_frozen_parts_do_not_move_and_have_a_learning_rate_of_their_own() -> None:
@@ -208,3 +230,10 @@ def test_scores_are_those_of_images_in_bytes() -> None:
 def test_bytes_are_scaled_to_one() -> None:
     batch = {"H": torch.tensor([255], dtype=torch.uint8), "S": torch.tensor([16], dtype=torch.uint8)}
     assert {part: value.item() for part, value in as_float(batch, torch.device("cpu")).items()} == {"H": 1, "S": 1}
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, "2,0"), ("4,5,6", "6,4"), ("GPU-a,GPU-b", "GPU-a"), ("", ""), ("7", "7")]
+)
+def test_gpu_ids_count_among_the_visible_gpus(visible: str | None, expected: str) -> None:
+    assert visible_gpus([2, 0], visible) == expected

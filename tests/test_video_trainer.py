@@ -39,11 +39,11 @@ LINE = re.compile(
 
 
 def programs(calls: list[tuple[str, str]]) -> None:
-    """Runs programs with option files one after another, as the same rank."""
+    """Runs programs with option files, where there are such, one after another, as the same rank."""
     sys.path.insert(0, str(FOLDER))
     with ddpkit.distributed(num_threads=1):
         for name, options in calls:
-            sys.argv = [name, "--opt", options]
+            sys.argv = [name, "--opt", options] if Path(options).exists() else [name]
             try:
                 runpy.run_path(str(FOLDER / name), run_name="__main__")
             except SystemExit as end:
@@ -131,10 +131,13 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
             )
         )
     }
-    shutil.copytree(root / "half", root / "half1")
+    for copy in ("half1", "slower"):
+        shutil.copytree(root / "half", root / copy)
     printed[3] = outputs(launch(3, [call("resumed3", "half"), call("test3", "whole2", TEST)]))
     one = [call("resumed1", "half1"), call("whole1", "whole1"), call("test1", "whole2", TEST)]
     one += [call(f"amp_{kind}", f"amp_{kind}", train__amp=kind, train__total_iter=2) for kind in ("bf16", "fp16")]
+    one += [call("slower", "slower", train__G_optimizer_lr=1e-4, train__total_iter=8)]
+    one += [call("gpus", "gpus", gpu_ids=[0, 2], train__total_iter=1)]
     one += [call(f"unseeded{i}", "unseeded", train__manual_seed=None, train__total_iter=i) for i in (1, 2)]
     printed[1] = outputs(launch(1, one))
     return root, printed
@@ -163,6 +166,8 @@ def test_two_ranks_give_what_one_gives(runs: Runs) -> None:
 @pytest.mark.parametrize(("folder", "ranks"), [("half", 3), ("half1", 1)])
 def test_a_run_goes_on_exactly_where_it_was_on_another_number_of_ranks(runs: Runs, folder: str, ranks: int) -> None:
     root, printed = runs
+    assert "period of the schedule: the first, so it ends at a high lr" in printed[2][0]["half"]
+    assert "period of the schedule" not in printed[2][0]["whole2"]
     assert re.search(r"goes on after iteration 7 of 12, with .*/7_optimizerG.pth", printed[ranks][0][f"resumed{ranks}"])
     for letter in "GE":
         assert near(weights(root / folder, 12, letter), weights(root / "whole2", 12, letter))
@@ -170,6 +175,11 @@ def test_a_run_goes_on_exactly_where_it_was_on_another_number_of_ranks(runs: Run
     assert states[0]["loader"] == states[1]["loader"]
     moments = [[state["optimizer"]["state"][i]["exp_avg"] for i in range(8)] for state in states]
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*moments, strict=True))
+
+
+def test_a_run_goes_on_with_the_learning_rate_of_its_options(runs: Runs) -> None:
+    (line,) = LINE.findall(runs[1][1][0]["slower"])
+    assert float(line[2]) == pytest.approx(1e-4 * (1 + np.cos(np.pi * 7 / 12)) / 2, rel=1e-3)
 
 
 def test_what_has_been_set_free_moves_and_what_is_frozen_does_not(runs: Runs) -> None:
@@ -302,11 +312,17 @@ def test_without_a_seed_a_run_goes_on_with_the_one_it_drew(runs: Runs) -> None:
     assert "goes on after iteration 1 of 2" in runs[1][1][0]["unseeded2"]
 
 
+def test_gpus_that_are_not_there_are_warned_of(runs: Runs) -> None:
+    assert "gpu_ids names 2 GPUs, but 0 can be used: this process has cpu" in runs[1][1][0]["gpus"]
+    assert "gpu_ids" not in re.sub('"gpu_ids": null', "", runs[1][1][0]["whole1"])
+
+
 def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: Path, tmp_path: Path) -> None:
     root = tmp_path
     shutil.copytree(runs[0] / "half1", root / "kept")
     (root / "foreign.pth").write_bytes((root / "kept/tiny/models/12_G.pth").read_bytes()[:2000])
-    cases = {
+    cases: dict[str, tuple[str, dict[str, Any] | None, str]] = {
+        "nothing": (TRAIN, None, "the following arguments are required: --opt\nusage: main_train_vrt.py"),
         "typo": (TRAIN, {"train__totl_iter": 3}, "train.totl_iter is unknown; did you mean train.total_iter"),
         "nodata": (TRAIN, {"datasets__train__dataroot_lq": "/nowhere"}, "no folder /nowhere .*dataroot_lq.*prepare.py"),
         "batch": (TRAIN, {"datasets__train__dataloader_batch_size": 7}, "batch of 7 does not divide into 2 ranks"),
@@ -321,8 +337,9 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
     calls = []
     for name, (program, changes, _) in cases.items():
         folder = root / ("kept" if name in ("sizes", "seed") else name)
-        opt = video.options(clips, folder, **changes)
-        calls.append((program, video.write_options(root / f"{name}.json", opt)))
+        if changes is not None:
+            video.write_options(root / f"{name}.json", video.options(clips, folder, **changes))
+        calls.append((program, str(root / f"{name}.json")))
     first, second = launch(2, calls)
     said, silence = (re.split(r"^== (\w+): exit status 2\n", process.output, flags=re.M) for process in (first, second))
     assert first.code == second.code == 0 and said[1::2] == silence[1::2] == list(cases), first.output + second.output
@@ -330,6 +347,15 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
         assert len(re.findall(rf"^{program}: error: ", text, re.M)) == 1, text
         assert re.search(message, text.partition("error: ")[2]), (name, text)
         assert "Traceback" not in text + nothing and "error" not in nothing
+
+
+def test_a_frame_that_one_rank_cannot_read_is_named_on_all_and_all_end(clips: Path, tmp_path: Path) -> None:
+    shutil.copytree(clips, tmp_path / "clips")
+    (tmp_path / "clips/train_GT/a/000003.png").write_bytes(b"")
+    opt = video.options(tmp_path / "clips", tmp_path, datasets__train__cache_data=False)
+    for process in launch(2, [(TRAIN, video.write_options(tmp_path / "opt.json", opt))]):
+        assert process.code == 1, process.output
+        assert re.search("Error: .*cannot read .*train_GT/a/000003.png", process.output), process.output
 
 
 def test_a_damaged_or_incomplete_newest_set_is_passed_over(runs: Runs, clips: Path, tmp_path: Path) -> None:

@@ -25,7 +25,15 @@ from deblurring.networks import as_float, make_network
 from deblurring.options import Options, redacted
 from deblurring.running import Boards, Speed, open_folder, run
 from deblurring.testing import tell, test, write_scores
-from deblurring.training import cut_short, freeze, loss_of, make_optimizer, set_learning_rates, update_average
+from deblurring.training import (
+    cut_short,
+    freeze,
+    loss_of,
+    make_optimizer,
+    set_learning_rates,
+    take_settings,
+    update_average,
+)
 from tqdm import tqdm
 
 import ddpkit
@@ -41,7 +49,8 @@ def main(opt: Options, job: ddpkit.Context) -> None:
     folder = open_folder(opt)
     log.info("%s\nwriting to %s\n%s", json.dumps(redacted(opt), indent=2), folder, plan)
     if (last := cut_short(train)) is not None and ddpkit.is_main_process():
-        log.warning("total_iter ends inside a period of the schedule: from iteration %d on the lr stays least", last)
+        then = f"from iteration {last} on the lr stays least" if last else "the first, so it ends at a high lr"
+        log.warning("total_iter ends inside a period of the schedule: %s", then)
 
     found = find_newest(folder / "models")
     seed = train["manual_seed"] if train["manual_seed"] is not None else secrets.randbits(31)
@@ -78,6 +87,7 @@ def main(opt: Options, job: ddpkit.Context) -> None:
     if found:
         reused = {name: part for name, part in state.items() if name != "optimizer" or train["G_optimizer_reuse"]}
         restore_set(found, nets, **reused)
+        take_settings(optimizer, make_optimizer(net, train))  # the options', not those of the saved one
         step = found.saved["step"]
         log.info("goes on after iteration %d of %d, with %s", step, train["total_iter"], found.path)
 
@@ -144,7 +154,7 @@ def main(opt: Options, job: ddpkit.Context) -> None:
                 break
     bar.close()
     boards.close()
-    log.info("done: %d iterations", step)
+    log.info("done: %d iterations; with a greater total_iter the same command goes on", step)
 
 
 def plan_batches(opt: Options, world_size: int) -> ddpkit.ScalePlan:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import video
 from cluster import Slurm, cluster
 from jobs import MEET, ONE_EPOCH, PROGRAM, PYTHON, assert_joined, assert_trained
 from nodes import needs
-from processes import TORCHRUN
+from processes import ROOT, TORCHRUN
 
 pytestmark = needs("slurmctld", "slurmd", "srun", "munged", nodes=True)
 
@@ -34,6 +37,21 @@ def test_the_digits_train_on_two_tasks(slurm: Slurm, tmp_path: Path) -> None:
 def test_srun_in_a_batch_script_starts_the_ranks(slurm: Slurm, tmp_path: Path) -> None:
     program = shlex.join([*PYTHON, *PROGRAM])
     assert_joined([slurm.submit(tmp_path, f"srun --kill-on-bad-exit {program}")], "slurm", 2, 2)
+
+
+def test_the_video_trainers_batch_script_trains_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    folder, script, output = ROOT / "examples/video_deblurring", tmp_path / "train.sh", tmp_path / "output"
+    opt = video.options(video.write_clips(tmp_path / "clips"), tmp_path, train__total_iter=4)
+    given = (folder / "train_slurm.sh").read_text()
+    script.write_text(re.sub("^#SBATCH --gpus.*\n", "", given, flags=re.MULTILINE))  # as it says itself
+    sbatch = ["sbatch", "--wait", "--ntasks-per-node=1", "--cpus-per-task=2", f"--output={output}", str(script)]
+    sbatch += [video.write_options(tmp_path / "opt.json", opt)]
+    python = f"PATH={Path(sys.executable).parent}:$PATH"
+    sent = slurm.run("sh", "-c", f"cd {folder} && {python} {shlex.join(sbatch)}")
+    said = output.read_text() if output.exists() else ""
+    assert sent.code == 0, (sent, said)
+    assert said.count("launcher: slurm") == 2 and said.count("world size: 2 on 2 nodes") == 2, said
+    assert "done: 4 iterations" in said and (tmp_path / "tiny/models/4_optimizerG.pth").is_file(), said
 
 
 def test_a_batch_script_without_srun_is_one_process_and_a_warning(slurm: Slurm, tmp_path: Path) -> None:

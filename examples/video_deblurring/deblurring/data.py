@@ -30,23 +30,27 @@ class Clip:
 
     def __init__(self, name: str, files: dict[str, list[Path]], cached: bool) -> None:
         self.name, self._files = name, files
-        self._frames = {part: [_read(path) for path in paths] for part, paths in files.items()} if cached else None
         self.parts = tuple(files)
-        self.height, self.width, _ = self.frame("H", 0).shape
+        self.height, self.width, _ = _read(files["H"][0]).shape
         if self.height % 2 or self.width % 2:
             raise TrainerError(f"clip {name} has frames of {self.width} x {self.height}: width and height must be even")
-        right = {"H": (self.height, self.width, 3), "S": (WINDOW, self.height // 2, self.width // 2)}
-        right["L"] = right["H"]
-        for part in self.parts:
-            for number in range(len(self) if cached else 1):
-                if (shape := self.frame(part, number).shape) != right[part]:
-                    raise TrainerError(f"{files[part][number]} holds {shape}, but {right[part]} fits the sharp frames")
+        self._shapes = {"H": (self.height, self.width, 3), "S": (WINDOW, self.height // 2, self.width // 2)}
+        self._shapes["L"] = self._shapes["H"]
+        numbers = range(len(self) if cached else 1)  # the first frames are looked at in any case
+        frames = {part: [self._load(part, number) for number in numbers] for part in files}
+        self._frames = frames if cached else None
 
     def __len__(self) -> int:
         return len(self._files["H"])
 
     def frame(self, part: str, number: int) -> NDArray[np.uint8]:
-        return self._frames[part][number] if self._frames else _read(self._files[part][number])
+        return self._frames[part][number] if self._frames else self._load(part, number)
+
+    def _load(self, part: str, number: int) -> NDArray[np.uint8]:
+        frame = _read(path := self._files[part][number])
+        if frame.shape != self._shapes[part]:
+            raise TrainerError(f"{path} holds {frame.shape}, but {self._shapes[part]} fits the sharp frames")
+        return frame
 
     def stack(self, part: str) -> NDArray[np.uint8]:
         """All frames of a part with the channels first: (n, channels, height, width)."""
@@ -68,11 +72,11 @@ def find_clips(data: dict[str, Any], num_frame: int) -> list[Clip]:
     for part, root in roots.items():
         if not root.is_dir():
             raise TrainerError(f"there is no folder {root} ({PARTS[part]}): {_MAKE_IT}")
-    names = _listed_names(data["meta_info_file"]) if data["meta_info_file"] else _names(roots["H"])
+    names = _listed_names(data["meta_info_file"]) if data["meta_info_file"] else dict.fromkeys(_names(roots["H"]))
     if not names:
         raise TrainerError(f"there are no clips in {data['meta_info_file'] or roots['H']}: {_MAKE_IT}")
     clips = []
-    for name in names:
+    for name, count in names.items():
         files = {part: _frames(root / name, part) for part, root in roots.items()}
         stems = {part: [path.stem for path in paths] for part, paths in files.items()}
         for part, root in roots.items():
@@ -81,6 +85,8 @@ def find_clips(data: dict[str, Any], num_frame: int) -> list[Clip]:
                     f"the frames in {root / name} and {roots['H'] / name} must have the same names, but {odd[0]} is "
                     "in one of them only"
                 )
+        if count not in (None, len(stems["H"])):
+            raise TrainerError(f"{roots['H'] / name} has {len(stems['H'])} frames, but meta_info_file says {count}")
         if len(stems["H"]) < num_frame:
             raise TrainerError(f"{roots['H'] / name} has {len(stems['H'])} frames, but num_frame is {num_frame}")
         clips.append(Clip(name, files, data["cache_data"]))
@@ -121,6 +127,12 @@ class Crops:
         return len(self.places)
 
     def __getitem__(self, index: int) -> dict[str, NDArray[np.uint8]]:
+        try:
+            return self._cut(index)
+        except TrainerError as error:
+            raise RuntimeError(str(error)) from error  # on this rank alone: the others have to be told
+
+    def _cut(self, index: int) -> dict[str, NDArray[np.uint8]]:
         clip, first = self.places[index]
         rng = np.random.default_rng(ddpkit.sample_seed(self.seed, self.epoch, index))
         top = 2 * int(rng.integers((clip.height - self.size) // 2 + 1))  # even: spikes have half the resolution
@@ -148,11 +160,12 @@ def _names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _listed_names(file: str) -> list[str]:
-    """The first word of each line, as in the original's lists: "000 100 (720,1280,3) 0"."""
+def _listed_names(file: str) -> dict[str, int | None]:
+    """Clips and, where it is said, how many frames they have; as in the original's lists: "000 100 (720,1280,3) 0"."""
     try:
-        return [line.split()[0] for line in Path(file).read_text().splitlines() if line.strip()]
-    except OSError as error:
+        lines = [line.split() for line in Path(file).read_text().splitlines() if line.strip()]
+        return {name: int(rest[0]) if rest else None for name, *rest in lines}
+    except (OSError, ValueError) as error:
         raise TrainerError(f"cannot read meta_info_file: {error}") from error
 
 
@@ -170,7 +183,7 @@ def _read(path: Path) -> NDArray[np.uint8]:
         else:
             with Image.open(path) as image:
                 frame = np.asarray(image.convert("RGB"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, SyntaxError) as error:  # the last two: an empty .npy file, a broken PNG file
         raise TrainerError(f"cannot read {path}: {error}") from error
     if frame.dtype != np.uint8:
         raise TrainerError(f"{path} holds {frame.dtype}, expected bytes (uint8)")

@@ -63,7 +63,7 @@ _dataset = {
     "dataroot_lq": or_null(text()),
     "dataroot_spike": or_null(text()),
     "meta_info_file": or_null(text()),
-    "cache_data": flag(True),
+    "cache_data": flag(),
 }
 _train_dataset = {
     "dataset_type": choice(*TRAIN_TYPES),
@@ -87,7 +87,7 @@ _train = {
     "G_lossfn_weight": number(1.0),
     "G_charbonnier_eps": number(1e-6),
     "G_optimizer_type": choice("adam", "adamw"),
-    "G_optimizer_lr": number(),
+    "G_optimizer_lr": number(low=1e-12),
     "G_optimizer_betas": Key(
         "two numbers in [0, 1)",
         lambda value: listed(value, lambda beta: real(beta, high=1.0)) and len(value) == 2,
@@ -166,19 +166,21 @@ def _absent(section: str, names: Iterable[str], reason: str, *neutral: Any) -> d
     return {f"{section}{name}": (reason, (None, False, *neutral)) for name in names}
 
 
+_FILES, _PNG = ("io_backend", "filename_tmpl", "filename_ext"), ({"type": "disk"}, "06d", "08d", "png")
+
 # The original's keys that this trainer knows and has not got: the reason, and the values that ask for nothing.
 ABSENT = (
     _absent("path.", ["pretrained_optimizerG"], "the newest set under models/ is found by itself")
-    | _absent("datasets.train.", ["io_backend", "filename_tmpl", "filename_ext"], "folders of PNG files are read")
-    | _absent("datasets.test.", ["io_backend", "filename_tmpl", "filename_ext"], "folders of PNG files are read")
-    | _absent("datasets.train.", ["val_partition"], "name the clips in meta_info_file")
+    | _absent("datasets.train.", _FILES, "folders of PNG files are read", *_PNG)
+    | _absent("datasets.test.", _FILES, "folders of PNG files are read", *_PNG)
+    | _absent("datasets.train.", ["val_partition"], "name the clips in meta_info_file", "")
     | _absent("datasets.train.", ["test_mode", "random_reverse"], "it is not implemented")
     | _absent("datasets.train.", ["interval_list"], "consecutive frames are taken", [1])
     | _absent("datasets.test.", ["num_frame"], "whole clips are tested", -1)
     | _absent(
         "netG.",
         VRT_SIZES.split(),
-        "it is a size of VRT, which is not here; tiny_clip has embed_dim and depth",
+        "VRT is not here, and tiny_clip has embed_dim and depth",
     )
     | _absent("netG.", ["init_type"], "torch's initialisation is used", "default")
     | _absent("train.", ["G_param_strict", "E_param_strict"], "checkpoints always have to fit", True)

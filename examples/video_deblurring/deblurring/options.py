@@ -52,15 +52,20 @@ def complete(content: Mapping[str, Any], name: str = "the option file") -> Optio
         TrainerError: If anything is wrong, naming every key.
     """
     given, problems = dict(_flatten(content)), []
+    absent: dict[str, list[str]] = {}  # by the reason
     for key, value in given.items():
         if key in ABSENT:
             reason, neutral = ABSENT[key]
             if value not in neutral:
-                problems.append(f"{key} of the original is not supported: {reason}. Remove it")
+                absent.setdefault(reason, []).append(key)
+        elif any(known.startswith(f"{key}.") for known in KEYS):
+            problems.append(f"{key} must be a section: {{ … }}")
         elif key not in KEYS:
             problems.append(f"{key} is unknown{_nearest(key)}")
         elif not KEYS[key].fits(value):
             problems.append(f"{key} must be {KEYS[key].expected}, not {_shown(key, value)}")
+    for reason, keys in absent.items():
+        problems.append(f"{', '.join(keys)}: of the original, not supported here: {reason}. Remove it")
     missing = [key for key, rule in KEYS.items() if rule.default is REQUIRED and key not in given]
     problems += [f"{key} is missing: it must be {KEYS[key].expected}" for key in missing]
     opt: Options = {}
@@ -128,6 +133,10 @@ def _contradictions(opt: Options) -> Iterator[str]:
     for split, has_spikes in zip(("train", "test"), spikes, strict=True):
         if opt["datasets"][split]["dataroot_spike"] and not has_spikes:
             yield f"datasets.{split}.dataroot_spike needs a dataset_type with RGBSpike in its name"
+        roots = ["dataroot_gt", "dataroot_lq", *(["dataroot_spike"] if has_spikes else [])]
+        absent = [name for name in roots if opt["datasets"][split][name] is None]
+        if 0 < len(absent) < len(roots):
+            yield f"datasets.{split} lacks {' and '.join(absent)}: name {', '.join(roots)}, or none of them"
     if not data["dataloader_num_workers"]:
         for name in ("dataloader_persistent_workers", "dataloader_prefetch_factor"):
             if data[name]:

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -33,20 +34,19 @@ def run(main: Main, description: str) -> int:
         main: Called with the options and where this rank stands. Raises a `TrainerError` on all ranks or on none.
         description: For `--help`.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opt", required=True, help="option file, JSON with // comments")
-    path = parser.parse_args().opt
     handler = logging.StreamHandler()
     handler.addFilter(ddpkit.RankFilter())  # the main process speaks for all; warnings come from every rank
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
     logging.getLogger("ddpkit").setLevel(logging.WARNING)  # its own report of the launch is the banner's
-    _choose_gpus(path)
+    _choose_gpus(parser)
     with ddpkit.distributed() as job, logging_redirect_tqdm():
         sys.stderr.write(banner(job))
         try:
-            opt = on_main(read_options, path)
-            if opt["gpu_ids"] and job.world_size > 1 and ddpkit.is_main_process():
-                log.warning("gpu_ids is for one process; here each rank has the device of its local rank")
+            opt = on_main(read_options, parser.parse_args().opt)
+            if ddpkit.is_main_process() and (doubt := _doubt_gpus(opt["gpu_ids"] or [], job)):
+                log.warning(doubt)
             main(opt, job)
             return 0
         except (TrainerError, ddpkit.CheckpointError) as error:  # on every rank alike
@@ -57,17 +57,40 @@ def run(main: Main, description: str) -> int:
             _close_log()
 
 
+class _Parser(argparse.ArgumentParser):
+    """Leaves it to `run()` to say what is wrong, which on several ranks is to be said once."""
+
+    def error(self, message: str) -> NoReturn:
+        raise TrainerError(f"{message}\n{self.format_usage()}")
+
+
 def banner(job: ddpkit.Context) -> str:
     """How a process reports itself; one piece, so that several do not mix."""
     line = "=" * 60
     return f"{line}\nDistributed training: process {job.rank} of {job.world_size}\n{job}\n{line}\n"
 
 
-def _choose_gpus(path: str) -> None:
+def _choose_gpus(parser: argparse.ArgumentParser) -> None:
     """One process takes the GPUs that `gpu_ids` names. It has to be said before anything touches one."""
     with suppress(TrainerError, ddpkit.LaunchError):  # both are reported later
-        if ddpkit.detect_launch().world_size == 1 and (ids := read_options(path)["gpu_ids"]):
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ids))
+        if ddpkit.detect_launch().world_size == 1 and (ids := read_options(parser.parse_args().opt)["gpu_ids"]):
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(ids, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible_gpus(ids: list[int], visible: str | None) -> str:
+    """The GPUs of these numbers, counted among those that a scheduler or the user has left visible."""
+    if visible is None:
+        return ",".join(map(str, ids))
+    names = visible.split(",")
+    return ",".join(names[i] for i in ids if i < len(names))
+
+
+def _doubt_gpus(ids: list[int], job: ddpkit.Context) -> str:
+    if ids and job.world_size > 1:
+        return "gpu_ids is for one process; here each rank has the device of its local rank"
+    if len(ids) > (found := torch.cuda.device_count()):
+        return f"gpu_ids names {len(ids)} GPUs, but {found} can be used: this process has {job.device}"
+    return ""
 
 
 def open_folder(opt: Options) -> Path:

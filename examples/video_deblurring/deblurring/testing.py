@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import ddpkit
 from deblurring.checkpoints import everywhere
@@ -54,8 +55,8 @@ def test(
     clips: list[Clip],
     val: Mapping[str, Any],
     device: torch.device,
-    images: Path | None = None,
-    label: str = "",
+    images: Path,
+    label: str,
 ) -> Report:
     """Restores and scores every clip, each on one rank; all get the exact result. Collective.
 
@@ -70,7 +71,8 @@ def test(
     """
     net = ddpkit.unwrap_model(net).eval()  # ranks have different numbers of clips, and DDP's forward may wait
     mine = list(ddpkit.DistributedEvalSampler(clips))
-    found = everywhere(lambda: [_test_clip(net, clips[i], val, device, images, label) for i in mine])
+    bar = tqdm(mine, "test", unit="clip", leave=False, disable=None if ddpkit.is_main_process() else True)
+    found = everywhere(lambda: [_test_clip(net, clips[i], val, device, images, label) for i in bar])
     net.train()
     results = ddpkit.gather_exact(found, mine, len(clips))
     return Report({clip.name: scores for clip, scores in zip(clips, results, strict=True)})
@@ -93,15 +95,14 @@ def write_scores(path: Path, report: Report, step: int) -> None:
 
 
 def _test_clip(
-    net: nn.Module, clip: Clip, val: Mapping[str, Any], device: torch.device, images: Path | None, label: str
+    net: nn.Module, clip: Clip, val: Mapping[str, Any], device: torch.device, images: Path, label: str
 ) -> dict[str, Scores]:
     batch = as_float({part: torch.from_numpy(clip.stack(part)) for part in clip.parts}, device)
     frames = {"blurred": batch["L"]}
     if "S" in batch:
         frames["injection"] = inject_detail(batch["L"][None], batch["S"][None])[0]
     frames["restored"] = restore(net, batch["L"], batch.get("S"), val)
-    if images:
-        _draw(images / clip.name, label, frames["blurred"], frames["restored"], batch["H"], val["save_img"])
+    _draw(images / clip.name, label, frames["blurred"], frames["restored"], batch["H"], val["save_img"])
     means = {what: measure(values, batch["H"]).mean(0).tolist() for what, values in frames.items()}
     return {what: dict(zip(NAMES, row, strict=True)) for what, row in means.items()}
 

@@ -46,13 +46,13 @@ def learning_rate(train: Mapping[str, Any], step: int, base: float) -> float:
 
 
 def cut_short(train: Mapping[str, Any]) -> int | None:
-    """The step after which the learning rate stays at its least, since a period would not end in time."""
+    """The step at which a cosine period would begin that would not end in time; the first, at 0, does begin."""
     if train["G_scheduler_type"] != "CosineAnnealingWarmRestarts":
         return None
     period, start = train["G_scheduler_periods"], 0
     while start + period <= train["total_iter"]:
         start, period = start + period, period * train["G_scheduler_restart_weights"]
-    return start if 0 < start < train["total_iter"] else None
+    return start if start < train["total_iter"] else None
 
 
 def is_fixed(name: str, train: Mapping[str, Any]) -> bool:
@@ -79,6 +79,12 @@ def make_optimizer(net: nn.Module, train: Mapping[str, Any]) -> torch.optim.Opti
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train["G_optimizer_type"]]
     betas, decay = tuple(train["G_optimizer_betas"]), train["G_optimizer_wd"]
     return kind([group for group in settings if group["params"]], lr, betas=betas, weight_decay=decay)
+
+
+def take_settings(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Gives an optimizer the settings of another with the same groups: learning rates, decay. Its moments stay."""
+    for group, now in zip(optimizer.param_groups, other.param_groups, strict=True):
+        group.update({name: value for name, value in now.items() if name != "params"})
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, train: Mapping[str, Any], step: int) -> float:
