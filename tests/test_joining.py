@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from processes import Ended, free_port, platform_env, run
 
 import ddpkit
+from ddpkit import joining
 
 SOON = timedelta(seconds=20)
 
@@ -54,6 +56,22 @@ def test_duplicates_that_wait_for_rank_zero_are_refused_on_every_rank() -> None:
     port = free_port()
     ended = run(join_and_stay, [platform_env(rank, 2, port) for rank in (1, 1, 0)], delays=[0, 0, 1])
     all_name(ended, "Two processes claim rank 1")
+
+
+def test_a_refusal_that_comes_while_rank_zero_writes_the_roster_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, (me, other) = dist.HashStore(), (joining.Member(rank, 2, None, True) for rank in range(2))
+    room = dist.PrefixStore("ddpkit/1", store)
+    room.set("claim/1", other.dump())
+    room.add("claims", 1)
+
+    def refuse_then_write(member: joining.Member) -> dict:
+        if room.check(["claim/0"]):
+            joining._poison(room, "there are two of rank 1")
+        return asdict(member)
+
+    monkeypatch.setattr(joining, "asdict", refuse_then_write)
+    with pytest.raises(ddpkit.LaunchError, match="two of rank 1"):
+        joining.join(store, me, SOON)
 
 
 def test_a_duplicate_that_comes_late_ends_the_running_job() -> None:
