@@ -133,8 +133,11 @@ def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) 
             room = here if holder.nonce == me.nonce else None
             if room:
                 room.add("claims", 1)
-            elif (holder.pid, holder.born) != (me.pid, me.born) and (holder.is_alive() or unsure(holder)):
-                _usurped(here, me, holder)  # else the claim is that of a dead rank, or our own from before a teardown
+            elif (holder.pid, holder.born) != (me.pid, me.born):  # else it is our own from before a teardown
+                if holder.is_alive() or unsure(holder):
+                    _usurped(here, me, holder)
+                if holder.is_alive() is False and not here.check(["roster"]):  # others may wait for it
+                    _poison(here, f"Rank {me.rank} on {holder} ended while the ranks joined. Start all of them anew.")
         if room:
             complete = room.check(["roster"])  # before the look at the poison, as rank 0 looks at it once more
             _raise_if_poisoned(room)

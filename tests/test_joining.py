@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -28,6 +30,12 @@ def join_and_stay() -> None:
     with ddpkit.distributed(timeout=SOON):
         print("joined", flush=True)
         time.sleep(15)
+
+
+def join_or_end_early() -> None:
+    if "END_EARLY" in os.environ:
+        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    join_and_stay()
 
 
 def all_name(ended: list[Ended], text: str, seconds: float = 10.0) -> None:
@@ -72,6 +80,15 @@ def test_a_refusal_that_comes_while_rank_zero_writes_the_roster_is_heard(monkeyp
     monkeypatch.setattr(joining, "asdict", refuse_then_write)
     with pytest.raises(ddpkit.LaunchError, match="two of rank 1"):
         joining.join(store, me, SOON)
+
+
+def test_a_rank_that_takes_the_place_of_one_that_ended_while_joining_ends_the_wait_of_the_others() -> None:
+    port = free_port()
+    envs = [platform_env(rank, 3, port, **more) for rank, more in ((0, {}), (1, {"END_EARLY": "yes"}), (1, {}))]
+    first, dead, second = run(join_or_end_early, envs, delays=[0, 0, 4])
+    assert dead.code == -signal.SIGKILL, dead
+    assert "ended while the ranks joined. Start all of them anew." in first.output, first
+    all_name([first, second], "LaunchError", 15.0)
 
 
 def test_a_duplicate_that_comes_late_ends_the_running_job() -> None:
