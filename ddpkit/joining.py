@@ -72,10 +72,7 @@ def denounce(address: str, port: int, reason: str) -> bool:
         store = client(address, port, timedelta(seconds=3))
         for _ in range(20):
             if generation := store.add("ddpkit/generation", 0):
-                room = dist.PrefixStore(f"ddpkit/{generation}", store)
-                _poison(room, reason)
-                if room.check(["roster"]):
-                    _warn_watch(_read_roster(room), reason)
+                _poison(dist.PrefixStore(f"ddpkit/{generation}", store), reason)
                 return True
             time.sleep(0.1)
     except (OSError, RuntimeError):
@@ -105,6 +102,7 @@ def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) ->
     room = dist.PrefixStore(f"ddpkit/{store.add('ddpkit/generation', 1)}", store)
     room.set("claim/0", me.dump())
     roster: dict[int, Member] = {0: me}
+    readers = 0 if me.under_agent else me.world_size
     pause = Pause()
     while len(roster) < me.world_size:
         for rank in set(range(me.world_size)) - roster.keys() if room.add("claims", 0) >= len(roster) else ():
@@ -112,12 +110,13 @@ def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) ->
                 roster[rank] = Member.load(room.get(f"claim/{rank}"))
                 if problem := _disagreement(me, roster[rank]):
                     _poison(room, problem)
-        _raise_if_poisoned(room, readers=0 if me.under_agent else me.world_size)
+        _raise_if_poisoned(room, readers)
         if time.monotonic() > deadline:
             _poison(room, _absent(room, me.world_size, timeout))
         pause()
     members = [roster[rank] for rank in range(me.world_size)]
     room.set("roster", json.dumps([asdict(member) for member in members]))
+    _raise_if_poisoned(room, readers)  # by somebody who came too early to see the roster, and to warn the watch
     return room, members
 
 
@@ -134,11 +133,15 @@ def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) 
             room = here if holder.nonce == me.nonce else None
             if room:
                 room.add("claims", 1)
-            elif (holder.pid, holder.born) != (me.pid, me.born) and (holder.is_alive() or unsure(holder)):
-                _usurped(here, me, holder)  # else the claim is that of a dead rank, or our own from before a teardown
+            elif (holder.pid, holder.born) != (me.pid, me.born):  # else it is our own from before a teardown
+                if holder.is_alive() or unsure(holder):
+                    _usurped(here, me, holder)
+                if holder.is_alive() is False and not here.check(["roster"]):  # others may wait for it
+                    _poison(here, f"Rank {me.rank} on {holder} ended while the ranks joined. Start all of them anew.")
         if room:
+            complete = room.check(["roster"])  # before the look at the poison, as rank 0 looks at it once more
             _raise_if_poisoned(room)
-            if room.check(["roster"]):
+            if complete:
                 return room, _read_roster(room)
         if time.monotonic() > deadline:
             if room is None:
@@ -171,8 +174,6 @@ def _usurped(room: dist.Store, me: Member, holder: Member) -> NoReturn:
     reason = f"Two processes claim rank {me.rank}: {holder} and {me}. Give every process its own RANK."
     if me.host == holder.host:
         reason += " If RANK and WORLD_SIZE count nodes or pods here, start torchrun once on each instead."
-    if room.check(["roster"]):  # the others have long joined: only their watch can tell them
-        _warn_watch(_read_roster(room), reason)
     _poison(room, reason)
     raise LaunchError(reason)
 
@@ -185,6 +186,8 @@ def _absent(room: dist.Store, world_size: int, timeout: timedelta) -> str:
 
 def _poison(room: dist.Store, reason: str) -> None:
     room.compare_set("failure", "", json.dumps(failure_record(-1, LaunchError(reason))))
+    if room.check(["roster"]):  # the others have joined: only their watch can tell them
+        _warn_watch(_read_roster(room), reason)
 
 
 def _raise_if_poisoned(room: dist.Store, readers: int = 0) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -18,10 +19,11 @@ from pathlib import Path
 import pytest
 
 _UNSHARE = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-_BEGIN = """
+_NAMES = 'for file in hosts nsswitch.conf resolv.conf; do mount --bind "$1/$file" "/etc/$file"; done'
+_BEGIN = f"""
 set -e
-hostname "$1"
-for file in hosts nsswitch.conf resolv.conf; do mount --bind "$2/$file" "/etc/$file"; done
+{_NAMES}
+hostname "$2"
 ip link set lo up
 echo ready
 exec cat
@@ -57,21 +59,38 @@ class Node:
     """One virtual node; a context in which it exists."""
 
     def __init__(self, name: str, address: str, etc: str) -> None:
-        self.name, self.address = name, address
-        command = [*_UNSHARE, "sh", "-c", _BEGIN, "sh", name, etc]
+        self.name, self.address, self._etc = name, address, etc
+        command = [*_UNSHARE, "sh", "-c", _BEGIN, "sh", etc, name]
         self._first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._first.stdout and self._first.stdout.readline() == b"ready\n", f"{name} does not come up"
         self.pid = self._first.pid
 
     def run(self, *command: str) -> list[str]:
         """The command that runs this one on the node, in the root folder."""
-        names = {"net": "net", "uts": "uts", "mount": "mnt", "pid": "pid_for_children"}
-        return ["nsenter", *(f"--{option}=/proc/{self.pid}/ns/{name}" for option, name in names.items()), *command]
+        return self._enter({"net": "net", "uts": "uts", "mount": "mnt", "pid": "pid_for_children"}, *command)
+
+    def lead(self, *command: str) -> list[str]:
+        """The same for a command that starts others on other nodes: to enter them it must see the whole machine."""
+        names = ["unshare", "--mount", "sh", "-c", f'{_NAMES}; shift; exec "$@"', "sh", self._etc]
+        return self._enter({"net": "net", "uts": "uts"}, *names, *command)
+
+    def _enter(self, namespaces: dict[str, str], *command: str) -> list[str]:
+        return ["nsenter", *(f"--{option}=/proc/{self.pid}/ns/{name}" for option, name in namespaces.items()), *command]
 
     def end(self) -> None:
         """Ends the node as a power failure would: its processes die and its network says no more."""
         self._first.kill()
         self._first.communicate()
+
+
+def remote_shell(nodes: list[Node], folder: Path) -> str:
+    """A program that runs a command on one of these nodes as ssh does: options, a node's name, words for a shell."""
+    script = folder / "remote-shell"
+    cases = [f'{node.name}) exec {shlex.join(node.run("sh", "-c"))} "$*";;' for node in nodes]
+    skip = 'while [ "${1#-}" != "$1" ]; do shift; done; name=$1; shift'
+    script.write_text("\n".join(["#!/bin/sh", skip, "case $name in", *cases, "esac", ""]))
+    script.chmod(0o700)
+    return str(script)
 
 
 @contextlib.contextmanager

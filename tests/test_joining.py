@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 import time
+from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from processes import Ended, free_port, platform_env, run
 
 import ddpkit
+from ddpkit import joining
 
 SOON = timedelta(seconds=20)
 
@@ -26,6 +30,12 @@ def join_and_stay() -> None:
     with ddpkit.distributed(timeout=SOON):
         print("joined", flush=True)
         time.sleep(15)
+
+
+def join_or_end_early() -> None:
+    if "END_EARLY" in os.environ:
+        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    join_and_stay()
 
 
 def all_name(ended: list[Ended], text: str, seconds: float = 10.0) -> None:
@@ -54,6 +64,31 @@ def test_duplicates_that_wait_for_rank_zero_are_refused_on_every_rank() -> None:
     port = free_port()
     ended = run(join_and_stay, [platform_env(rank, 2, port) for rank in (1, 1, 0)], delays=[0, 0, 1])
     all_name(ended, "Two processes claim rank 1")
+
+
+def test_a_refusal_that_comes_while_rank_zero_writes_the_roster_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, (me, other) = dist.HashStore(), (joining.Member(rank, 2, None, True) for rank in range(2))
+    room = dist.PrefixStore("ddpkit/1", store)
+    room.set("claim/1", other.dump())
+    room.add("claims", 1)
+
+    def refuse_then_write(member: joining.Member) -> dict:
+        if room.check(["claim/0"]):
+            joining._poison(room, "there are two of rank 1")
+        return asdict(member)
+
+    monkeypatch.setattr(joining, "asdict", refuse_then_write)
+    with pytest.raises(ddpkit.LaunchError, match="two of rank 1"):
+        joining.join(store, me, SOON)
+
+
+def test_a_rank_that_takes_the_place_of_one_that_ended_while_joining_ends_the_wait_of_the_others() -> None:
+    port = free_port()
+    envs = [platform_env(rank, 3, port, **more) for rank, more in ((0, {}), (1, {"END_EARLY": "yes"}), (1, {}))]
+    first, dead, second = run(join_or_end_early, envs, delays=[0, 0, 4])
+    assert dead.code == -signal.SIGKILL, dead
+    assert "ended while the ranks joined. Start all of them anew." in first.output, first
+    all_name([first, second], "LaunchError", 15.0)
 
 
 def test_a_duplicate_that_comes_late_ends_the_running_job() -> None:

@@ -1,7 +1,8 @@
-"""Trains with a fault in the middle: `elastic.py FOLDER raise|kill|wait`. In the end it says which samples it has seen.
+"""Trains with a fault in the middle: `elastic.py FOLDER raise|kill|wait [RANK]`. In the end it says which samples it
+has seen.
 
-The last rank fails, once, two steps after a checkpoint and in the middle of an epoch: it writes a file, and then
-raises, is killed, or waits to be lost with its node.
+That rank, -1 for the last one, fails, once, two steps after a checkpoint and in the middle of an epoch: it writes a
+file, and then raises, is killed, or waits to be lost with its node.
 """
 
 import os
@@ -30,7 +31,7 @@ def fail_once(folder: Path, fault: str) -> None:
         time.sleep(600)
 
 
-def main(folder: Path, fault: str) -> None:
+def main(folder: Path, fault: str, faulty: int = -1) -> None:
     job = ddpkit.setup()
     samples = TensorDataset(torch.arange(SAMPLES), torch.linspace(-1, 1, SAMPLES).unsqueeze(1))
     loader = ddpkit.make_loader(samples, GLOBAL_BATCH // job.world_size)
@@ -53,7 +54,7 @@ def main(folder: Path, fault: str) -> None:
             seen[torch.cat(ddpkit.all_gather(numbers))] += 1
             if step % SAVE_EVERY == 0:
                 checkpoints.save(step, **state, seen=seen)
-            if step == FAIL_AT and job.rank == job.world_size - 1:
+            if step == FAIL_AT and job.rank == faulty % job.world_size:
                 fail_once(folder, fault)
     if job.rank == 0:
         weight = ddpkit.unwrap_model(model).weight.item()
@@ -61,4 +62,4 @@ def main(folder: Path, fault: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))

@@ -34,3 +34,18 @@ def assert_trained(ended: list[Ended], world_size: int) -> None:
     output = "".join(end.output for end in ended)
     (right,) = re.findall(r"^epoch 0: training loss \S+, test: (\d+) of 360 right$", output, re.MULTILINE)
     assert f"world size: {world_size}" in output and int(right) > 200, output
+
+
+def ending(folder: Path, fault: str, by_launcher: str) -> list[str]:
+    """The script in which rank 1 fails, and its arguments: a launcher that ends the other rank gets time to do so."""
+    return [str(Path(__file__).with_name("ending.py")), str(folder), fault, "2" if by_launcher == "stayed" else "30"]
+
+
+def assert_ended(end: Ended, folder: Path, by_launcher: str) -> None:
+    """When rank 1 had failed, rank 0 heard of it, and then the launcher did this to it."""
+    said = (folder / "said").read_text().splitlines() if (folder / "said").exists() else []
+    assert end.code and end.code > 0, end
+    if by_launcher == "got SIGKILL":  # perhaps before it had heard
+        assert said in ([], ["heard of rank 1"]), (said, end)
+    else:
+        assert said == ["heard of rank 1", by_launcher], (said, end)

@@ -26,13 +26,17 @@ def on_two_nodes(
     *script: str,
     ranks: int = 2,
     nodes: str = "2",
+    static: bool = False,
     strike: Callable[[Node], None] = lambda second: None,
     timeout: float = 600.0,
 ) -> list[Ended]:
     """So many ranks on each of two virtual nodes; `strike` gets the second one, which does not host the store."""
     with virtual_nodes(2) as (_, first, second):
-        agent = [*TORCHRUN, f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--max-restarts=3", *MEET, LAST_CALL]
-        commands = [node.run(*agent, *script) for node in (second, first)]  # the host of the store is waited for
+        agent = [*TORCHRUN, f"--nnodes={nodes}", f"--nproc-per-node={ranks}", "--max-restarts=3"]
+        commands = []
+        for number, node in ((1, second), (0, first)):  # the host of the store is waited for
+            meet = ["--master-addr=node1", f"--node-rank={number}"] if static else [*MEET, LAST_CALL]
+            commands.append(node.run(*agent, *meet, *script))
         return launch(*commands, meanwhile=lambda crew: strike(second), timeout=timeout)[::-1]
 
 

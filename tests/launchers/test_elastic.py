@@ -48,8 +48,11 @@ def test_a_restart_on_one_node_goes_on(tmp_path: Path, undisturbed: str) -> None
 
 
 @needs(nodes=True)
-def test_a_restart_on_two_nodes_goes_on(tmp_path: Path, undisturbed: str) -> None:
-    ended = on_two_nodes(ELASTIC, str(tmp_path), "kill")
+@pytest.mark.parametrize(("static", "fault", "faulty"), [(False, "kill", "-1"), (True, "raise", "0")])
+def test_a_restart_on_two_nodes_goes_on(
+    static: bool, fault: str, faulty: str, tmp_path: Path, undisturbed: str
+) -> None:
+    ended = on_two_nodes(ELASTIC, str(tmp_path), fault, faulty, static=static)
     assert [end.code for end in ended] == [0, 0], ended
     assert_recovered(ended, 4, 4, undisturbed)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs import HYDRA, ONE_EPOCH, OPENMPI, PROGRAM, PYTHON, assert_joined, assert_trained
-from nodes import needs
+from jobs import HYDRA, ONE_EPOCH, OPENMPI, PROGRAM, PYTHON, assert_ended, assert_joined, assert_trained, ending
+from nodes import needs, remote_shell, virtual_nodes
 from processes import launch
 
 KINDS = [
@@ -18,6 +18,34 @@ KINDS = [
 @pytest.mark.parametrize(("mpirun", "kind"), KINDS)
 def test_mpirun_on_one_node(mpirun: list[str], kind: str) -> None:
     assert_joined(launch([*mpirun, "-n", "4", *PYTHON, *PROGRAM]), kind, 4)
+
+
+@needs(nodes=True)
+@pytest.mark.parametrize(("mpirun", "kind"), KINDS)
+def test_mpirun_on_two_nodes(mpirun: list[str], kind: str, tmp_path: Path) -> None:
+    with virtual_nodes(2) as (login, *nodes):
+        shell = remote_shell(nodes, tmp_path)
+        if kind == "openmpi":
+            told = ["-x", "MASTER_ADDR=node1", "-x", "MASTER_PORT=29400"]
+            where = ["--mca", "plm_rsh_agent", shell, "--mca", "oob_tcp_if_include", "10.77.0.0/24", *told]
+        else:
+            where = ["-launcher", "ssh", "-launcher-exec", shell]
+        hosts = ["-host", "node1:2,node2:2", "-n", "4"]
+        assert_joined(launch(login.lead(*mpirun, *where, *hosts, *PYTHON, *PROGRAM)), kind, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "fault", "by_launcher"),
+    [
+        pytest.param(OPENMPI, "raise", "got SIGTERM", marks=needs("mpirun.openmpi"), id="openmpi-raise"),
+        pytest.param(OPENMPI, "kill", "got SIGTERM", marks=needs("mpirun.openmpi"), id="openmpi-kill"),
+        pytest.param(HYDRA, "raise", "stayed", marks=needs("mpiexec.hydra"), id="hydra-raise"),
+        pytest.param(HYDRA, "kill", "got SIGKILL", marks=needs("mpiexec.hydra"), id="hydra-kill"),
+    ],
+)
+def test_who_ends_the_other_rank(mpirun: list[str], fault: str, by_launcher: str, tmp_path: Path) -> None:
+    (end,) = launch([*mpirun, "-n", "2", *PYTHON, *ending(tmp_path, fault, by_launcher)])
+    assert_ended(end, tmp_path, by_launcher)
 
 
 @pytest.mark.parametrize(("mpirun", "kind"), KINDS)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import video
 from cluster import Slurm, cluster
-from jobs import MEET, ONE_EPOCH, PROGRAM, PYTHON, assert_joined, assert_trained
+from jobs import MEET, ONE_EPOCH, PROGRAM, PYTHON, assert_ended, assert_joined, assert_trained, ending
 from nodes import needs
 from processes import ROOT, TORCHRUN
 
@@ -32,6 +32,13 @@ def test_srun_starts_one_rank_for_each_task(slurm: Slurm) -> None:
 def test_the_digits_train_on_two_tasks(slurm: Slurm, tmp_path: Path) -> None:
     train = [*PYTHON, *ONE_EPOCH, "--folder", str(tmp_path)]
     assert_trained([slurm.run("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit", *train)], 2)
+
+
+@pytest.mark.parametrize(("flags", "by_launcher"), [(["--kill-on-bad-exit"], "got SIGTERM"), ([], "stayed")])
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_who_ends_the_other_rank(slurm: Slurm, flags: list[str], by_launcher: str, fault: str, tmp_path: Path) -> None:
+    end = slurm.run("srun", "--nodes=2", "--ntasks-per-node=1", *flags, *PYTHON, *ending(tmp_path, fault, by_launcher))
+    assert_ended(end, tmp_path, by_launcher)
 
 
 def test_srun_in_a_batch_script_starts_the_ranks(slurm: Slurm, tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from jobs import MEET, PROGRAM, PYTHON, assert_joined
+from jobs import MEET, PROGRAM, PYTHON, assert_ended, assert_joined, ending
 from nodes import Node, needs, virtual_nodes
 from processes import TORCHRUN, free_port, launch, platform_env
 
@@ -18,6 +19,20 @@ def nodes() -> Iterator[list[Node]]:
 
 def test_torchrun_on_one_node() -> None:
     assert_joined(launch([*TORCHRUN, "--standalone", "--nproc-per-node=4", *PROGRAM]), "torchrun", 4)
+
+
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_torchrun_ends_the_other_rank_of_a_node(fault: str, tmp_path: Path) -> None:
+    (end,) = launch([*TORCHRUN, "--standalone", "--nproc-per-node=2", *ending(tmp_path, fault, "got SIGTERM")])
+    assert_ended(end, tmp_path, "got SIGTERM")
+
+
+@needs(nodes=True)
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_ddpkit_alone_ends_the_rank_on_another_node(fault: str, nodes: list[Node], tmp_path: Path) -> None:
+    agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", *MEET, *ending(tmp_path, fault, "stayed")]
+    for end in launch(*(node.run(*agent) for node in nodes[:2])):
+        assert_ended(end, tmp_path, "stayed")
 
 
 @needs(nodes=True)
