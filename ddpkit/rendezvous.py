@@ -33,7 +33,7 @@ def connect(address: str, port: int, host: bool, timeout: timedelta) -> dist.Sto
     if host:
         try:
             return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout)
-        except dist.DistNetworkError as error:
+        except RuntimeError as error:  # torch 2.6 raises no DistNetworkError here
             if "EADDRINUSE" not in str(error):
                 raise LaunchError(f"Rank 0 cannot host the store at {address}:{port}: {error}") from error
             raise PortTaken(
