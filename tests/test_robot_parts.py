@@ -114,11 +114,15 @@ def test_half_precision_gives_nearly_the_same_loss_in_float32(amp: str) -> None:
     assert half.tolist() == pytest.approx(exact.tolist(), rel=0.03)
 
 
-def test_noise_differs_from_call_to_call_unless_it_is_given() -> None:
-    policy, batch = make_policy(), make_batch()
-    drawn = {key: batch[key] for key in ("observations", "actions")}
-    assert not torch.equal(policy(drawn), policy(drawn))
-    assert torch.equal(policy(batch), policy(batch))
+def test_noise_is_drawn_before_the_forward_as_gpus_of_one_process_would_draw_the_same() -> None:
+    policy, batch = make_policy(), make_batch(600)
+    drawn, again = policy.draw(batch), policy.draw(batch)
+    assert not torch.equal(drawn["noise"], again["noise"]) and not torch.equal(drawn["step"], again["step"])
+    assert drawn["noise"].shape == batch["actions"].shape and drawn["noise"].std() == pytest.approx(1, abs=0.02)
+    assert drawn["step"].shape == (600,) and {0, 99} <= set(drawn["step"].tolist()) <= set(range(100))
+    before = torch.get_rng_state()
+    policy(drawn)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_actions_are_those_from_the_present_moment_on() -> None:

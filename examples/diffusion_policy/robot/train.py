@@ -75,7 +75,7 @@ def main(job: ddpkit.Context) -> None:
                 for number in range(accumulation):
                     batch = {key: value.to(job.device, non_blocking=True) for key, value in next(batches).items()}
                     with ddpkit.accumulate(model, number, accumulation):
-                        loss = model(batch).mean() / accumulation
+                        loss = model(policy.draw(batch)).mean() / accumulation
                         scaler.scale(loss).backward()
                     losses += loss.detach()
                 scaler.step(optimizer)
