@@ -56,6 +56,8 @@ def test_the_guides_spelling_of_the_optimizers_settings_works_with_a_warning(cap
         ("algo.unet.down_dims=[16, 32]", [16, 32]),
         ("train.data_path=here", ["here"]),
         ('train.data_path=["a", "b"]', ["a", "b"]),
+        ("train.data_path=[a, b]", ["a", "b"]),  # as a shell leaves it that takes quotes away
+        ("algo.ema.power=.5", 0.5),
         ("experiment.name=3", "3"),
     ],
 )
@@ -69,6 +71,7 @@ def test_values_get_the_type_of_their_setting(argument: str, value: object) -> N
     [
         ("train.batchsize=3", "no setting train.batchsize; the nearest is train.batch_size"),
         ("algo.horizon.action=3", "nearest is algo.horizon.action_horizon"),
+        ("learning_rate=3", f"nearest is {LR}"),
         ("train=3", "there is no setting train;"),
         ("train.batch_size=many", "train.batch_size must be a whole number of at least 1, not 'many'"),
         ("train.batch_size=1e3", "whole number"),
@@ -89,6 +92,7 @@ def test_values_get_the_type_of_their_setting(argument: str, value: object) -> N
         ("algo.optim_params.policy.learning_rate.epoch_schedule=[3]", "multistep, not cosine"),
         ("--batch_size", "key=value"),
         ("load_from=/nowhere/x.json", "/nowhere/x.json: No such file"),
+        ("load_from=", "load_from= takes a JSON file"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_would_be_right(argument: str, expected: str) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def read_config(arguments: Iterable[str]) -> Config:
         if not Path(file).is_file():
             raise ConfigError(f"train.resume: {folder} is not the folder of a run, for it holds no config.json")
     config, problems = {key: default for key, (default, _) in SETTINGS.items()}, []
-    for source, layer in ((file, read_file(file) if file else {}), ("the command line", given)):
+    for source, layer in ((file, {} if file is None else read_file(file)), ("the command line", given)):
         for key, value in _canonical(layer, source).items():
             try:
                 config[key] = _checked(key, value, typed=layer is given)
@@ -223,20 +224,32 @@ def _canonical(layer: Mapping[str, Any], source: str | None) -> dict[str, Any]:
 def _checked(key: str, value: Any, typed: bool) -> Any:
     """`typed`: on a command line, where values are text."""
     if key not in SETTINGS:
-        nearest = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0)
-        raise ValueError(f"there is no setting {key}; the nearest is {nearest[0]}")
+        raise ValueError(f"there is no setting {key}; the nearest is {_nearest(key)}")
     check = SETTINGS[key][1]
     readings = [value]
     if typed:
         try:
             readings.insert(0, json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value)))
         except ValueError:
-            pass
+            if value.startswith("[") and value.endswith("]"):  # shells take away a list's quotes
+                readings.insert(0, [part.strip() for part in value[1:-1].split(",")])
+            with suppress(ValueError):
+                readings.insert(0, float(value))  # .5
     for number, reading in enumerate(readings):
         try:
             return check(reading)
         except ValueError as error:
             if number + 1 == len(readings):
+def _nearest(key: str) -> str:
+    """The setting that is most like it, in whole or but for its first sections."""
+
+    def likeness(name: str) -> float:
+        parts = name.split(".")
+        return max(difflib.SequenceMatcher(None, key, ".".join(parts[first:])).ratio() for first in range(len(parts)))
+
+    return max(SETTINGS, key=likeness)
+
+
                 raise ValueError(f"{key} must be {error}, not {value!r}") from None
 
 
