@@ -203,16 +203,20 @@ def test_a_run_goes_on_as_if_it_had_not_stopped_also_on_other_ranks(
     moved = tmp_path / "moved"
     before = states(moved)
     rate = "algo.optim_params.policy.learning_rate.initial=0.25"
-    on_ranks(note_the_beginning, 2, [f"train.resume={moved}", "train.num_epochs=3", rate], tmp_path)
+    decay = "algo.optim_params.policy.regularization.L2=0.125"
+    on_ranks(note_the_beginning, 2, [f"train.resume={moved}", "train.num_epochs=3", rate, decay], tmp_path)
     for rank in range(2):
         beginning = torch.load(tmp_path / f"beginning{rank}.pt")
         parameters = [before["policy"][key] for key in before["policy"] if key not in ("mean", "std")]
         assert same(beginning["weights"], parameters) and same(beginning["ema"], before["ema"])
         assert same(beginning["optimizer"]["state"], before["optimizer"]["state"]) and len(parameters) > 20
-        assert beginning["optimizer"]["param_groups"][0]["lr"] == 0.25  # of the command line
+        group = beginning["optimizer"]["param_groups"][0]
+        assert (group["lr"], group["weight_decay"]) == (0.25, 0.125)  # of the command line
     after = torch.load(moved / "last.pth")
     assert after["step"] == 12 and after["state"]["ema"]["updates"] == 12 and len(after["rng"]) == 2
 
+    again = read_config([f"load_from={moved / 'config.json'}"])  # to vary them begins a new run
+    assert again["train.resume"] is None and again["train.num_epochs"] == 3
 
 def train_again_and_again(cases: list[list[str]]) -> None:
     """Runs the trainer with one set of arguments after another, as the same rank."""

@@ -65,7 +65,8 @@ def recorded(folder: Path, config: Config) -> Iterator[None]:
     if not ddpkit.is_main_process():
         yield
         return
-    (folder / "config.json").write_text(json.dumps(nested(config), indent=4) + "\n")
+    kept = nested(config | {"train.resume": None})  # whoever varies these settings begins a new run
+    (folder / "config.json").write_text(json.dumps(kept, indent=4) + "\n")
     text = (
         logging.FileHandler(folder / "logs" / "log.txt")
         if config["experiment.logging.terminal_output_to_txt"]

@@ -46,7 +46,8 @@ def main(job: ddpkit.Context) -> None:
     policy = DiffusionPolicy(config, index.action_size, index.mean, index.std)
     model = wrap(policy, config, job.world_size, torch.cuda.device_count())
     kind = OPTIMIZERS[config["algo.optim_params.policy.optimizer_type"]]
-    optimizer = kind(policy.parameters(), plan.lr, weight_decay=config["algo.optim_params.policy.regularization.L2"])
+    decay = config["algo.optim_params.policy.regularization.L2"]
+    optimizer = kind(policy.parameters(), plan.lr, weight_decay=decay)
     ema = EMA(policy, config["algo.ema.power"]) if config["algo.ema.enabled"] else None
     scaler = torch.amp.GradScaler(job.device.type, enabled=config["train.amp"] == "fp16")
     ddpkit.seed_everything(config["train.seed"], per_rank=True)  # from here on: the noise, which ranks must not share
@@ -70,8 +71,8 @@ def main(job: ddpkit.Context) -> None:
             loader.set_epoch(epoch)
             batches, losses, begun = iter(loader), torch.zeros((), device=job.device), time.monotonic()
             for _ in trange(every, desc=f"epoch {epoch}", leave=False, disable=no_bar):
-                for group in optimizer.param_groups:
-                    group["lr"] = plan.lr * lr_factor(config, step)
+                for group in optimizer.param_groups:  # by the settings, also where a checkpoint has others
+                    group.update(lr=plan.lr * lr_factor(config, step), weight_decay=decay)
                 for number in range(accumulation):
                     batch = {key: value.to(job.device, non_blocking=True) for key, value in next(batches).items()}
                     with ddpkit.accumulate(model, number, accumulation):
