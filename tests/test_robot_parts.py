@@ -273,6 +273,14 @@ def test_a_sample_is_a_window_that_repeats_the_ends(tmp_path: Path) -> None:
         assert sample["actions"][:, 0].tolist() == pytest.approx(expected)
 
 
+def test_demonstrations_in_other_precisions_become_float32(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    arrays = {"observations_0": np.ones((4, 3)), "actions_0": np.zeros((4, 4), int)}  # float64, int64
+    np.savez(tmp_path / "a" / "episodes-0.npz", env_id="FetchReach-v4", **arrays)
+    sample = next(make_samples([str(tmp_path / "a")]).shard(0, 1))
+    assert {value.dtype for value in sample.values()} == {np.dtype(np.float32)}
+
+
 def test_an_index_counts_and_measures_all_episodes(tmp_path: Path) -> None:
     index = scan([write_folder(tmp_path / "a", [4, 7, 5], per_shard=2)], "error")
     assert [episode.steps for episode in index.folders[0]] == [4, 7, 5] and index.steps == [16]
