@@ -119,7 +119,3 @@ def test_a_resumed_run_begins_with_its_own_settings(tmp_path: Path) -> None:
     config = read_config([f"train.resume={tmp_path}", "train.num_epochs=7"])
     assert (config["train.batch_size"], config["train.num_epochs"]) == (32, 7)
     assert "/nowhere is not the folder of a run" in refusal("train.resume=/nowhere")
-
-
-def test_what_the_old_launcher_adds_is_passed_over() -> None:
-    assert read_config(["--local-rank=1", "--local_rank=0"]) == read_config([])

@@ -138,7 +138,6 @@ SETTINGS: dict[str, tuple[Any, Check]] = {  # default, check
     "algo.ddim.num_inference_timesteps": (10, whole(1)),
 }
 ALIASES = {"train.optim_params.": "algo.optim_params."}  # the guide's spelling
-IGNORED = ("--local-rank=", "--local_rank=")  # the old torch.distributed.launch adds it; the environment says it too
 
 
 def read_config(arguments: Iterable[str]) -> Config:
@@ -150,8 +149,6 @@ def read_config(arguments: Iterable[str]) -> Config:
     given: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if argument.startswith(IGNORED):
-            continue
         if not equals:
             raise ConfigError(f"arguments look like key=value, not {argument!r}; the keys are those of config.json")
         given[key] = value
@@ -240,6 +237,9 @@ def _checked(key: str, value: Any, typed: bool) -> Any:
             return check(reading)
         except ValueError as error:
             if number + 1 == len(readings):
+                raise ValueError(f"{key} must be {error}, not {value!r}") from None
+
+
 def _nearest(key: str) -> str:
     """The setting that is most like it, in whole or but for its first sections."""
 
@@ -248,9 +248,6 @@ def _nearest(key: str) -> str:
         return max(difflib.SequenceMatcher(None, key, ".".join(parts[first:])).ratio() for first in range(len(parts)))
 
     return max(SETTINGS, key=likeness)
-
-
-                raise ValueError(f"{key} must be {error}, not {value!r}") from None
 
 
 def _contradictions(config: Config) -> Iterable[str]:

@@ -30,7 +30,7 @@ import ddpkit
 from . import checkpoints
 from .config import Config, ConfigError, nested, read_config
 from .policy import EMA, DiffusionPolicy
-from .program import run
+from .program import arguments, run
 from .shards import Index, make_loader, scan
 
 log = logging.getLogger("robot")
@@ -38,7 +38,7 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
 
 def main(job: ddpkit.Context) -> None:
-    config, index = ddpkit.run_on_main(prepare, sys.argv[1:])
+    config, index = ddpkit.run_on_main(prepare, arguments())
     plan = make_plan(config, job.world_size)
     loader = make_loader(index, config, plan.per_rank_batch_size)
 
@@ -110,9 +110,20 @@ def main(job: ddpkit.Context) -> None:
 
 
 def prepare(arguments: Sequence[str]) -> tuple[Config, Index]:
-    """Reads the settings, and what demonstrations there are."""
+    """Reads the settings, and what demonstrations there are; what is missing is said now, not after some epochs."""
     config = read_config(arguments)
-    return config, scan(config["train.data_path"], config["train.on_broken_shard"])
+    index = scan(config["train.data_path"], config["train.on_broken_shard"])
+    if config["experiment.rollout.enabled"]:
+        try:
+            from .environments import gymnasium  # here, as below: training alone needs no simulator
+
+            gymnasium.make(index.env_id, disable_env_checker=True).reset(seed=0)
+        except Exception as error:  # each version of MuJoCo fails in a way of its own
+            raise ConfigError(
+                f"{index.env_id} cannot be simulated here ({type(error).__name__}: {error}): pip install -e "
+                "'.[examples-robot]' in the repository, or set experiment.rollout.enabled=false"
+            ) from None
+    return config, index
 
 
 def make_plan(config: Config, world_size: int) -> ddpkit.ScalePlan:
@@ -175,7 +186,7 @@ def make_writer(folder: Path, config: Config, epoch: int) -> Any:
 
 def roll_out(policy: DiffusionPolicy, env_id: str, config: Config, folder: Path, epoch: int) -> float:
     """Success rate on unseen seeds, and a film of the first of them. Collective."""
-    from . import drawing, evaluation  # here: training alone needs no simulator
+    from . import drawing, evaluation
     from .environments import Learned
 
     player, horizon, begun = Learned(policy), config["experiment.rollout.horizon"], time.monotonic()
