@@ -119,3 +119,5 @@ def test_a_resumed_run_begins_with_its_own_settings(tmp_path: Path) -> None:
     config = read_config([f"train.resume={tmp_path}", "train.num_epochs=7"])
     assert (config["train.batch_size"], config["train.num_epochs"]) == (32, 7)
     assert "/nowhere is not the folder of a run" in refusal("train.resume=/nowhere")
+    example = f"load_from={FOLDER / 'config.json'}"  # whose batch size would take the place of the run's
+    assert "leave out load_from" in refusal(example, f"train.resume={tmp_path}")

@@ -141,7 +141,7 @@ ALIASES = {"train.optim_params.": "algo.optim_params."}  # the guide's spelling
 
 
 def read_config(arguments: Iterable[str]) -> Config:
-    """The settings of a run: defaults < the file of `load_from=` < `key=value`; of a resumed run its own file.
+    """The settings of a run: defaults < the file of `load_from=`, or of the run of `train.resume=` < `key=value`.
 
     Raises:
         ConfigError: Naming everything that is wrong, where it stands, and the setting that may have been meant.
@@ -152,8 +152,8 @@ def read_config(arguments: Iterable[str]) -> Config:
         if not equals:
             raise ConfigError(f"arguments look like key=value, not {argument!r}; the keys are those of config.json")
         given[key] = value
-    file = given.pop("load_from", None)
-    if file is None and (folder := given.get("train.resume")):
+    file = loaded = given.pop("load_from", None)
+    if loaded is None and (folder := given.get("train.resume")):
         file = str(Path(folder) / "config.json")
         if not Path(file).is_file():
             raise ConfigError(f"train.resume: {folder} is not the folder of a run, for it holds no config.json")
@@ -164,6 +164,10 @@ def read_config(arguments: Iterable[str]) -> Config:
                 config[key] = _checked(key, value, typed=layer is given)
             except ValueError as error:
                 problems.append(f"{error} ({source})")
+    if loaded and config["train.resume"]:
+        problems.append(
+            "train.resume reads the settings of its run: leave out load_from, change single ones by key=value"
+        )
     problems = problems or list(_contradictions(config))
     if problems:
         raise ConfigError("\n  ".join(problems))
