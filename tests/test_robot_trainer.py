@@ -258,6 +258,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
         f"train.resume={run_folder} algo.unet.down_dims=[16,16]": "does not fit; nothing was loaded",
         "train.num_data_workers=6": "10 episodes, but 12 readers",
         f"train.output_dir={tmp_path}/a_run/config.json": "train.output_dir: cannot make .*config.json",
+        f"train.output_dir={tmp_path}/other algo.optim_params.policy.learning_rate.initial=1e30": "loss is no number",
         f"train.data_path={elsewhere}": "Nowhere-v4 cannot be simulated here .NameNotFound",
     }
     arguments = [settings(demonstrations, tmp_path / "runs", *case.split()) for case in cases]
@@ -272,6 +273,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
             assert len(errors) == (rank == 0), (case, output)
             assert all(re.search(expected, error) for error in errors), (case, output)
             assert "Traceback" not in output
+    assert [*(tmp_path / "other").rglob("log.txt")] and not [*(tmp_path / "other").rglob("*.p*t*")]
     assert not (tmp_path / "runs").exists()  # no folder was made for a run that cannot begin
     assert (run_folder / "config.json").read_text() == "{}"
 

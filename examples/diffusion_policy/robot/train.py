@@ -93,6 +93,8 @@ def main(job: ddpkit.Context) -> None:
             news |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/steps_per_second": speed}
             text = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
             log.info(text, epoch, *news.values(), speed * plan.global_batch_size)
+            if not math.isfinite(news["train/loss"]):  # on every rank; before it is saved
+                raise ConfigError("the loss is no number any more: a smaller learning rate may help, or train.amp=none")
             if config["experiment.rollout.enabled"] and due(epoch, config["experiment.rollout.rate"], epochs):
                 actor = ema.policy if ema else policy
                 news["rollout/success_rate"] = roll_out(actor, index.env_id, config, folder, epoch)
