@@ -88,8 +88,8 @@ def main(job: ddpkit.Context) -> None:
                 if step % config["experiment.check_replicas_every_n_steps"] == 0:
                     check_all(policy, optimizer, ema)
 
-            speed = every / (time.monotonic() - begun)
             news = {"train/loss": ddpkit.all_reduce_mean(losses.item() / every)}
+            speed = every / (time.monotonic() - begun)  # a GPU has done its work only when the loss was read
             news |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/steps_per_second": speed}
             text = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
             log.info(text, epoch, *news.values(), speed * plan.global_batch_size)
