@@ -308,8 +308,9 @@ def test_a_broken_shard_is_named_or_left_out(damage: str, tmp_path: Path, caplog
         write_shard(broken, "FetchReach-v4", [(np.zeros((2, 3)), np.full((2, 4), 1.5))])
     else:
         broken.write_bytes(b"")
-    with pytest.raises(DataError, match=f"{broken} is broken: .*train.on_broken_shard=skip"):
+    with pytest.raises(DataError, match=f"{broken} is broken: .*train.on_broken_shard=skip") as caught:
         scan([folder], "error")
+    assert ("is not a zip file" in str(caught.value)) == (damage in ("truncated", "text", "empty"))
     index = scan([folder], "skip")
     assert len(index.folders[0]) == 4 and f"skipped: {broken} is broken" in caplog.text
 

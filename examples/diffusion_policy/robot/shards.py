@@ -123,6 +123,7 @@ def scan(folders: Sequence[str], on_broken: str) -> Index:
 
 
 def _read_shard(path: Path) -> tuple[str, list[tuple[np.ndarray, np.ndarray]]]:
+    zipfile.ZipFile(path).close()  # raises if it is none; NumPy would take it for a pickle
     with open(path, "rb") as file, np.load(file, allow_pickle=False) as shard:
         episodes = [
             (shard[f"observations_{number}"], shard[f"actions_{number}"])
