@@ -243,7 +243,7 @@ def _module_misfits(module: nn.Module, saved: Mapping[str, Any]) -> list[str]:
     there, here = clean_state_dict(saved), _state_of(module)
     misfits = [f"has {key} here, not there" for key in here if key not in there]
     misfits += [f"has {key} there, not here" for key in there if key not in here]
-    for key in here.keys() & there.keys():
+    for key in (key for key in here if key in there):  # in this order on every rank, which no set has
         shapes = [tuple(getattr(state[key], "shape", ())) for state in (there, here)]
         if shapes[0] != shapes[1]:
             misfits.append(f"has {key} of shape {shapes[0]} there, of {shapes[1]} here")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -414,6 +415,14 @@ def fails_on_one_rank(folder: str) -> dict[str, str]:
     os.truncate(f"{folder}/step-000000002.pt", 1000)
     said["all broken"] = message_of(checkpoints.load_latest)
     return said
+
+
+def test_what_does_not_fit_is_named_in_the_models_order_so_that_ranks_agree(tmp_path: Path) -> None:
+    narrow, wide = (nn.Sequential(*(nn.Linear(size, size) for _ in range(4))) for size in (2, 3))
+    Checkpointer(tmp_path).save(1, model=narrow)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpointer(tmp_path).load_latest(model=wide)
+    assert re.findall(r"model has (\S+) of shape", str(caught.value)) == list(wide.state_dict())
 
 
 def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:

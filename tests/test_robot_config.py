@@ -56,6 +56,8 @@ def test_the_guides_spelling_of_the_optimizers_settings_works_with_a_warning(cap
         ("algo.unet.down_dims=[16, 32]", [16, 32]),
         ("train.data_path=here", ["here"]),
         ('train.data_path=["a", "b"]', ["a", "b"]),
+        ("train.data_path=[a, b]", ["a", "b"]),  # as a shell leaves it that takes quotes away
+        ("algo.ema.power=.5", 0.5),
         ("experiment.name=3", "3"),
     ],
 )
@@ -69,6 +71,7 @@ def test_values_get_the_type_of_their_setting(argument: str, value: object) -> N
     [
         ("train.batchsize=3", "no setting train.batchsize; the nearest is train.batch_size"),
         ("algo.horizon.action=3", "nearest is algo.horizon.action_horizon"),
+        ("learning_rate=3", f"nearest is {LR}"),
         ("train=3", "there is no setting train;"),
         ("train.batch_size=many", "train.batch_size must be a whole number of at least 1, not 'many'"),
         ("train.batch_size=1e3", "whole number"),
@@ -89,6 +92,7 @@ def test_values_get_the_type_of_their_setting(argument: str, value: object) -> N
         ("algo.optim_params.policy.learning_rate.epoch_schedule=[3]", "multistep, not cosine"),
         ("--batch_size", "key=value"),
         ("load_from=/nowhere/x.json", "/nowhere/x.json: No such file"),
+        ("load_from=", "load_from= takes a JSON file"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_would_be_right(argument: str, expected: str) -> None:
@@ -115,7 +119,5 @@ def test_a_resumed_run_begins_with_its_own_settings(tmp_path: Path) -> None:
     config = read_config([f"train.resume={tmp_path}", "train.num_epochs=7"])
     assert (config["train.batch_size"], config["train.num_epochs"]) == (32, 7)
     assert "/nowhere is not the folder of a run" in refusal("train.resume=/nowhere")
-
-
-def test_what_the_old_launcher_adds_is_passed_over() -> None:
-    assert read_config(["--local-rank=1", "--local_rank=0"]) == read_config([])
+    example = f"load_from={FOLDER / 'config.json'}"  # whose batch size would take the place of the run's
+    assert "leave out load_from" in refusal(example, f"train.resume={tmp_path}")

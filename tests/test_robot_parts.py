@@ -114,11 +114,15 @@ def test_half_precision_gives_nearly_the_same_loss_in_float32(amp: str) -> None:
     assert half.tolist() == pytest.approx(exact.tolist(), rel=0.03)
 
 
-def test_noise_differs_from_call_to_call_unless_it_is_given() -> None:
-    policy, batch = make_policy(), make_batch()
-    drawn = {key: batch[key] for key in ("observations", "actions")}
-    assert not torch.equal(policy(drawn), policy(drawn))
-    assert torch.equal(policy(batch), policy(batch))
+def test_noise_is_drawn_before_the_forward_as_gpus_of_one_process_would_draw_the_same() -> None:
+    policy, batch = make_policy(), make_batch(600)
+    drawn, again = policy.draw(batch), policy.draw(batch)
+    assert not torch.equal(drawn["noise"], again["noise"]) and not torch.equal(drawn["step"], again["step"])
+    assert drawn["noise"].shape == batch["actions"].shape and drawn["noise"].std() == pytest.approx(1, abs=0.02)
+    assert drawn["step"].shape == (600,) and {0, 99} <= set(drawn["step"].tolist()) <= set(range(100))
+    before = torch.get_rng_state()
+    policy(drawn)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_actions_are_those_from_the_present_moment_on() -> None:
@@ -269,6 +273,14 @@ def test_a_sample_is_a_window_that_repeats_the_ends(tmp_path: Path) -> None:
         assert sample["actions"][:, 0].tolist() == pytest.approx(expected)
 
 
+def test_demonstrations_in_other_precisions_become_float32(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    arrays = {"observations_0": np.ones((4, 3)), "actions_0": np.zeros((4, 4), int)}  # float64, int64
+    np.savez(tmp_path / "a" / "episodes-0.npz", env_id="FetchReach-v4", **arrays)
+    sample = next(make_samples([str(tmp_path / "a")]).shard(0, 1))
+    assert {value.dtype for value in sample.values()} == {np.dtype(np.float32)}
+
+
 def test_an_index_counts_and_measures_all_episodes(tmp_path: Path) -> None:
     index = scan([write_folder(tmp_path / "a", [4, 7, 5], per_shard=2)], "error")
     assert [episode.steps for episode in index.folders[0]] == [4, 7, 5] and index.steps == [16]
@@ -296,8 +308,9 @@ def test_a_broken_shard_is_named_or_left_out(damage: str, tmp_path: Path, caplog
         write_shard(broken, "FetchReach-v4", [(np.zeros((2, 3)), np.full((2, 4), 1.5))])
     else:
         broken.write_bytes(b"")
-    with pytest.raises(DataError, match=f"{broken} is broken: .*train.on_broken_shard=skip"):
+    with pytest.raises(DataError, match=f"{broken} is broken: .*train.on_broken_shard=skip") as caught:
         scan([folder], "error")
+    assert ("is not a zip file" in str(caught.value)) == (damage in ("truncated", "text", "empty"))
     index = scan([folder], "skip")
     assert len(index.folders[0]) == 4 and f"skipped: {broken} is broken" in caplog.text
 

@@ -19,12 +19,13 @@ import torch
 from conftest import on_ranks, same
 from PIL import Image
 from processes import CLEAN, free_port, platform_env, run
-from robot import checkpoints, collect, drawing, program, train
+from robot import checkpoints, collect, drawing, program, rollout, train
 from robot.config import ConfigError, read_config
 from robot.environments import EXPERTS, Arena, Expert, Learned, Random
 from robot.evaluation import UNSEEN, evaluate
 from robot.policy import EMA, DiffusionPolicy
-from robot.shards import read_episode, scan
+from robot.program import arguments
+from robot.shards import read_episode, scan, write_shard
 from test_robot_parts import SMALL, make_batch
 
 import ddpkit
@@ -203,15 +204,19 @@ def test_a_run_goes_on_as_if_it_had_not_stopped_also_on_other_ranks(
     moved = tmp_path / "moved"
     before = states(moved)
     rate = "algo.optim_params.policy.learning_rate.initial=0.25"
-    on_ranks(note_the_beginning, 2, [f"train.resume={moved}", "train.num_epochs=3", rate], tmp_path)
+    decay = "algo.optim_params.policy.regularization.L2=0.125"
+    on_ranks(note_the_beginning, 2, [f"train.resume={moved}", "train.num_epochs=3", rate, decay], tmp_path)
     for rank in range(2):
         beginning = torch.load(tmp_path / f"beginning{rank}.pt")
         parameters = [before["policy"][key] for key in before["policy"] if key not in ("mean", "std")]
         assert same(beginning["weights"], parameters) and same(beginning["ema"], before["ema"])
         assert same(beginning["optimizer"]["state"], before["optimizer"]["state"]) and len(parameters) > 20
-        assert beginning["optimizer"]["param_groups"][0]["lr"] == 0.25  # of the command line
+        group = beginning["optimizer"]["param_groups"][0]
+        assert (group["lr"], group["weight_decay"]) == (0.25, 0.125)  # of the command line
     after = torch.load(moved / "last.pth")
     assert after["step"] == 12 and after["state"]["ema"]["updates"] == 12 and len(after["rng"]) == 2
+    again = read_config([f"load_from={moved / 'config.json'}"])  # to vary them begins a new run
+    assert again["train.resume"] is None and again["train.num_epochs"] == 3
 
 
 def train_again_and_again(cases: list[list[str]]) -> None:
@@ -224,11 +229,14 @@ def train_again_and_again(cases: list[list[str]]) -> None:
             print(f"exit status {code}", flush=True)
 
 
-def test_what_cannot_be_done_is_said_by_every_rank_and_ends_it(demonstrations: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Path, tmp_path: Path) -> None:
     broken, run_folder = tmp_path / "broken", tmp_path / "a_run"
     shutil.copytree(demonstrations, broken)
     (broken / "episodes-00003.npz").write_bytes(b"PK")
     (tmp_path / "nothing").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    write_shard(elsewhere / "episodes-0.npz", "Nowhere-v4", [(np.zeros((3, 13)), np.zeros((3, 4)))] * 4)
     index = scan([str(demonstrations)], "error")
     policy = DiffusionPolicy(read_config(TINY), 4, index.mean, index.std)
     parts = {"policy": policy, "optimizer": torch.optim.AdamW(policy.parameters()), "ema": EMA(policy, 0.75)}
@@ -249,18 +257,23 @@ def test_what_cannot_be_done_is_said_by_every_rank_and_ends_it(demonstrations: P
         f"train.resume={tmp_path}/empty_run": f"no checkpoint in {tmp_path}/empty_run",
         f"train.resume={run_folder} algo.unet.down_dims=[16,16]": "does not fit; nothing was loaded",
         "train.num_data_workers=6": "10 episodes, but 12 readers",
+        f"train.output_dir={tmp_path}/a_run/config.json": "train.output_dir: cannot make .*config.json",
+        f"train.output_dir={tmp_path}/other algo.optim_params.policy.learning_rate.initial=1e30": "loss is no number",
+        f"train.data_path={elsewhere}": "Nowhere-v4 cannot be simulated here .NameNotFound",
     }
     arguments = [settings(demonstrations, tmp_path / "runs", *case.split()) for case in cases]
     port = free_port()
     ended = run(train_again_and_again, [platform_env(rank, 2, port) for rank in range(2)], arguments, timeout=300.0)
-    for process in ended:
+    for rank, process in enumerate(ended):
         assert process.code == 0, process.output
         said = re.split(r"^exit status (\d)\n", process.output, flags=re.MULTILINE)
         assert said[1::2] == ["2"] * len(cases), process.output
         for (case, expected), output in zip(cases.items(), said[::2], strict=False):
             errors = re.findall("^robot.train: error: .*", output, re.MULTILINE)
-            assert len(errors) == 1 and re.search(expected, errors[0]), (case, output)
+            assert len(errors) == (rank == 0), (case, output)
+            assert all(re.search(expected, error) for error in errors), (case, output)
             assert "Traceback" not in output
+    assert [*(tmp_path / "other").rglob("log.txt")] and not [*(tmp_path / "other").rglob("*.p*t*")]
     assert not (tmp_path / "runs").exists()  # no folder was made for a run that cannot begin
     assert (run_folder / "config.json").read_text() == "{}"
 
@@ -272,9 +285,38 @@ def fail(arguments: list[str]) -> None:
 
 def test_with_bad_input_every_process_exits_with_status_2(tmp_path: Path) -> None:
     port = free_port()
-    for process in run(fail, [platform_env(rank, 2, port) for rank in range(2)], [f"train.data_path={tmp_path}/none"]):
+    ended = run(fail, [platform_env(rank, 2, port) for rank in range(2)], [f"train.data_path={tmp_path}/none"])
+    for rank, process in enumerate(ended):
         assert process.code == 2 and "Traceback" not in process.output and process.seconds < 50
-        assert process.output.count("robot.train: error: there are no demonstrations") == 1
+        assert process.output.count("robot.train: error: there are no demonstrations") == (rank == 0)
+
+
+@pytest.mark.parametrize("added", ["--local-rank=1", "--local_rank=1"])
+def test_what_the_old_launcher_adds_is_passed_over(added: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["program.py", added, "last.pth"])
+    assert arguments() == ["last.pth"] and rollout.read_settings().checkpoint == Path("last.pth")
+    monkeypatch.setattr(sys, "argv", ["program.py", added, "--episodes=3"])
+    assert collect.read_settings().episodes == 3
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "expected"),
+    [
+        (collect, "--episode 3 --x", "unrecognized arguments: --x"),
+        (collect, "--episodes 0", "count from 1"),
+        (collect, "--noise nan", "--noise is at least 0"),
+        (collect, "--seed 999999", "seeds are at least 0 and below 1000000"),
+        (rollout, "last.pth --episodes x", "invalid int value: 'x'"),
+        (rollout, "last.pth --strip a.png", "give --film too"),
+        (rollout, "last.pth --json /nowhere/scores.json", "there is no folder /nowhere"),
+    ],
+)
+def test_bad_arguments_are_errors_that_all_ranks_raise(
+    program: Any, given: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program.py", *given.split()])
+    with pytest.raises(ConfigError, match=expected):
+        program.read_settings()
 
 
 def test_a_policy_is_read_from_its_checkpoint_or_refused(tmp_path: Path) -> None:
@@ -283,7 +325,7 @@ def test_a_policy_is_read_from_its_checkpoint_or_refused(tmp_path: Path) -> None
     saver, ema = ddpkit.Checkpointer(tmp_path), EMA(policy, 0.75)
     about = {"config": train.nested(config), "env_id": "FetchReach-v4", "action_size": 4}
     policies, saved = checkpoints.load_policies(saver.save(1, policy=policy, ema=ema, **about))
-    assert [*policies] == ["raw", "ema"] and saved["env_id"] == "FetchReach-v4"
+    assert [*policies] == ["ema", "raw"] and saved["env_id"] == "FetchReach-v4"
     assert all(same(dict(found.state_dict()), dict(policy.state_dict())) for found in policies.values())
     about["config"]["algo"]["unet"]["kernel_size"] = 5
     with pytest.raises(ddpkit.CheckpointError, match="holds no policy of this program"):

@@ -24,23 +24,26 @@ from typing import Any
 
 import ddpkit
 
-from .config import Config, flat, nested, read_config
+from .config import Config, ConfigError, flat, nested, read_config
 from .policy import DiffusionPolicy
 
 
 def new_run(config: Config) -> Path:
     """Makes the folder of a new run, named by the time; it asks nothing, for nobody may be there to answer."""
     parent, name = Path(config["train.output_dir"], config["experiment.name"]), time.strftime("%Y%m%d%H%M%S")
-    parent.mkdir(parents=True, exist_ok=True)
     folder, again = parent / name, 1
-    while True:
-        try:
-            folder.mkdir()
-            break
-        except FileExistsError:  # two runs in one second
-            folder, again = parent / f"{name}_{again}", again + 1
-    for part in ("models", "logs", "videos"):
-        (folder / part).mkdir()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:  # two runs in one second
+                folder, again = parent / f"{name}_{again}", again + 1
+        for part in ("models", "logs", "videos"):
+            (folder / part).mkdir()
+    except OSError as error:
+        raise ConfigError(f"train.output_dir: cannot make {error.filename}: {error.strerror}") from None
     return folder
 
 
@@ -65,7 +68,8 @@ def recorded(folder: Path, config: Config) -> Iterator[None]:
     if not ddpkit.is_main_process():
         yield
         return
-    (folder / "config.json").write_text(json.dumps(nested(config), indent=4) + "\n")
+    kept = nested(config | {"train.resume": None})  # whoever varies these settings begins a new run
+    (folder / "config.json").write_text(json.dumps(kept, indent=4) + "\n")
     text = (
         logging.FileHandler(folder / "logs" / "log.txt")
         if config["experiment.logging.terminal_output_to_txt"]
@@ -88,7 +92,7 @@ def publish(checkpoint: Path, names: Sequence[Path]) -> None:
 
 
 def load_policies(path: Path) -> tuple[dict[str, DiffusionPolicy], dict[str, Any]]:
-    """The policies in a checkpoint: "raw" and, if there is one, "ema". Collective.
+    """The policies in a checkpoint: "ema", if there is one, and "raw". Collective.
 
     Returns:
         They, and what else the checkpoint holds.
@@ -99,10 +103,10 @@ def load_policies(path: Path) -> tuple[dict[str, DiffusionPolicy], dict[str, Any
     saved = ddpkit.Checkpointer(path.parent).load(path)
     try:
         config = read_config([]) | dict(flat(saved["config"]))
-        states = {"raw": saved["policy"]}
+        states, prefix = {"raw": saved["policy"]}, "policy."
         if "ema" in saved:
-            prefix = "policy."
-            states["ema"] = {k.removeprefix(prefix): v for k, v in saved["ema"].items() if k.startswith(prefix)}
+            average = {k.removeprefix(prefix): v for k, v in saved["ema"].items() if k.startswith(prefix)}
+            states = {"ema": average} | states
         policies = {}
         for name, state in states.items():
             policies[name] = DiffusionPolicy(config, saved["action_size"], state["mean"].numpy(), state["std"].numpy())

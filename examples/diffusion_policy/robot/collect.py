@@ -24,7 +24,7 @@ import ddpkit
 
 from .environments import EXPERTS, Arena, Expert
 from .evaluation import UNSEEN
-from .program import run
+from .program import Parser, arguments, run
 from .shards import DataError, write_shard
 
 log = logging.getLogger("robot")
@@ -55,9 +55,7 @@ class Demonstrator(Expert):
 
 
 def read_settings() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--env", default="FetchPickAndPlace-v4", choices=list(EXPERTS), help="environment")
     add("--episodes", type=int, default=200, help="how many to play")
@@ -66,10 +64,10 @@ def read_settings() -> argparse.Namespace:
     add("--noise", type=float, default=0.1, help="standard deviation, where the largest action is 1")
     add("--seed", type=int, default=0, help="of the first episode; the next one has the next")
     add("--folder", type=Path, default=Path("data/fetch_pick_and_place"), help="where to write; made if it is missing")
-    settings = parser.parse_args()
+    settings = parser.parse_args(arguments())
     if min(settings.episodes, settings.per_shard, settings.horizon) < 1 or settings.per_shard > 25:
         parser.error("--episodes, --per-shard and --horizon count from 1, and --per-shard is at most 25")
-    if settings.noise < 0 or not 0 <= settings.seed <= UNSEEN - settings.episodes:
+    if not settings.noise >= 0 or not 0 <= settings.seed <= UNSEEN - settings.episodes:
         parser.error(f"--noise is at least 0; seeds are at least 0 and below {UNSEEN}, as evaluation uses the rest")
     return settings
 
@@ -88,11 +86,13 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
 
 
 def prepare(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"--folder: cannot make {error.filename}: {error.strerror}") from None
     if any(folder.glob("episodes-*.npz")):
         raise DataError(f"{folder} holds episodes already: delete them, or write to another --folder")
 
 
 if __name__ == "__main__":
-    given = read_settings()
-    sys.exit(run("robot.collect", lambda job: main(given, job)))
+    sys.exit(run("robot.collect", lambda job: main(read_settings(), job)))

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +138,10 @@ SETTINGS: dict[str, tuple[Any, Check]] = {  # default, check
     "algo.ddim.num_inference_timesteps": (10, whole(1)),
 }
 ALIASES = {"train.optim_params.": "algo.optim_params."}  # the guide's spelling
-IGNORED = ("--local-rank=", "--local_rank=")  # the old torch.distributed.launch adds it; the environment says it too
 
 
 def read_config(arguments: Iterable[str]) -> Config:
-    """The settings of a run: defaults < the file of `load_from=` < `key=value`; of a resumed run its own file.
+    """The settings of a run: defaults < the file of `load_from=`, or of the run of `train.resume=` < `key=value`.
 
     Raises:
         ConfigError: Naming everything that is wrong, where it stands, and the setting that may have been meant.
@@ -149,23 +149,25 @@ def read_config(arguments: Iterable[str]) -> Config:
     given: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if argument.startswith(IGNORED):
-            continue
         if not equals:
             raise ConfigError(f"arguments look like key=value, not {argument!r}; the keys are those of config.json")
         given[key] = value
-    file = given.pop("load_from", None)
-    if file is None and (folder := given.get("train.resume")):
+    file = loaded = given.pop("load_from", None)
+    if loaded is None and (folder := given.get("train.resume")):
         file = str(Path(folder) / "config.json")
         if not Path(file).is_file():
             raise ConfigError(f"train.resume: {folder} is not the folder of a run, for it holds no config.json")
     config, problems = {key: default for key, (default, _) in SETTINGS.items()}, []
-    for source, layer in ((file, read_file(file) if file else {}), ("the command line", given)):
+    for source, layer in ((file, {} if file is None else read_file(file)), ("the command line", given)):
         for key, value in _canonical(layer, source).items():
             try:
                 config[key] = _checked(key, value, typed=layer is given)
             except ValueError as error:
                 problems.append(f"{error} ({source})")
+    if loaded and config["train.resume"]:
+        problems.append(
+            "train.resume reads the settings of its run: leave out load_from, change single ones by key=value"
+        )
     problems = problems or list(_contradictions(config))
     if problems:
         raise ConfigError("\n  ".join(problems))
@@ -223,21 +225,33 @@ def _canonical(layer: Mapping[str, Any], source: str | None) -> dict[str, Any]:
 def _checked(key: str, value: Any, typed: bool) -> Any:
     """`typed`: on a command line, where values are text."""
     if key not in SETTINGS:
-        nearest = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0)
-        raise ValueError(f"there is no setting {key}; the nearest is {nearest[0]}")
+        raise ValueError(f"there is no setting {key}; the nearest is {_nearest(key)}")
     check = SETTINGS[key][1]
     readings = [value]
     if typed:
         try:
             readings.insert(0, json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value)))
         except ValueError:
-            pass
+            if value.startswith("[") and value.endswith("]"):  # shells take away a list's quotes
+                readings.insert(0, [part.strip() for part in value[1:-1].split(",")])
+            with suppress(ValueError):
+                readings.insert(0, float(value))  # .5
     for number, reading in enumerate(readings):
         try:
             return check(reading)
         except ValueError as error:
             if number + 1 == len(readings):
                 raise ValueError(f"{key} must be {error}, not {value!r}") from None
+
+
+def _nearest(key: str) -> str:
+    """The setting that is most like it, in whole or but for its first sections."""
+
+    def likeness(name: str) -> float:
+        parts = name.split(".")
+        return max(difflib.SequenceMatcher(None, key, ".".join(parts[first:])).ratio() for first in range(len(parts)))
+
+    return max(SETTINGS, key=likeness)
 
 
 def _contradictions(config: Config) -> Iterable[str]:

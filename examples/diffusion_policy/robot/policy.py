@@ -49,21 +49,26 @@ class DiffusionPolicy(nn.Module):
         """The loss of each sample: mean squared error of the noise that is found in the noisy actions.
 
         Args:
-            batch: "observations" (batch, observation horizon, numbers) and "actions" (batch, prediction horizon,
-                numbers); "noise" like the actions and "step" (batch,) are drawn where they are not given, from this
-                process's generator: ranks that are seeded differently draw differently.
+            batch: "observations" (batch, observation horizon, numbers), "actions" (batch, prediction horizon, numbers),
+                and what `draw` adds.
 
         Returns:
             Losses, (batch,). Their mean is the loss; a mean of each GPU's means would be another one where DataParallel
             cuts the batch unevenly.
         """
-        actions, count = batch["actions"], len(batch["actions"])
-        noise = batch.get("noise")
-        noise = torch.randn_like(actions) if noise is None else noise
-        step = batch.get("step")
-        step = torch.randint(len(self.shares), (count,), device=actions.device) if step is None else step
-        noisy = add_noise(actions, noise, self.shares[step])
+        noise, step = batch["noise"], batch["step"]
+        noisy = add_noise(batch["actions"], noise, self.shares[step])
         return (self._find_noise(noisy, step, self._seen(batch["observations"])) - noise).square().mean((1, 2))
+
+    def draw(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Adds "noise" like the actions and a diffusion "step" for each sample, (batch,).
+
+        Ranks that are seeded differently draw differently. Drawn in the forward it would be the same on all of
+        DataParallel's GPUs, as torch seeds them alike.
+        """
+        actions = batch["actions"]
+        noise = torch.randn_like(actions)
+        return batch | {"noise": noise, "step": torch.randint(len(self.shares), noise.shape[:1], device=noise.device)}
 
     @torch.no_grad()
     def act(self, observations: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

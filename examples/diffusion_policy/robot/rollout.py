@@ -19,29 +19,30 @@ import ddpkit
 
 from . import drawing
 from .checkpoints import load_policies
-from .environments import Expert, Learned, Player, Random
+from .environments import EXPERTS, Expert, Learned, Player, Random
 from .evaluation import UNSEEN, evaluate
-from .program import run
+from .program import Parser, arguments, run
 
 log = logging.getLogger("robot")
 
 
 def read_settings() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, help="last.pth or models/model_epoch_N.pth of a run")
-    add("--players", nargs="+", default=["ema", "raw", "random", "expert"], help="who plays")
+    add("--players", nargs="+", help="who plays, of ema, raw, random, expert; if not given: all")
     add("--episodes", type=int, default=100, help="episodes, over all ranks")
     add("--horizon", type=int, default=50, help="steps in an episode")
     add("--first-seed", type=int, default=UNSEEN, help="of the episodes; demonstrations have smaller ones")
     add("--json", type=Path, help="file for the scores")
     add("--film", type=Path, help="file, without a suffix, for a film of the first player's first episode")
     add("--strip", type=Path, help="file for some of the film's frames side by side")
-    settings = parser.parse_args()
+    settings = parser.parse_args(arguments())
     if min(settings.episodes, settings.horizon) < 1 or settings.first_seed < 0:
         parser.error("--episodes and --horizon count from 1, --first-seed from 0")
+    for path in (settings.json, settings.film, settings.strip):
+        if path and not path.parent.is_dir():
+            parser.error(f"there is no folder {path.parent} for {path.name}")
     if settings.strip and not settings.film:
         parser.error("--strip is made of a film: give --film too")
     return settings
@@ -50,21 +51,24 @@ def read_settings() -> argparse.Namespace:
 def main(settings: argparse.Namespace) -> None:
     policies, saved = load_policies(settings.checkpoint)
     players: dict[str, Player] = {name: Learned(policy) for name, policy in policies.items()}
-    players |= {"random": Random(), "expert": Expert(saved["env_id"])}
-    if unknown := [name for name in settings.players if name not in players]:
+    players["random"] = Random()
+    if saved["env_id"] in EXPERTS:
+        players["expert"] = Expert(saved["env_id"])
+    names = settings.players or list(players)
+    if unknown := [name for name in names if name not in players]:
         raise ddpkit.CheckpointError(
             f"{settings.checkpoint} has no player {', '.join(unknown)}; there are {', '.join(players)}"
         )
     log.info("%s after %d steps of training, in %s", settings.checkpoint, saved["step"], saved["env_id"])
     scores = {}
-    for name in settings.players:
+    for name in names:
         score = evaluate(saved["env_id"], players[name], settings.episodes, settings.horizon, settings.first_seed)
         log.info("%-6s  %s", name, score)
         scores[name] = {"success_rate": score.rate, "standard_error": score.error, "episodes": score.episodes}
     if settings.json:
         ddpkit.run_on_main(settings.json.write_text, json.dumps(scores, indent=4) + "\n")
     if settings.film:
-        ddpkit.run_on_main(draw, settings, saved["env_id"], players[settings.players[0]])
+        ddpkit.run_on_main(draw, settings, saved["env_id"], players[names[0]])
 
 
 def draw(settings: argparse.Namespace, env_id: str, player: Player) -> None:
@@ -75,5 +79,4 @@ def draw(settings: argparse.Namespace, env_id: str, player: Player) -> None:
 
 
 if __name__ == "__main__":
-    given = read_settings()
-    sys.exit(run("robot.rollout", lambda job: main(given)))
+    sys.exit(run("robot.rollout", lambda job: main(read_settings())))

@@ -1,7 +1,7 @@
 """Demonstrations on disk, and as a stream of samples that ranks and their loading processes share out.
 
 A folder holds shards, `episodes-*.npz`, of several episodes each. In a shard, `observations_0` and `actions_0` are an
-episode's arrays of shape (steps, numbers) in float32, and so on with 1, 2, ...; `env_id` names its environment.
+episode's arrays of shape (steps, numbers), and so on with 1, 2, ...; `env_id` names its environment.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def write_shard(path: Path, env_id: str, episodes: Sequence[tuple[np.ndarray, np
 
 @functools.lru_cache(maxsize=4096)
 def read_episode(path: str, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """An episode's observations and actions."""
+    """An episode's observations and actions, in float32 whatever they are in on the disk."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as shard:
-            return shard[f"observations_{number}"], shard[f"actions_{number}"]
+            return shard[f"observations_{number}"].astype(np.float32), shard[f"actions_{number}"].astype(np.float32)
     except BROKEN as error:  # not a DataError, which all ranks raise: the others have yet to hear of this one
         raise RuntimeError(f"{path} was whole at the start and cannot be read any more: {error}") from error
 
@@ -123,6 +123,7 @@ def scan(folders: Sequence[str], on_broken: str) -> Index:
 
 
 def _read_shard(path: Path) -> tuple[str, list[tuple[np.ndarray, np.ndarray]]]:
+    zipfile.ZipFile(path).close()  # raises if it is none; NumPy would take it for a pickle
     with open(path, "rb") as file, np.load(file, allow_pickle=False) as shard:
         episodes = [
             (shard[f"observations_{number}"], shard[f"actions_{number}"])

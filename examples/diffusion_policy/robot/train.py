@@ -30,7 +30,7 @@ import ddpkit
 from . import checkpoints
 from .config import Config, ConfigError, nested, read_config
 from .policy import EMA, DiffusionPolicy
-from .program import run
+from .program import arguments, run
 from .shards import Index, make_loader, scan
 
 log = logging.getLogger("robot")
@@ -38,7 +38,7 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
 
 def main(job: ddpkit.Context) -> None:
-    config, index = ddpkit.run_on_main(prepare, sys.argv[1:])
+    config, index = ddpkit.run_on_main(prepare, arguments())
     plan = make_plan(config, job.world_size)
     loader = make_loader(index, config, plan.per_rank_batch_size)
 
@@ -46,7 +46,8 @@ def main(job: ddpkit.Context) -> None:
     policy = DiffusionPolicy(config, index.action_size, index.mean, index.std)
     model = wrap(policy, config, job.world_size, torch.cuda.device_count())
     kind = OPTIMIZERS[config["algo.optim_params.policy.optimizer_type"]]
-    optimizer = kind(policy.parameters(), plan.lr, weight_decay=config["algo.optim_params.policy.regularization.L2"])
+    decay = config["algo.optim_params.policy.regularization.L2"]
+    optimizer = kind(policy.parameters(), plan.lr, weight_decay=decay)
     ema = EMA(policy, config["algo.ema.power"]) if config["algo.ema.enabled"] else None
     scaler = torch.amp.GradScaler(job.device.type, enabled=config["train.amp"] == "fp16")
     ddpkit.seed_everything(config["train.seed"], per_rank=True)  # from here on: the noise, which ranks must not share
@@ -70,12 +71,12 @@ def main(job: ddpkit.Context) -> None:
             loader.set_epoch(epoch)
             batches, losses, begun = iter(loader), torch.zeros((), device=job.device), time.monotonic()
             for _ in trange(every, desc=f"epoch {epoch}", leave=False, disable=no_bar):
-                for group in optimizer.param_groups:
-                    group["lr"] = plan.lr * lr_factor(config, step)
+                for group in optimizer.param_groups:  # by the settings, also where a checkpoint has others
+                    group.update(lr=plan.lr * lr_factor(config, step), weight_decay=decay)
                 for number in range(accumulation):
                     batch = {key: value.to(job.device, non_blocking=True) for key, value in next(batches).items()}
                     with ddpkit.accumulate(model, number, accumulation):
-                        loss = model(batch).mean() / accumulation
+                        loss = model(policy.draw(batch)).mean() / accumulation
                         scaler.scale(loss).backward()
                     losses += loss.detach()
                 scaler.step(optimizer)
@@ -87,11 +88,13 @@ def main(job: ddpkit.Context) -> None:
                 if step % config["experiment.check_replicas_every_n_steps"] == 0:
                     check_all(policy, optimizer, ema)
 
-            speed = every / (time.monotonic() - begun)
             news = {"train/loss": ddpkit.all_reduce_mean(losses.item() / every)}
+            speed = every / (time.monotonic() - begun)  # a GPU has done its work only when the loss was read
             news |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/steps_per_second": speed}
             text = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
             log.info(text, epoch, *news.values(), speed * plan.global_batch_size)
+            if not math.isfinite(news["train/loss"]):  # on every rank; before it is saved
+                raise ConfigError("the loss is no number any more: a smaller learning rate may help, or train.amp=none")
             if config["experiment.rollout.enabled"] and due(epoch, config["experiment.rollout.rate"], epochs):
                 actor = ema.policy if ema else policy
                 news["rollout/success_rate"] = roll_out(actor, index.env_id, config, folder, epoch)
@@ -109,9 +112,20 @@ def main(job: ddpkit.Context) -> None:
 
 
 def prepare(arguments: Sequence[str]) -> tuple[Config, Index]:
-    """Reads the settings, and what demonstrations there are."""
+    """Reads the settings, and what demonstrations there are; what is missing is said now, not after some epochs."""
     config = read_config(arguments)
-    return config, scan(config["train.data_path"], config["train.on_broken_shard"])
+    index = scan(config["train.data_path"], config["train.on_broken_shard"])
+    if config["experiment.rollout.enabled"]:
+        try:
+            from .environments import gymnasium  # here, as below: training alone needs no simulator
+
+            gymnasium.make(index.env_id, disable_env_checker=True).reset(seed=0)
+        except Exception as error:  # each version of MuJoCo fails in a way of its own
+            raise ConfigError(
+                f"{index.env_id} cannot be simulated here ({type(error).__name__}: {error}): pip install -e "
+                "'.[examples-robot]' in the repository, or set experiment.rollout.enabled=false"
+            ) from None
+    return config, index
 
 
 def make_plan(config: Config, world_size: int) -> ddpkit.ScalePlan:
@@ -174,7 +188,7 @@ def make_writer(folder: Path, config: Config, epoch: int) -> Any:
 
 def roll_out(policy: DiffusionPolicy, env_id: str, config: Config, folder: Path, epoch: int) -> float:
     """Success rate on unseen seeds, and a film of the first of them. Collective."""
-    from . import drawing, evaluation  # here: training alone needs no simulator
+    from . import drawing, evaluation
     from .environments import Learned
 
     player, horizon, begun = Learned(policy), config["experiment.rollout.horizon"], time.monotonic()
