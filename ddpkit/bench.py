@@ -116,7 +116,10 @@ def _accelerators(asked: str | None) -> int:
         raise BadFlag(f'--device {asked}: torch knows no such device; try "cpu" or "cuda".') from None
     if device and (device.type == "cpu" or device.index is not None):
         return 0
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device and (here is None or here.type != device.type):
+        raise BadFlag(f"--device {asked}: there is no such accelerator here{f', but {here.type}' if here else ''}.")
+    return torch.accelerator.device_count() if here else 0
 
 
 def default_ranks(gpus: int, cores: int) -> list[int]:
