@@ -254,7 +254,7 @@ value = 3
         ("--sizes 64K 10X", "--sizes 10X: not a size; write bytes, or 64K, 16M, 1G"),
         ("--sizes 0", "--sizes 0: not a size"),
         ("--device gpu", "--device gpu: torch knows no such device"),
-        ("--device xpu", "--device xpu: there is no such accelerator here"),
+        ("--device xpu:0", "--device xpu:0: there is no such accelerator here"),
         ("--model transfomer", "--model transfomer: no such model; did you mean transformer? Built in are mlp, cnn"),
         ("--model nowhere.at_all:make", "cannot import nowhere.at_all: ModuleNotFoundError: No module named 'nowhere'"),
         ("--model makers.py:nothin", "makers has no function nothin; did you mean nothing?"),
