@@ -327,7 +327,11 @@ def test_the_doctor_does_not_disturb_a_job_that_runs_with_the_same_variables() -
     assert first[0] == second[0] == 1
     assert failed(first[1]) == ["ports"] and f"process {job[0].pid} (" in found(first[1])["ports"]["found"]
     assert f"Another job meets at 127.0.0.1:{port}" in second[2]
-    outputs = [process.communicate(b"\n", timeout=300)[0] for process in job]
+    for process in job:
+        assert process.stdin
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=300)[0] for process in job]
     assert [process.returncode for process in job] == [0, 0]
     assert outputs == [b"1.0\n", b"joined\n1.0\n"]  # rank 0's first line has been read
 
@@ -545,11 +549,11 @@ def test_a_table_is_drawn_where_it_fits_and_plain_elsewhere(rich: bool, monkeypa
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", "80")
         wide = [unpainted(line) for line in drawn(header, rows, terminal)]
+        piped = drawn(header, rows, io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
         monkeypatch.setenv("COLUMNS", "20")
         narrow = drawn(header, rows, terminal)
     os.close(leader)
-    pipe = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    assert narrow == drawn(header, rows, pipe) == table(header, rows)
+    assert narrow == piped == table(header, rows)
     assert wide[-2 if rich else -1].strip("│ ").split() == ["barrier", *["│"] * rich, "20", "µs"]
 
 
