@@ -65,7 +65,7 @@ class _RankFailed(Exception):
 def _measure_job(args: argparse.Namespace, rank: int, world_size: int) -> dict[str, Any]:
     if args.ranks:
         raise BadFlag("--ranks starts ranks, but a launcher has started these already: leave it out.")
-    _accelerators(args.device)
+    _device(args.device)  # whether every rank has one is asked in setup(), so that all of them hear the answer
     plan = _plan(args, [world_size])
     problem = ""
     if rank == 0 and args.plot:
@@ -108,15 +108,22 @@ def _spawned(ranks: int, plan: Plan) -> dict[str, Any]:
         raise _RankFailed(error.__cause__ if isinstance(error.__cause__, PeerError) else error) from error
 
 
-def _accelerators(asked: str | None) -> int:
-    """How many there are, one for each rank; 0 where ranks use the CPU, or share an accelerator that was named."""
+def _device(asked: str | None) -> torch.device | None:
     try:
-        device = torch.device(asked) if asked else None
+        return torch.device(asked) if asked else None
     except RuntimeError:
         raise BadFlag(f'--device {asked}: torch knows no such device; try "cpu" or "cuda".') from None
+
+
+def _accelerators(asked: str | None) -> int:
+    """How many there are, one for each rank; 0 where ranks use the CPU, or share an accelerator that was named."""
+    device = _device(asked)
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device and device.type != "cpu" and (here is None or here.type != device.type):
+        raise BadFlag(f"--device {asked}: there is no such accelerator here{f', but {here.type}' if here else ''}.")
     if device and (device.type == "cpu" or device.index is not None):
         return 0
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return torch.accelerator.device_count() if here else 0
 
 
 def default_ranks(gpus: int, cores: int) -> list[int]:

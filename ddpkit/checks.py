@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
-from .tables import can_show, paint
+from .tables import boxed, can_show, paint
 
 STATUSES = ("ok", "skipped", "warning", "failed")  # from good to bad
 _MARKS = {"ok": ("✓", "green"), "skipped": ("–", "dim"), "warning": ("!", "yellow"), "failed": ("✗", "red")}
@@ -101,26 +101,54 @@ def say_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 def render(title: str, checks: Sequence[Check], stream: TextIO) -> str:
     """The report as text for this stream: aligned, coloured on a terminal, in ASCII where it takes nothing else."""
-    width = min(shutil.get_terminal_size((100, 24)).columns, 120) if stream.isatty() else 100
-    column = max(len(check.name) for check in checks) + 4
-    lines = [paint(title, "bold", stream), ""]
-    for check in checks:
-        mark, colour = _MARKS[check.status]
-        texts = [check.found, *check.details]
-        block = [line for text in texts for line in _wrap(text, width - column)]
-        fixes = _wrap(f"→ {check.remedy}", width - column, "  ") if check.remedy else []
-        head = f"{mark} {check.name.ljust(column - 3)} "
-        lines.append((paint(head, colour, stream) + block[0]).rstrip())
-        lines += [" " * column + line for line in block[1:]]
-        lines += [" " * column + paint(line, colour, stream) for line in fixes]
-    counts = {status: sum(check.status == status for check in checks) for status in STATUSES}
-    tally = ", ".join(f"{number} {status}" for status, number in counts.items() if number)
-    text = "\n".join([*lines, "", paint(tally, _MARKS[worst(checks)][1], stream)])
+    lines = _in_a_box(checks, stream) or _aligned(checks, stream)
+    last = paint(tally(checks), _MARKS[worst(checks)][1], stream)
+    text = "\n".join([paint(title, "bold", stream), "", *lines, "", last])
     if not can_show("".join(_PLAIN), stream):
         for sign, plain in _PLAIN.items():
             text = text.replace(sign, plain)
         text = text.encode("ascii", "backslashreplace").decode()
     return text
+
+
+def _in_a_box(checks: Sequence[Check], stream: TextIO) -> list[str]:
+    rows = []
+    for check in checks:
+        mark, colour = _MARKS[check.status]
+        text = [("\n".join([check.found, *check.details]), "")]
+        fixes = [(f"\n→ {check.remedy}", colour)] if check.remedy else []
+        rows.append([[(f"{mark} {check.name}", colour)], [*text, *fixes]])
+    return boxed([], rows, stream)
+
+
+def _aligned(checks: Sequence[Check], stream: TextIO) -> list[str]:
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120) if stream.isatty() else 100
+    column = max(len(check.name) for check in checks) + 4
+    lines = []
+    for check in checks:
+        mark, colour = _MARKS[check.status]
+        block = [line for text in (check.found, *check.details) for line in _wrap(text, width - column)]
+        fixes = _wrap(f"→ {check.remedy}", width - column, "  ") if check.remedy else []
+        head = f"{mark} {check.name.ljust(column - 3)} "
+        lines.append((paint(head, colour, stream) + block[0]).rstrip())
+        lines += [" " * column + line for line in block[1:]]
+        lines += [" " * column + paint(line, colour, stream) for line in fixes]
+    return lines
+
+
+def tally(checks: Sequence[Check]) -> str:
+    """How many there are of each status, the bad ones by name.
+
+    >>> tally([Check("shm", "ok", ""), Check("cores", "ok", ""), Check("ports", "failed", "")])
+    '2 ok, 1 failed (ports)'
+    """
+    parts = []
+    for status in STATUSES:
+        names = [check.name for check in checks if check.status == status]
+        noun = "warning" + "s" * (len(names) != 1) if status == "warning" else status
+        which = f" ({', '.join(names)})" if status in ("warning", "failed") else ""
+        parts += [f"{len(names)} {noun}{which}"] if names else []
+    return ", ".join(parts)
 
 
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:

@@ -74,7 +74,8 @@ def read_launch() -> tuple[Launch | None, Check]:
         remedy = "srun python -m ddpkit doctor examines the whole job."
         evidence = [line for line in evidence if not line.endswith(forgotten)]
         return launch, Check("launch", "warning", forgotten, remedy, evidence)
-    place = "" if launch.local_rank is None else f", local rank {launch.local_rank} of {launch.local_world_size}"
+    place = "" if launch.local_rank is None else f", local rank {launch.local_rank}"
+    place += f" of {launch.local_world_size}" if place and launch.local_world_size else ""
     found = f"{launch.kind}: rank {launch.rank} of {launch.world_size}{place}"
     return launch, Check("launch", "ok", found, "", evidence)
 
@@ -213,8 +214,9 @@ def _device(text: str) -> str:
 
 def _backend(text: str) -> str:
     names = [part.rpartition(":")[2] for part in text.split(",")]
-    if missing := [name for name in names if not dist.is_backend_available(name)]:
-        known = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
+    known = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
+    known = [name for name in known if name not in ("undefined", "fake")]  # which carry nothing
+    if missing := [name for name in names if name not in known]:
         what = f"{', '.join(missing)!r} is not available"
         raise argparse.ArgumentTypeError(f"{what} in this torch; there is {', '.join(known)}")
     return text

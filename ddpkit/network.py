@@ -90,14 +90,21 @@ def master() -> Check:
     if not (addresses := resolve(name)):
         remedy = "Set MASTER_ADDR to a name or address of rank 0's host that every node resolves, or unset it."
         return Check("master", "failed", f"MASTER_ADDR={name} does not resolve", remedy)
-    whose = "this host" if any(map(is_local, addresses)) else "another host"
-    return Check("master", "ok", f"MASTER_ADDR={name} resolves to {', '.join(addresses)}, {whose}")
+    found = f"MASTER_ADDR={name} resolves to {', '.join(addresses)}"
+    if any(map(is_local, addresses)):
+        return Check("master", "ok", f"{found}, this host")
+    text = os.environ.get("MASTER_PORT", "").strip()
+    port = int(text) if _is_port(text) else _DEFAULT_PORT
+    if silence := _silence(name, port):
+        remedy = f"Set MASTER_ADDR to rank 0's host, open port {port} in the firewalls between, or unset MASTER_ADDR."
+        return Check("master", "failed", f"{found}, another host, which does not answer: {silence}", remedy)
+    return Check("master", "ok", f"{found}, another host, which answers")
 
 
 def ports(port: int | None, free_wanted: bool) -> Check:
     """Whether the master's port is free, where that is this process's concern, and safe from outgoing connections."""
     text = os.environ.get("MASTER_PORT", "").strip()
-    if port is None and text and not (text.isdecimal() and 0 < int(text) < 65536):
+    if port is None and text and not _is_port(text):
         return Check("ports", "failed", f"MASTER_PORT={text} is no port", "Set it to a number from 1024 to 65535.")
     number = port or int(text or _DEFAULT_PORT)
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
@@ -150,6 +157,21 @@ def holder(port: int) -> str:
                 )
                 return f"process {link.parts[2]} ({command.strip()[:60]})"
     return "a process of another user"
+
+
+def _is_port(text: str) -> bool:
+    return text.isdecimal() and 0 < int(text) < 65536
+
+
+def _silence(host: str, port: int) -> str:
+    """Why nothing comes back from a host, "" if something does: a refusal will do, for rank 0 may not run yet."""
+    try:
+        socket.create_connection((host, port), timeout=3).close()
+    except ConnectionRefusedError:
+        return ""
+    except OSError as error:
+        return error.strerror or "no answer within 3 s"
+    return ""
 
 
 def _misnamed(here: Iterable[str]) -> str:

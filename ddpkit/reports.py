@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .tables import can_show, table
+from .tables import can_show, drawn
 from .timing import BUS_FACTORS, bandwidths, summary
 from .workloads import METRICS, PARTS, BadFlag, Plan
 
@@ -104,14 +104,14 @@ def _collectives(results: list[dict[str, Any]]) -> list[str]:
     rows = [
         [r["name"], r["ranks"], _size(r["bytes"]), *_time(r), f"{r['algbw']:.3g}", f"{r['busbw']:.3g}"] for r in some
     ]
-    return table(header, rows) if rows else []
+    return drawn(header, rows) if rows else []
 
 
 def _pairs(title: str, results: list[dict[str, Any]]) -> list[str]:
     """Ours and the plain way, which comes last, on each number of ranks."""
     plain = {r["ranks"]: r["seconds"] for r in results}
     rows = [[r["name"], r["ranks"], *_time(r), f"{r['seconds'] / plain[r['ranks']]:.2f}"] for r in results]
-    return table([title, "ranks", "time", "±", "ratio"], rows) if rows else []
+    return drawn([title, "ranks", "time", "±", "ratio"], rows) if rows else []
 
 
 def _steps(results: list[dict[str, Any]]) -> list[str]:
@@ -121,7 +121,7 @@ def _steps(results: list[dict[str, Any]]) -> list[str]:
         for r in sorted(results, key=lambda r: names.index(r["name"]))
     ]
     header = ["step", "parameters", "ranks", "way", "samples in all", "time", "±"]
-    return table(header, rows) if rows else []
+    return drawn(header, rows) if rows else []
 
 
 def _way(step: dict[str, Any]) -> str:
@@ -135,7 +135,7 @@ def _speed_ups(kind: str, report: dict[str, Any]) -> list[str]:
         for r in report["scaling"]
         if r["scaling"] == kind
     ]
-    return table([title, "ranks", "samples/s", "speed-up", "efficiency"], rows) if rows else []
+    return drawn([title, "ranks", "samples/s", "speed-up", "efficiency"], rows) if rows else []
 
 
 def _spread(result: dict[str, Any]) -> float:

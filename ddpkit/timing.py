@@ -79,18 +79,20 @@ def time_cases(
         say: Called with what is going on.
     """
     say(f"warming up, {len(cases)} measurements")
-    counts = []
+    quickest = []
     for case in cases:
         _time(case.call, 1, device)  # allocates, connects; DDP rearranges its buckets after it
-        counts.append(max(1, int(seconds / rounds / _time(case.call, 1, device))))
+        quickest.append(_time(case.call, 1, device))
     times: list[list[float]] = [[] for _ in cases]
     used = [0.0] * len(cases)
     for number in range(rounds):
         say(f"round {number + 1} of {rounds}")
         for i in random.Random(number).sample(range(len(cases)), len(cases)):  # none always follows the same one
             if number < _FEWEST or used[i] < seconds:
-                times[i].append(_time(cases[i].call, counts[i], device))
-                used[i] += times[i][-1] * counts[i]
+                count = max(1, int(seconds / rounds / quickest[i]))
+                times[i].append(_time(cases[i].call, count, device))
+                quickest[i] = min(quickest[i], times[i][-1])  # the first call may have been disturbed
+                used[i] += times[i][-1] * count
     return times
 
 
