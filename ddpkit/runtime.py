@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import ranks
+from .connections import cut
 from .assembly import Context, Job, adopted_launch, assemble, checked_launch, close_stores, context_of, set_threads
 from .devices import choose_device
 from .errors import DdpkitError, LaunchError, NotSetUpError
@@ -126,6 +127,7 @@ def teardown() -> None:
     if sys.excepthook is _excepthook:
         sys.excepthook = job.former_hook
     failed = job.session.told is not None
+        cut(job.session.connections)
     if failed:
         close_stores()
     if job.watch:

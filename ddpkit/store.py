@@ -63,6 +63,9 @@ class Session:
         self.handled = False  # whether the main thread knows
         self.left: list[int] = []  # ranks that the watch saw leave in good order
         self.deadline: float | None = None  # of the wait that the main thread is in
+        self.judged: BaseException | None = None  # the broken collective whose cause was looked for last
+        self.compared = False  # whether the ranks have met over a broken collective
+        self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self._counts: dict[str, int] = {}
         self._litter: dict[Sequence[int], list[str]] = {}
 

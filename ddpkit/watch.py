@@ -24,7 +24,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from .errors import DdpkitError, LaunchError, PeerError
+from .connections import cut
+from .errors import BarrierTimeout, CheckpointError, DdpkitError, LaunchError, MismatchError, PeerError, ReplicaMismatch
 from .store import Session, as_error, failure_record
 
 log = logging.getLogger(__name__)
@@ -183,6 +184,7 @@ class Watch(threading.Thread):
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
         elif now > self._end_at:
             self._end(as_error(session.told))
+            cut(session.connections)
 
     def _end(self, verdict: DdpkitError) -> None:
         why = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -46,6 +47,7 @@ def fail(fault: str) -> None:
             ddpkit.runtime.report(error)
             time.sleep(12)
 
+            os._exit(1)
 
 def stay(place: str) -> None:
     end = time.monotonic() + 30
@@ -59,6 +61,10 @@ def stay(place: str) -> None:
     elif place == "all_reduce":
         dist.all_reduce(torch.ones(1))
     elif place == "helper":
+    elif place == "deadlock":  # unlike a sleep, no signal interrupts it
+        lock = ctypes.create_string_buffer(64)
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(lock)
         ddpkit.all_reduce_mean(1.0)
 
 
@@ -94,10 +100,18 @@ def test_a_failed_rank_is_named_on_every_other_within_two_seconds(fault: str, pl
             assert "ValueError: boom" in end.output and "in fail" in end.output, "the peer's traceback is shown"
 
 
-def test_a_rank_stuck_in_a_collective_ends_with_the_verdict() -> None:
+def test_a_rank_is_freed_from_a_collective_while_the_one_that_failed_is_still_there() -> None:
+    port = free_port()
+    ended = run(start, [platform_env(rank, 3, port, FAULTY="1") for rank in range(3)], "raise and stay", "all_reduce")
+    assert freed_after(ended, 1) < 2.0
+    for end in (ended[0], ended[2]):
+        assert end.code == 1 and "ValueError: boom" in end.output and "main thread" not in end.output, end.output
+
+
+def test_a_rank_stuck_in_a_call_ends_with_the_verdict() -> None:
     port = free_port()
     envs = [platform_env(rank, 2, port, FAULTY="1") for rank in range(2)]
-    stuck, _ = run(start, envs, "raise and stay", "all_reduce", timeout=25)
+    stuck, _ = run(start, envs, "raise and stay", "deadlock", timeout=25)
     assert stuck.code == 1
     assert "Rank 0 ends: its main thread is in a call that does not return. rank 1 (" in stuck.output
     assert "ValueError: boom" in stuck.output
@@ -114,6 +128,24 @@ def test_without_the_watch_waits_still_end_with_the_failure() -> None:
 
 
 def with_a_child() -> None:
+def fail_while_gradients_travel() -> None:
+    with ddpkit.distributed(timeout=LONG, watch=False) as context:
+        net = torch.nn.Linear(2, 1)
+        net(torch.ones(1, 2)).sum().backward()
+        ddpkit.average_gradients(net)
+        if context.rank == 0:
+            with ddpkit.averaging(net):
+                raise ValueError("boom")
+        time.sleep(12)
+
+
+def test_a_rank_that_fails_while_gradients_travel_does_not_wait_for_them() -> None:
+    port = free_port()
+    failed, other = run(fail_while_gradients_travel, [platform_env(rank, 2, port) for rank in range(2)])
+    assert failed.code == 1 and "ValueError: boom" in failed.output
+    assert failed.seconds < other.seconds - 6
+
+
     """A forked child, such as a loader's worker, holds copies of the rank's descriptors."""
     with ddpkit.distributed(timeout=LONG) as context:
         ddpkit.barrier()
