@@ -224,6 +224,6 @@ def _make_group(launch: Launch, session: Session, device: torch.device, backend:
     try:
         dist.init_process_group(backend, store=dist.PrefixStore("group", session.store), **options)
     finally:
-        if pin:
         session.connections = sockets() - before if backend == "gloo" else set()
+        if pin:
             del os.environ["GLOO_SOCKET_IFNAME"]

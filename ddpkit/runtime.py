@@ -7,9 +7,8 @@ import logging
 import multiprocessing.util
 import os
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -18,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from . import ranks
-from .connections import cut
 from .assembly import Context, Job, adopted_launch, assemble, checked_launch, close_stores, context_of, set_threads
+from .connections import cut
 from .devices import choose_device
 from .errors import DdpkitError, LaunchError, NotSetUpError
 from .failing import cause_of, fill_error_file, publish
@@ -127,8 +126,8 @@ def teardown() -> None:
     if sys.excepthook is _excepthook:
         sys.excepthook = job.former_hook
     failed = job.session.told is not None
-        cut(job.session.connections)
     if failed:
+        cut(job.session.connections)
         close_stores()
     if job.watch:
         job.watch.close()
@@ -137,9 +136,7 @@ def teardown() -> None:
             dist.distributed_c10d._abort_process_group()  # destroying would wait for operations that cannot end
         else:
             dist.destroy_process_group()
-    leaving = threading.Thread(target=_leave, args=(job.session, job.hosts_store), daemon=True)
-    leaving.start()
-    leaving.join(3.0)  # a store whose host is stopped does not answer
+    job.session.leave(job.hosts_store)
 
 
 def _at_child_exit() -> None:
@@ -147,11 +144,6 @@ def _at_child_exit() -> None:
     if error := sys.exc_info()[1]:
         report(error)
     teardown()
-
-
-def _leave(session: Session, linger: bool) -> None:
-    with suppress(RuntimeError):  # the store may have gone with its host
-        session.leave(linger)
 
 
 @contextmanager

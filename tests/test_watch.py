@@ -15,6 +15,7 @@ import torch.distributed as dist
 from processes import Ended, free_port, platform_env, run
 
 import ddpkit
+from ddpkit import agreement
 
 LONG = timedelta(seconds=60)  # far beyond what the tests allow: nothing here may end by a time-out
 
@@ -46,8 +47,8 @@ def fail(fault: str) -> None:
         except ValueError as error:
             ddpkit.runtime.report(error)
             time.sleep(12)
-
             os._exit(1)
+
 
 def stay(place: str) -> None:
     end = time.monotonic() + 30
@@ -60,11 +61,11 @@ def stay(place: str) -> None:
         ddpkit.barrier()
     elif place == "all_reduce":
         dist.all_reduce(torch.ones(1))
-    elif place == "helper":
     elif place == "deadlock":  # unlike a sleep, no signal interrupts it
         lock = ctypes.create_string_buffer(64)
         for _ in range(2):
             ctypes.CDLL(None).pthread_mutex_lock(lock)
+    elif place == "helper":
         ddpkit.all_reduce_mean(1.0)
 
 
@@ -127,7 +128,6 @@ def test_without_the_watch_waits_still_end_with_the_failure() -> None:
     assert all("rank 1 (" in end.output for end in (ended[0], ended[2]))
 
 
-def with_a_child() -> None:
 def fail_while_gradients_travel() -> None:
     with ddpkit.distributed(timeout=LONG, watch=False) as context:
         net = torch.nn.Linear(2, 1)
@@ -146,6 +146,7 @@ def test_a_rank_that_fails_while_gradients_travel_does_not_wait_for_them() -> No
     assert failed.seconds < other.seconds - 6
 
 
+def with_a_child() -> None:
     """A forked child, such as a loader's worker, holds copies of the rank's descriptors."""
     with ddpkit.distributed(timeout=LONG) as context:
         ddpkit.barrier()
@@ -193,6 +194,9 @@ def test_a_peer_error_that_was_swallowed_ends_the_next_collective() -> None:
 
 def mismatch() -> None:
     with ddpkit.distributed(timeout=LONG) as context:
+        if context.rank == 2:  # is busier than the others
+            say = agreement._difference
+            agreement._difference = lambda everyone: time.sleep(1) or say(everyone)
         ddpkit.all_reduce_mean(torch.zeros(2 + context.rank))
 
 
