@@ -128,7 +128,8 @@ def teardown() -> None:
     failed = job.session.told is not None
     if failed:
         cut(job.session.connections)
-        close_stores()
+        if not job.hosts_store:  # a DDP model may hold its port
+            close_stores()
     if job.watch:
         job.watch.close()
     if job.owns_group and dist.is_initialized():  # before lingering: it frees ranks stuck with us

@@ -120,7 +120,8 @@ class Session:
         try:
             yield
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise self.verdict() or PeerError(0, self.hosts[0], "lost", f"the store has gone: {error}") from error
+            words = f"the store that it hosts, or its agent, has gone: {error}"
+            raise self.verdict() or PeerError(0, self.hosts[0], "lost", words) from error
         finally:
             self.deadline = former
 
@@ -202,7 +203,8 @@ class Session:
         def count_out() -> None:
             left = self.store.add("left", 1)
             end, pause = time.monotonic() + 2.0, Pause()
-            while linger and left < len(self.hosts) and time.monotonic() < end:
+            expected = len(self.hosts) - (self.told is not None and self.told["type"] == "lost")
+            while linger and left < expected and time.monotonic() < end:
                 pause()
                 left = self.store.add("left", 0)
 

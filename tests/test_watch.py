@@ -15,7 +15,7 @@ import torch.distributed as dist
 from processes import Ended, free_port, platform_env, run
 
 import ddpkit
-from ddpkit import agreement
+from ddpkit import agreement, runtime
 
 LONG = timedelta(seconds=60)  # far beyond what the tests allow: nothing here may end by a time-out
 
@@ -45,7 +45,7 @@ def fail(fault: str) -> None:
         try:
             raise ValueError("boom")
         except ValueError as error:
-            ddpkit.runtime.report(error)
+            runtime.report(error)
             time.sleep(12)
             os._exit(1)
 
@@ -226,6 +226,26 @@ def test_a_survivor_may_catch_the_peer_error_and_end_in_its_own_way() -> None:
     assert survivor.code == 0 and "saved what was there 1" in survivor.output
 
 
+def fail_and_join_again() -> None:
+    models = []  # each holds its group, and that the store
+    for attempt in range(2):
+        try:
+            with ddpkit.distributed(timeout=LONG) as context:
+                models.append(ddpkit.wrap_model(torch.nn.Linear(2, 2)))
+                if attempt == 0 and context.rank == 1:
+                    raise ValueError("boom")
+                print("sum", ddpkit.all_reduce(1.0))
+        except (ValueError, ddpkit.PeerError) as error:
+            print(type(error).__name__)
+
+
+def test_ranks_may_join_again_after_a_failure() -> None:
+    port = free_port()
+    ended = run(fail_and_join_again, [platform_env(rank, 3, port) for rank in range(3)])
+    for end, error in zip(ended, ("PeerError", "ValueError", "PeerError"), strict=True):
+        assert end.code == 0 and error in end.output and "sum 3.0" in end.output, end.output
+
+
 def time_out_in_a_group_of_some() -> None:
     with ddpkit.distributed(timeout=timedelta(seconds=20)) as context:
         some = dist.new_group([1, 2], timeout=timedelta(seconds=2))
@@ -247,6 +267,26 @@ def test_ranks_that_have_no_part_in_a_broken_collective_are_not_blamed(broken: C
     ended = run(broken, [platform_env(rank, 3, port) for rank in range(3)], timeout=25)
     for end in ended:
         assert end.code == 1 and "Timed out" in end.output and "silent" not in end.output, end.output
+
+
+def fail_alone_before() -> None:
+    with ddpkit.distributed(timeout=timedelta(seconds=3)) as context:
+        if context.rank == 1:
+            time.sleep(15)
+        if context.rank == 0:
+            try:
+                with runtime.peer_errors():
+                    raise RuntimeError("NCCL error: unhandled system error")
+            except RuntimeError:
+                pass
+        dist.all_reduce(torch.ones(1))
+
+
+def test_an_error_of_ones_own_does_not_hide_who_breaks_a_later_collective() -> None:
+    port = free_port()
+    ended = run(fail_alone_before, [platform_env(rank, 3, port) for rank in range(3)], timeout=25)
+    for end in (ended[0], ended[2]):
+        assert end.code == 1 and "rank 1 (" in end.output and "failed: silent" in end.output, end.output
 
 
 def gather_late() -> None:
