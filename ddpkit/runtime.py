@@ -137,6 +137,7 @@ def teardown() -> None:
             dist.distributed_c10d._abort_process_group()  # destroying would wait for operations that cannot end
         else:
             dist.destroy_process_group()
+        cut(job.session.connections)  # a DDP model holds the group until the process has ended
     job.session.leave(job.hosts_store)
 
 

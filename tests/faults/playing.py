@@ -136,7 +136,8 @@ def judge_fault(case: Fault, launcher: str, run: Run, outcome: Outcome, others: 
             continue
         outcome.how.append(run.how(rank, text))
         by_torchrun = launcher == TORCHRUN and outcome.how[-1] == "was ended"  # because it saw another one fail
-        by_torchrun &= f"rank      : {case.faulty}" in summary or any(said in run.text_of(other) for other in others)
+        first = "SIGABRT" if case.fault == "all_reduce_more" else f"rank      : {case.faulty}"
+        by_torchrun &= first in summary or any(said in run.text_of(other) for other in others)
         if case.nodes:
             said = f"rank {1 - rank} (node{2 - rank}) failed: lost"
         if case.passes != (outcome.how[-1] == "passed") or not (said in text or by_torchrun):
