@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .ancestry import read_agent_env, typed_in_terminal
+from .connections import sockets
 from .devices import agree, bind_device
 from .errors import LaunchError
 from .failing import fill_error_file
@@ -219,8 +220,10 @@ def _make_group(launch: Launch, session: Session, device: torch.device, backend:
     pin = launch.num_nodes == 1 and loopback and not os.environ.get("GLOO_SOCKET_IFNAME")
     if pin:  # gloo would take the interface that the host name resolves to, which may be dead
         os.environ["GLOO_SOCKET_IFNAME"] = str(loopback)
+    before = sockets()
     try:
         dist.init_process_group(backend, store=dist.PrefixStore("group", session.store), **options)
     finally:
+        session.connections = sockets() - before if backend == "gloo" else set()
         if pin:
             del os.environ["GLOO_SOCKET_IFNAME"]

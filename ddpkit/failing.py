@@ -20,7 +20,7 @@ from .watch import Watch
 
 # torch raises plain RuntimeErrors too: those of gloo begin with a source file in brackets
 _BROKEN = re.compile(r"^\[.*gloo|^Gloo |NCCL (error|communicator)|ncclRemoteError|^\[.*ProcessGroup")
-_BY_PEERS = re.compile("timed? ?out|connection|closed|reset|remote|abort", re.IGNORECASE)
+_BY_PEERS = re.compile("timed? ?out|connection|closed|reset|remote|abort|pipe", re.IGNORECASE)
 _PATIENCE = timedelta(seconds=3)  # in which all ranks notice that a collective broke: its end closes their connections
 _LIBRARIES = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
 _OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own
@@ -35,14 +35,19 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
         return None
     if not isinstance(error, dist.DistError) and not _BROKEN.search(str(error)):
         return None
+    if error is session.judged:  # on its way up
+        return None
+    session.judged = error
     call, place = _called(error)
     no_part = call in _BETWEEN_TWO or _groups_were_made() or isinstance(error, _OF_A_STORE)
-    if session.told or not dist.is_initialized() or no_part:
+    local = not _BY_PEERS.search(str(error))
+    if session.told or session.compared or no_part or local or not dist.is_initialized():
         return session.verdict()  # who is absent from the meeting below may have had no part in what broke
+    session.compared = True  # once: ranks that meet a second time may not mean the same collective
     try:
         places = session.exchange(f"{call} {place}", "broken collective", _PATIENCE)
     except BarrierTimeout as late:
-        return _absent(error, late) if _BY_PEERS.search(str(error)) else None
+        return _absent(error, late, session.rank)
     except DdpkitError as cause:
         return cause
     calls = {text.split()[0] for text in places}
@@ -57,10 +62,11 @@ def _groups_were_made() -> bool:
     return world.group_count > 1 or len(world.pg_map) > 1  # the first counts those too that this rank is not in
 
 
-def _absent(error: BaseException, late: BarrierTimeout) -> PeerError | None:
-    if len(late.missing) > 1:  # one of them may have kept the others waiting
+def _absent(error: BaseException, late: BarrierTimeout, me: int) -> PeerError | None:
+    (rank, host), *more = late.missing
+    if more or rank == me:  # one of them may have kept the others waiting; or another collective broke before
         return None
-    ((rank, host),), here = late.missing, ", ".join(str(rank) for rank, _ in late.arrived)
+    here = ", ".join(str(rank) for rank, _ in late.arrived)
     words = f"it did not come to where rank {here} gave up a collective ({error}). Is it stopped, stuck or elsewhere?"
     return PeerError(rank, host, "silent", words)
 
@@ -80,7 +86,7 @@ def publish(error: BaseException, session: Session, watch: Watch | None) -> None
         failure = failure_record(session.rank, error)
         if watch:
             watch.tell(failure)
-        session.announce(failure).join(2.0)
+        session.announce(failure)
         session.told = failure
     session.handled = True
 

@@ -7,9 +7,8 @@ import logging
 import multiprocessing.util
 import os
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from . import ranks
 from .assembly import Context, Job, adopted_launch, assemble, checked_launch, close_stores, context_of, set_threads
+from .connections import cut
 from .devices import choose_device
 from .errors import DdpkitError, LaunchError, NotSetUpError
 from .failing import cause_of, fill_error_file, publish
@@ -127,7 +127,9 @@ def teardown() -> None:
         sys.excepthook = job.former_hook
     failed = job.session.told is not None
     if failed:
-        close_stores()
+        cut(job.session.connections)
+        if not job.hosts_store:  # a DDP model may hold its port
+            close_stores()
     if job.watch:
         job.watch.close()
     if job.owns_group and dist.is_initialized():  # before lingering: it frees ranks stuck with us
@@ -135,9 +137,8 @@ def teardown() -> None:
             dist.distributed_c10d._abort_process_group()  # destroying would wait for operations that cannot end
         else:
             dist.destroy_process_group()
-    leaving = threading.Thread(target=_leave, args=(job.session, job.hosts_store), daemon=True)
-    leaving.start()
-    leaving.join(3.0)  # a store whose host is stopped does not answer
+        cut(job.session.connections)  # a DDP model holds the group until the process has ended
+    job.session.leave(job.hosts_store)
 
 
 def _at_child_exit() -> None:
@@ -145,11 +146,6 @@ def _at_child_exit() -> None:
     if error := sys.exc_info()[1]:
         report(error)
     teardown()
-
-
-def _leave(session: Session, linger: bool) -> None:
-    with suppress(RuntimeError):  # the store may have gone with its host
-        session.leave(linger)
 
 
 @contextmanager

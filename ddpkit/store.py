@@ -63,6 +63,9 @@ class Session:
         self.handled = False  # whether the main thread knows
         self.left: list[int] = []  # ranks that the watch saw leave in good order
         self.deadline: float | None = None  # of the wait that the main thread is in
+        self.judged: BaseException | None = None  # the broken collective whose cause was looked for last
+        self.compared = False  # whether the ranks have met over a broken collective
+        self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self._counts: dict[str, int] = {}
         self._litter: dict[Sequence[int], list[str]] = {}
 
@@ -76,24 +79,20 @@ class Session:
         first: dict[str, Any] = json.loads(self.store.compare_set("failure", "", json.dumps(failure)))
         return first
 
-    def announce(self, failure: dict[str, Any]) -> threading.Thread:
-        """Records this failure on a thread of its own, because the store may have gone, or its host be stopped."""
-
-        def record() -> None:
-            with suppress(RuntimeError):
-                self.record(failure)
-
-        thread = threading.Thread(target=record, daemon=True)
-        thread.start()
-        return thread
+    def announce(self, failure: dict[str, Any], patience: float = 2.0) -> None:
+        """Records this failure, for those that hear of it through the store."""
+        _aside(lambda: self.record(failure), patience)
 
     def check(self) -> None:
         """Raises if any rank has failed."""
+        if failure := self._look():
+            self.handled = True
+            raise as_error(failure)
+
+    def _look(self) -> dict[str, Any] | None:
         if self.told is None and self.store.check(["failure"]):
             self.told = json.loads(self.store.get("failure"))
-        if self.told is not None:
-            self.handled = True
-            raise as_error(self.told)
+        return self.told
 
     def verdict(self, patience: float = _PATIENCE) -> DdpkitError | None:
         """Who failed or left, as far as it is known in `patience` seconds: the cause of a broken connection."""
@@ -121,7 +120,8 @@ class Session:
         try:
             yield
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise self.verdict() or PeerError(0, self.hosts[0], "lost", f"the store has gone: {error}") from error
+            words = f"the store that it hosts, or its agent, has gone: {error}"
+            raise self.verdict() or PeerError(0, self.hosts[0], "lost", words) from error
         finally:
             self.deadline = former
 
@@ -129,7 +129,10 @@ class Session:
         """Polls until `ready()` is not None; raises a peer's failure; when the time is up, `late()` decides."""
         pause, end = Pause(), time.monotonic() + timeout.total_seconds()
         while (value := ready()) is None:
-            self.check()
+            if self._look() and (value := ready()) is None:  # else it failed after it had come here
+                self.check()
+            if value is not None:
+                break
             if time.monotonic() > end:
                 return late()
             pause()
@@ -196,11 +199,16 @@ class Session:
 
     def leave(self, linger: bool) -> None:
         """Counts itself out; a rank that hosts the store lingers up to 2 s for those who still need it."""
-        left = self.store.add("left", 1)
-        end, pause = time.monotonic() + 2.0, Pause()
-        while linger and left < len(self.hosts) and time.monotonic() < end:
-            pause()
-            left = self.store.add("left", 0)
+
+        def count_out() -> None:
+            left = self.store.add("left", 1)
+            end, pause = time.monotonic() + 2.0, Pause()
+            expected = len(self.hosts) - (self.told is not None and self.told["type"] == "lost")
+            while linger and left < expected and time.monotonic() < end:
+                pause()
+                left = self.store.add("left", 0)
+
+        _aside(count_out, 3.0)
 
     def _break(self, key: str, failure: dict[str, Any]) -> None:
         if self.store.add(f"{key}/broken", 1) == 1:  # the first reason stands
@@ -235,6 +243,22 @@ class Pause:
     def __call__(self) -> None:
         time.sleep(self.seconds)
         self.seconds = min(1.3 * self.seconds, 0.02)
+
+
+def _aside(work: Callable[[], Any], patience: float) -> None:
+    """Does work on a thread of its own and waits for it so many seconds: the store's host may be stopped."""
+
+    def quietly() -> None:
+        with suppress(RuntimeError):  # the store may have gone with its host
+            work()
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12.0 and 3.12.1 start none at exit
+        quietly()
+    else:
+        thread.join(patience)
 
 
 def _names(places: list[tuple[int, str]]) -> str:

@@ -24,14 +24,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from .errors import DdpkitError, LaunchError, PeerError
+from .connections import cut
+from .errors import BarrierTimeout, CheckpointError, DdpkitError, LaunchError, MismatchError, PeerError, ReplicaMismatch
 from .store import Session, as_error, failure_record
 
 log = logging.getLogger(__name__)
 _TICK = 5.0  # seconds between looks at the main thread's own wait
-# seconds in which a rank may raise by itself what another has raised, an error that all find at once: in our waits,
-# and elsewhere, where torchrun's SIGTERM may come first
-_IN_WAIT, _ELSEWHERE = 0.5, 0.05
+# seconds in which a rank may raise by itself what another has raised: in our waits; elsewhere, where torchrun's SIGTERM
+# may come first; and an error that all ranks find together, which a busy one finds later
+_IN_WAIT, _ELSEWHERE, _TOGETHER = 0.5, 0.05, 3.0
+_OF_ALL = {kind.__name__ for kind in (BarrierTimeout, CheckpointError, MismatchError, ReplicaMismatch)}
 _GRACE = 5.0  # seconds that the main thread gets to raise when it is told to
 _NEVER = float("inf")
 _STRANGER = 100_000  # bytes without a newline that are taken from whoever has not said who it is
@@ -157,14 +159,15 @@ class Watch(threading.Thread):
         failure = failure_record(rank, PeerError(rank, self._session.hosts[rank], "lost", words))
         if self._hub:
             self._spread({"failure": failure})
-            self._session.announce(failure)  # for those that come later
+            self._session.announce(failure, patience=0.0)  # for those that come later
         self._learn(failure)
 
     def _learn(self, failure: dict[str, Any]) -> None:
         self._session.told = failure
         if self._closing or self._session.handled:
             return
-        courtesy = _ELSEWHERE if self._session.deadline is None else _IN_WAIT
+        alone = _ELSEWHERE if self._session.deadline is None else _IN_WAIT
+        courtesy = _TOGETHER if failure["type"] in _OF_ALL else alone
         self._alarm_at = time.monotonic() + (0 if failure["type"] == "lost" else courtesy)
         self._look_after_main()
 
@@ -181,6 +184,7 @@ class Watch(threading.Thread):
             log.error("%s", str(as_error(session.told)).partition("\n")[0])  # the traceback comes with the exception
             if self._armed:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+            cut(session.connections)
         elif now > self._end_at:
             self._end(as_error(session.told))
 

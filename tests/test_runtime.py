@@ -180,6 +180,21 @@ def test_setup_without_teardown_ends_cleanly_under_torchrun(tmp_path: Path) -> N
     assert (code, sorted(output.split("\n"))) == (0, ["", "0.5 by torchrun", "0.5 by torchrun"])
 
 
+def test_no_thread_is_needed_at_exit(tmp_path: Path) -> None:
+    """Python 3.12.0 and 3.12.1 start none there."""
+    script = """
+        import atexit, threading, ddpkit
+        ddpkit.setup()
+
+        def refuse(thread):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        atexit.register(setattr, threading.Thread, "start", refuse)
+    """
+    code, output, _ = torchrun(tmp_path, script)
+    assert (code, output) == (0, "")
+
+
 NESTED = "import ddpkit, os\nos.write(1, b'world of ' + str(ddpkit.setup().world_size).encode())\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from processes import Ended, free_port, platform_env, run
 
 import ddpkit
+from ddpkit import agreement, runtime
 
 LONG = timedelta(seconds=60)  # far beyond what the tests allow: nothing here may end by a time-out
 
@@ -43,8 +45,9 @@ def fail(fault: str) -> None:
         try:
             raise ValueError("boom")
         except ValueError as error:
-            ddpkit.runtime.report(error)
+            runtime.report(error)
             time.sleep(12)
+            os._exit(1)
 
 
 def stay(place: str) -> None:
@@ -58,6 +61,10 @@ def stay(place: str) -> None:
         ddpkit.barrier()
     elif place == "all_reduce":
         dist.all_reduce(torch.ones(1))
+    elif place == "deadlock":  # unlike a sleep, no signal interrupts it
+        lock = ctypes.create_string_buffer(64)
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(lock)
     elif place == "helper":
         ddpkit.all_reduce_mean(1.0)
 
@@ -94,10 +101,18 @@ def test_a_failed_rank_is_named_on_every_other_within_two_seconds(fault: str, pl
             assert "ValueError: boom" in end.output and "in fail" in end.output, "the peer's traceback is shown"
 
 
-def test_a_rank_stuck_in_a_collective_ends_with_the_verdict() -> None:
+def test_a_rank_is_freed_from_a_collective_while_the_one_that_failed_is_still_there() -> None:
+    port = free_port()
+    ended = run(start, [platform_env(rank, 3, port, FAULTY="1") for rank in range(3)], "raise and stay", "all_reduce")
+    assert freed_after(ended, 1) < 2.0
+    for end in (ended[0], ended[2]):
+        assert end.code == 1 and "ValueError: boom" in end.output and "main thread" not in end.output, end.output
+
+
+def test_a_rank_stuck_in_a_call_ends_with_the_verdict() -> None:
     port = free_port()
     envs = [platform_env(rank, 2, port, FAULTY="1") for rank in range(2)]
-    stuck, _ = run(start, envs, "raise and stay", "all_reduce", timeout=25)
+    stuck, _ = run(start, envs, "raise and stay", "deadlock", timeout=25)
     assert stuck.code == 1
     assert "Rank 0 ends: its main thread is in a call that does not return. rank 1 (" in stuck.output
     assert "ValueError: boom" in stuck.output
@@ -111,6 +126,24 @@ def test_without_the_watch_waits_still_end_with_the_failure() -> None:
     assert freed_after(ended, 1) < 2.0
     assert [end.code for end in ended] == [1, 1, 1]
     assert all("rank 1 (" in end.output for end in (ended[0], ended[2]))
+
+
+def fail_while_gradients_travel() -> None:
+    with ddpkit.distributed(timeout=LONG, watch=False) as context:
+        net = torch.nn.Linear(2, 1)
+        net(torch.ones(1, 2)).sum().backward()
+        ddpkit.average_gradients(net)
+        if context.rank == 0:
+            with ddpkit.averaging(net):
+                raise ValueError("boom")
+        time.sleep(12)
+
+
+def test_a_rank_that_fails_while_gradients_travel_does_not_wait_for_them() -> None:
+    port = free_port()
+    failed, other = run(fail_while_gradients_travel, [platform_env(rank, 2, port) for rank in range(2)])
+    assert failed.code == 1 and "ValueError: boom" in failed.output
+    assert failed.seconds < other.seconds - 6
 
 
 def with_a_child() -> None:
@@ -161,6 +194,9 @@ def test_a_peer_error_that_was_swallowed_ends_the_next_collective() -> None:
 
 def mismatch() -> None:
     with ddpkit.distributed(timeout=LONG) as context:
+        if context.rank == 2:  # is busier than the others
+            say = agreement._difference
+            agreement._difference = lambda everyone: time.sleep(1) or say(everyone)
         ddpkit.all_reduce_mean(torch.zeros(2 + context.rank))
 
 
@@ -190,6 +226,26 @@ def test_a_survivor_may_catch_the_peer_error_and_end_in_its_own_way() -> None:
     assert survivor.code == 0 and "saved what was there 1" in survivor.output
 
 
+def fail_and_join_again() -> None:
+    models = []  # each holds its group, and that the store
+    for attempt in range(2):
+        try:
+            with ddpkit.distributed(timeout=LONG) as context:
+                models.append(ddpkit.wrap_model(torch.nn.Linear(2, 2)))
+                if attempt == 0 and context.rank == 1:
+                    raise ValueError("boom")
+                print("sum", ddpkit.all_reduce(1.0))
+        except (ValueError, ddpkit.PeerError) as error:
+            print(type(error).__name__)
+
+
+def test_ranks_may_join_again_after_a_failure() -> None:
+    port = free_port()
+    ended = run(fail_and_join_again, [platform_env(rank, 3, port) for rank in range(3)])
+    for end, error in zip(ended, ("PeerError", "ValueError", "PeerError"), strict=True):
+        assert end.code == 0 and error in end.output and "sum 3.0" in end.output, end.output
+
+
 def time_out_in_a_group_of_some() -> None:
     with ddpkit.distributed(timeout=timedelta(seconds=20)) as context:
         some = dist.new_group([1, 2], timeout=timedelta(seconds=2))
@@ -211,6 +267,26 @@ def test_ranks_that_have_no_part_in_a_broken_collective_are_not_blamed(broken: C
     ended = run(broken, [platform_env(rank, 3, port) for rank in range(3)], timeout=25)
     for end in ended:
         assert end.code == 1 and "Timed out" in end.output and "silent" not in end.output, end.output
+
+
+def fail_alone_before() -> None:
+    with ddpkit.distributed(timeout=timedelta(seconds=3)) as context:
+        if context.rank == 1:
+            time.sleep(15)
+        if context.rank == 0:
+            try:
+                with runtime.peer_errors():
+                    raise RuntimeError("NCCL error: unhandled system error")
+            except RuntimeError:
+                pass
+        dist.all_reduce(torch.ones(1))
+
+
+def test_an_error_of_ones_own_does_not_hide_who_breaks_a_later_collective() -> None:
+    port = free_port()
+    ended = run(fail_alone_before, [platform_env(rank, 3, port) for rank in range(3)], timeout=25)
+    for end in (ended[0], ended[2]):
+        assert end.code == 1 and "rank 1 (" in end.output and "failed: silent" in end.output, end.output
 
 
 def gather_late() -> None:

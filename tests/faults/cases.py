@@ -43,6 +43,7 @@ PLACES = {
     "first": "waiting for rank 0",
     "slowly_first": "waiting for rank 0",
     "save_too_much": "in `save`, too",
+    "save_forever": "in `save`, too",
 }
 
 FAULTS = [
@@ -55,10 +56,12 @@ FAULTS = [
     Fault("raises in a loader's worker", "read_with_a_worker", "all_reduce", NAMED + "ValueError"),
     Fault("raises in `backward`", "broken_backward", "backward", NAMED + "ValueError: boom"),
     Fault("is killed (SIGKILL)", "kill", "all_reduce", NAMED + "lost"),
+    Fault("crashes (segmentation fault)", "crash", "all_reduce", NAMED + "lost"),
     Fault("is killed", "kill", "compute", NAMED + "lost"),
     Fault("is killed", "kill", "hold_the_lock", NAMED + "lost"),
     Fault("is rank 0 and killed", "kill", "all_reduce", NAMED + "lost", 0),
     Fault("is rank 0 and killed", "kill", "barrier", NAMED + "lost", 0),
+    Fault("is rank 0 and killed while it saves", "die_while_saving", "save_forever", NAMED + "lost", 0),
     Fault("is stopped (SIGSTOP)", "stop", "barrier", "1 of 3 ranks did not arrive within 10 s: rank 1", timeout=SHORT),
     Fault("is stopped", "stop", "all_reduce", NAMED + "silent", timeout=SHORT),
     Fault("is rank 0 and stopped", "stop", "barrier", "rank 0 ({host})", 0, timeout=SHORT, bound=20),
@@ -68,6 +71,7 @@ FAULTS = [
     Fault("runs out of time", "stay", "mean", NAMED + "silent", timeout=SHORT),
     Fault("ends early with exit code 0", "exit_early", "barrier", NAMED + "left"),
     Fault("ends early with exit code 0", "exit_early", "all_reduce", NAMED + "left"),
+    Fault("ends early with exit code 3", "exit_3", "compute", NAMED + "SystemExit: 3"),
     Fault("ends by `os._exit(0)`", "exit_at_once", "all_reduce", NAMED + "lost"),
     Fault("calls torch's `broadcast`", "broadcast", "all_reduce", "the ranks were not in the same one", timeout=SHORT),
     Fault("calls `ddpkit.broadcast`", "our_broadcast", "mean", "broadcast(src=0) on rank 1"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -81,9 +83,17 @@ def send(number: signal.Signals) -> Callable[[object], None]:
     return action
 
 
-def exit_early(_: object) -> None:
+def crash(_: object) -> None:
     note("fault")
-    sys.exit(0)
+    ctypes.string_at(0)
+
+
+def exit_early(code: int) -> Callable[[object], None]:
+    def action(_: object) -> None:
+        note("fault")
+        sys.exit(code)
+
+    return action
 
 
 def exit_at_once(_: object) -> None:
@@ -187,12 +197,28 @@ def save_too_much(_: object) -> None:
     ddpkit.Checkpointer(FOLDER / "disk").save(2, fill=torch.ones(1 << 20))
 
 
+def save_forever(_: object) -> None:
+    for step in range(2, 100_000):
+        ddpkit.Checkpointer(FOLDER / "disk").save(step, fill=torch.ones(1 << 20))
+
+
+def die_while_saving(_: object) -> None:
+    def kill() -> None:
+        note("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Timer(random.random(), kill).start()
+    save_forever(_)
+
+
 ACTIONS: dict[str, Callable] = {
     "fail": fail,
     "kill": send(signal.SIGKILL),
     "stop": send(signal.SIGSTOP),
     "interrupt": send(signal.SIGINT),
-    "exit_early": exit_early,
+    "crash": crash,
+    "exit_early": exit_early(0),
+    "exit_3": exit_early(3),
     "exit_at_once": exit_at_once,
     "stay": stay,
     "compute": compute,
@@ -212,6 +238,8 @@ ACTIONS: dict[str, Callable] = {
     "backward": backward,
     "broken_backward": broken_backward,
     "save_too_much": save_too_much,
+    "save_forever": save_forever,
+    "die_while_saving": die_while_saving,
 }
 
 if __name__ == "__main__":  # as torchrun starts it

@@ -1,0 +1,36 @@
+"""The connections of gloo's group, which are cut when the job has failed.
+
+A collective of gloo's waits for its peers and cannot be called off; destroying the group waits for it, and a DDP model
+keeps the group until the process has ended. A connection that is cut ends the collective, at both ends and at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+
+
+def sockets() -> set[int]:
+    """The sockets of this process, as inode numbers; none where the system does not tell."""
+    return {number for _, number in _open_sockets()}
+
+
+def cut(some: set[int]) -> None:
+    """Ends the connections among these sockets; they stay open, for whoever uses them to find that out."""
+    for descriptor, number in _open_sockets() if some else ():
+        if number in some:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as ours:
+                ours.getpeername()  # raises for a listener, which gloo would abort the process over
+                if os.fstat(ours.fileno()).st_ino in some:  # it may have been closed meanwhile
+                    ours.shutdown(socket.SHUT_RDWR)
+
+
+def _open_sockets() -> Iterator[tuple[int, int]]:
+    with suppress(OSError):
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):
+                if stat.S_ISSOCK((state := os.fstat(descriptor)).st_mode):
+                    yield descriptor, state.st_ino
