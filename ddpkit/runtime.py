@@ -7,6 +7,7 @@ import logging
 import multiprocessing.util
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -136,6 +137,7 @@ def teardown() -> None:
         if failed and "nccl" in str(job.context.backend):
             dist.distributed_c10d._abort_process_group()  # destroying would wait for operations that cannot end
         else:
+            time.sleep(0.01)  # torch 2.6 destroys with the GIL, which gloo may need to drop a tensor
             dist.destroy_process_group()
         cut(job.session.connections)  # a DDP model holds the group until the process has ended
     job.session.leave(job.hosts_store)
