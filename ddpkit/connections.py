@@ -1,7 +1,8 @@
 """The connections of gloo's group, which are cut when the job has failed.
 
 A collective of gloo's waits for its peers and cannot be called off; destroying the group waits for it, and a DDP model
-keeps the group until the process has ended. A connection that is cut ends the collective, at both ends and at once.
+keeps the group until the process has ended. A connection that is cut ends the collective, at both ends. What is just
+being written may be lost then, and waited for without end; so what the ranks are in gets time to end by itself first.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+
+SETTLE = 0.5  # seconds in which collectives that can still end do
 
 
 def sockets() -> set[int]:
@@ -18,8 +22,9 @@ def sockets() -> set[int]:
     return {number for _, number in _open_sockets()}
 
 
-def cut(some: set[int]) -> None:
-    """Ends the connections among these sockets; they stay open, for whoever uses them to find that out."""
+def cut(some: set[int], after: float = 0.0) -> None:
+    """Ends the connections among these sockets, so many seconds later; whoever uses them will find that out."""
+    time.sleep(after if some else 0.0)
     for descriptor, number in _open_sockets() if some else ():
         if number in some:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as ours:

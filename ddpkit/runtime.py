@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from . import ranks
 from .assembly import Context, Job, adopted_launch, assemble, checked_launch, close_stores, context_of, set_threads
-from .connections import cut
+from .connections import SETTLE, cut
 from .devices import choose_device
 from .errors import DdpkitError, LaunchError, NotSetUpError
 from .failing import cause_of, fill_error_file, publish
@@ -128,7 +128,7 @@ def teardown() -> None:
         sys.excepthook = job.former_hook
     failed = job.session.told is not None
     if failed:
-        cut(job.session.connections)
+        cut(job.session.connections, after=SETTLE)
         if not job.hosts_store:  # a DDP model may hold its port
             close_stores()
     if job.watch:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from .connections import cut
+from .connections import SETTLE, cut
 from .errors import BarrierTimeout, CheckpointError, DdpkitError, LaunchError, MismatchError, PeerError, ReplicaMismatch
 from .store import Session, as_error, failure_record
 
@@ -184,9 +184,10 @@ class Watch(threading.Thread):
             log.error("%s", str(as_error(session.told)).partition("\n")[0])  # the traceback comes with the exception
             if self._armed:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
-            cut(session.connections)
         elif now > self._end_at:
             self._end(as_error(session.told))
+        elif now > self._end_at - _GRACE + 2 * SETTLE:  # the rank that failed has cut them, if it lives
+            cut(session.connections)
 
     def _end(self, verdict: DdpkitError) -> None:
         why = (
