@@ -129,10 +129,10 @@ class Session:
         """Polls until `ready()` is not None; raises a peer's failure; when the time is up, `late()` decides."""
         pause, end = Pause(), time.monotonic() + timeout.total_seconds()
         while (value := ready()) is None:
-            if self._look() and (value := ready()) is None:  # else it failed after it had come here
+            if self._look():
+                if (value := ready()) is not None:  # the peer failed after it had come here
+                    break
                 self.check()
-            if value is not None:
-                break
             if time.monotonic() > end:
                 return late()
             pause()
