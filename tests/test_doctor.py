@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import CLEAN, free_port, platform_env
+from processes import CLEAN, ROOT, TORCHRUN, free_port, platform_env
 
 import ddpkit
 from ddpkit import cli, machine, network
@@ -30,7 +30,6 @@ from ddpkit.doctor import read_launch
 from ddpkit.examination import compare_clocks, roll_call, same_versions
 from ddpkit.tables import drawn, table
 
-ROOT = Path(__file__).parents[1]
 MACHINE = ["launch", "versions", "devices", "interface", "master", "ports"]
 MACHINE += ["shm", "cores", "memory", "open files", "locked memory", "collective"]
 JOB = ["launch", "versions", "devices", "interface", "ports", "shm", "cores", "memory", "open files", "locked memory"]
@@ -197,7 +196,7 @@ def test_a_bad_master_address_fails_the_step_within_the_time_out(rank: int) -> N
 
 
 def torchrun(nprocs: int, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nprocs}", "-m", "ddpkit", "doctor"]
+    command = [*TORCHRUN, f"--nproc-per-node={nprocs}", "-m", "ddpkit", "doctor"]
     env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
     return subprocess.run([*command, *flags], env=env, capture_output=True, text=True, timeout=300)
 
@@ -222,7 +221,7 @@ sys.exit(cli.main(["doctor", "--json", "--timeout", "100"]))
 def test_the_report_comes_although_torchrun_ends_all_when_one_rank_has_failed(tmp_path: Path) -> None:
     """Rank 0 waits in gloo, in a C call, when torchrun's signal comes."""
     (tmp_path / "doctor.py").write_text(DIES_WHILE_JOINING)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(tmp_path / "doctor.py")]
+    command = [*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "doctor.py")]
     env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and failed(done.stdout) == ["join"], done.stderr
