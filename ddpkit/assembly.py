@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .ancestry import read_agent_env, typed_in_terminal
-from .connections import sockets
+from .connections import dial, listen, sockets
 from .devices import agree, bind_device
 from .errors import LaunchError
 from .failing import fill_error_file
@@ -22,7 +22,7 @@ from .joining import Member, denounce, join, place
 from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch
 from .rendezvous import PortTaken, connect, find_master, reachable
 from .store import Session
-from .watch import Watch, dial, listen
+from .watch import Watch
 
 log = logging.getLogger(__name__)
 _OLDEST_TORCH = (2, 6)  # the first with torch.accelerator; also in pyproject.toml
@@ -103,7 +103,8 @@ def assemble(
         host, door_port = roster[0].door
         host = "127.0.0.1" if roster[0].host == me.host else host
         wire = wire or dial(host, door_port, timeout.total_seconds())
-        job.watch = Watch(session, roster[0].nonce, wire, fill_error_file)
+        agent = os.getppid() if launch.kind == "torchrun" else None
+        job.watch = Watch(session, roster[0].nonce, wire, agent, fill_error_file)
         job.watch.wait(timeout)
     chosen, backend = agree(session, launch, device, dist.get_backend() if adopted else backend)
     bind_device(chosen)

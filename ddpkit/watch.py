@@ -24,7 +24,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from .connections import SETTLE, cut
+from .connections import SETTLE, cut, keep_alive
 from .errors import BarrierTimeout, CheckpointError, DdpkitError, LaunchError, MismatchError, PeerError, ReplicaMismatch
 from .store import Session, as_error, failure_record
 
@@ -46,14 +46,20 @@ class Watch(threading.Thread):
         session: Whose `told` and `left` are kept up to date.
         token: A secret of this start of the job; other visitors are ignored.
         wire: Rank 0's listening socket; on the other ranks their connection to it.
+        parent: The process, torchrun's agent, that this rank must not outlive; None if there is none.
         ending: Called with the verdict before the process is ended.
     """
 
     def __init__(
-        self, session: Session, token: str, wire: socket.socket, ending: Callable[[DdpkitError], None]
+        self,
+        session: Session,
+        token: str,
+        wire: socket.socket,
+        parent: int | None,
+        ending: Callable[[DdpkitError], None],
     ) -> None:
         super().__init__(name="ddpkit watch", daemon=True)
-        self._session, self._token, self._ending = session, token, ending
+        self._session, self._token, self._parent, self._ending = session, token, parent, ending
         self._hub = session.rank == 0
         self._peers: dict[int, socket.socket] = {}
         self._text: dict[socket.socket, bytes] = {}
@@ -107,6 +113,8 @@ class Watch(threading.Thread):
         while not self._closing:
             for key, _ in self._selector.select(_ELSEWHERE if min(self._alarm_at, self._end_at) < _NEVER else _TICK):
                 self._hear(key.fileobj)  # type: ignore[arg-type]
+            if self._parent not in (None, os.getppid()) and self._session.told is None:
+                self._lose_parent()
             self._look_after_main()
         self._part()
 
@@ -160,6 +168,12 @@ class Watch(threading.Thread):
         if self._hub:
             self._spread({"failure": failure})
             self._session.announce(failure, patience=0.0)  # for those that come later
+        self._learn(failure)
+
+    def _lose_parent(self) -> None:
+        session, words = self._session, f"torchrun (pid {self._parent}), which started it, has gone"
+        failure = failure_record(session.rank, PeerError(session.rank, session.hosts[session.rank], "orphaned", words))
+        self._spread({"failure": failure})
         self._learn(failure)
 
     def _learn(self, failure: dict[str, Any]) -> None:
@@ -256,30 +270,3 @@ def _forget(watch: Watch | None) -> None:
         for wire in (*watch._text, *watch._peers.values(), watch._listener, watch._wake, watch._woken):
             wire.close()
         watch._selector.close()
-
-
-def listen() -> socket.socket:
-    """Opens the door that all other ranks connect to."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
-
-
-def dial(address: str, port: int, timeout: float) -> socket.socket:
-    """Connects to that door; raises `LaunchError` if it cannot be reached."""
-    try:
-        return socket.create_connection((address, port), timeout=timeout)
-    except OSError as error:
-        raise LaunchError(
-            f"The watch cannot connect to rank 0 at {address}:{port}: {error}. Open the ports between the nodes, which "
-            "the group needs as well, or do without the watch: setup(watch=False)."
-        ) from error
-
-
-def keep_alive(wire: socket.socket) -> None:
-    """Lets the kernel find a dead link: it asks after 3 s of silence, 3 times, 2 s apart."""
-    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -63,9 +63,9 @@ class Run:
         return [entry for entry in entries if entry["word"] == word]
 
     def until(self, happened: Callable[[], Any]) -> Iterator[None]:
-        """Waits for something, but not beyond the limit, nor the end of all processes by more than 5 s."""
+        """Waits for something, but not beyond the limit, nor the end of all processes by more than 10 s."""
         over = None
-        while not happened() and time.time() < min(self.end, (over or self.end) + 5):
+        while not happened() and time.time() < min(self.end, (over or self.end) + 10):
             for entry in self.noted("raised") + self.noted("passed"):
                 self.knew.setdefault(entry["rank"], entry["time"])
             for entry in self.noted("begin"):

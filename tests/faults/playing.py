@@ -107,6 +107,9 @@ def _fault(case: Fault, launcher: str, run: Run, outcome: Outcome, cleanup: Exit
         start, others = time.time(), list(pids)
         for pid in [run.members[0].pid] if launcher == TORCHRUN else pids.values():
             os.kill(pid, signal.SIGINT)
+    elif "lose torchrun" in case.what:
+        start, others = time.time(), list(pids)
+        run.members[0].kill()
     yield from run.until(lambda: all(rank in run.knew for rank in others))
     outcome.seconds = max(run.knew.get(rank, math.inf) for rank in others) - start
     if case.fault == "stop" and launcher != TORCHRUN:  # torchrun ends it after 30 s
