@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from .launchers import Launch
 
 
-def read_agent_env(env: Mapping[str, str], pid: int) -> dict[str, str] | None:
-    """The environment in which torchrun was started: that of the nearest ancestor that is no part of this rank.
+@dataclass(frozen=True)
+class Agent:
+    """torchrun's process that started a rank."""
+
+    pid: int
+    born: str
+    env: dict[str, str]
+
+    def lost(self) -> str:
+        """What became of it: "" as long as it lives."""
+        gone = born(self.pid) != self.born
+        return f"torchrun (pid {self.pid}), which started it, has gone: it was killed or crashed" if gone else ""
+
+
+def find_agent(env: Mapping[str, str], pid: int) -> Agent | None:
+    """The torchrun that started a rank: the nearest ancestor whose environment is not that of a rank, or another's.
 
     Args:
         env: The environment of the process.
         pid: Its process number.
 
     Returns:
-        The variables; None where `/proc` does not tell (another system, another user's process).
+        The agent; None where `/proc` does not tell (another system, another user's process).
     """
     marks = ["TORCHELASTIC_ERROR_FILE"] if env.get("TORCHELASTIC_ERROR_FILE") else ["TORCHELASTIC_RUN_ID", "RANK"]
     try:
@@ -25,7 +40,7 @@ def read_agent_env(env: Mapping[str, str], pid: int) -> dict[str, str] | None:
                 pairs = (os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0") if entry)
             theirs = {name: text for name, _, text in pairs}
             if any(theirs.get(mark) != env.get(mark) for mark in marks):
-                return theirs
+                return Agent(pid, born(pid), theirs)
     except (OSError, ValueError, IndexError):
         pass
     return None
@@ -43,6 +58,15 @@ def typed_in_terminal(launch: Launch, env: Mapping[str, str], pid: int) -> bool:
         return env.get("SLURM_TASK_PID") != str(pid) and int(_stat(pid)[4]) != 0
     except (OSError, ValueError, IndexError):
         return False
+
+
+def born(pid: int) -> str:
+    """When a process started, in the kernel's words, for its number may be given again; "" if it does not run."""
+    try:
+        state = _stat(pid)
+        return "" if state[0] in "ZX" else state[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def _stat(pid: int) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,13 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .ancestry import read_agent_env, typed_in_terminal
+from .ancestry import find_agent, typed_in_terminal
 from .connections import dial, listen, sockets
 from .devices import agree, bind_device
 from .errors import LaunchError
 from .failing import fill_error_file
-from .joining import Member, denounce, join, place
+from .joining import Member, denounce, join, place, refuse
 from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch
+from .patience import aside
 from .rendezvous import PortTaken, connect, find_master, reachable
 from .store import Session
 from .watch import Watch
@@ -85,26 +88,28 @@ def assemble(
     adopted = dist.is_initialized()
     under_agent = launch.kind == "spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = launch.rank == 0 and not under_agent
-    store, address, port = _adopted_store() if adopted else _open_store(launch, hosts, timeout)
+    agent = find_agent(os.environ, os.getpid()) if launch.kind == "torchrun" else None
+    orphaned = agent.lost if agent else str
+    store, address, port = _adopted_store() if adopted else _open_store(launch, hosts, timeout, orphaned)
     wire = listen() if watch and launch.rank == 0 else None
     try:
         door = (reachable(address, port), wire.getsockname()[1]) if wire else None
         run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
         me = Member(launch.rank, launch.world_size, run_id, under_agent, watch, door)
-        room, roster = join(store, me, timeout)
+        room, roster = join(store, me, timeout, orphaned)
     except BaseException:
         if wire:
             wire.close()
         raise
     job.session = session = Session(room, me.rank, [member.host for member in roster], timeout)
+    session.orphaned = orphaned
     job.hosts_store = hosts and not adopted
     job.launch = launch = place(launch, me, roster)
     if watch and roster[0].door:
         host, door_port = roster[0].door
         host = "127.0.0.1" if roster[0].host == me.host else host
         wire = wire or dial(host, door_port, timeout.total_seconds())
-        agent = os.getppid() if launch.kind == "torchrun" else None
-        job.watch = Watch(session, roster[0].nonce, wire, agent, fill_error_file)
+        job.watch = Watch(session, roster[0].nonce, wire, fill_error_file)
         job.watch.wait(timeout)
     chosen, backend = agree(session, launch, device, dist.get_backend() if adopted else backend)
     bind_device(chosen)
@@ -128,8 +133,8 @@ def check_torch(version: str = torch.__version__) -> None:
 def unnested_launch() -> Launch:
     """The launch that the environment describes; raises if it is refused or nested in another."""
     launch = detect_launch(os.environ)
-    agent = read_agent_env(os.environ, os.getpid()) if launch.kind == "torchrun" else None
-    if agent and (outer := outer_launch(agent, launch, os.environ)):
+    agent = find_agent(os.environ, os.getpid()) if launch.kind == "torchrun" else None
+    if agent and (outer := outer_launch(agent.env, launch, os.environ)):
         raise LaunchError(outer)
     return launch
 
@@ -193,7 +198,9 @@ def close_stores() -> None:
     _stores.clear()
 
 
-def _open_store(launch: Launch, hosts: bool, timeout: timedelta) -> tuple[dist.Store, str, int]:
+def _open_store(
+    launch: Launch, hosts: bool, timeout: timedelta, orphaned: Callable[[], str]
+) -> tuple[dist.Store, str, int]:
     address, port = launch.master_addr, launch.master_port
     if (address, port) in _stores:
         return _stores[address, port]
@@ -201,7 +208,8 @@ def _open_store(launch: Launch, hosts: bool, timeout: timedelta) -> tuple[dist.S
         opened = find_master(launch, timeout)
     else:
         try:
-            opened = connect(address, port, hosts, timeout), address, port
+            store = aside(lambda: connect(address, port, hosts, timeout), math.inf, lambda: refuse(orphaned()))
+            opened = store, address, port
         except PortTaken as error:
             denounce(address, port, str(error))  # the other rank 0 and its peers, if that is what holds the port
             raise LaunchError(str(error)) from None

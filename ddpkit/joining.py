@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -22,9 +23,11 @@ import torch.distributed as dist
 
 from .errors import LaunchError
 from .launchers import Launch
+from .patience import Pause, aside
 from .rendezvous import client, knock
-from .store import Pause, as_error, failure_record
+from .store import as_error, failure_record
 
+_GRACE = 5.0  # seconds beyond the time-out in which the store must say that it is up
 PLACE = ("local_rank", "local_world_size", "node_rank", "num_nodes")  # what a launcher may leave untold
 
 
@@ -80,13 +83,32 @@ def denounce(address: str, port: int, reason: str) -> bool:
     return False
 
 
-def join(store: dist.Store, me: Member, timeout: timedelta) -> tuple[dist.Store, list[Member]]:
-    """Agrees with all ranks on a generation and on who is who; raises `LaunchError` on every rank if that cannot be."""
+def join(
+    store: dist.Store, me: Member, timeout: timedelta, orphaned: Callable[[], str] = str
+) -> tuple[dist.Store, list[Member]]:
+    """Agrees with all ranks on a generation and on who is who; raises `LaunchError` on every rank if that cannot be.
+
+    `orphaned()` is what became of the process that must outlive this one, "" as long as it lives.
+    """
     deadline = time.monotonic() + timeout.total_seconds()
+    meet = _lead if me.rank == 0 else _follow
     try:
-        return _lead(store, me, deadline, timeout) if me.rank == 0 else _follow(store, me, deadline, timeout)
+        patience = timeout.total_seconds() + _GRACE
+        return aside(lambda: meet(store, me, deadline, timeout), patience, lambda: refuse(orphaned()))
+    except TimeoutError:
+        raise LaunchError(
+            f"Rank {me.rank} did not join within {timeout}: the store does not answer. Is the process that hosts it, "
+            "rank 0 or torchrun, stopped or cut off?"
+        ) from None
     except (dist.DistNetworkError, dist.DistStoreError) as error:
+        refuse(orphaned())
         raise LaunchError(f"Rank {me.rank} lost the store while joining; its host has gone: {error}") from error
+
+
+def refuse(reason: str) -> None:
+    """Raises, if there is a reason not to join."""
+    if reason:
+        raise LaunchError(f"This rank cannot join: {reason}.")
 
 
 def place(launch: Launch, me: Member, roster: list[Member]) -> Launch:

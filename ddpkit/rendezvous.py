@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import socket
-import threading
 import time
 from datetime import timedelta
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from .errors import LaunchError
 from .launchers import Launch, derive_port
+from .patience import aside
 
 log = logging.getLogger(__name__)
 _NAME_PATIENCE = 60.0  # seconds: a headless service's name may appear late
@@ -46,22 +46,11 @@ def connect(address: str, port: int, host: bool, timeout: timedelta) -> dist.Sto
 
 def client(address: str, port: int, timeout: timedelta) -> dist.Store:
     """A client of the store at this address; a stranger there is an error, also one that never answers."""
-    made: list[dist.Store] = []
-    reason = "it does not answer"
-
-    def make() -> None:
-        nonlocal reason
-        try:
-            made.append(dist.TCPStore(address, port, is_master=False, timeout=timeout))
-        except RuntimeError as error:
-            reason = str(error)
-
-    thread = threading.Thread(target=make, daemon=True)  # torch waits without a bound for the answer to its greeting
-    thread.start()
-    thread.join(min(timeout.total_seconds(), _GREETING))
-    if not made:
-        raise LaunchError(f"What listens at {address}:{port} is not the store of a job: {reason}.")
-    return made[0]
+    try:  # torch waits without a bound for the answer to its greeting
+        patience = min(timeout.total_seconds(), _GREETING)
+        return aside(lambda: dist.TCPStore(address, port, is_master=False, timeout=timeout), patience)
+    except (RuntimeError, TimeoutError) as error:
+        raise LaunchError(f"What listens at {address}:{port} is not the store of a job: {error}.") from None
 
 
 def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, int]:

@@ -123,6 +123,7 @@ def teardown() -> None:
     ranks.set_launch(None)
     if job.session is None or job.session.pid != os.getpid():
         return
+    job.session.handled = True  # nothing is raised in here
     atexit.unregister(teardown)
     if sys.excepthook is _excepthook:
         sys.excepthook = job.former_hook

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +20,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from .errors import BarrierTimeout, DdpkitError, LaunchError, PeerError
+from .patience import Pause, aside
 
 T = TypeVar("T")
 _WORD, _BROKEN = 60, 1 << 61  # a meeting's counters: one bit for each of 60 ranks, and a flag, in an int64
-_PATIENCE = 1.5  # seconds in which the watch learns why a connection broke
+_PATIENCE = timedelta(seconds=1.5)  # in which the watch learns why a connection broke
 
 
 def failure_record(rank: int, error: BaseException) -> dict[str, Any]:
@@ -65,6 +65,7 @@ class Session:
         self.deadline: float | None = None  # of the wait that the main thread is in
         self.judged: BaseException | None = None  # the broken collective whose cause was looked for last
         self.compared = False  # whether the ranks have met over a broken collective
+        self.orphaned: Callable[[], str] = str  # what became of the process that must outlive this one, "" if it lives
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self._counts: dict[str, int] = {}
         self._litter: dict[Sequence[int], list[str]] = {}
@@ -81,33 +82,47 @@ class Session:
 
     def announce(self, failure: dict[str, Any], patience: float = 2.0) -> None:
         """Records this failure, for those that hear of it through the store."""
-        _aside(lambda: self.record(failure), patience)
+        with suppress(RuntimeError, TimeoutError):  # the store has gone, or its host is stopped
+            aside(lambda: self.record(failure), patience)
 
     def check(self) -> None:
         """Raises if any rank has failed."""
-        if failure := self._look():
+        self._look()
+        self.check_told()
+
+    def check_told(self) -> None:
+        """Raises if this rank has heard that any rank has failed; does not ask the store."""
+        if self.told:
             self.handled = True
-            raise as_error(failure)
+            raise as_error(self.told)
 
     def _look(self) -> dict[str, Any] | None:
         if self.told is None and self.store.check(["failure"]):
             self.told = json.loads(self.store.get("failure"))
         return self.told
 
-    def verdict(self, patience: float = _PATIENCE) -> DdpkitError | None:
-        """Who failed or left, as far as it is known in `patience` seconds: the cause of a broken connection."""
-        end = time.monotonic() + patience
-        while time.monotonic() < end:
-            try:
-                self.check()
-            except DdpkitError as error:
-                return error
-            except RuntimeError:  # the store has gone too
-                pass
-            if self.left:
-                return self.departed(self.left[0])
-            time.sleep(0.01)
+    def verdict(self) -> DdpkitError | None:
+        """Who failed or left, as far as that is known soon: the cause of a broken connection."""
+        look = self.check
+        with self._deadline(_PATIENCE) as end:
+            while time.monotonic() < end:
+                try:
+                    look()
+                except DdpkitError as error:
+                    return error
+                except RuntimeError:  # the store has gone too: only the watch can tell
+                    look = self.check_told
+                if orphan := self.orphan():
+                    return orphan
+                if self.left:
+                    return self.departed(self.left[0])
+                time.sleep(0.01)
         return None
+
+    def orphan(self) -> PeerError | None:
+        """What to raise when the process that must outlive this rank has gone; None as long as it lives."""
+        words = self.orphaned()
+        return PeerError(self.rank, self.hosts[self.rank], "orphaned", words) if words else None
 
     def departed(self, rank: int) -> PeerError:
         """What to raise when waiting for a rank that has left."""
@@ -116,12 +131,19 @@ class Session:
     @contextmanager
     def bounded(self, timeout: timedelta) -> Iterator[None]:
         """Lets the watch end a wait in which the store itself does not answer; a lost store becomes a `PeerError`."""
-        former, self.deadline = self.deadline, time.monotonic() + timeout.total_seconds()
         try:
-            yield
+            with self._deadline(timeout):
+                yield
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             words = f"the store that it hosts, or its agent, has gone: {error}"
             raise self.verdict() or PeerError(0, self.hosts[0], "lost", words) from error
+
+    @contextmanager
+    def _deadline(self, timeout: timedelta) -> Iterator[float]:
+        former, end = self.deadline, time.monotonic() + timeout.total_seconds()
+        self.deadline = end
+        try:
+            yield end
         finally:
             self.deadline = former
 
@@ -208,7 +230,8 @@ class Session:
                 pause()
                 left = self.store.add("left", 0)
 
-        _aside(count_out, 3.0)
+        with suppress(RuntimeError, TimeoutError):  # the store has gone, or its host is stopped
+            aside(count_out, 3.0)
 
     def _break(self, key: str, failure: dict[str, Any]) -> None:
         if self.store.add(f"{key}/broken", 1) == 1:  # the first reason stands
@@ -232,33 +255,6 @@ class Session:
         if self.rank in why["missing"]:
             text += f" This is rank {self.rank}, which came too late."
         raise BarrierTimeout(text, missing, arrived)
-
-
-class Pause:
-    """Sleeps between polls: 50 microseconds at first, 20 milliseconds in the end."""
-
-    def __init__(self) -> None:
-        self.seconds = 50e-6
-
-    def __call__(self) -> None:
-        time.sleep(self.seconds)
-        self.seconds = min(1.3 * self.seconds, 0.02)
-
-
-def _aside(work: Callable[[], Any], patience: float) -> None:
-    """Does work on a thread of its own and waits for it so many seconds: the store's host may be stopped."""
-
-    def quietly() -> None:
-        with suppress(RuntimeError):  # the store may have gone with its host
-            work()
-
-    thread = threading.Thread(target=quietly, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # Python 3.12.0 and 3.12.1 start none at exit
-        quietly()
-    else:
-        thread.join(patience)
 
 
 def _names(places: list[tuple[int, str]]) -> str:

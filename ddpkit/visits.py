@@ -23,7 +23,7 @@ from . import examination, machine
 from .checks import Check, failure, merge, number_of, render, worst
 from .errors import LaunchError
 from .launchers import Launch
-from .store import Pause
+from .patience import Pause
 from .tables import Progress
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away

@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 from .connections import SETTLE, cut, keep_alive
@@ -29,12 +30,13 @@ from .errors import BarrierTimeout, CheckpointError, DdpkitError, LaunchError, M
 from .store import Session, as_error, failure_record
 
 log = logging.getLogger(__name__)
-_TICK = 5.0  # seconds between looks at the main thread's own wait
+_TICK = 1.0  # seconds between looks at the main thread's own wait, and at torchrun
 # seconds in which a rank may raise by itself what another has raised: in our waits; elsewhere, where torchrun's SIGTERM
 # may come first; and an error that all ranks find together, which a busy one finds later
 _IN_WAIT, _ELSEWHERE, _TOGETHER = 0.5, 0.05, 3.0
 _OF_ALL = {kind.__name__ for kind in (BarrierTimeout, CheckpointError, MismatchError, ReplicaMismatch)}
-_GRACE = 5.0  # seconds that the main thread gets to raise when it is told to
+_GRACE = 5.0  # seconds that the main thread gets to raise when it is told to, or by itself when its time is up
+_AGAIN = 0.1  # seconds until the next try, where what is raised would get lost
 _NEVER = float("inf")
 _STRANGER = 100_000  # bytes without a newline that are taken from whoever has not said who it is
 
@@ -46,20 +48,14 @@ class Watch(threading.Thread):
         session: Whose `told` and `left` are kept up to date.
         token: A secret of this start of the job; other visitors are ignored.
         wire: Rank 0's listening socket; on the other ranks their connection to it.
-        parent: The process, torchrun's agent, that this rank must not outlive; None if there is none.
         ending: Called with the verdict before the process is ended.
     """
 
     def __init__(
-        self,
-        session: Session,
-        token: str,
-        wire: socket.socket,
-        parent: int | None,
-        ending: Callable[[DdpkitError], None],
+        self, session: Session, token: str, wire: socket.socket, ending: Callable[[DdpkitError], None]
     ) -> None:
         super().__init__(name="ddpkit watch", daemon=True)
-        self._session, self._token, self._parent, self._ending = session, token, parent, ending
+        self._session, self._token, self._ending = session, token, ending
         self._hub = session.rank == 0
         self._peers: dict[int, socket.socket] = {}
         self._text: dict[socket.socket, bytes] = {}
@@ -97,8 +93,7 @@ class Watch(threading.Thread):
         self._spread({"failure": failure})
 
     def close(self) -> None:
-        """Leaves in good order: after this, no end of a connection is a failure."""
-        self._session.handled = True  # nothing is raised here any more
+        """Leaves in good order: after this, no end of a connection is a failure. First set the session's `handled`."""
         word = {"left": self._session.rank}
         self._spread(word | {"failure": self._session.told} if self._session.told else word)
         self._closing = True  # only now: the thread then parts from all connections
@@ -113,8 +108,10 @@ class Watch(threading.Thread):
         while not self._closing:
             for key, _ in self._selector.select(_ELSEWHERE if min(self._alarm_at, self._end_at) < _NEVER else _TICK):
                 self._hear(key.fileobj)  # type: ignore[arg-type]
-            if self._parent not in (None, os.getppid()) and self._session.told is None:
-                self._lose_parent()
+            if self._session.told is None and (orphan := self._session.orphan()):
+                failure = failure_record(self._session.rank, orphan)
+                self._spread({"failure": failure})
+                self._learn(failure)
             self._look_after_main()
         self._part()
 
@@ -170,12 +167,6 @@ class Watch(threading.Thread):
             self._session.announce(failure, patience=0.0)  # for those that come later
         self._learn(failure)
 
-    def _lose_parent(self) -> None:
-        session, words = self._session, f"torchrun (pid {self._parent}), which started it, has gone"
-        failure = failure_record(session.rank, PeerError(session.rank, session.hosts[session.rank], "orphaned", words))
-        self._spread({"failure": failure})
-        self._learn(failure)
-
     def _learn(self, failure: dict[str, Any]) -> None:
         self._session.told = failure
         if self._closing or self._session.handled:
@@ -188,14 +179,16 @@ class Watch(threading.Thread):
     def _look_after_main(self) -> None:
         session, now = self._session, time.monotonic()
         deadline = session.deadline  # the main thread may clear it meanwhile
-        if deadline is not None and now > deadline + _TICK and session.told is None:
+        if deadline is not None and now > deadline + _GRACE and session.told is None:
             words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
             self._learn(failure_record(0, PeerError(0, session.hosts[0], "silent", words)))
         if session.handled or session.told is None:
             self._alarm_at = self._end_at = _NEVER
         elif now >= self._alarm_at:
-            self._alarm_at, self._end_at = _NEVER, now + _GRACE
-            log.error("%s", str(as_error(session.told)).partition("\n")[0])  # the traceback comes with the exception
+            if self._end_at == _NEVER:
+                self._end_at = now + _GRACE
+                log.error("%s", str(as_error(session.told)).partition("\n")[0])  # its traceback comes when it is raised
+            self._alarm_at = _NEVER
             if self._armed:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
         elif now > self._end_at:
@@ -220,9 +213,12 @@ class Watch(threading.Thread):
         finally:
             os._exit(1)
 
-    def _raise_in_main(self, signum: int, frame: Any) -> None:
+    def _raise_in_main(self, signum: int, frame: FrameType | None) -> None:
         session = self._session
         if session.told is not None and not session.handled and os.getpid() == session.pid:
+            if _swallows(frame):
+                self._alarm_at = time.monotonic() + _AGAIN
+                return
             session.handled = True
             raise as_error(session.told)
         if callable(self._former):
@@ -262,6 +258,15 @@ class Watch(threading.Thread):
             for key, _ in self._selector.select(left):
                 self._hear(key.fileobj)  # type: ignore[arg-type]
         _forget(self)
+
+
+def _swallows(frame: FrameType | None) -> bool:
+    """Whether an exception that is raised here would get lost: in a handler of logging's, or a `__del__`."""
+    while frame is not None:
+        if frame.f_code.co_filename == logging.__file__ or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _forget(watch: Watch | None) -> None:

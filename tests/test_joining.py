@@ -189,3 +189,16 @@ def die_or_reduce(attempt: int) -> None:
     if attempt == 1:
         ddpkit.setup(timeout=timedelta(seconds=3))
     join_and_reduce()
+
+
+def join_or_stop() -> None:
+    if os.environ["RANK"] == "0":
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    with ddpkit.distributed(timeout=timedelta(seconds=4)):
+        pass
+
+
+def test_a_host_of_the_store_that_stops_does_not_keep_those_that_join() -> None:
+    port = free_port()
+    _, other = run(join_or_stop, [platform_env(rank, 3, port) for rank in range(2)], timeout=20)
+    assert other.code == 1 and "the store does not answer" in other.output, other

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpkit import LaunchError, detect_launch
-from ddpkit.ancestry import read_agent_env, typed_in_terminal
+from ddpkit.ancestry import find_agent, typed_in_terminal
 from ddpkit.launchers import (
     expand_counts,
     expand_nodelist,
@@ -434,13 +434,13 @@ def test_the_agent_is_found_behind_a_wrapper(unset: list[str]) -> None:
     }
     for outside in ({"MARK": "shell"}, outer):
         with _shells(outside, inside) as pid:
-            found = read_agent_env(inside, pid)
-            assert found is not None and found.items() >= outside.items()
+            found = find_agent(inside, pid)
+            assert found is not None and found.env.items() >= outside.items()
 
 
 def test_an_agent_that_cannot_be_seen_is_none() -> None:
-    assert read_agent_env(WORKER, 2**30) is None
-    assert read_agent_env(dict.fromkeys(["TORCHELASTIC_RUN_ID", "RANK"]), os.getpid()) is None  # type: ignore[arg-type]
+    assert find_agent(WORKER, 2**30) is None
+    assert find_agent(dict.fromkeys(["TORCHELASTIC_RUN_ID", "RANK"]), os.getpid()) is None  # type: ignore[arg-type]
 
 
 def test_real_torchrun_inside_torchrun_is_seen_and_the_outer_one_is_fine(tmp_path: Path) -> None:
@@ -457,12 +457,13 @@ def test_real_torchrun_inside_torchrun_is_seen_and_the_outer_one_is_fine(tmp_pat
             for path in files:
                 pid = int(path.name)
                 worker, agent = _environ(pid), _parent(pid)
-                seen = read_agent_env(worker, pid)
-                assert seen is not None and seen["WORLD_SIZE"] == "2" and seen == _environ(agent)
-                assert "of 2 of another launch" in str(outer_launch(seen, detect_launch(worker), worker))
-                outside = read_agent_env(seen, agent)
-                assert outside is not None and "TORCHELASTIC_RUN_ID" not in outside
-                assert outer_launch(outside, detect_launch(seen), seen) is None
+                seen = find_agent(worker, pid)
+                assert seen is not None and seen.env["WORLD_SIZE"] == "2" and seen.env == _environ(agent)
+                assert seen.pid == agent and not seen.lost()
+                assert "of 2 of another launch" in str(outer_launch(seen.env, detect_launch(worker), worker))
+                outside = find_agent(seen.env, agent)
+                assert outside is not None and "TORCHELASTIC_RUN_ID" not in outside.env
+                assert outer_launch(outside.env, detect_launch(seen.env), seen.env) is None
         finally:
             (tmp_path / "go").touch()
     assert process.returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import time
@@ -319,3 +320,74 @@ def test_ranks_in_different_collectives_are_shown_by_their_lines() -> None:
     for end in run(part_ways, [platform_env(rank, 3, port) for rank in range(3)], timeout=25):
         assert end.code == 1 and "MismatchError: A collective broke" in end.output, end.output
         assert "dist.broadcast(torch.ones(1), 0)" in end.output, end.output
+
+
+def leave_at_once() -> None:
+    """Rank 0 leaves when it has just heard of rank 1's failure, before the watch raises it."""
+    with ddpkit.distributed(timeout=LONG) as context:
+        ddpkit.barrier()
+        if context.rank == 1:
+            raise ValueError("boom")
+        session = runtime.current_session()
+        while session.told is None:
+            pass
+    print(f"left; a group is there: {dist.is_initialized()}", flush=True)
+
+
+def test_news_that_come_while_a_rank_leaves_do_not_stop_it() -> None:
+    port = free_port()
+    leaver, _ = run(leave_at_once, [platform_env(rank, 2, port) for rank in range(2)], timeout=25)
+    assert leaver.code == 0 and "left; a group is there: False" in leaver.output, leaver
+
+
+class Slow:
+    """A stream that takes its time, which is where a rank that logs much spends its own."""
+
+    def write(self, text: str) -> None:
+        end = time.monotonic() + 0.05
+        while time.monotonic() < end:
+            pass
+
+    def flush(self) -> None:
+        pass
+
+
+def log_on() -> None:
+    with ddpkit.distributed(timeout=LONG) as context:
+        ddpkit.barrier()
+        if context.rank == 1:
+            time.sleep(0.5)
+            fail("raise")
+        slow = logging.Logger("slow")
+        slow.addHandler(logging.StreamHandler(Slow()))
+        try:
+            for _ in range(300):
+                slow.warning("step")
+                for _ in range(100_000):
+                    pass
+        finally:
+            print(f"\nfreed at {time.time():.3f}", flush=True)
+
+
+def test_a_rank_that_hears_of_a_failure_while_it_logs_still_raises() -> None:
+    port = free_port()
+    ended = run(log_on, [platform_env(rank, 2, port) for rank in range(2)], timeout=40)
+    assert freed_after(ended, 1) < 5.0
+    assert ended[0].code == 1 and "ValueError: boom" in ended[0].output
+    assert "Logging error" not in ended[0].output
+
+
+def meet_a_stopped_host() -> None:
+    """Rank 0 hosts the store and stops; with a group of the script's own, nothing is concluded from a meeting."""
+    with ddpkit.distributed(timeout=timedelta(seconds=5)) as context:
+        dist.new_group([0, 1])
+        ddpkit.barrier()
+        if context.rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_stopped_host_of_the_store_does_not_keep_a_rank_whose_collective_broke() -> None:
+    port = free_port()
+    _, other = run(meet_a_stopped_host, [platform_env(rank, 2, port) for rank in range(2)], timeout=40)
+    assert other.code == 1 and "rank 0 (" in other.output and "does not answer" in other.output, other

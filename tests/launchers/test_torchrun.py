@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,13 @@ def nodes() -> Iterator[list[Node]]:
         yield nodes
 
 
+def wait_for(happened: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_torchrun_on_one_node() -> None:
     assert_joined(launch([*TORCHRUN, "--standalone", "--nproc-per-node=4", *PROGRAM]), "torchrun", 4)
 
@@ -25,6 +35,36 @@ def test_torchrun_on_one_node() -> None:
 def test_torchrun_ends_the_other_rank_of_a_node(fault: str, tmp_path: Path) -> None:
     (end,) = launch([*TORCHRUN, "--standalone", "--nproc-per-node=2", *ending(tmp_path, fault, "got SIGTERM")])
     assert_ended(end, tmp_path, "got SIGTERM")
+
+
+def test_ranks_behind_a_wrapper_end_when_torchrun_is_killed(tmp_path: Path) -> None:
+    stay = """
+import sys, time, ddpkit
+with ddpkit.distributed() as context, open(sys.argv[1] + str(context.rank), "w", buffering=1) as file:
+    print("joined", file=file)
+    try:
+        time.sleep(100) if context.rank else ddpkit.barrier()
+    except ddpkit.PeerError as error:
+        print(error, file=file)
+"""
+    (tmp_path / "stay.py").write_text(stay)
+    (tmp_path / "wrap.sh").write_text('"$@"; exit $?\n')
+    files = [tmp_path / "0", tmp_path / "1"]
+
+    def read(word: str) -> bool:
+        return all(file.exists() and word in file.read_text() for file in files)
+
+    def kill(crew: list[subprocess.Popen[bytes]]) -> None:
+        wait_for(lambda: read("joined"))
+        crew[0].kill()
+        wait_for(lambda: read("orphaned: torchrun (pid"), 15)
+
+    wrapped = ["--no-python", "sh", str(tmp_path / "wrap.sh"), *PYTHON, str(tmp_path / "stay.py"), f"{tmp_path}/"]
+    (end,) = launch([*TORCHRUN, "--standalone", "--nproc-per-node=2", *wrapped], meanwhile=kill)
+    assert end.code == -signal.SIGKILL
+    assert (
+        end.output.count("Exception raised from") < 8
+    )  # a C++ stack for each call of a dead store
 
 
 @needs(nodes=True)
