@@ -56,7 +56,7 @@ def play_all(pairs: list[Pair], folder: Path, jobs: int, done: Callable[[Pair, O
     for number, pair in enumerate(sorted(pairs, key=lambda pair: -pair[0].limit)):
         place = folder / str(number)
         place.mkdir()
-        tasks.append(_play(pair, Run(place, 90 + 3 * pair[0].limit), done))
+        tasks.append(_play(pair, Run(place, 300 + 3 * pair[0].limit), done))
     side_by_side(tasks, jobs)
 
 
@@ -97,8 +97,11 @@ def _fault(case: Fault, launcher: str, run: Run, outcome: Outcome, cleanup: Exit
     yield from run.until(lambda: run.noted("fault"))
     pids = {entry["rank"]: entry["pid"] for entry in run.noted("begin")}
     if not run.noted("fault"):
-        outcome.problems.append("it never came to the fault")
+        outcome.problems.append(
+            f"it never came to the fault, {'and ended' if run.over() else 'in all the time it had'}"
+        )
         return
+    run.end = min(run.end, time.time() + 90 + 3 * case.limit)  # torchrun may hang on a node that is cut off
     start = run.noted("fault")[0]["time"]
     others = [rank for rank in pids if rank != case.faulty]
     if nodes:
