@@ -137,13 +137,14 @@ def start_node(run: Run, nodes: list[Node], rank: int, launcher: str, words: tup
 
 def judge_fault(case: Fault, launcher: str, run: Run, outcome: Outcome, others: list[int]) -> None:
     said = case.said.format(host="" if case.nodes else HOST, faulty=case.faulty)
-    summary = run.text("0.log").partition("Root Cause")[2] if launcher == TORCHRUN else ""
+    agent = launcher == TORCHRUN and "lose torchrun" not in case.what
+    summary = run.text("0.log").partition("Root Cause")[2] if agent else ""
     for rank in others:
         text = run.text_of(rank)
         if case.fault == "all_reduce_more" and "gloo::EnforceNotMet" in text:  # this rank got more than it expected
             continue
         outcome.how.append(run.how(rank, text))
-        by_torchrun = launcher == TORCHRUN and outcome.how[-1] == "was ended"  # because it saw another one fail
+        by_torchrun = agent and outcome.how[-1] == "was ended"  # because it saw another one fail
         first = "SIGABRT" if case.fault == "all_reduce_more" else f"rank      : {case.faulty}"
         by_torchrun &= first in summary or any(said in run.text_of(other) for other in others)
         if case.nodes:
