@@ -41,11 +41,18 @@ _PACKAGES = {
 
 def needs(*programs: str, nodes: bool = False) -> pytest.MarkDecorator:
     """Skips a test where these programs, or the rights that virtual nodes take, are missing."""
+    reason = lacks(*programs, nodes=nodes)
+    return pytest.mark.skipif(bool(reason), reason=reason)
+
+
+def lacks(*programs: str, nodes: bool = False) -> str:
+    """Which of these are missing, and what to do; "" if none is."""
     missing = [program for program in (*programs, *["ip"] * nodes) if not shutil.which(program)]
-    reason = f"needs {', '.join(missing)}: apt-get install {' '.join(_PACKAGES[program] for program in missing)}"
-    if not missing and nodes and not may_make_nodes():
-        missing, reason = ["rights"], "needs virtual nodes: run as root, where namespaces may be made"
-    return pytest.mark.skipif(bool(missing), reason=reason)
+    if missing:
+        return f"needs {', '.join(missing)}: apt-get install {' '.join(_PACKAGES[program] for program in missing)}"
+    if nodes and not may_make_nodes():
+        return "needs virtual nodes: run as root, where namespaces may be made"
+    return ""
 
 
 def may_make_nodes() -> bool:
@@ -119,6 +126,11 @@ def virtual_nodes(count: int) -> Iterator[list[Node]]:
             _ip(node, "link set eth0 up")
         _ip(login, "link set bridge up")
         yield nodes
+
+
+def cut(nodes: list[Node], number: int) -> None:
+    """Pulls the cable of node `number` out of the bridge: no packet passes, and nobody is told."""
+    _ip(nodes[0], f"link set port{number} down")
 
 
 def _ip(node: Node, command: str) -> None:

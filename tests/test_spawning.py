@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -70,10 +72,22 @@ def wait_for_godot() -> None:
     threading.Event().wait(60)
 
 
+def time_out(as_expected: Callable[[str], bool], fn: Callable[..., Any], nprocs: int, *args: Any) -> None:
+    """Runs out of time, and again out of more, until the ranks have come far enough; a loaded machine is slow."""
+    for seconds in (2, 8, 32):
+        with pytest.raises(TimeoutError) as caught:
+            spawn(fn, nprocs, *args, timeout=timedelta(seconds=seconds))
+        if as_expected(str(caught.value)):
+            return
+    pytest.fail(str(caught.value))
+
+
+def only_rank_1_hangs(text: str) -> bool:
+    return bool(re.search(r"not finished:\nrank 1:(.|\n)*wait_for_godot", text)) and "rank 2" not in text
+
+
 def test_a_hanging_rank_is_named_with_its_stack() -> None:
-    with pytest.raises(TimeoutError, match=r"not finished:\nrank 1:(.|\n)*wait_for_godot") as caught:
-        spawn(hang_on_one, 3, timeout=timedelta(seconds=2))
-    assert "rank 0" not in str(caught.value)
+    time_out(only_rank_1_hangs, hang_on_one, 3)
 
 
 def die() -> None:
@@ -151,13 +165,10 @@ def report_pid(folder: str) -> None:
 
 
 def test_no_process_is_left_behind(tmp_path: Any) -> None:
-    with pytest.raises(TimeoutError):
-        spawn(report_pid, 2, str(tmp_path), timeout=timedelta(seconds=2))
-    pids = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(pids) == 2
-    for pid in pids:
+    time_out(lambda _: len(os.listdir(tmp_path)) >= 2, report_pid, 2, str(tmp_path))
+    for pid in os.listdir(tmp_path):
         with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+            os.kill(int(pid), 0)
 
 
 def test_bad_arguments_are_refused_before_anything_starts() -> None:

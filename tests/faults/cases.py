@@ -86,8 +86,12 @@ FAULTS = [
     Fault("finds the disk full", "save_too_much", "save_too_much", "No space left on device", 0),
     Fault("alone gets SIGINT", "interrupt", "all_reduce", NAMED + "KeyboardInterrupt"),
     Fault("and all others get Ctrl-C", "stay", "all_reduce", "KeyboardInterrupt"),
-    Fault("and all others lose torchrun (SIGKILL)", "stay", "compute", "orphaned: torchrun (pid", launchers=(TORCHRUN,)),
+    Fault(
+        "and all others lose torchrun (SIGKILL)", "stay", "compute", "orphaned: torchrun (pid", launchers=(TORCHRUN,)
+    ),
     Fault("and all others lose torchrun", "stay", "all_reduce", "orphaned: torchrun (pid", launchers=(TORCHRUN,)),
+    Fault("and all others lose torchrun", "stay", "barrier", "orphaned: torchrun (pid", launchers=(TORCHRUN,)),
+    Fault("and all others lose torchrun", "stay", "mean", "orphaned: torchrun (pid", launchers=(TORCHRUN,)),
     Fault("is cut off the network", "stay", "compute", NAMED + "lost", launchers=(PLAIN,), nodes=True, bound=15),
     Fault("is cut off the network", "stay", "all_reduce", NAMED + "lost", nodes=True, bound=20, quick=False),
 ]

@@ -54,7 +54,8 @@ class Run:
         return [m.poll() if isinstance(m, subprocess.Popen) else m.exitcode for m in self.members]
 
     def over(self) -> bool:
-        return None not in self.codes()
+        """Whether what was started has ended, and so have the ranks, which outlive a torchrun that is killed."""
+        return None not in self.codes() and not any(alive(entry["pid"]) for entry in self.noted("begin"))
 
     def noted(self, word: str) -> list[dict[str, Any]]:
         """Who noted this word, and when, in order."""
@@ -63,9 +64,9 @@ class Run:
         return [entry for entry in entries if entry["word"] == word]
 
     def until(self, happened: Callable[[], Any]) -> Iterator[None]:
-        """Waits for something, but not beyond the limit, nor the end of all processes by more than 10 s."""
+        """Waits for something, but not beyond the limit, nor the end of all processes by more than 5 s."""
         over = None
-        while not happened() and time.time() < min(self.end, (over or self.end) + 10):
+        while not happened() and time.time() < min(self.end, (over or self.end) + 5):
             for entry in self.noted("raised") + self.noted("passed"):
                 self.knew.setdefault(entry["rank"], entry["time"])
             for entry in self.noted("begin"):

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nodes import Node, cut, lacks, virtual_nodes
 from processes import free_port, platform_env
 
 import ddpkit
@@ -20,7 +21,6 @@ import ddpkit
 from . import programs
 from .cases import TORCHRUN, Conflict, Fault
 from .launching import PYTHON, Run, side_by_side
-from .network import ADDRESS, Nodes, why_no_nodes, why_no_small_disk
 
 HOST = socket.gethostname()
 SCRIPT = str(Path(programs.__file__))
@@ -42,8 +42,12 @@ class Outcome:
 def why_not(case: Case) -> str:
     """Why this case cannot be played on this machine; "" if it can."""
     if isinstance(case, Fault) and case.nodes:
-        return why_no_nodes()
-    return why_no_small_disk() if isinstance(case, Fault) and case.fault == "save_too_much" else ""
+        return lacks(nodes=True)
+    if isinstance(case, Fault) and case.fault == "save_too_much":
+        mount = ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/mnt"]
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+        return f"no tmpfs can be mounted: {done.stderr.strip()}" if done.returncode else ""
+    return ""
 
 
 def play_all(pairs: list[Pair], folder: Path, jobs: int, done: Callable[[Pair, Outcome], None]) -> None:
@@ -52,7 +56,7 @@ def play_all(pairs: list[Pair], folder: Path, jobs: int, done: Callable[[Pair, O
     for number, pair in enumerate(sorted(pairs, key=lambda pair: -pair[0].limit)):
         place = folder / str(number)
         place.mkdir()
-        tasks.append(_play(pair, Run(place, 90 + 3 * pair[0].limit), done))
+        tasks.append(_play(pair, Run(place, 300 + 3 * pair[0].limit), done))
     side_by_side(tasks, jobs)
 
 
@@ -78,14 +82,12 @@ def _fault(case: Fault, launcher: str, run: Run, outcome: Outcome, cleanup: Exit
     if case.fault == "save_too_much":
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
         cleanup.callback(subprocess.run, ["umount", str(disk)], check=True)
-    nodes = Nodes(run.folder) if case.nodes else None
-    if nodes:
-        cleanup.callback(nodes.close)
+    nodes = cleanup.enter_context(virtual_nodes(2)) if case.nodes else []
     words = (str(run.folder), case.fault, case.place, str(case.faulty), str(case.timeout))
     size = 2 if nodes else 3
     if nodes:
         for rank in range(size):
-            start_node(run, nodes, rank, launcher, words)
+            start_node(run, nodes[1:], rank, launcher, words)
     elif launcher == TORCHRUN:
         run.torchrun(SCRIPT, "fail_or_stay", *words, nprocs=size)
     else:
@@ -95,13 +97,16 @@ def _fault(case: Fault, launcher: str, run: Run, outcome: Outcome, cleanup: Exit
     yield from run.until(lambda: run.noted("fault"))
     pids = {entry["rank"]: entry["pid"] for entry in run.noted("begin")}
     if not run.noted("fault"):
-        outcome.problems.append("it never came to the fault")
+        outcome.problems.append(
+            f"it never came to the fault, {'and ended' if run.over() else 'in all the time it had'}"
+        )
         return
+    run.end = min(run.end, time.time() + 90 + 3 * case.limit)  # torchrun may hang on a node that is cut off
     start = run.noted("fault")[0]["time"]
     others = [rank for rank in pids if rank != case.faulty]
     if nodes:
         start = time.time()
-        nodes.cut()
+        cut(nodes, 2)
         others = list(pids)
     elif "Ctrl-C" in case.what:
         start, others = time.time(), list(pids)
@@ -119,26 +124,27 @@ def _fault(case: Fault, launcher: str, run: Run, outcome: Outcome, cleanup: Exit
     judge_fault(case, launcher, run, outcome, others)
 
 
-def start_node(run: Run, nodes: Nodes, rank: int, launcher: str, words: tuple[str, ...]) -> None:
+def start_node(run: Run, nodes: list[Node], rank: int, launcher: str, words: tuple[str, ...]) -> None:
     env = {"GLOO_SOCKET_IFNAME": "eth0"}
     if launcher == TORCHRUN:
-        meet = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint={ADDRESS.format(1)}:29400"]
+        meet = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint={nodes[0].address}:29400"]
         words = ("-m", "torch.distributed.run", *meet, SCRIPT, "fail_or_stay", *words)
     else:
         words = (SCRIPT, "fail_or_stay", *words)
         env |= platform_env(rank, 2, 29500, MASTER_ADDR="node1")
-    run.command(*nodes.prefix(rank + 1), PYTHON, *words, **env)
+    run.command(*nodes[rank].lead(PYTHON, *words), **env)
 
 
 def judge_fault(case: Fault, launcher: str, run: Run, outcome: Outcome, others: list[int]) -> None:
     said = case.said.format(host="" if case.nodes else HOST, faulty=case.faulty)
-    summary = run.text("0.log").partition("Root Cause")[2] if launcher == TORCHRUN else ""
+    agent = launcher == TORCHRUN and "lose torchrun" not in case.what
+    summary = run.text("0.log").partition("Root Cause")[2] if agent else ""
     for rank in others:
         text = run.text_of(rank)
         if case.fault == "all_reduce_more" and "gloo::EnforceNotMet" in text:  # this rank got more than it expected
             continue
         outcome.how.append(run.how(rank, text))
-        by_torchrun = launcher == TORCHRUN and outcome.how[-1] == "was ended"  # because it saw another one fail
+        by_torchrun = agent and outcome.how[-1] == "was ended"  # because it saw another one fail
         first = "SIGABRT" if case.fault == "all_reduce_more" else f"rank      : {case.faulty}"
         by_torchrun &= first in summary or any(said in run.text_of(other) for other in others)
         if case.nodes:
