@@ -39,6 +39,7 @@ class Member:
     watch: bool = True
     door: tuple[str, int] | None = None  # where rank 0's watch listens
     host: str = field(default_factory=socket.gethostname)
+    machine: tuple[str, ...] = field(default_factory=lambda: _machine())
     pid: int = field(default_factory=os.getpid)
     born: str = field(default_factory=lambda: _born(os.getpid()))
     cores: tuple[int, ...] = field(default_factory=lambda: _cores())
@@ -58,9 +59,15 @@ class Member:
     def dump(self) -> str:
         return json.dumps(asdict(self))
 
+    @property
+    def node(self) -> tuple[str, ...]:
+        """What the ranks of one node share, and no others: a host name alone is also that of a cloned machine."""
+        return self.host, *self.machine[:2]
+
     def is_alive(self) -> bool | None:
         """Whether the process still runs; None where that cannot be seen from here."""
-        return _born(self.pid) == self.born if self.host == socket.gethostname() and self.born else None
+        here = (self.host, self.machine) == (socket.gethostname(), _machine())
+        return _born(self.pid) == self.born if here and self.born else None
 
 
 def denounce(address: str, port: int, reason: str) -> bool:
@@ -90,10 +97,10 @@ def join(store: dist.Store, me: Member, timeout: timedelta) -> tuple[dist.Store,
 
 
 def place(launch: Launch, me: Member, roster: list[Member]) -> Launch:
-    """Fills in what the launcher did not tell, from the hosts of all ranks."""
-    near = [member for member in roster if member.host == me.host]
-    hosts = list(dict.fromkeys(member.host for member in roster))
-    found = (near.index(me), len(near), hosts.index(me.host), len(hosts))
+    """Fills in what the launcher did not tell, from the nodes of all ranks."""
+    near = [member for member in roster if member.node == me.node]
+    nodes = list(dict.fromkeys(member.node for member in roster))
+    found = (near.index(me), len(near), nodes.index(me.node), len(nodes))
     untold: dict[str, Any] = {k: v for k, v in zip(PLACE, found, strict=True) if getattr(launch, k) is None}
     return replace(launch, **untold)
 
@@ -172,7 +179,7 @@ def _disagreement(mine: Member, other: Member) -> str | None:
 
 def _usurped(room: dist.Store, me: Member, holder: Member) -> NoReturn:
     reason = f"Two processes claim rank {me.rank}: {holder} and {me}. Give every process its own RANK."
-    if me.host == holder.host:
+    if me.node == holder.node:
         reason += " If RANK and WORLD_SIZE count nodes or pods here, start torchrun once on each instead."
     _poison(room, reason)
     raise LaunchError(reason)
@@ -211,6 +218,15 @@ def _warn_watch(roster: list[Member], reason: str) -> None:
     line = json.dumps({"token": roster[0].nonce, "failure": failure_record(-1, LaunchError(reason))})
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2) as wire:
         wire.sendall(line.encode() + b"\n")
+
+
+def _machine() -> tuple[str, ...]:
+    """The machine's boot, this process's network and its process numbers there; () where the system does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))
+    except OSError:
+        return ()
 
 
 def _born(pid: int) -> str:

@@ -53,3 +53,17 @@ def test_a_platform_that_sets_the_variables(local: bool) -> None:
         envs = [env | {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": "2"} for env in envs]
     commands = [["env", *(f"{k}={v}" for k, v in env.items()), *PYTHON, *PROGRAM] for env in envs]
     assert_joined(launch(*commands), "platform", 2)
+
+
+@needs(nodes=True)
+@pytest.mark.parametrize("local", [True, False])
+def test_a_platform_on_two_nodes_with_one_host_name(local: bool) -> None:
+    with virtual_nodes(2, name="ubuntu") as (_, *nodes):
+        commands = []
+        for rank in range(4):
+            env = platform_env(rank, 4, 29400, MASTER_ADDR=nodes[0].address)
+            if local:
+                env |= {"LOCAL_RANK": f"{rank % 2}", "LOCAL_WORLD_SIZE": "2"}
+                env |= {"NODE_RANK": f"{rank // 2}", "GROUP_WORLD_SIZE": "2"}
+            commands.append(nodes[rank // 2].run("env", *(f"{k}={v}" for k, v in env.items()), *PYTHON, *PROGRAM))
+        assert_joined(launch(*commands), "platform", 2, 2)
