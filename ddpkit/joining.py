@@ -70,21 +70,16 @@ class Member:
         return _born(self.pid) == self.born if here and self.born else None
 
 
-def denounce(address: str, port: int, reason: str) -> bool:
-    """Tells a job that this process does not belong to it, so that its ranks do not wait; returns whether it was
-    heard.
-    """
-    try:
+def denounce(address: str, port: int, reason: str) -> None:
+    """Tells a job that this process does not belong to it, so that its ranks do not wait."""
+    with contextlib.suppress(OSError, RuntimeError):
         knock(address, port, time.monotonic() + 2)
         store = client(address, port, timedelta(seconds=3))
         for _ in range(20):
             if generation := store.add("ddpkit/generation", 0):
                 _poison(dist.PrefixStore(f"ddpkit/{generation}", store), reason)
-                return True
+                return
             time.sleep(0.1)
-    except (OSError, RuntimeError):
-        pass
-    return False
 
 
 def join(store: dist.Store, me: Member, timeout: timedelta) -> tuple[dist.Store, list[Member]]:
