@@ -97,6 +97,7 @@ def assemble(
             wire.close()
         raise
     job.session = session = Session(room, me.rank, [member.host for member in roster], timeout)
+    session.nodes = [member.node for member in roster]
     job.hosts_store = hosts and not adopted
     job.launch = launch = place(launch, me, roster)
     if watch and roster[0].door:
