@@ -102,18 +102,18 @@ def assemble(
             wire.close()
         raise
     job.session = session = Session(room, me.rank, [member.host for member in roster], timeout)
-    session.orphaned = orphaned
+    session.nodes, session.orphaned = [member.node for member in roster], orphaned
     job.hosts_store = hosts and not adopted
     job.launch = launch = place(launch, me, roster)
     if watch and roster[0].door:
         host, door_port = roster[0].door
-        host = "127.0.0.1" if roster[0].host == me.host else host
+        host = "127.0.0.1" if roster[0].node == me.node else host
         wire = wire or dial(host, door_port, timeout.total_seconds())
         job.watch = Watch(session, roster[0].nonce, wire, fill_error_file)
         job.watch.wait(timeout)
     chosen, backend = agree(session, launch, device, dist.get_backend() if adopted else backend)
     bind_device(chosen)
-    sharers = sum((member.host, member.cores) == (me.host, me.cores) for member in roster)
+    sharers = sum((member.node, member.cores) == (me.node, me.cores) for member in roster)
     set_threads(num_threads, sharers, len(me.cores))
     if not adopted:
         job.owns_group = True  # first, for it may be there when a peer's failure is raised

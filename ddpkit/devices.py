@@ -73,10 +73,10 @@ def agree(
             raise LaunchError(
                 f"The ranks use different {name}: {found}. Name one for all: setup(device=..., backend=...)."
             )
-    holders: dict[tuple[str, str], list[int]] = {}
+    holders: dict[tuple[object, str], list[int]] = {}
     for rank, other in enumerate(choices):
-        holders.setdefault((session.hosts[rank], other["device"]), []).append(rank)
-    crowds = [(host, crowd) for (host, name), crowd in holders.items() if name and len(crowd) > 1]
+        holders.setdefault((session.nodes[rank], other["device"]), []).append(rank)
+    crowds = [(session.hosts[crowd[0]], crowd) for (_, name), crowd in holders.items() if name and len(crowd) > 1]
     for host, crowd in crowds:
         if not all(choices[rank]["shared"] for rank in crowd):
             raise LaunchError(
@@ -93,7 +93,7 @@ def bind_device(device: torch.device) -> None:
 
 
 def identity(device: torch.device) -> str:
-    """A name that two processes on one host share if and only if they mean the same accelerator; "" for the CPU."""
+    """A name that two processes on one node share if and only if they mean the same accelerator; "" for the CPU."""
     if device.type in ("cpu", "mps"):
         return ""
     properties = getattr(torch, device.type).get_device_properties(device)

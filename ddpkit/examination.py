@@ -25,7 +25,6 @@ from .tables import table
 from .waiting import barrier, exchange
 
 _SLOW = 20e-3  # seconds; a small collective takes 0.1 to 1 ms, on several nodes up to a few
-_MANY = 32  # ranks of which each pair is listed
 
 
 def two_ranks(backend: str | None, device: str | None, seconds: float) -> list[Check]:

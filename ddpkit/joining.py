@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from .ancestry import born
 from .errors import LaunchError
 from .launchers import Launch
 from .patience import Pause, aside
@@ -42,8 +43,9 @@ class Member:
     watch: bool = True
     door: tuple[str, int] | None = None  # where rank 0's watch listens
     host: str = field(default_factory=socket.gethostname)
+    machine: tuple[str, ...] = field(default_factory=lambda: _machine())
     pid: int = field(default_factory=os.getpid)
-    born: str = field(default_factory=lambda: _born(os.getpid()))
+    born: str = field(default_factory=lambda: born(os.getpid()))
     cores: tuple[int, ...] = field(default_factory=lambda: _cores())
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -61,26 +63,27 @@ class Member:
     def dump(self) -> str:
         return json.dumps(asdict(self))
 
+    @property
+    def node(self) -> tuple[str, ...]:
+        """What the ranks of one node share, and no others: a host name alone is also that of a cloned machine."""
+        return self.host, *self.machine[:2]
+
     def is_alive(self) -> bool | None:
         """Whether the process still runs; None where that cannot be seen from here."""
-        return _born(self.pid) == self.born if self.host == socket.gethostname() and self.born else None
+        here = (self.host, self.machine) == (socket.gethostname(), _machine())
+        return born(self.pid) == self.born if here and self.born else None
 
 
-def denounce(address: str, port: int, reason: str) -> bool:
-    """Tells a job that this process does not belong to it, so that its ranks do not wait; returns whether it was
-    heard.
-    """
-    try:
+def denounce(address: str, port: int, reason: str) -> None:
+    """Tells a job that this process does not belong to it, so that its ranks do not wait."""
+    with contextlib.suppress(OSError, RuntimeError):
         knock(address, port, time.monotonic() + 2)
         store = client(address, port, timedelta(seconds=3))
         for _ in range(20):
             if generation := store.add("ddpkit/generation", 0):
                 _poison(dist.PrefixStore(f"ddpkit/{generation}", store), reason)
-                return True
+                return
             time.sleep(0.1)
-    except (OSError, RuntimeError):
-        pass
-    return False
 
 
 def join(
@@ -112,10 +115,10 @@ def refuse(reason: str) -> None:
 
 
 def place(launch: Launch, me: Member, roster: list[Member]) -> Launch:
-    """Fills in what the launcher did not tell, from the hosts of all ranks."""
-    near = [member for member in roster if member.host == me.host]
-    hosts = list(dict.fromkeys(member.host for member in roster))
-    found = (near.index(me), len(near), hosts.index(me.host), len(hosts))
+    """Fills in what the launcher did not tell, from the nodes of all ranks."""
+    near = [member for member in roster if member.node == me.node]
+    nodes = list(dict.fromkeys(member.node for member in roster))
+    found = (near.index(me), len(near), nodes.index(me.node), len(nodes))
     untold: dict[str, Any] = {k: v for k, v in zip(PLACE, found, strict=True) if getattr(launch, k) is None}
     return replace(launch, **untold)
 
@@ -194,7 +197,7 @@ def _disagreement(mine: Member, other: Member) -> str | None:
 
 def _usurped(room: dist.Store, me: Member, holder: Member) -> NoReturn:
     reason = f"Two processes claim rank {me.rank}: {holder} and {me}. Give every process its own RANK."
-    if me.host == holder.host:
+    if me.node == holder.node:
         reason += " If RANK and WORLD_SIZE count nodes or pods here, start torchrun once on each instead."
     _poison(room, reason)
     raise LaunchError(reason)
@@ -235,13 +238,13 @@ def _warn_watch(roster: list[Member], reason: str) -> None:
         wire.sendall(line.encode() + b"\n")
 
 
-def _born(pid: int) -> str:
-    """When a process started, in the kernel's words: a number may be used again by another process."""
+def _machine() -> tuple[str, ...]:
+    """The machine's boot, this process's network and its process numbers there; () where the system does not tell."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))
+    except OSError:
+        return ()
 
 
 def _cores() -> tuple[int, ...]:

@@ -57,6 +57,7 @@ class Session:
 
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], timeout: timedelta) -> None:
         self.store, self.rank, self.hosts, self.timeout = store, rank, hosts, timeout
+        self.nodes: Sequence[object] = hosts  # each rank's, to compare: several may bear one host name
         self.everyone: Sequence[int] = range(len(hosts))
         self.pid = os.getpid()  # a forked child holds a copy that is not its own
         self.told: dict[str, Any] | None = None  # the failure that this rank has heard of

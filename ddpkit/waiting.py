@@ -99,10 +99,10 @@ def main_process_first(local: bool = False) -> Iterator[None]:
         yield
         return
     session = runtime.current_session()
-    first = session.hosts.index(session.hosts[session.rank]) if local else 0
+    first = session.nodes.index(session.nodes[session.rank]) if local else 0
     key = f"{session.count('main_process_first')} on {first}"
     if session.rank != first:
-        near = session.hosts.count(session.hosts[first]) if local else len(session.hosts)
+        near = session.nodes.count(session.nodes[first]) if local else len(session.hosts)
         _outcome(session, key, first, near - 1)
         yield
         return

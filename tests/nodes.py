@@ -101,9 +101,9 @@ def remote_shell(nodes: list[Node], folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def virtual_nodes(count: int) -> Iterator[list[Node]]:
-    """A host named "login" and `count` nodes, "node1", "node2" and so on, in a network of their own."""
-    names = ["login", *(f"node{i + 1}" for i in range(count))]
+def virtual_nodes(count: int, name: str = "node{}") -> Iterator[list[Node]]:
+    """A host named "login" and `count` nodes, "node1", "node2" or as `name` says, in a network of their own."""
+    names = ["login", *(name.format(i + 1) for i in range(count))]
     with tempfile.TemporaryDirectory() as etc, contextlib.ExitStack() as stack:
         addresses = [f"10.77.0.{i + 1}" for i in range(len(names))]
         hosts = [f"{address} {name}" for address, name in zip(addresses, names, strict=True)]

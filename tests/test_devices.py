@@ -72,3 +72,12 @@ def test_every_rank_hears_of_a_device_that_two_would_share(
     assert len(set(results)) == 1
     assert results[0].startswith(found) or found in results[0]
     assert "see the same accelerator: 2 ranks, 1 cuda device" in results[0] or not found.startswith("Ranks")
+
+
+def agree_on_cloned_machines() -> Any:
+    runtime.current_session().nodes = range(3)  # of one host name, and accelerators whose names tell nothing
+    return agree(["cuda"] * 3, ["cuda:0 of "] * 3, None)
+
+
+def test_accelerators_of_machines_with_one_host_name_are_not_one() -> None:
+    assert on_ranks(agree_on_cloned_machines, 3) == ["cuda"] * 3

@@ -11,7 +11,20 @@ from pathlib import Path
 import pytest
 from jobs import MEET, PROGRAM, PYTHON, assert_ended, assert_joined, ending
 from nodes import Node, needs, virtual_nodes
-from processes import TORCHRUN, free_port, launch, platform_env
+from processes import TORCHRUN, Ended, free_port, launch, platform_env
+
+FIRST = """
+import sys, time
+from pathlib import Path
+import ddpkit
+with ddpkit.distributed() as job:
+    with ddpkit.main_process_first(local=True):
+        made = Path(sys.argv[1], f"node {job.node_rank}")
+        if job.local_rank == 0:
+            time.sleep(0.5)
+            made.mkdir()
+        assert made.is_dir()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +106,44 @@ def test_a_platform_that_sets_the_variables(local: bool) -> None:
         envs = [env | {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": "2"} for env in envs]
     commands = [["env", *(f"{k}={v}" for k, v in env.items()), *PYTHON, *PROGRAM] for env in envs]
     assert_joined(launch(*commands), "platform", 2)
+
+
+@pytest.fixture(scope="module")
+def clones() -> Iterator[list[Node]]:
+    with virtual_nodes(2, name="clone") as (_, *nodes):
+        yield nodes
+
+
+def on_clones(nodes: list[Node], *program: str, local: bool = False) -> list[Ended]:
+    """Two ranks on each of two nodes with one host name, as a platform starts them."""
+    commands = []
+    for rank in range(4):
+        env = platform_env(rank, 4, 29400, MASTER_ADDR=nodes[0].address)
+        if local:
+            env |= {"LOCAL_RANK": f"{rank % 2}", "LOCAL_WORLD_SIZE": "2"}
+            env |= {"NODE_RANK": f"{rank // 2}", "GROUP_WORLD_SIZE": "2"}
+        commands.append(nodes[rank // 2].run("env", *(f"{k}={v}" for k, v in env.items()), *PYTHON, *program))
+    return launch(*commands)
+
+
+@needs(nodes=True)
+@pytest.mark.parametrize("local", [True, False])
+def test_a_platform_on_two_nodes_with_one_host_name(local: bool, clones: list[Node]) -> None:
+    assert_joined(on_clones(clones, *PROGRAM, local=local), "platform", 2, 2)
+
+
+@needs(nodes=True)
+def test_the_first_rank_of_each_node_goes_first_where_nodes_have_one_host_name(
+    clones: list[Node], tmp_path: Path
+) -> None:
+    ended = on_clones(clones, "-c", FIRST, str(tmp_path))
+    assert [end.code for end in ended] == [0] * 4, ended
+
+
+@needs(nodes=True)
+def test_containers_of_one_pod_are_one_node() -> None:
+    """They share the host name and the network, and each has process numbers of its own."""
+    port = free_port()
+    envs = [[f"{k}={v}" for k, v in platform_env(rank, 2, port).items()] for rank in range(2)]
+    container = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "env"]
+    assert_joined(launch(*([*container, *env, *PYTHON, *PROGRAM] for env in envs)), "platform", 2)
