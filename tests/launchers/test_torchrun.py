@@ -75,9 +75,7 @@ with ddpkit.distributed() as context, open(sys.argv[1] + str(context.rank), "w",
     wrapped = ["--no-python", "sh", str(tmp_path / "wrap.sh"), *PYTHON, str(tmp_path / "stay.py"), f"{tmp_path}/"]
     (end,) = launch([*TORCHRUN, "--standalone", "--nproc-per-node=2", *wrapped], meanwhile=kill)
     assert end.code == -signal.SIGKILL
-    assert (
-        end.output.count("Exception raised from") < 8
-    )  # a C++ stack for each call of a dead store
+    assert end.output.count("Exception raised from") < 8  # a C++ stack for each call of a dead store
 
 
 @needs(nodes=True)
