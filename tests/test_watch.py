@@ -90,7 +90,7 @@ def freed_after(ended: list[Ended]) -> float:
 def test_a_failed_rank_is_named_on_every_other_within_two_seconds(fault: str, place: str, faulty: int) -> None:
     port = free_port()
     envs = [platform_env(rank, 3, port, FAULTY=f"{faulty}") for rank in range(3)]
-    ended = run(start, envs, fault, place, timeout=25)
+    ended = run(start, envs, fault, place)
     assert freed_after(ended) < 2.0
     for rank, end in enumerate(ended):
         if rank == faulty:
@@ -124,7 +124,7 @@ def test_a_rank_stuck_in_a_call_ends_with_the_verdict() -> None:
 def test_without_the_watch_waits_still_end_with_the_failure() -> None:
     port = free_port()
     envs = [platform_env(rank, 3, port, FAULTY="1") for rank in range(3)]
-    ended = run(start, envs, "raise", "barrier", False, timeout=25)
+    ended = run(start, envs, "raise", "barrier", False)
     assert freed_after(ended) < 2.0
     assert [end.code for end in ended] == [1, 1, 1]
     assert all("rank 1 (" in end.output for end in (ended[0], ended[2]))
@@ -166,7 +166,7 @@ def with_a_child() -> None:
 
 def test_a_child_that_outlives_its_rank_does_not_hide_the_death() -> None:
     port = free_port()
-    ended = run(with_a_child, [platform_env(rank, 2, port) for rank in range(2)], timeout=25)
+    ended = run(with_a_child, [platform_env(rank, 2, port) for rank in range(2)])
     assert freed_after(ended) < 2.0
     assert "rank 1 (" in ended[0].output and "lost" in ended[0].output
 
