@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from dataclasses import asdict
@@ -11,7 +12,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Ended, free_port, platform_env, run
+from nodes import needs
+from processes import Ended, free_port, launch, platform_env, run
 
 import ddpkit
 from ddpkit import joining
@@ -163,6 +165,16 @@ def test_a_port_that_something_else_listens_on_is_named_on_every_rank() -> None:
     assert [end.code for end in ended] == [1, 1]
     assert f"port {port} of 127.0.0.1 is taken" in ended[0].output
     assert f"127.0.0.1:{port} is not the store of a job" in ended[1].output
+
+
+@needs(nodes=True)
+def test_a_process_of_another_container_is_neither_alive_nor_dead_from_here() -> None:
+    claim = [sys.executable, "-c", "from ddpkit import joining; print(joining.Member(0, 1, None, False).dump())"]
+    ended, contained = launch(claim, ["unshare", "--pid", "--fork", "--mount-proc", *claim])
+    mine = joining.Member(0, 1, None, False)
+    claims = [mine.dump(), ended.output, contained.output]
+    assert [joining.Member.load(claim).is_alive() for claim in claims] == [True, False, None]
+    assert {joining.Member.load(claim).node for claim in claims} == {mine.node}
 
 
 def test_a_restarted_job_on_the_same_store_forms_a_world_of_its_own() -> None:
