@@ -47,10 +47,8 @@ def row(kind: str, seed: int, clips: dict, seconds: float) -> list[str]:
     cells = [kind, f"{seed}", f"{seconds:.0f}"]
     cells += [f"{scores['restored']['psnr']:.2f} / {scores['restored']['ssim']:.4f}" for scores in clips.values()]
     for base in ("blurred", "injection"):
-        gains = [
-            clips[clip]["restored"]["psnr"] - clips[clip].get(base, {"psnr": float("nan")})["psnr"] for clip in GOAL
-        ]
-        cells.append(f"{sum(gains) / len(gains):+.2f}")
+        gains = [clips[clip]["restored"]["psnr"] - clips[clip][base]["psnr"] for clip in GOAL if base in clips[clip]]
+        cells.append(f"{sum(gains) / len(gains):+.2f}" if gains else "")
     return cells
 
 
@@ -71,18 +69,10 @@ def main() -> None:
             for seed in args.seeds:
                 clips, seconds = train(kind, seed, args.ranks, root)
                 if not rows:
-                    rows += [
-                        [
-                            base,
-                            "",
-                            "",
-                            *(f"{s[base]['psnr']:.2f} / {s[base]['ssim']:.4f}" for s in clips.values()),
-                            "",
-                            "",
-                        ]
-                        for base in ("blurred", "injection")
-                        if all(base in scores for scores in clips.values())
-                    ]
+                    for base in ("blurred", "injection"):
+                        if all(base in scores for scores in clips.values()):
+                            before = [f"{s[base]['psnr']:.2f} / {s[base]['ssim']:.4f}" for s in clips.values()]
+                            rows.append([base, "", "", *before, "", ""])
                 rows.append(row(kind, seed, clips, seconds))
                 print(" ".join(rows[-1]), file=sys.stderr, flush=True)
     heads = ["input", "seed", "seconds", *clips, "bikes: gain over blurred, dB", "bikes: gain over injection, dB"]
