@@ -390,5 +390,5 @@ def meet_a_stopped_host() -> None:
 
 def test_a_stopped_host_of_the_store_does_not_keep_a_rank_whose_collective_broke() -> None:
     port = free_port()
-    _, other = run(meet_a_stopped_host, [platform_env(rank, 2, port) for rank in range(2)], timeout=40)
+    _, other = run(meet_a_stopped_host, [platform_env(rank, 2, port) for rank in range(2)], timeout=30)
     assert other.code == 1 and "rank 0 (" in other.output and "does not answer" in other.output, other
