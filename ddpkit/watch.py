@@ -13,6 +13,7 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import selectors
 import signal
 import socket
@@ -36,7 +37,7 @@ _TICK = 1.0  # seconds between looks at the main thread's own wait, and at torch
 _IN_WAIT, _ELSEWHERE, _TOGETHER = 0.5, 0.05, 3.0
 _OF_ALL = {kind.__name__ for kind in (BarrierTimeout, CheckpointError, MismatchError, ReplicaMismatch)}
 _GRACE = 5.0  # seconds that the main thread gets to raise when it is told to, or by itself when its time is up
-_AGAIN = 0.1  # seconds until the next try, where what is raised would get lost
+_AGAIN = 0.03  # seconds, at most, until the next try, where what is raised would get lost
 _NEVER = float("inf")
 _STRANGER = 100_000  # bytes without a newline that are taken from whoever has not said who it is
 
@@ -106,7 +107,9 @@ class Watch(threading.Thread):
     def run(self) -> None:
         """Listens until the watch is closed."""
         while not self._closing:
-            for key, _ in self._selector.select(_ELSEWHERE if min(self._alarm_at, self._end_at) < _NEVER else _TICK):
+            pending = min(self._alarm_at, self._end_at) < _NEVER
+            left = self._alarm_at - time.monotonic()
+            for key, _ in self._selector.select(min(_ELSEWHERE, max(0.0, left)) if pending else _TICK):
                 self._hear(key.fileobj)  # type: ignore[arg-type]
             if self._session.told is None and (orphan := self._session.orphan()):
                 failure = failure_record(self._session.rank, orphan)
@@ -217,7 +220,8 @@ class Watch(threading.Thread):
         session = self._session
         if session.told is not None and not session.handled and os.getpid() == session.pid:
             if _swallows(frame):
-                self._alarm_at = time.monotonic() + _AGAIN
+                self._alarm_at = time.monotonic() + random.SystemRandom().uniform(0, _AGAIN)  # out of step with it
+                self._wake.send(b"x")
                 return
             session.handled = True
             raise as_error(session.told)
