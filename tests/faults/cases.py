@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from signal import SIGINT, SIGKILL
 
 TORCHRUN, PLAIN = "torchrun", "no agent"
 LONG = 60.0  # seconds, the time-out of `setup()` where nothing may end by it
 SHORT = 10.0  # where something does
 NAMED = "rank {faulty} ({host}) failed: "
+ORPHANED = "orphaned: torchrun (pid"
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +25,7 @@ class Fault:
     bound: float = 10.0  # beyond the time-out where `timeout` is short
     passes: bool = False  # whether all is well
     launchers: tuple[str, ...] = (TORCHRUN, PLAIN)
+    strike: int = 0  # a signal that torchrun gets then, or each rank that has no agent
     nodes: bool = False  # two ranks on two nodes instead
     quick: bool = True  # whether the tests run it; else only the script that makes the table
 
@@ -85,13 +88,11 @@ FAULTS = [
     ),
     Fault("finds the disk full", "save_too_much", "save_too_much", "No space left on device", 0),
     Fault("alone gets SIGINT", "interrupt", "all_reduce", NAMED + "KeyboardInterrupt"),
-    Fault("and all others get Ctrl-C", "stay", "all_reduce", "KeyboardInterrupt"),
-    Fault(
-        "and all others lose torchrun (SIGKILL)", "stay", "compute", "orphaned: torchrun (pid", launchers=(TORCHRUN,)
-    ),
-    Fault("and all others lose torchrun", "stay", "all_reduce", "orphaned: torchrun (pid", launchers=(TORCHRUN,)),
-    Fault("and all others lose torchrun", "stay", "barrier", "orphaned: torchrun (pid", launchers=(TORCHRUN,)),
-    Fault("and all others lose torchrun", "stay", "mean", "orphaned: torchrun (pid", launchers=(TORCHRUN,)),
+    Fault("and all others get Ctrl-C", "stay", "all_reduce", "KeyboardInterrupt", strike=SIGINT),
+    Fault("and all others lose torchrun (SIGKILL)", "stay", "compute", ORPHANED, strike=SIGKILL, launchers=(TORCHRUN,)),
+    Fault("and all others lose torchrun", "stay", "all_reduce", ORPHANED, strike=SIGKILL, launchers=(TORCHRUN,)),
+    Fault("and all others lose torchrun", "stay", "barrier", ORPHANED, strike=SIGKILL, launchers=(TORCHRUN,)),
+    Fault("and all others lose torchrun", "stay", "mean", ORPHANED, strike=SIGKILL, launchers=(TORCHRUN,)),
     Fault("is cut off the network", "stay", "compute", NAMED + "lost", launchers=(PLAIN,), nodes=True, bound=15),
     Fault("is cut off the network", "stay", "all_reduce", NAMED + "lost", nodes=True, bound=20, quick=False),
 ]

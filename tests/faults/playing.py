@@ -108,13 +108,10 @@ def _fault(case: Fault, launcher: str, run: Run, outcome: Outcome, cleanup: Exit
         start = time.time()
         cut(nodes, 2)
         others = list(pids)
-    elif "Ctrl-C" in case.what:
+    elif case.strike:
         start, others = time.time(), list(pids)
         for pid in [run.members[0].pid] if launcher == TORCHRUN else pids.values():
-            os.kill(pid, signal.SIGINT)
-    elif "lose torchrun" in case.what:
-        start, others = time.time(), list(pids)
-        run.members[0].kill()
+            os.kill(pid, case.strike)
     yield from run.until(lambda: all(rank in run.knew for rank in others))
     outcome.seconds = max(run.knew.get(rank, math.inf) for rank in others) - start
     if case.fault == "stop" and launcher != TORCHRUN:  # torchrun ends it after 30 s
@@ -137,7 +134,7 @@ def start_node(run: Run, nodes: list[Node], rank: int, launcher: str, words: tup
 
 def judge_fault(case: Fault, launcher: str, run: Run, outcome: Outcome, others: list[int]) -> None:
     said = case.said.format(host="" if case.nodes else HOST, faulty=case.faulty)
-    agent = launcher == TORCHRUN and "lose torchrun" not in case.what
+    agent = launcher == TORCHRUN and case.strike != signal.SIGKILL
     summary = run.text("0.log").partition("Root Cause")[2] if agent else ""
     for rank in others:
         text = run.text_of(rank)
