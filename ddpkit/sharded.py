@@ -1,0 +1,40 @@
+"""Recognises tensors of which each rank holds only a part, which no function of this library can handle yet."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+# where torch defines them; a module that was never imported has made none
+_CLASSES = {
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed._tensor": "DTensor",
+    "torch.distributed._shard.sharded_tensor": "ShardedTensor",
+    "torch.distributed.fsdp._flat_param": "FlatParameter",
+}
+_NAMED = 3  # tensors that a message names
+
+
+def is_sharded(value: Any) -> bool:
+    """Return whether torch spreads this tensor over ranks (`fully_shard`, FSDP, tensor parallelism)."""
+    for module, name in _CLASSES.items():
+        kind = getattr(sys.modules.get(module), name, None)
+        if isinstance(kind, type) and isinstance(value, kind):
+            return True
+    return False
+
+
+def explain_sharded(call: str, tensors: Iterable[tuple[str, Any]]) -> str:
+    """Say why `call` refuses these named tensors; "" if none of them is sharded."""
+    found = [name for name, tensor in tensors if is_sharded(tensor)]
+    if not found:
+        return ""
+    names = ", ".join(found[:_NAMED])
+    if len(found) > _NAMED:
+        names += f" and {len(found) - _NAMED} more"
+    return (
+        f"{call} does not handle sharded tensors (fully_shard, FSDP, tensor parallelism), but {names} is one: "
+        "each rank holds only its own part. Use torch.distributed.checkpoint and torch's own functions for them, or "
+        "pass tensor.full_tensor()."
+    )
