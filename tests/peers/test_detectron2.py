@@ -9,7 +9,7 @@ Differs on purpose; a test below pins what we do:
 |---|---|---|
 | `reduce_dict` is right on rank 0 only | on every rank | no partial sums lie about |
 | `gather(dst=0)` gives the others an empty list | every rank gets all | no `if` on the rank is needed |
-| `shared_random_seed()` draws a seed | `broadcast` of a draw, or `seed=0` | a run is repeatable unless it says otherwise |
+| `shared_random_seed()` draws a seed | `broadcast` of a draw, or `seed=0` | a run is repeatable by default |
 | `InferenceSampler` gives contiguous pieces | every n-th sample | a run may end on any number of ranks |
 | an empty dataset gives empty shares | refused | it is a mistake in the script |
 | `TrainingSampler` is infinite | a loader's `iter()` is the next epoch | an epoch has an end |

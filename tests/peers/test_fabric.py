@@ -11,7 +11,7 @@ Differs on purpose; a test below pins what we do:
 | `all_reduce` is a mean by default | a sum; `all_reduce_mean` is the mean | the field's names |
 | strings in a collection are passed over | refused with their place | nothing is silently left alone |
 | reductions change the tensor | the input stays | a value is used twice without a trap |
-| uneven tensors of any shape are gathered | the first dimension may differ; else objects | one exchange, checked before it moves |
+| uneven tensors of any shape are gathered | the first dimension may differ | else gather objects |
 | `all_gather(sync_grads=True)` | no gradient; `global_mean` for losses | a loss is averaged, not a tensor gathered |
 | a rank variable alone gives a rank | incomplete hints are refused | N silent single runs |
 | Kubeflow's local rank is 0, its node rank the rank | asked of the other ranks | two pods may share a node |

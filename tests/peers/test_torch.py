@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import signal
 import time
 from collections import OrderedDict, namedtuple
@@ -115,7 +116,7 @@ def test_complex_tensors_are_summed_or_refused() -> None:
 
 @on(1, 2, 3)
 def test_sparse_tensors_are_summed_or_refused() -> None:
-    mine = torch.sparse_coo_tensor([[get_rank()]], [1.0], (4,))
+    mine = torch.sparse_coo_tensor([[get_rank()]], [1.0], (4,), check_invariants=True)
     try:
         total = all_reduce(mine)
     except TypeError as error:
@@ -173,9 +174,9 @@ def test_objects_of_every_kind_are_broadcast() -> None:
 @on(2, 3)
 def test_objects_that_cannot_be_pickled_raise_on_every_rank() -> None:
     mine = (lambda: 0) if get_rank() == 0 else "fine"
-    with pytest.raises((TypeError, AttributeError, MismatchError, Exception)) as caught:
+    error = (AttributeError, TypeError, pickle.PicklingError) if get_rank() == 0 else MismatchError
+    with pytest.raises(error):
         all_gather_object(mine)
-    assert isinstance(caught.value, MismatchError) == (get_rank() != 0)
     assert all_reduce(1) == get_world_size()
 
 
@@ -346,6 +347,7 @@ def test_a_rank_without_samples_still_takes_part() -> None:
 @on(2, 3)
 def test_ranks_that_run_out_of_data_may_use_torchs_join() -> None:
     model = wrap_model(Net())
+    assert isinstance(model, DistributedDataParallel)
     with model.join():
         for _ in range(1 + get_rank()):
             model(torch.ones(1, 2)).sum().backward()
@@ -375,7 +377,8 @@ def test_a_layer_that_no_rank_uses_gets_no_gradient() -> None:
 @on(2)
 def test_ranks_that_use_different_layers_share_their_gradients() -> None:
     net = Branches()
-    wrap_model(net, find_unused_parameters=True)(torch.ones(1, 2), get_rank()).sum().backward()
+    model = wrap_model(net, find_unused_parameters=True)
+    model(torch.ones(1, 2), get_rank()).sum().backward()
     assert all(layer.weight.grad.tolist() == [[0.5, 0.5]] for layer in net.layers)
 
 
@@ -406,7 +409,8 @@ class Nested(nn.Module):
 
 @on(1, 2)
 def test_outputs_of_named_tuples_and_dicts_come_through() -> None:
-    output = wrap_model(Nested())(torch.ones(3, 2))
+    model = wrap_model(Nested())
+    output = model(torch.ones(3, 2))
     assert isinstance(output, Output) and output.b["count"] == 3
     (output.a.sum() + output.b["list"][0].sum()).backward()
 

@@ -1,14 +1,14 @@
 """The cases of torchtnt's own suite, with our names.
 
-They come from `tests/utils`: `test_distributed`, `test_env`, `test_device`, `test_rank_zero_log`, `test_prepare_module`,
-`test_checkpoint`; and from `tests/framework/callbacks` (`test_base_checkpointer`, `test_time_limit_interrupter`,
-`test_slow_rank_detector`).
+They come from `tests/utils` (`test_distributed`, `test_env`, `test_device`, `test_rank_zero_log`,
+`test_prepare_module`, `test_checkpoint`) and from `tests/framework/callbacks` (`test_base_checkpointer`,
+`test_time_limit_interrupter`, `test_slow_rank_detector`).
 
 Differs on purpose; a test below pins what we do:
 
 | theirs | here | why |
 |---|---|---|
-| `sync_bool` in the modes all, rank_zero, a number, a share | `stop_together` is "any" | the others are one `all_reduce` or `broadcast` |
+| `sync_bool` in several modes | `stop_together` is "any" | the others are one `all_reduce` or `broadcast` |
 | tensors uneven in several dimensions are gathered | objects are | one exchange, checked before it moves |
 | other ranks' warnings and errors are swallowed | they speak | what goes wrong on one rank is seen nowhere else |
 | `spawn_multi_process` takes keywords | positional arguments, as `torch.multiprocessing` | use `functools.partial` |
@@ -83,18 +83,25 @@ def test_the_device_and_the_backend_follow_from_the_machine() -> None:
         assert context.backend == (None if get_world_size() == 1 else "gloo")
 
 
-def adopt() -> tuple[int, str, bool]:
-    dist.init_process_group("gloo")
+def adopt(store: str) -> tuple[int, str, bool]:
+    options = {} if not store else {"init_method": store, "rank": get_rank(), "world_size": get_world_size()}
+    dist.init_process_group("gloo", **options)
     context = ddpkit.setup()
     total = ddpkit.all_reduce(context.rank + 1)
+    ddpkit.barrier("added")
     ddpkit.teardown()
     there = dist.is_initialized()
     dist.destroy_process_group()
     return total, context.device.type, there
 
 
-def test_a_group_that_exists_is_adopted_and_left_in_place() -> None:
-    assert ddpkit.spawn(adopt, 2) == [(3, ddpkit.get_device().type, True)] * 2
+def test_a_group_that_exists_is_adopted_and_left_in_place(tmp_path: Path) -> None:
+    found = ddpkit.spawn(adopt, 2, f"file://{tmp_path}/store")
+    assert found == [(3, ddpkit.get_device().type, True)] * 2
+
+
+def test_a_launched_function_may_make_torchs_own_group_from_the_environment() -> None:
+    assert ddpkit.spawn(adopt, 2, "") == [(3, ddpkit.get_device().type, True)] * 2
 
 
 def leave() -> bool:
