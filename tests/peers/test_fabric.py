@@ -40,7 +40,9 @@ from __future__ import annotations
 import copy
 import random
 import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from dataclasses import InitVar, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,48 @@ def test_collections_of_tensors_arrays_and_numbers_are_reduced_leaf_by_leaf() ->
     assert torch.equal(result["list"][0], torch.full((2,), float(n)))
     assert isinstance(result["array"], np.ndarray) and result["array"].tolist() == [n, 2 * n, 3 * n]
     assert result["booleans"] == [n, 0] and result["floats"] == (0.0, 1.0 * n)
+
+
+@dataclass
+class Plain:
+    x: Any
+    y: Any = 2
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("x",)
+    x: Any
+
+
+@dataclass
+class WithInitVar:
+    """Cannot be made from its fields alone."""
+
+    x: Any
+    scale: InitVar[float]
+
+    def __post_init__(self, scale: float) -> None:
+        self.x = self.x * scale
+
+
+@on(1, 2, 3)
+def test_dataclasses_and_dicts_of_any_kind_come_back_as_they_were() -> None:
+    n = get_world_size()
+    one = torch.ones(2)
+    for value in (Plain(one), Frozen(one), Slotted(one), WithInitVar(one, scale=1.0)):
+        result = all_reduce(value)
+        assert type(result) is type(value)
+        assert torch.equal(result.x, n * one) and torch.equal(value.x, one)
+    ordered = all_reduce(OrderedDict(b=1, a=2))
+    assert type(ordered) is OrderedDict and list(ordered.items()) == [("b", n), ("a", 2 * n)]
+    counts = all_reduce(defaultdict(int, cats=1))
+    assert type(counts) is defaultdict and counts == {"cats": n} and counts["dogs"] == 0
 
 
 @on(1, 2, 3)

@@ -470,6 +470,29 @@ def test_without_ddp_a_shared_parameter_is_averaged_once() -> None:
     assert torch.allclose(net[0].weight.grad, expected)
 
 
+@on(1, 2, 3)
+def test_without_ddp_sparse_gradients_are_averaged_or_refused() -> None:
+    net = nn.Embedding(4, 2, sparse=True)
+    net(torch.tensor([get_rank()])).sum().backward()
+    try:
+        average_gradients(net)
+    except (TypeError, ValueError, ddpkit.DdpkitError) as error:
+        assert "sparse" in str(error)
+    else:
+        mean = torch.zeros(4, 2)
+        mean[: get_world_size()] = 1 / get_world_size()
+        assert torch.allclose(net.weight.grad.to_dense(), mean)
+    assert all_reduce(1) == get_world_size()
+
+
+@on(1, 2, 3)
+def test_without_ddp_a_gradient_that_is_an_expanded_view_is_averaged() -> None:
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    parameter.grad = torch.tensor(get_rank() + 1.0).expand(2, 3)
+    average_gradients(parameter)
+    assert torch.equal(parameter.grad, torch.full((2, 3), (get_world_size() + 1) / 2))
+
+
 # --- samplers ---------------------------------------------------------------------------------------------------------
 
 
