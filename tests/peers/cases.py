@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,14 @@ def on(*world_sizes: int) -> Callable[[Case], Case]:
 def flat(lists: Iterable[list[Any]]) -> list[Any]:
     """Join lists into one."""
     return list(itertools.chain.from_iterable(lists))
+
+
+def wait_for(file: Path) -> None:
+    """Wait until another rank has made a file."""
+    deadline = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file.name} was never made"
+        time.sleep(0.01)
 
 
 def _name(case: Case) -> Name:

@@ -356,15 +356,27 @@ def test_a_host_list_is_expanded(hosts: str, first: str, count: int) -> None:
     assert count == 1 or launch.master_addr == first
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_slurms_variables_without_the_steps_own_make_no_run_on_one_process(rank: int) -> None:
+def without_the_step(rank: int) -> dict[str, str]:
+    """Return what a container's white list lets through of srun's variables."""
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
-    env = {name: slurm(rank, rank, "c1", "2", 2)[name] for name in names}
+    return {name: slurm(rank, rank, "c1", "2", 2)[name] for name in names} | {"SLURM_JOB_NUM_NODES": "1"}
+
+
+def test_a_slurm_rank_other_than_0_without_the_steps_variables_is_no_run_on_one_process() -> None:
     try:
-        launch = detect_launch(env | {"SLURM_JOB_NUM_NODES": "1"})
+        launch = detect_launch(without_the_step(1))
     except LaunchError:
         return  # to refuse is right as well
-    assert (launch.rank, launch.world_size) == (rank, 2)
+    assert (launch.rank, launch.world_size) == (1, 2)
+
+
+def test_slurm_rank_0_without_the_steps_variables_looks_like_a_batch_script_and_says_so() -> None:
+    try:
+        launch = detect_launch(without_the_step(0))
+    except LaunchError:
+        return
+    alone = launch.world_size == 1 and any("SLURM_NTASKS=2" in line for line in launch.evidence)
+    assert alone or (launch.rank, launch.world_size) == (0, 2)
 
 
 def test_a_rank_alone_is_refused_with_what_is_missing() -> None:
