@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 
 import numpy as np
@@ -18,7 +19,7 @@ def seed_everything(seed: int, per_rank: bool = False) -> int:
     `per_rank=True` after that, so that dropout and exploration noise differ between ranks.
 
     Args:
-        seed: A number in [0, 2**63).
+        seed: An integer of any kind in [0, 2**63).
         per_rank: Whether to mix in the rank. It is hashed, not added: (seed 0, rank 1) and (seed 1, rank 0) differ.
 
     Returns:
@@ -26,11 +27,13 @@ def seed_everything(seed: int, per_rank: bool = False) -> int:
 
     Raises:
         ValueError: If the seed is out of range.
+        TypeError: If it is no integer.
 
     Example:
         >>> seed_everything(7)
         7
     """
+    seed = operator.index(seed)  # of NumPy's kinds, too, which random.seed() refuses
     if not 0 <= seed < 2**63:
         raise ValueError(f"A seed is a number in [0, 2**63), not {seed}.")
     used = hash_seeds("rank", seed, ranks.get_rank()) if per_rank else seed

@@ -53,6 +53,18 @@ def test_numpy_takes_more_than_32_bits():
     assert seeded_draws(2**63 - 1, False)[0] == 2**63 - 1
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
+def test_a_seed_may_be_an_integer_of_any_kind(kind):
+    assert seeded_draws(kind(11), False) == seeded_draws(11, False)
+    assert seeded_draws(kind(11), True) == seeded_draws(11, True)
+
+
+@pytest.mark.parametrize("seed", [1.0, "1", None])
+def test_a_seed_that_is_no_integer_is_refused(seed):
+    with pytest.raises(TypeError):
+        seed_everything(seed)
+
+
 @pytest.mark.parametrize("seed", [-1, 2**63])
 def test_a_seed_out_of_range_is_refused(seed):
     with pytest.raises(ValueError, match=r"A seed is a number in \[0, 2\*\*63\), not"):
