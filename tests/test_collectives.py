@@ -7,7 +7,7 @@ import pickle
 import re
 import time
 import zlib
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from conftest import on_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_trees import Color, Derived, Fixed, Mirror, Output, Sneaky
 
 from ddpkit import (
     NotSetUpError,
@@ -310,6 +311,34 @@ def test_known_traps_on_two_ranks() -> None:
         assert got["unchecked"][0].tolist() == [1.0, 3.0] and got["unchecked"][1].tolist() == [6.0]
 
 
+def contained() -> dict[str, Any]:
+    """Each rank passes its number, in containers with ways of their own."""
+    rank = get_rank()
+    value = {
+        "counter": Counter(a=rank, b=1),
+        "output": Output(loss=torch.tensor(float(rank))),
+        "mirror": Mirror({"deep": {"f1": float(rank)}}),
+        "derived": Derived(float(rank)),
+        "fixed": Fixed(float(rank)),
+        "user": UserDict(loss=rank),
+    }
+    sums = all_reduce(value)
+    assert value["counter"] == Counter(a=rank, b=1) and value["mirror"].deep.f1 == rank
+    assert type(sums["fixed"]) is Fixed
+    return {**sums, "fixed": tuple(sums["fixed"])}  # its constructor takes one argument, pickle gives it two
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_containers_with_ways_of_their_own_hold_the_sums(world: int) -> None:
+    total = sum(range(world))
+    for got in on_ranks(contained, world):
+        assert got["counter"] == Counter(a=total, b=world)
+        assert got["output"].loss == got["output"]["loss"] == total
+        assert got["mirror"].deep.f1 == got["mirror"]["deep"]["f1"] == total
+        assert (got["derived"].first, got["derived"].made) == (total, [total])
+        assert got["fixed"] == (total, 2 * total) and got["user"] == {"loss": total}
+
+
 def counted() -> dict[str, int]:
     """How many collectives torch really ran in each call, as its profiler saw them."""
     scalars = {f"metric {i}": float(i) for i in range(50)}
@@ -415,6 +444,14 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
         "TypeError",
         r"object of type str at value\['a'\]\[0\]",
     ),
+    "size": (
+        lambda: all_reduce({"a": last(torch.Size([2]), [2])}, "max"),
+        "TypeError",
+        r"Size \(pass list\(it\)\) at value\['a'\]",
+    ),
+    "enum": (lambda: all_reduce([last(Color.RED, 1)]), "TypeError", r"member of Color .*at value\[0\]"),
+    "attribute": (lambda: all_reduce(last(Sneaky(1.0), 1)), "TypeError", r"attributes twice are not .* at value\."),
+    "meta": (lambda: all_reduce([last(torch.ones(1, device="meta"), 1)]), "TypeError", r"meta .*at value\[0\]"),
     "None": (lambda: all_reduce_mean(last(None, 1.0)), "TypeError", r"object of type NoneType at value\."),
     "weight": (
         lambda: all_reduce_mean(1.0, last(-1, 1)),
