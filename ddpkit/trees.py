@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -158,6 +159,34 @@ def put_together(value: Any, children: list[Any]) -> Any:
         for name, child in zip(_attributes(value) or (), children, strict=True):
             object.__setattr__(made, name, child)  # also if it is frozen
     return made
+
+
+def leaves_of(value: Any, is_leaf: Callable[[Any], bool], path: str) -> Iterator[tuple[str, Any]]:
+    """Yield what is in the containers of `value`, with its path; a `Leaf` for one that cannot be put together again."""
+    parts = None if is_leaf(value) else take_apart(value)
+    if parts is None:
+        yield path, value
+        return
+    if parts.problem:
+        yield path, Leaf(parts.problem)
+        return
+    for name, child in zip(parts.names, parts.children, strict=True):
+        yield from leaves_of(child, is_leaf, child_path(path, parts.kind, name))
+
+
+def with_leaves(value: Any, is_leaf: Callable[[Any], bool], leaves: Iterator[Any]) -> Any:
+    """Copy `value` with these leaves in place of those that `leaves_of` yields."""
+    parts = None if is_leaf(value) else take_apart(value)
+    if parts is None:
+        return next(leaves)
+    return put_together(value, [with_leaves(child, is_leaf, leaves) for child in parts.children])
+
+
+def plain_index(value: Any) -> Any:
+    """Turn any kind of integer but a bool into Python's; leave anything else as it is."""
+    if isinstance(value, (bool, np.bool_)) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return value
+    return operator.index(value) if hasattr(value, "__index__") else value
 
 
 def tensor_problem(tensor: Tensor) -> str:

@@ -429,7 +429,7 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "gather dtype": (
         lambda: all_gather(torch.ones(2, dtype=last(torch.int32, torch.int64))),
-        r"tensor: int64 .*\(any\).*int32",
+        r"value: int64 tensor .*\(any\).*int32",
     ),
     "gather shape": (lambda: all_gather(torch.ones(last((2, 3), (2, 4)))), r"\(any, 4\) on cpu on .*\(any, 3\)"),
     "gather dimensions": (lambda: all_gather(torch.ones(last((), (1,)))), r"shape \(any\) .*shape \(\)"),
@@ -467,7 +467,11 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
         "ValueError",
         r"op must be one of sum, mean, min, max, got 'avg'",
     ),
-    "gather": (lambda: all_gather(last([1], torch.ones(1))), "TypeError", r"takes a dense tensor, got list"),
+    "gather": (
+        lambda: all_gather(last([1], torch.ones(1))),
+        "TypeError",
+        r"takes dense tensors.*found int at value\[0\]",
+    ),
     "pickle": (lambda: all_gather_object(last(lambda: 0, 1)), "(PicklingError|AttributeError)", r"lambda"),
     "source": (lambda: broadcast(1, last(9, 0)), "ValueError", r"src must be a rank, 0 to \d, got 9"),
     "source's value": (
@@ -478,7 +482,7 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
     "indices": (
         lambda: gather_exact(last([1], []), [], n=0),
         "ValueError",
-        r"indices must be 1 ints, one for each value",
+        r"values holds 1 result, but there are 0 indices",
     ),
 }
 
