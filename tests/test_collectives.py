@@ -179,7 +179,8 @@ def check_leaf(got: Any, each: list[Any], own: Any, op: str, weights: list[Any])
     rounding = Fraction(4e-16)
     if kind_of(own) is None:
         ints = all(isinstance(x, int) for x in each)
-        assert type(got) is (int if ints and op != "mean" else float)
+        kind = bool if op in ("min", "max") and all(isinstance(x, bool) for x in each) else int
+        assert type(got) is (kind if ints and op != "mean" else float)
     else:
         dtype = dtype_of(own)
         ints = not dtype.is_floating_point
@@ -337,6 +338,79 @@ def test_containers_with_ways_of_their_own_hold_the_sums(world: int) -> None:
         assert got["mirror"].deep.f1 == got["mirror"]["deep"]["f1"] == total
         assert (got["derived"].first, got["derived"].made) == (total, [total])
         assert got["fixed"] == (total, 2 * total) and got["user"] == {"loss": total}
+
+
+# --- one answer whatever the size -------------------------------------------------------------------------------------
+
+
+SIZES = (1, 600)  # with the check, and after it
+GREATEST = {
+    torch.float64: 1.7e308,
+    torch.float32: 3e38,
+    torch.bfloat16: 3e38,
+    torch.float16: 60000.0,
+}
+
+
+def huge() -> dict[Any, Any]:
+    """Means and sums near the largest number of a dtype."""
+    rank = get_rank()
+    found: dict[Any, Any] = {}
+    for size in SIZES:
+        for dtype, top in GREATEST.items():
+            big = torch.full((size,), top, dtype=dtype)
+            small = torch.full((size,), 2.0**-10 * (rank + 1), dtype=dtype)
+            mixed = torch.cat([big, small])
+            found[size, dtype, "mean"] = all_reduce_mean(mixed).tolist()
+            found[size, dtype, "weighted"] = all_reduce_mean(mixed, weight=rank + 1).tolist()
+            found[size, dtype, "huge weight"] = all_reduce_mean(mixed, weight=1e308).tolist()
+            found[size, dtype, "tiny weight"] = all_reduce_mean(mixed, weight=5e-324).tolist()
+            found[size, dtype, "sum"] = all_reduce(big if rank else -big).tolist()
+            found[size, dtype, "overflow"] = all_reduce(big).tolist()
+            found[size, dtype, "nan"] = all_reduce_mean(torch.cat([big, big * math.nan, big * math.inf])).tolist()
+            found[size, dtype, "unchecked"] = all_reduce_mean(big, check=False).tolist()
+        numbers = [1.7e308] * size + [0.1] * size
+        found[size, "number", "mean"] = all_reduce_mean(numbers)
+        found[size, "number", "huge weight"] = all_reduce_mean(numbers, weight=1e308)
+        found[size, "number", "tiny weight"] = all_reduce_mean(numbers, weight=5e-324)
+        found[size, "number", "mixed"] = all_reduce_mean([1.7e308, 2 if rank else 2.5, 3] * size)
+        found[size, "number", "overflow"] = all_reduce(numbers[:size])
+        found[size, "int", "huge weight"] = all_reduce_mean(np.arange(size), weight=1e308).tolist()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_largest_numbers_have_means_in_every_size(world: int) -> None:
+    got, *others = on_ranks(huge, world)
+    assert all(repr(other) == repr(got) for other in others)
+    for size in SIZES:
+        for dtype, top in GREATEST.items():
+            big = torch.tensor(top, dtype=dtype).item()
+            eps = torch.finfo(dtype).eps
+            low = 2.0**-10 * (world + 1) / 2
+            weighted = 2.0**-10 * sum((r + 1) ** 2 for r in range(world)) / sum(r + 1 for r in range(world))
+            expected = {
+                "mean": [big, low],
+                "weighted": [big, weighted],
+                "huge weight": [big, low],
+                "tiny weight": [big, low],
+                "sum": [big * (world - 2)],
+                "unchecked": [big],
+            }
+            for name, values in expected.items():
+                each = [x for x in values for _ in range(size)]
+                assert got[size, dtype, name] == pytest.approx(each, rel=2 * eps, abs=1e-300), (size, dtype, name)
+            overflow = got[size, dtype, "overflow"]
+            assert overflow == [big if world == 1 else math.inf] * size, (size, dtype)
+            nan = got[size, dtype, "nan"]
+            assert nan[0] == pytest.approx(big, rel=eps) and nan[size] != nan[size] and nan[2 * size] == math.inf
+        for name in ("mean", "huge weight", "tiny weight"):
+            assert got[size, "number", name] == pytest.approx([1.7e308] * size + [0.1] * size, rel=1e-15)
+        mixed = got[size, "number", "mixed"]
+        assert mixed[0] == pytest.approx(1.7e308) and mixed[1] == pytest.approx((2.5 + 2 * (world - 1)) / world)
+        assert mixed[2] == 3.0
+        assert got[size, "number", "overflow"] == [1.7e308 if world == 1 else math.inf] * size
+        assert got[size, "int", "huge weight"] == pytest.approx(list(range(size)))
 
 
 def counted() -> dict[str, int]:
