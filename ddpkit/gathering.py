@@ -16,6 +16,7 @@ from torch import Tensor
 from . import ranks, runtime
 from .agreement import HEAD, ROOM, agree, all_raise, all_reduce, compare, name_ranks, new_block, terms, wire_device
 from .errors import MismatchError
+from .lanes import join
 from .sharded import explain_sharded, is_sharded
 from .trees import Leaf, leaves_of, plain_index, tensor_problem, with_leaves
 
@@ -163,7 +164,7 @@ def _as_column(call: str, path: str, column: Any, count: int) -> Any:
 
 def _join(parts: list[Any], order: NDArray[np.int64]) -> Any:
     if isinstance(parts[0], Tensor):
-        return torch.cat(parts)[torch.from_numpy(order)]
+        return join(parts)[torch.from_numpy(order)]
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)[order]
     joint = [value for part in parts for value in part]

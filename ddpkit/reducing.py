@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from .lanes import (
     EXTREMES,
     WIDE,
     Lanes,
+    join,
     lanes_per_element,
     pack,
     pack_numbers,
@@ -41,7 +42,8 @@ def combine(value: Any, op: str, weight: Any, check: bool) -> Any:
     with all_raise(_call(op, weighted)):
         if op not in OPS:
             raise ValueError(_bad_op(op))
-        share = _share(weight) if weighted else None
+        world = world_size()
+        share = _share(weight, world) if weighted else None
         spec = flatten(value, leaves)
         unchecked = not check and not weighted and isinstance(spec, Leaf) and spec.dtype is not None
         plan = _plan(op, weighted, spec, rides=not unchecked and op not in EXTREMES)
@@ -49,9 +51,10 @@ def combine(value: Any, op: str, weight: Any, check: bool) -> Any:
         block[HEAD] = 1.0 if share is None else share
         for group, start, end in plan.riders:
             block[start:end] = group.pack(leaves, op)
-            scale(block[start : start + group.scaled], block[HEAD])
+            if share is not None:
+                scale(block[start : start + group.scaled], share)
         packed = [[group.pack_tensor(leaves, op) for group in groups] for groups in plan.later]
-    lanes = block[HEAD:] * world_size() if unchecked else agree(plan.terms, block)
+    lanes = block[HEAD:] * world if unchecked else agree(plan.terms, block)
     total = float(lanes[0])
     if not total:
         raise ValueError(
@@ -61,8 +64,8 @@ def combine(value: Any, op: str, weight: Any, check: bool) -> Any:
     later = list(zip(plan.later, packed, strict=True))
     for group, start, end in plan.riders:
         mine = lanes[start - HEAD : end - HEAD]
-        if _is_safe(mine[: group.scaled], total):
-            group.unpack(mine, leaves, op, total if op == "mean" else 1.0, results)
+        if world == 1 or _is_safe(mine[: group.scaled], total):
+            group.unpack(mine, leaves, op, world, total if op == "mean" else 1.0, results)
         else:
             again = torch.from_numpy(np.array(group.pack(leaves, op), np.float64))
             later.append(([group], [again.to(wire_device(again.device))]))
@@ -72,17 +75,15 @@ def combine(value: Any, op: str, weight: Any, check: bool) -> Any:
     for groups, flats in later:
         for group, flat in zip(groups, flats, strict=True):
             scale(flat[: group.scaled], factor)
-        joint = all_reduce(torch.cat(flats) if len(flats) > 1 else flats[0], greatest=op in EXTREMES)
+        joint = all_reduce(join(flats) if len(flats) > 1 else flats[0], greatest=op in EXTREMES)
         for group, part in zip(groups, torch.split(joint, [len(flat) for flat in flats]), strict=True):
-            group.unpack(part, leaves, op, sum_of_factors if op == "mean" else factor, results)
+            group.unpack(part, leaves, op, world, sum_of_factors if op == "mean" else factor, results)
     return rebuild(value, iter(results))
 
 
 def _is_safe(lanes: Lanes, total: float) -> bool:
     """Return whether the sums did not overflow, nor lose digits; every rank sees the same."""
-    if world_size() == 1 or not len(lanes):
-        return True
-    return 1 / _USUAL < total < _USUAL and bool(np.isfinite(lanes).all())
+    return not len(lanes) or (1 / _USUAL < total < _USUAL and bool(np.isfinite(lanes).all()))
 
 
 def _factors(share: float | None, total: float) -> tuple[float, float]:
@@ -103,17 +104,17 @@ class _Group:
     sizes: list[int]
     weighted: bool
 
-    @property
+    @cached_property
     def wide(self) -> bool:
         """Whether each element takes two lanes."""
         return self.dtype in WIDE and not self.weighted
 
-    @property
+    @cached_property
     def lanes(self) -> int:
         """How many lanes there are, when added."""
         return sum(self.sizes) * lanes_per_element(self.dtype, self.weighted)
 
-    @property
+    @cached_property
     def scaled(self) -> int:
         """How many of them, from the first, hold floats: an int's are exact as they are."""
         floats = self.dtype is None or self.dtype.is_floating_point or self.weighted
@@ -133,13 +134,13 @@ class _Group:
         flat = self._flat(leaves)
         return pack(flat.to(wire_device(flat.device)), op, wire_dtype(self.dtype), self.weighted)
 
-    def unpack(self, lanes: Any, leaves: list[Any], op: str, divisor: float, results: list[Any]) -> None:
+    def unpack(self, lanes: Any, leaves: list[Any], op: str, world: int, divisor: float, results: list[Any]) -> None:
         """Put the results in their places. Lanes of ints that were not scaled are divided by the world size."""
         if self.dtype is None:
-            found: list[Any] = unpack_numbers(lanes.tolist(), op, world_size(), divisor)
+            found: list[Any] = unpack_numbers(lanes.tolist(), op, world, divisor)
         else:
             if not self.scaled:
-                divisor = world_size() if op == "mean" else 1.0
+                divisor = world if op == "mean" else 1.0
             lanes = torch.from_numpy(lanes) if isinstance(lanes, np.ndarray) else lanes
             flat = unpack(lanes, self.dtype, op, divisor, self.wide).to(leaves[self.members[0]].device)
             parts = zip(torch.split(flat, self.sizes), self.members, strict=True)
@@ -153,7 +154,7 @@ class _Group:
     def _flat(self, leaves: list[Any]) -> Tensor:
         """Join the leaves in a new tensor."""
         mine = self._mine(leaves)
-        return torch.cat([leaf.to(mine[0].device).reshape(-1) for leaf in mine])
+        return join([leaf.to(mine[0].device).reshape(-1) for leaf in mine])
 
 
 @dataclass(frozen=True)
@@ -208,10 +209,10 @@ def _bad_op(op: object) -> str:
     return f"op must be one of {', '.join(OPS)}, got {op!r}.{hint}"
 
 
-def _share(weight: Any) -> float:
+def _share(weight: Any, world: int) -> float:
     if not isinstance(weight, (numbers.Real, Tensor)):
         raise TypeError(f"weight must be a number, got {type(weight).__name__}.")
     share = float(weight.detach() if isinstance(weight, Tensor) else weight)
     if not 0 <= share < math.inf:
         raise ValueError(f"weight must be finite and not negative, got {share}.")
-    return 1.0 if share and world_size() == 1 else share  # alone, any weight gives the value itself
+    return 1.0 if share and world == 1 else share  # alone, any weight gives the value itself

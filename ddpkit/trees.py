@@ -143,8 +143,9 @@ def put_together(value: Any, children: list[Any]) -> Any:
     if type(value) is list:
         return children
     if type(value) is dict:
-        new = dict(zip(_in_order(*value)[0], children, strict=True))
-        return {key: new[key] for key in value}
+        copy = value.copy()
+        copy.update(zip(_in_order(*value)[0], children, strict=True))
+        return copy
     if hasattr(value, "n_sequence_fields"):  # what torch.max and its kin return
         return type(value)(children)
     built_in = _built_in(value)
