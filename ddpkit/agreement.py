@@ -49,6 +49,8 @@ def agree(mine: str, block: Lanes | None = None) -> Lanes:
         return block[HEAD:]
     block[:HEAD], expected = _head(mine, ranks.get_world_size())
     wire = torch.from_numpy(block)
+    if type(wire) is not Tensor:  # it would not be sent, and the other ranks would wait
+        raise TypeError("Under FakeTensorMode no values can be exchanged. Call it outside.")
     device = runtime.control_device()
     if device.type == "cpu":
         all_reduce(wire)
@@ -110,19 +112,29 @@ def _difference(everyone: list[dict[str, Any]]) -> str:
     if failed := [f"  rank {rank}: {each['error']}" for rank, each in enumerate(everyone) if each["error"]]:
         return "\n".join([f"{call} got a bad argument:", *_some(failed)])
     if len({each["call"] for each in everyone}) > 1:
-        found = _by_rank([each["call"] for each in everyone])
+        found = _by_rank({rank: each["call"] for rank, each in enumerate(everyone)})
         return (
             f"The ranks are in different collectives: {found}. Every rank must make the same calls in the same order."
         )
-    paths = dict.fromkeys(path for each in everyone for path in each["parts"])
-    rows = {path: [each["parts"].get(path, "missing") for each in everyone] for path in paths}
-    lines = [f"  {path}: {_by_rank(row)}" for path, row in rows.items() if len(set(row)) > 1]
+    return compare(call, {rank: each["parts"] for rank, each in enumerate(everyone)})
+
+
+def compare(call: str, parts: dict[int, dict[str, str]]) -> str:
+    """Say in which parts these ranks differ; "" if in none."""
+    paths = dict.fromkeys(path for each in parts.values() for path in each)
+    lines = []
+    for path in paths:
+        row = {rank: each.get(path, "missing") for rank, each in parts.items()}
+        if len(set(row.values())) > 1:
+            lines.append(f"  {path}: {_by_rank(row)}")
+    if not lines:
+        return ""
     return "\n".join([f"{call} needs the same structure, dtypes and shapes on every rank, but found:", *_some(lines)])
 
 
-def _by_rank(row: list[str]) -> str:
+def _by_rank(row: dict[int, str]) -> str:
     groups: dict[str, list[int]] = {}
-    for rank, text in enumerate(row):
+    for rank, text in row.items():
         groups.setdefault(text, []).append(rank)
     return "; ".join(f"{text} on {name_ranks(members)}" for text, members in groups.items())
 

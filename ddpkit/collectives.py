@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, TypeVar
 
-from torch import Tensor
-
-from .agreement import all_raise, terms
-from .gathering import flat_bytes, gather_objects, gather_rows, in_order, is_dense, send
+from .gathering import gather_objects, gather_trees, in_order, send
 from .reducing import combine
 
 T = TypeVar("T")
@@ -85,20 +81,21 @@ def all_reduce(value: Any, op: str = "sum", *, check: bool = True) -> Any:
     return combine(value, op, None, check)
 
 
-def all_gather(tensor: Tensor) -> list[Tensor]:
-    """Gives every rank the tensors of all ranks, which may differ in length. Collective.
+def all_gather(value: T) -> list[T]:
+    """Give every rank the tensors of all ranks, which may differ in length. Collective.
 
     Args:
-        tensor: This rank's tensor, of any dtype; same dtype and same shape but for the first dimension on every rank.
+        value: This rank's tensor, of any dtype, or dicts, lists, tuples and dataclasses of tensors. Same structure and
+            dtypes on every rank, and same shapes but for the first dimension.
 
     Returns:
-        The tensors by rank, each with its own length, on this tensor's device. They carry no gradient. `torch.cat`
+        The values by rank, each with its own length, on this tensor's device. They carry no gradient. `torch.cat`
         makes one of them.
 
     Raises:
-        MismatchError: If dtype, number of dimensions or trailing shape differ between ranks.
+        MismatchError: If structure, dtype, number of dimensions or trailing shape differ between ranks.
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        TypeError: If it is not a dense tensor.
+        TypeError: If it holds something else than dense tensors.
 
     Example:
         >>> import torch
@@ -110,19 +107,7 @@ def all_gather(tensor: Tensor) -> list[Tensor]:
             all_gather(torch.tensor([1, 2]))    # rank 0
             all_gather(torch.tensor([3]))       # rank 1; both get [tensor([1, 2]), tensor([3])]
     """
-    call = "all_gather(tensor)"
-    with all_raise(call):
-        if not isinstance(tensor, Tensor) or not is_dense(tensor):
-            raise TypeError(
-                f"{call} takes a dense tensor, got {type(tensor).__name__}. Use all_gather_object for others."
-            )
-        length, *rest = tensor.shape or (1,)
-        rows = flat_bytes(tensor).reshape(length, math.prod(rest) * tensor.element_size())
-    shape = ", ".join(["any", *map(str, rest)]) if tensor.dim() else ""
-    kind = f"{tensor.dtype} tensor of shape ({shape}) on {tensor.device.type}".removeprefix("torch.")
-    parts = gather_rows(terms(call, {"tensor": kind}), rows)
-    shapes = [(len(part), *rest) if tensor.dim() else () for part in parts]
-    return [part.reshape(-1).view(tensor.dtype).reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return gather_trees("all_gather(value)", value)
 
 
 def all_gather_object(obj: Any) -> list[Any]:
@@ -168,24 +153,27 @@ def broadcast(value: T, src: int = 0) -> T:
         >>> broadcast({"run": "2024-05-01", "lr": 0.1})
         {'run': '2024-05-01', 'lr': 0.1}
     """
-    return send(f"broadcast(src={src!r})", value, src)  # type: ignore[no-any-return]
+    return send(value, src)  # type: ignore[no-any-return]
 
 
-def gather_exact(values: Any, indices: Any, n: int) -> Any:
-    """Puts the ranks' results for a dataset into its order, and makes sure that each sample is there once. Collective.
+def gather_exact(values: T, indices: Any, n: int) -> T:
+    """Put the ranks' results for a dataset into its order, and make sure that each sample is there once. Collective.
 
     Args:
-        values: This rank's results, one for each index: a tensor or NumPy array, by its first dimension, or a list.
-            Same kind, dtype and trailing shape on every rank that has any.
-        indices: Their places in the dataset, as ints.
+        values: This rank's results, one for each index: a tensor or NumPy array, by its first dimension, or a list. Or
+            several such columns, in a dict, namedtuple or dataclass. Same structure, kind, dtype and trailing shape on
+            every rank that has any; a rank without samples may pass an empty list.
+        indices: Their places in the dataset, as ints: a list, range, tensor or array.
         n: Length of the dataset.
 
     Returns:
-        The n results in dataset order, equal on every rank: a tensor (on the device of `values`), array or list.
+        The n results in dataset order, equal on every rank, as `values` holds them: a tensor (on the device of its
+        part), array or list, or a dict of them.
 
     Raises:
-        MismatchError: If kind, dtype, trailing shape or n differ between ranks.
+        MismatchError: If structure, kind, dtype, trailing shape or n differ between ranks.
         NotSetUpError: If several processes were launched but `setup()` was not called.
+        TypeError: If `values` are something else: a string, a set, or a tuple, which may be meant as columns or not.
         ValueError: If the ranks' indices together are not exactly range(n), on every rank, naming what is missing,
             repeated or out of range; if values and indices differ in length.
 
@@ -195,7 +183,7 @@ def gather_exact(values: Any, indices: Any, n: int) -> Any:
 
         On two::
 
-            gather_exact(torch.tensor([10, 30]), [0, 2], n=3)    # rank 0
-            gather_exact(torch.tensor([20]), [1], n=3)           # rank 1; both get tensor([10, 20, 30])
+            gather_exact({"loss": torch.tensor([1, 3])}, [0, 2], n=3)    # rank 0
+            gather_exact({"loss": torch.tensor([2])}, [1], n=3)    # rank 1; both get {"loss": tensor([1, 2, 3])}
     """
-    return in_order(f"gather_exact(n={n!r})", values, indices, n)
+    return in_order(values, indices, n)  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from typing import Any, NamedTuple
 
@@ -13,40 +14,52 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import ranks, runtime
-from .agreement import HEAD, ROOM, agree, all_raise, all_reduce, name_ranks, new_block, terms, wire_device
+from .agreement import HEAD, ROOM, agree, all_raise, all_reduce, compare, name_ranks, new_block, terms, wire_device
 from .errors import MismatchError
+from .lanes import join
+from .sharded import explain_sharded, is_sharded
+from .trees import Leaf, leaves_of, plain_index, tensor_problem, with_leaves
 
 _SMALL = 4 * (ROOM - 1)  # bytes that travel with the check: 32 bits are exact in a float64
 
 
-def gather_rows(mine: str, rows: Tensor) -> list[Tensor]:
-    """The ranks' matrices of bytes, each with its own number of rows, on the device of `rows`. Collective."""
-    if not runtime.joined():
-        return [rows.clone()]
-    counts = _counts(mine, len(rows))
-    padded = torch.zeros((max(counts), rows.shape[1]), dtype=torch.uint8, device=wire_device(rows.device))
-    padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in counts]
-    if padded.numel():
-        with runtime.peer_errors():
-            dist.all_gather(parts, padded)
-    return [part[:count].to(rows.device) for part, count in zip(parts, counts, strict=True)]
+def gather_trees(call: str, value: Any) -> list[Any]:
+    """Give every rank the trees of tensors of all ranks. Collective."""
+    with all_raise(call):
+        tensors = dict(leaves_of(value, _is_tensor, "value"))
+        for path, tensor in tensors.items():
+            if problem := _problem(tensor):
+                raise TypeError(
+                    f"{call} takes dense tensors, and dicts, lists, tuples and dataclasses of them, "
+                    f"found {problem} at {path}. Use all_gather_object for others."
+                )
+        kinds = {path: f"{_kind(tensor)} on {tensor.device.type}" for path, tensor in tensors.items()}
+        matrices = [_as_rows(tensor) for tensor in tensors.values()]
+    gathered = []
+    for parts in _gather_rows(terms(call, kinds), matrices):
+        leaves = map(_from_rows, parts, tensors.values())
+        gathered.append(with_leaves(value, _is_tensor, leaves))
+    return gathered
 
 
 def gather_objects(call: str, obj: Any) -> list[Any]:
-    """The ranks' objects, as pickled copies. Collective."""
+    """Give every rank the objects of all ranks, as pickled copies. Collective."""
     with all_raise(call):
-        rows = _as_bytes(pickle.dumps(obj)).unsqueeze(1)
-    return [pickle.loads(part.numpy().tobytes()) for part in gather_rows(terms(call), rows)]
+        file = io.BytesIO()
+        _Pickler(file, call).dump(obj)
+        rows = _as_bytes(file.getvalue()).unsqueeze(1)
+    return [pickle.loads(part.numpy().tobytes()) for (part,) in _gather_rows(terms(call), [rows])]
 
 
-def send(call: str, value: Any, src: int) -> Any:
-    """The value of rank `src`: there itself, elsewhere a copy. Collective."""
+def send(value: Any, src: Any) -> Any:
+    """Give every rank the value of rank `src`: there itself, elsewhere a copy. Collective."""
+    src = plain_index(src)
+    call = f"broadcast(src={src!r})"
     tensors: list[Tensor] = []
     with all_raise(call):
-        if not isinstance(src, int) or not 0 <= src < ranks.get_world_size():
+        if type(src) is not int or not 0 <= src < ranks.get_world_size():
             raise ValueError(f"src must be a rank, 0 to {ranks.get_world_size() - 1}, got {src!r}.")
-        data = _dump(value, tensors) if ranks.get_rank() == src else b""
+        data = _dump(call, value, tensors) if ranks.get_rank() == src else b""
     block = new_block()
     block[HEAD], block[HEAD + 1 :] = len(data), np.frombuffer(data[:_SMALL].ljust(_SMALL, b"\0"), "<u4")
     lanes = agree(terms(call), block)
@@ -65,51 +78,143 @@ def send(call: str, value: Any, src: int) -> Any:
     return _Unpickler(io.BytesIO(body), [_receive(note, src) for note in notes]).load()
 
 
-def in_order(call: str, values: Any, indices: Any, n: int) -> Any:
-    """The ranks' values in the order of their indices, which must together be range(n). Collective."""
+def in_order(values: Any, indices: Any, n: Any) -> Any:
+    """Put the ranks' values in the order of their indices, which must together be range(n). Collective."""
+    n = plain_index(n)
+    call = f"gather_exact(n={n!r})"
     with all_raise(call):
-        if not isinstance(n, int) or n < 0:
+        if type(n) is not int or n < 0:
             raise ValueError(f"n must be the length of the dataset, got {n!r}.")
-        places = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
-        if places.shape != (len(values),) or (len(places) and places.dtype.kind not in "iu"):
-            raise ValueError(f"indices must be {len(values)} ints, one for each value, got {_kind(places)}.")
-        is_array = isinstance(values, (Tensor, np.ndarray))
-        mine = values.detach().cpu().clone() if isinstance(values, Tensor) else values if is_array else list(values)
-    shards = gather_objects(call, (places.astype(np.int64), mine))
+        places = _as_places(indices)
+        own = dict(leaves_of(values, _is_column, "values"))
+        columns = [_as_column(call, path, column, len(places)) for path, column in own.items()]
+        tree = with_leaves(values, _is_column, iter(columns))
+    shards = gather_objects(call, (places, tree))
     _check_range([places for places, _ in shards], n)
-    parts = [part for places, part in shards if len(places)] or [mine]  # a rank without any may hold an empty list
-    if len(kinds := {_kind(part): None for part in parts}) > 1:
-        raise MismatchError(f"{call} needs values of one kind on every rank, got {' and '.join(kinds)}.")
+    # a rank without samples may pass an empty list whatever the others have
+    trees = {rank: tree for rank, (places, tree) in enumerate(shards) if len(places)} or {ranks.get_rank(): tree}
+    found = {rank: dict(leaves_of(tree, _is_column, "values")) for rank, tree in trees.items()}
+    kinds = {rank: {path: _kind(part) for path, part in parts.items()} for rank, parts in found.items()}
+    if difference := compare(call, kinds):
+        raise MismatchError(difference)
+    tree = trees.get(ranks.get_rank(), next(iter(trees.values())))
     order = np.argsort(np.concatenate([places for places, _ in shards]))
+    ordered = []
+    for path, _ in leaves_of(tree, _is_column, "values"):
+        column = _join([parts[path] for parts in found.values()], order)
+        mine = own.get(path)
+        if isinstance(column, Tensor) and isinstance(mine, Tensor):
+            column = column.to(mine.device)
+        ordered.append(column)
+    return with_leaves(tree, _is_column, iter(ordered))
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """View a dense tensor as bytes, row-major: its own memory if it is contiguous."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _is_column(value: Any) -> bool:
+    """Return whether this is taken as the samples' results, rather than as a container of several such."""
+    if isinstance(value, tuple):  # of columns, or of results? nobody knows: refused
+        return not hasattr(value, "_fields")
+    return isinstance(value, (Tensor, np.ndarray, list))
+
+
+def _problem(value: Any) -> str:
+    """Say why this is no dense tensor; "" if it is one."""
+    if isinstance(value, Tensor):
+        return tensor_problem(value)
+    return str(value) if isinstance(value, Leaf) else type(value).__name__
+
+
+def _as_places(indices: Any) -> NDArray[np.int64]:
+    places = indices.detach().cpu() if isinstance(indices, Tensor) and not _problem(indices) else indices
+    places = np.asarray(places)
+    empty = places.shape == (0,)
+    if isinstance(indices, np.ma.MaskedArray) or places.ndim != 1 or (places.dtype.kind not in "iu" and not empty):
+        raise ValueError(f"indices must be ints in one dimension, got {_kind(places)}.")
+    return places.astype(np.int64)
+
+
+def _as_column(call: str, path: str, column: Any, count: int) -> Any:
+    """Check one result per index, and make it ready to be pickled."""
+    problem = _problem(column)
+    if isinstance(column, list) or type(column) in (np.ndarray, np.memmap):
+        problem = ""
+    if not problem and isinstance(column, (Tensor, np.ndarray)) and not column.ndim:
+        problem = "a tensor without dimensions"
+    if problem:
+        raise TypeError(
+            f"{call} takes the results of the indices in one tensor, array or list, or such columns in a dict, "
+            f"namedtuple or dataclass, found {problem} at {path}."
+        )
+    if len(column) != count:
+        results = "1 result" if len(column) == 1 else f"{len(column)} results"
+        found = "there is 1 index" if count == 1 else f"there are {count} indices"
+        raise ValueError(f"{path} holds {results}, but {found}: {call} takes one for each.")
+    if isinstance(column, Tensor):
+        return column.detach().as_subclass(Tensor).cpu()
+    return column if isinstance(column, np.ndarray) else list(column)
+
+
+def _join(parts: list[Any], order: NDArray[np.int64]) -> Any:
     if isinstance(parts[0], Tensor):
-        ordered = torch.cat(parts)[torch.from_numpy(order)]
-        return ordered.to(values.device) if isinstance(values, Tensor) else ordered
+        return join(parts)[torch.from_numpy(order)]
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)[order]
     joint = [value for part in parts for value in part]
     return [joint[place] for place in order]
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements are bytes in memory, one after the other or strided."""
-    return tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+def _as_rows(tensor: Tensor) -> Tensor:
+    """View a tensor as a matrix of bytes, one row for each element of its first dimension."""
+    length, *rest = tensor.shape or (1,)
+    return flat_bytes(tensor).reshape(length, math.prod(rest) * tensor.element_size())
 
 
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """A dense tensor's memory, row-major; the tensor's own if it is contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+def _from_rows(rows: Tensor, like: Tensor) -> Tensor:
+    shape = (len(rows), *like.shape[1:]) if like.dim() else ()
+    return rows.reshape(-1).view(like.dtype).reshape(shape)
 
 
-def _counts(mine: str, count: int) -> list[int]:
-    rank, world_size = ranks.get_rank(), ranks.get_world_size()
+def _gather_rows(mine: str, matrices: list[Tensor]) -> list[list[Tensor]]:
+    """Gather matrices of bytes, each with its own number of rows on each rank, by rank. Collective."""
+    if not runtime.joined():
+        return [[rows.clone() for rows in matrices]]
+    counts = _counts(mine, [len(rows) for rows in matrices])
+    gathered = [_gather_padded(rows, [each[i] for each in counts]) for i, rows in enumerate(matrices)]
+    return [[parts[rank] for parts in gathered] for rank in range(len(counts))]
+
+
+def _gather_padded(rows: Tensor, counts: list[int]) -> list[Tensor]:
+    padded = torch.zeros((max(counts), rows.shape[1]), dtype=torch.uint8, device=wire_device(rows.device))
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    if padded.numel():
+        with runtime.peer_errors():
+            dist.all_gather(parts, padded)
+    return [part[:count].to(rows.device) for part, count in zip(parts, counts, strict=True)]
+
+
+def _counts(mine: str, own: list[int]) -> list[list[int]]:
+    """Tell all ranks how many rows each has in each matrix: by rank, then by matrix. Collective."""
+    world_size = ranks.get_world_size()
+    table = np.zeros((world_size, len(own)))
+    table[ranks.get_rank()] = own
     block = new_block()
-    if world_size <= ROOM:
-        block[HEAD + rank] = count
-        return [int(x) for x in agree(mine, block)[:world_size]]
-    agree(mine, block)
-    counts = torch.zeros(world_size, dtype=torch.int64, device=runtime.control_device())
-    counts[rank] = count
-    return all_reduce(counts).tolist()
+    if table.size <= ROOM:
+        block[HEAD : HEAD + table.size] = table.reshape(-1)
+        counts = torch.from_numpy(agree(mine, block)[: table.size])
+    else:
+        agree(mine, block)
+        counts = all_reduce(torch.from_numpy(table).to(runtime.control_device(), torch.int64))
+    found: list[list[int]] = counts.to(torch.int64).reshape(table.shape).tolist()
+    return found
 
 
 class _Note(NamedTuple):
@@ -121,15 +226,33 @@ class _Note(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
+    """Writes of a view its own elements only, for which torch writes all of its storage. Refuses sharded tensors."""
+
+    def __init__(self, file: io.BytesIO, call: str) -> None:
+        super().__init__(file)
+        self.call = call
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        if is_sharded(obj):
+            raise TypeError(explain_sharded(self.call, [("a tensor in the value", obj)]))
+        if type(obj) is not Tensor or tensor_problem(obj) or obj.untyped_storage().nbytes() <= obj.nbytes:
+            return NotImplemented
+        copy: Any = obj.detach().clone().requires_grad_(obj.requires_grad)
+        return copy.__reduce_ex__(2)
+
+
+class _TensorPickler(_Pickler):
     """Leaves the tensors out, so that they can travel by themselves."""
 
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file)
+    def __init__(self, file: io.BytesIO, call: str, tensors: list[Tensor]) -> None:
+        super().__init__(file, call)
         self.tensors = tensors
         self.places: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) is not Tensor or not is_dense(obj):  # a Parameter is asked for again by its data
+        if type(obj) is not Tensor or tensor_problem(obj):  # a Parameter is asked for again by its data
             return None
         if id(obj) not in self.places:
             self.places[id(obj)] = len(self.tensors)
@@ -146,9 +269,9 @@ class _Unpickler(pickle.Unpickler):
         return self.tensors[place]
 
 
-def _dump(value: Any, tensors: list[Tensor]) -> bytes:
+def _dump(call: str, value: Any, tensors: list[Tensor]) -> bytes:
     file = io.BytesIO()
-    _Pickler(file, tensors).dump(value)
+    _TensorPickler(file, call, tensors).dump(value)
     notes = [_Note(tensor.dtype, tuple(tensor.shape), tensor.device.type == "cpu") for tensor in tensors]
     return pickle.dumps((notes, file.getvalue()))
 
@@ -173,7 +296,7 @@ def _as_bytes(data: bytes) -> Tensor:
 def _kind(part: Any) -> str:
     if isinstance(part, list):
         return "a list"
-    shape = ", ".join(["any", *map(str, part.shape[1:])])
+    shape = ", ".join(["any", *map(str, part.shape[1:])]) if part.ndim else ""
     return f"{part.dtype} {'tensor' if isinstance(part, Tensor) else 'array'} of shape ({shape})".removeprefix("torch.")
 
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+import operator
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
+from enum import Enum
+from functools import cached_property, lru_cache
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-NATIVE = {np.dtype(name) for name in ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]}
+from .sharded import is_sharded
+
+_NATIVE_NAMES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
+NATIVE = {np.dtype(name) for name in _NATIVE_NAMES}
+REAL = {torch.from_numpy(np.zeros(0, dtype)).dtype for dtype in NATIVE} | {torch.bfloat16}
+_NUMBERS = {float, int, bool, np.float64}
+_DICTS = {dict, OrderedDict, defaultdict, Counter}  # their values are all there is to them
+_BUILT_IN = (defaultdict, OrderedDict, dict, list, tuple, SimpleNamespace, object)
 
 
 class Leaf(NamedTuple):
@@ -47,69 +57,237 @@ class Node(NamedTuple):
         return f"{self.kind} of {len(self.children)}"
 
 
+class Parts(NamedTuple):
+    """A container taken apart. `problem` says why it cannot be put together again; "" if it can."""
+
+    kind: str
+    names: tuple[str, ...]
+    children: list[Any]
+    problem: str = ""
+
+
 Spec = Leaf | Node
 NUMBER = Leaf("number")
 
 
 def flatten(value: Any, leaves: list[Any]) -> Spec:
-    """Appends the leaves of `value` to `leaves` and returns what the value is like without them.
+    """Append the leaves of `value` to `leaves` and return what the value is like without them.
 
     Leaves are Python numbers, and tensors for all that has a dtype. The keys of a dict are visited in sorted order, so
     that two dicts filled in different order have the same spec. What is neither is not appended, and not `known`.
     """
-    if isinstance(value, (float, int)):
+    if type(value) in _NUMBERS:
         leaves.append(value)
         return NUMBER
-    if isinstance(value, dict):
-        keys, names = _in_order(*value)
-        return Node("dict", names, _flatten_all([value[key] for key in keys], leaves))
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         return _flatten_array(value, leaves)
-    if isinstance(value, (list, tuple)):
-        marks = tuple(getattr(value, "_fields", None) or map(str, range(len(value))))
-        return Node(_container(value), marks, _flatten_all(value, leaves))
-    if is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in fields(value))
-        children = _flatten_all([getattr(value, name) for name in names], leaves)
-        return Node(f"dataclass {type(value).__name__}", names, children)
-    return Leaf(f"object of type {type(value).__name__}")
+    parts = take_apart(value)
+    if parts is None:
+        return _flatten_other(value, leaves)
+    if parts.problem:
+        return Leaf(parts.problem)
+    return Node(parts.kind, parts.names, _flatten_all(parts.children, leaves))
 
 
 def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
-    """A copy of `value` whose leaves are `leaves`, in the order that `flatten` gave; containers keep type and order."""
-    if isinstance(value, (float, int)):
-        return np.float64(next(leaves)) if isinstance(value, np.float64) else next(leaves)
-    if isinstance(value, dict):
-        made, (keys, _) = copy.copy(value), _in_order(*value)
-        made.update(zip(keys, _rebuild_all([value[key] for key in keys], leaves), strict=True))
-        return made
-    if isinstance(value, Tensor):
+    """Copy `value` with these leaves, in the order that `flatten` gave; containers keep type and order."""
+    if isinstance(value, np.float64):
+        return np.float64(next(leaves))
+    if isinstance(value, np.ndarray):
+        return next(leaves).numpy()
+    if isinstance(value, np.generic):
+        return next(leaves).numpy()[()]
+    parts = None if type(value) in _NUMBERS or isinstance(value, Tensor) else take_apart(value)
+    if parts is None:
         return next(leaves)
-    if isinstance(value, (np.ndarray, np.generic)):
-        array = next(leaves).numpy()
-        return array if isinstance(value, np.ndarray) else array[()]
-    if isinstance(value, (list, tuple)):
-        children = _rebuild_all(value, leaves)
-        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
-    made = object.__new__(type(value))  # not replace(): it calls __init__, which may compute or refuse
-    for field in fields(value):
-        object.__setattr__(made, field.name, rebuild(getattr(value, field.name), leaves))  # also if it is frozen
-    return made
+    return put_together(value, _rebuild_all(parts.children, leaves))
 
 
 def walk(spec: Spec, path: str = "value") -> Iterator[tuple[str, Spec]]:
-    """Every container and leaf with its path, as in `("value['loss']", Leaf(...))`, in the order of `flatten`."""
+    """Yield every container and leaf with its path, as in `("value['loss']", Leaf(...))`, in the order of `flatten`."""
     yield path, spec
     if isinstance(spec, Node):
-        dots = spec.kind not in ("dict", "list", "tuple")
         for name, child in zip(spec.names, spec.children, strict=True):
-            yield from walk(child, f"{path}.{name}" if dots else f"{path}[{name}]")
+            yield from walk(child, child_path(path, spec.kind, name))
+
+
+def child_path(path: str, kind: str, name: str) -> str:
+    """Write the path of a container's child as Python does."""
+    return f"{path}[{name}]" if kind in ("dict", "list", "tuple") else f"{path}.{name}"
+
+
+def take_apart(value: Any) -> Parts | None:
+    """Take a container apart; None for a value that is none."""
+    if isinstance(value, Enum):
+        return None
+    if isinstance(value, dict):
+        keys, names = _in_order(*value)
+        problem = "" if type(value) in _DICTS else _problem_of_dict(value)
+        return Parts("dict", names, [value[key] for key in keys], problem)
+    if isinstance(value, (list, tuple)):
+        problem = "" if type(value) in (list, tuple) else _problem_of_sequence(value)
+        places = tuple(getattr(value, "_fields", None) or map(str, range(len(value))))
+        return Parts(_kind_of_sequence(value), places, list(value), problem)
+    attributes = _attributes(value)
+    if attributes is None:
+        return None
+    kind = type(value).__name__
+    unset = [name for name in attributes if not hasattr(value, name)]
+    problem = f"{kind}, whose {unset[0]} is not set" if unset else _hidden(value, set(attributes), "fields")
+    children = [getattr(value, name, None) for name in attributes]
+    return Parts(f"dataclass {kind}" if is_dataclass(value) else kind, attributes, children, problem)
+
+
+def put_together(value: Any, children: list[Any]) -> Any:
+    """Copy a container that was taken apart, with these children. Code of its class, which may refuse, is not run."""
+    if type(value) is list:
+        return children
+    if type(value) is dict:
+        copy = value.copy()
+        copy.update(zip(_in_order(*value)[0], children, strict=True))
+        return copy
+    if hasattr(value, "n_sequence_fields"):  # what torch.max and its kin return
+        return type(value)(children)
+    built_in = _built_in(value)
+    if built_in is tuple:
+        return tuple.__new__(type(value), children)
+    made = built_in.__new__(type(value))
+    if built_in is list:
+        list.extend(made, children)
+    elif isinstance(value, dict):
+        _fill_dict(made, value, built_in, children)
+    else:
+        for name, child in zip(_attributes(value) or (), children, strict=True):
+            object.__setattr__(made, name, child)  # also if it is frozen
+    return made
+
+
+def leaves_of(value: Any, is_leaf: Callable[[Any], bool], path: str) -> Iterator[tuple[str, Any]]:
+    """Yield what is in the containers of `value`, with its path; a `Leaf` for one that cannot be put together again."""
+    parts = None if is_leaf(value) else take_apart(value)
+    if parts is None:
+        yield path, value
+        return
+    if parts.problem:
+        yield path, Leaf(parts.problem)
+        return
+    for name, child in zip(parts.names, parts.children, strict=True):
+        yield from leaves_of(child, is_leaf, child_path(path, parts.kind, name))
+
+
+def with_leaves(value: Any, is_leaf: Callable[[Any], bool], leaves: Iterator[Any]) -> Any:
+    """Copy `value` with these leaves in place of those that `leaves_of` yields."""
+    parts = None if is_leaf(value) else take_apart(value)
+    if parts is None:
+        return next(leaves)
+    return put_together(value, [with_leaves(child, is_leaf, leaves) for child in parts.children])
+
+
+def plain_index(value: Any) -> Any:
+    """Turn any kind of integer but a bool into Python's; leave anything else as it is."""
+    if isinstance(value, (bool, np.bool_)) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return value
+    return operator.index(value) if hasattr(value, "__index__") else value
+
+
+def tensor_problem(tensor: Tensor) -> str:
+    """Say why a tensor's elements are not simply those in its memory; "" if they are."""
+    kind = type(tensor)
+    if kind not in (Tensor, nn.Parameter):
+        if is_sharded(tensor):
+            return "a sharded tensor (fully_shard, FSDP, tensor parallelism; pass tensor.full_tensor())"
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or nn.parameter.is_lazy(tensor):
+            return f"{kind.__name__}, a kind of tensor whose memory does not show its values"
+    if tensor.is_meta:
+        return "a meta tensor, which has no values"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        return f"a {layout} tensor (pass a dense one)"
+    return f"a {_name(tensor.dtype)} tensor (pass tensor.dequantize())" if tensor.is_quantized else ""
 
 
 @lru_cache(maxsize=256, typed=True)
 def _in_order(*keys: Any) -> tuple[list[Any], tuple[str, ...]]:
     in_order = sorted(keys, key=repr)
-    return in_order, tuple(map(repr, in_order))
+    names = tuple(map(repr, in_order))
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise TypeError(f"A dict has two keys that print as {twice}, so that ranks may not mean the same by them.")
+    return in_order, names
+
+
+def _attributes(value: Any) -> tuple[str, ...] | None:
+    """List the attributes that make up an object, if that is known of its type."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple(field.name for field in fields(value))
+    if isinstance(value, SimpleNamespace):
+        return tuple(sorted(vars(value)))
+    return ("data",) if isinstance(value, (UserDict, UserList)) else None
+
+
+def _kind_of_sequence(value: list[Any] | tuple[Any, ...]) -> str:
+    if isinstance(value, list):
+        return "list"
+    return f"namedtuple {type(value).__name__}" if hasattr(value, "_fields") else "tuple"
+
+
+def _problem_of_dict(value: dict[Any, Any]) -> str:
+    held = dict(_built_in(value).items(value))
+    if list(value) != list(held) or any(value[key] is not child for key, child in held.items()):
+        return f"{type(value).__name__}, which shows other values than it holds (pass dict(it))"
+    mirrored = {name for name, child in _state(value).items() if child is None or held.get(name) is child}
+    return _hidden(value, mirrored, "keys")
+
+
+def _problem_of_sequence(value: Sequence[Any]) -> str:
+    if isinstance(value, tuple) and not hasattr(value, "n_sequence_fields"):
+        try:
+            tuple.__new__(type(value))
+        except TypeError:  # torch.Size
+            return f"{type(value).__name__} (pass list(it))"
+    return _hidden(value, set(), "elements")
+
+
+def _hidden(value: Any, known: set[str], parts: str) -> str:
+    """Say which attributes would be lost or wrong in a copy with other children; "" if none."""
+    hidden = sorted(_state(value).keys() - known)
+    kind = type(value).__name__
+    if hidden:
+        return f"{kind}, whose attributes {', '.join(hidden)} are not its {parts} (pass its values alone, as a dict)"
+    try:
+        _built_in(value).__new__(type(value)) if parts == "fields" else None
+    except TypeError:
+        return f"{kind}, which cannot be copied (pass its values alone, as a dict)"
+    return ""
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """Collect an object's attributes, less those that its class computes anew."""
+    state = dict(getattr(value, "__dict__", {}))
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        slots = {slots} if isinstance(slots, str) else set(slots) - {"__dict__", "__weakref__"}
+        state.update({slot: getattr(value, slot) for slot in slots if hasattr(value, slot)})
+    return {name: x for name, x in state.items() if not isinstance(getattr(type(value), name, 0), cached_property)}
+
+
+def _built_in(value: Any) -> Any:
+    """Return the type of Python's own that holds the children, whatever a subclass has made of its methods."""
+    return next(kind for kind in _BUILT_IN if isinstance(value, kind))
+
+
+def _fill_dict(made: Any, value: dict[Any, Any], built_in: Any, children: list[Any]) -> None:
+    keys, _ = _in_order(*value)
+    new = dict(zip(keys, children, strict=True))
+    for key in value:
+        built_in.__setitem__(made, key, new[key])
+    if isinstance(value, defaultdict):
+        made.default_factory = value.default_factory
+    if getattr(value, "__dict__", None) is value:
+        made.__dict__ = made
+        return
+    for name in _state(value):
+        object.__setattr__(made, name, new.get(name))
 
 
 def _flatten_all(values: Sequence[Any], leaves: list[Any]) -> tuple[Spec, ...]:
@@ -125,22 +303,42 @@ def _rebuild_all(values: Sequence[Any], leaves: Iterator[Any]) -> list[Any]:
     return [rebuild(value, leaves) for value in values]
 
 
-def _container(value: Any) -> str:
-    if hasattr(value, "_fields"):
-        return f"namedtuple {type(value).__name__}"
-    return "list" if isinstance(value, list) else "tuple"
-
-
 def _flatten_array(value: Any, leaves: list[Any]) -> Leaf:
     if isinstance(value, Tensor):
+        if problem := tensor_problem(value):
+            return Leaf(problem)
         kind, tensor = "tensor", value.detach()
-        if tensor.layout != torch.strided or tensor.is_complex() or tensor.is_nested or tensor.is_meta:
-            kind = f"{'nested' if tensor.is_nested else tensor.layout} {tensor.dtype} tensor on {tensor.device}"
-            return Leaf(kind.replace("torch.", ""))
+        if tensor.dtype not in REAL:
+            hint = " (pass torch.view_as_real(it))" if tensor.is_complex() else ""
+            return Leaf(f"a {_name(tensor.dtype)} tensor{hint}")
+        if type(tensor) is not Tensor:
+            tensor = tensor.as_subclass(Tensor)
     else:
+        if type(value) not in (np.ndarray, np.memmap) and not isinstance(value, np.generic):
+            return Leaf(f"{type(value).__name__} of {value.dtype} (pass a plain array)")
         kind, dtype = "array" if isinstance(value, np.ndarray) else "scalar", value.dtype.newbyteorder("=")
-        if dtype not in NATIVE or isinstance(value, np.ma.MaskedArray):
+        if dtype not in NATIVE:
             return Leaf(f"{type(value).__name__} of {dtype}")
         tensor = torch.from_numpy(np.array(value, dtype=dtype))  # a copy: torch refuses reversed and read-only arrays
     leaves.append(tensor)
     return Leaf(kind, tensor.dtype, tensor.shape, tensor.device.type)
+
+
+def _flatten_other(value: Any, leaves: list[Any]) -> Leaf:
+    if isinstance(value, Enum):
+        return Leaf(f"member of {type(value).__name__} (pass its value)")
+    if isinstance(value, (int, float)):  # somebody's own kind of number
+        leaves.append(int(value) if isinstance(value, int) else float(value))
+        return NUMBER
+    name = type(value).__name__
+    if isinstance(value, Mapping):
+        return Leaf(f"{name} (pass dict(it))")
+    if isinstance(value, Set):
+        return Leaf(f"{name} (it has no order: pass a sorted list)")
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return Leaf(f"{name} (pass list(it))")
+    return Leaf(f"object of type {name}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -7,7 +7,7 @@ import pickle
 import re
 import time
 import zlib
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from conftest import on_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_trees import Color, Derived, Fixed, Mirror, Output, Sneaky
 
 from ddpkit import (
     NotSetUpError,
@@ -178,7 +179,8 @@ def check_leaf(got: Any, each: list[Any], own: Any, op: str, weights: list[Any])
     rounding = Fraction(4e-16)
     if kind_of(own) is None:
         ints = all(isinstance(x, int) for x in each)
-        assert type(got) is (int if ints and op != "mean" else float)
+        kind = bool if op in ("min", "max") and all(isinstance(x, bool) for x in each) else int
+        assert type(got) is (kind if ints and op != "mean" else float)
     else:
         dtype = dtype_of(own)
         ints = not dtype.is_floating_point
@@ -310,6 +312,107 @@ def test_known_traps_on_two_ranks() -> None:
         assert got["unchecked"][0].tolist() == [1.0, 3.0] and got["unchecked"][1].tolist() == [6.0]
 
 
+def contained() -> dict[str, Any]:
+    """Each rank passes its number, in containers with ways of their own."""
+    rank = get_rank()
+    value = {
+        "counter": Counter(a=rank, b=1),
+        "output": Output(loss=torch.tensor(float(rank))),
+        "mirror": Mirror({"deep": {"f1": float(rank)}}),
+        "derived": Derived(float(rank)),
+        "fixed": Fixed(float(rank)),
+        "user": UserDict(loss=rank),
+    }
+    sums = all_reduce(value)
+    assert value["counter"] == Counter(a=rank, b=1) and value["mirror"].deep.f1 == rank
+    assert type(sums["fixed"]) is Fixed
+    return {**sums, "fixed": tuple(sums["fixed"])}  # its constructor takes one argument, pickle gives it two
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_containers_with_ways_of_their_own_hold_the_sums(world: int) -> None:
+    total = sum(range(world))
+    for got in on_ranks(contained, world):
+        assert got["counter"] == Counter(a=total, b=world)
+        assert got["output"].loss == got["output"]["loss"] == total
+        assert got["mirror"].deep.f1 == got["mirror"]["deep"]["f1"] == total
+        assert (got["derived"].first, got["derived"].made) == (total, [total])
+        assert got["fixed"] == (total, 2 * total) and got["user"] == {"loss": total}
+
+
+# --- one answer whatever the size -------------------------------------------------------------------------------------
+
+
+SIZES = (1, 600)  # with the check, and after it
+GREATEST = {
+    torch.float64: 1.7e308,
+    torch.float32: 3e38,
+    torch.bfloat16: 3e38,
+    torch.float16: 60000.0,
+}
+
+
+def huge() -> dict[Any, Any]:
+    """Means and sums near the largest number of a dtype."""
+    rank = get_rank()
+    found: dict[Any, Any] = {}
+    for size in SIZES:
+        for dtype, top in GREATEST.items():
+            big = torch.full((size,), top, dtype=dtype)
+            small = torch.full((size,), 2.0**-10 * (rank + 1), dtype=dtype)
+            mixed = torch.cat([big, small])
+            found[size, dtype, "mean"] = all_reduce_mean(mixed).tolist()
+            found[size, dtype, "weighted"] = all_reduce_mean(mixed, weight=rank + 1).tolist()
+            found[size, dtype, "huge weight"] = all_reduce_mean(mixed, weight=1e308).tolist()
+            found[size, dtype, "tiny weight"] = all_reduce_mean(mixed, weight=5e-324).tolist()
+            found[size, dtype, "sum"] = all_reduce(big if rank else -big).tolist()
+            found[size, dtype, "overflow"] = all_reduce(big).tolist()
+            found[size, dtype, "nan"] = all_reduce_mean(torch.cat([big, big * math.nan, big * math.inf])).tolist()
+            found[size, dtype, "unchecked"] = all_reduce_mean(big, check=False).tolist()
+        numbers = [1.7e308] * size + [0.1] * size
+        found[size, "number", "mean"] = all_reduce_mean(numbers)
+        found[size, "number", "huge weight"] = all_reduce_mean(numbers, weight=1e308)
+        found[size, "number", "tiny weight"] = all_reduce_mean(numbers, weight=5e-324)
+        found[size, "number", "mixed"] = all_reduce_mean([1.7e308, 2 if rank else 2.5, 3] * size)
+        found[size, "number", "overflow"] = all_reduce(numbers[:size])
+        found[size, "int", "huge weight"] = all_reduce_mean(np.arange(size), weight=1e308).tolist()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_largest_numbers_have_means_in_every_size(world: int) -> None:
+    got, *others = on_ranks(huge, world)
+    assert all(repr(other) == repr(got) for other in others)
+    for size in SIZES:
+        for dtype, top in GREATEST.items():
+            big = torch.tensor(top, dtype=dtype).item()
+            eps = torch.finfo(dtype).eps
+            low = 2.0**-10 * (world + 1) / 2
+            weighted = 2.0**-10 * sum((r + 1) ** 2 for r in range(world)) / sum(r + 1 for r in range(world))
+            expected = {
+                "mean": [big, low],
+                "weighted": [big, weighted],
+                "huge weight": [big, low],
+                "tiny weight": [big, low],
+                "sum": [big * (world - 2)],
+                "unchecked": [big],
+            }
+            for name, values in expected.items():
+                each = [x for x in values for _ in range(size)]
+                assert got[size, dtype, name] == pytest.approx(each, rel=2 * eps, abs=1e-300), (size, dtype, name)
+            overflow = got[size, dtype, "overflow"]
+            assert overflow == [big if world == 1 else math.inf] * size, (size, dtype)
+            nan = got[size, dtype, "nan"]
+            assert nan[0] == pytest.approx(big, rel=eps) and nan[size] != nan[size] and nan[2 * size] == math.inf
+        for name in ("mean", "huge weight", "tiny weight"):
+            assert got[size, "number", name] == pytest.approx([1.7e308] * size + [0.1] * size, rel=1e-15)
+        mixed = got[size, "number", "mixed"]
+        assert mixed[0] == pytest.approx(1.7e308) and mixed[1] == pytest.approx((2.5 + 2 * (world - 1)) / world)
+        assert mixed[2] == 3.0
+        assert got[size, "number", "overflow"] == [1.7e308 if world == 1 else math.inf] * size
+        assert got[size, "int", "huge weight"] == pytest.approx(list(range(size)))
+
+
 def counted() -> dict[str, int]:
     """How many collectives torch really ran in each call, as its profiler saw them."""
     scalars = {f"metric {i}": float(i) for i in range(50)}
@@ -400,7 +503,7 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "gather dtype": (
         lambda: all_gather(torch.ones(2, dtype=last(torch.int32, torch.int64))),
-        r"tensor: int64 .*\(any\).*int32",
+        r"value: int64 tensor .*\(any\).*int32",
     ),
     "gather shape": (lambda: all_gather(torch.ones(last((2, 3), (2, 4)))), r"\(any, 4\) on cpu on .*\(any, 3\)"),
     "gather dimensions": (lambda: all_gather(torch.ones(last((), (1,)))), r"shape \(any\) .*shape \(\)"),
@@ -415,6 +518,14 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
         "TypeError",
         r"object of type str at value\['a'\]\[0\]",
     ),
+    "size": (
+        lambda: all_reduce({"a": last(torch.Size([2]), [2])}, "max"),
+        "TypeError",
+        r"Size \(pass list\(it\)\) at value\['a'\]",
+    ),
+    "enum": (lambda: all_reduce([last(Color.RED, 1)]), "TypeError", r"member of Color .*at value\[0\]"),
+    "attribute": (lambda: all_reduce(last(Sneaky(1.0), 1)), "TypeError", r"attributes twice are not .* at value\."),
+    "meta": (lambda: all_reduce([last(torch.ones(1, device="meta"), 1)]), "TypeError", r"meta .*at value\[0\]"),
     "None": (lambda: all_reduce_mean(last(None, 1.0)), "TypeError", r"object of type NoneType at value\."),
     "weight": (
         lambda: all_reduce_mean(1.0, last(-1, 1)),
@@ -430,7 +541,11 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
         "ValueError",
         r"op must be one of sum, mean, min, max, got 'avg'",
     ),
-    "gather": (lambda: all_gather(last([1], torch.ones(1))), "TypeError", r"takes a dense tensor, got list"),
+    "gather": (
+        lambda: all_gather(last([1], torch.ones(1))),
+        "TypeError",
+        r"takes dense tensors.*found int at value\[0\]",
+    ),
     "pickle": (lambda: all_gather_object(last(lambda: 0, 1)), "(PicklingError|AttributeError)", r"lambda"),
     "source": (lambda: broadcast(1, last(9, 0)), "ValueError", r"src must be a rank, 0 to \d, got 9"),
     "source's value": (
@@ -441,7 +556,7 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
     "indices": (
         lambda: gather_exact(last([1], []), [], n=0),
         "ValueError",
-        r"indices must be 1 ints, one for each value",
+        r"values holds 1 result, but there are 0 indices",
     ),
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -169,12 +171,200 @@ def test_gather_exact_refuses_duplicates_and_holes_on_every_rank(world: int) -> 
         assert "4 missing: 2, 3, 4, 6\n" in got["missing"][1] and "range(7)" in got["missing"][1]
         assert f"2 out of range: -4 on rank {last}, 2 on rank {last}\n" in got["out of range"][1]
         assert "DistributedEvalSampler" in got["repeated"][1]
-        assert re.search(r"float32 tensor of shape \(any\) and int32 tensor of shape \(any\)", got["dtype"][1])
-        assert re.search(r"\(any, 3\) and .*\(any, 2\)", got["shape"][1])
-        assert re.search(r"float64 array of shape \(any\) and a list", got["kind"][1])
+        assert re.search(
+            r"values: float32 tensor of shape \(any\) on .*; int32 tensor of shape \(any\) on rank", got["dtype"][1]
+        )
+        assert re.search(r"\(any, 3\) on .*\(any, 2\) on", got["shape"][1])
+        assert re.search(r"float64 array of shape \(any\) on .*; a list on", got["kind"][1])
 
 
 @pytest.mark.parametrize("indices", [[0, 0], [0, 2], [1], [0, 1, 1], [0.0, 1.0], [[0], [1]], [True, False]])
 def test_gather_exact_on_one_process_refuses_wrong_indices(indices: Any) -> None:
-    with pytest.raises(ValueError, match=r"exactly|range\(2\)|indices must be 2 ints"):
+    with pytest.raises(ValueError, match=r"range\(2\)|indices must be ints|holds 2 results"):
         gather_exact([10, 20], indices, n=2)
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Results:
+    loss: Any
+    texts: Any
+
+
+def columns(places: Any) -> dict[str, Any]:
+    """What a model says of the samples at these places."""
+    tensor = torch.as_tensor(list(places), dtype=torch.int64)
+    return {
+        "loss": tensor * 0.5,
+        "logits": {"head": (tensor[:, None] + torch.arange(3)).to(torch.bfloat16).requires_grad_()},
+        "results": Results(np.array(tensor), [f"sample {i}" for i in places]),
+        "top": torch.max(tensor.reshape(-1, 1), dim=1).values,
+        "boxes": [torch.arange(i) for i in places],
+    }
+
+
+def same_columns(got: Any, expected: Any) -> None:
+    assert list(got) == list(expected)
+    assert torch.equal(got["loss"], expected["loss"]) and torch.equal(got["top"], expected["top"])
+    head = got["logits"]["head"]
+    assert torch.equal(head, expected["logits"]["head"]) and not head.requires_grad
+    assert type(got["results"]) is Results and got["results"].texts == expected["results"].texts
+    assert np.array_equal(got["results"].loss, expected["results"].loss)
+    assert all(map(torch.equal, got["boxes"], expected["boxes"]))
+
+
+def tables_in_order() -> None:
+    rank, world = get_rank(), get_world_size()
+    for n in (2, 5, 7):  # two keys for two samples are not taken for the samples
+        mine = range(rank, n, world)
+        same_columns(gather_exact(columns(mine), mine, n), columns(range(n)))
+    pairs = gather_exact({"a": torch.tensor([1, 2]) + rank, "b": [rank, rank]}, [2 * rank, 2 * rank + 1], 2 * world)
+    assert pairs["b"] == [other for other in range(world) for _ in range(2)]
+    for empty in ([], {}, columns([])):  # the last rank has nothing, and need not know the structure
+        idle = rank == world - 1 and world > 1
+        n = max(world - 1, 1)
+        got = gather_exact(empty if idle else columns([rank]), [] if idle else [rank], n)
+        same_columns(got, columns(range(n)))
+
+
+def refused_tables() -> dict[str, tuple[str, str, float]]:
+    rank, world = get_rank(), get_world_size()
+    good = torch.zeros(1)
+    bad: dict[str, Any] = {
+        "length": {"a": {"loss": torch.zeros(3)}},
+        "text": "a",
+        "bytes": b"a",
+        "text in a tree": {"name": "a"},
+        "set": {1},
+        "scalar": 1.0,
+        "None": {"a": None},
+        "no first dimension": torch.tensor(1.0),
+        "array scalar": {"a": np.float32(1)},
+        "tuple": (good,),
+        "range": range(1),
+        "masked": np.ma.masked_array([1.0], [True]),
+        "sparse": torch.ones(1).to_sparse(),
+        "meta": {"a": torch.ones(1, device="meta")},
+    }
+    found = {
+        name: raised(lambda value=value: gather_exact(last(value, good), [rank], world)) for name, value in bad.items()
+    }
+    found["keys"] = raised(lambda: gather_exact({last("a", "b"): good}, [rank], world))
+    found["dtype"] = raised(lambda: gather_exact({"a": {"b": last(good.int(), good)}}, [rank], world))
+    found["fine"] = raised(lambda: gather_exact(good, [rank], world))
+    return found
+
+
+TABLE_ERRORS = {
+    "length": r"values\['a'\]\['loss'\] holds 3 results, but there is 1 index",
+    "text": r"found str at values\.",
+    "bytes": r"found bytes at values\.",
+    "text in a tree": r"found str at values\['name'\]\.",
+    "set": r"found set at values\.",
+    "scalar": r"found float at values\.",
+    "None": r"found NoneType at values\['a'\]\.",
+    "no first dimension": r"found a tensor without dimensions at values\.",
+    "array scalar": r"found float32 at values\['a'\]\.",
+    "tuple": r"array or list, or such columns in a dict.*found tuple at values\.",
+    "range": r"found range at values",
+    "masked": r"found MaskedArray",
+    "sparse": r"found a sparse_coo tensor",
+    "meta": r"found a meta tensor.* at values\['a'\]",
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_tree_of_columns_is_put_in_order(world: int) -> None:
+    on_ranks(tables_in_order, world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_are_not_columns_is_refused_on_every_rank(world: int) -> None:
+    for rank, got in enumerate(on_ranks(refused_tables, world)):
+        for name, words in TABLE_ERRORS.items():
+            kind, message, seconds = got[name]
+            own = "ValueError" if name == "length" else "TypeError"
+            assert kind == (own if rank == world - 1 else "MismatchError") and seconds < 5, (name, got[name])
+            assert re.search(words, message), (name, message)
+        assert got["fine"][0] == ""
+        if world > 1:
+            assert got["keys"][0] == got["dtype"][0] == "MismatchError"
+            assert re.search(rf"values\['b'\].*missing on rank {world - 1}", got["keys"][1])
+            assert re.search(rf"values\['a'\]\['b'\]: float32 .*; int32 .* on rank {world - 1}", got["dtype"][1])
+
+
+def integers() -> None:
+    rank, world = get_rank(), get_world_size()
+    for n in (world, np.int64(world), np.uint8(world), torch.tensor(world)):
+        for kind in (np.uint8, np.int16, ">i4", np.uint64):
+            assert gather_exact([rank], np.array([rank], kind), last(n, world)) == list(range(world))
+        for places in ([np.int32(rank)], (rank,), range(rank, rank + 1), torch.tensor([rank], dtype=torch.int16)):
+            assert gather_exact([rank], places, n) == list(range(world))
+    for src in (np.int32(world - 1), torch.tensor(world - 1)):
+        assert broadcast(rank, last(src, world - 1)) == world - 1
+    for wrong in (True, np.bool_(True), torch.tensor(True), 1.0, "1"):
+        mine = last(wrong, 1)
+        for call in (partial(broadcast, rank, mine), partial(gather_exact, [0], [0], mine)):
+            kind, message, _ = raised(call)
+            assert kind == last("ValueError", "MismatchError") and f"got {wrong!r}" in message
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_kind_of_integer_is_one_and_bools_are_none(world: int) -> None:
+    on_ranks(integers, world)
+
+
+def gathered_trees() -> list[Any]:
+    rank = get_rank()
+    tree = {"b": Results(torch.full((rank, 2), rank), [torch.tensor(1j * rank)]), "a": torch.arange(rank)}
+    assert all_gather({}) == [{}] * get_world_size()
+    return all_gather(tree)
+
+
+def refused_trees() -> dict[str, tuple[str, str, float]]:
+    tensor = torch.zeros(1)
+    return {
+        "number": raised(lambda: all_gather({"a": [last(1.0, tensor)]})),
+        "array": raised(lambda: all_gather(last(np.zeros(1), tensor))),
+        "sparse": raised(lambda: all_gather({"a": last(tensor.to_sparse(), tensor)})),
+        "keys": raised(lambda: all_gather({last("a", "b"): tensor})),
+        "dtype": raised(lambda: all_gather([last(tensor.int(), tensor)])),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_all_gather_gives_every_rank_each_tree(world: int) -> None:
+    for got in on_ranks(gathered_trees, world):
+        for other, tree in enumerate(got):
+            assert list(tree) == ["b", "a"] and tree["a"].tolist() == list(range(other))
+            assert tree["b"].loss.shape == (other, 2) and (tree["b"].loss == other).all()
+            assert tree["b"].texts[0].item() == 1j * other
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_gather_refuses_other_trees_on_every_rank(world: int) -> None:
+    for rank, got in enumerate(on_ranks(refused_trees, world)):
+        own = "TypeError" if rank == world - 1 else "MismatchError"
+        assert [got[name][0] for name in ("number", "array", "sparse")] == [own] * 3
+        assert re.search(r"found float at value\['a'\]\[0\]\. Use all_gather_object", got["number"][1])
+        assert re.search(r"found ndarray at value\.", got["array"][1])
+        assert re.search(r"found a sparse_coo tensor .*at value\['a'\]", got["sparse"][1])
+        assert got["keys"][0] == got["dtype"][0] == "MismatchError"
+        assert re.search(r"value\['b'\]: .*; missing on rank", got["keys"][1])
+        assert re.search(r"value\[0\]: float32.*; int32", got["dtype"][1])
+
+
+def views() -> list[int]:
+    rows = torch.zeros(500, 100)
+    start = time.perf_counter()
+    objects = all_gather_object([*rows])
+    ordered = gather_exact([*rows], range(500 * get_rank(), 500 * (get_rank() + 1)), 500 * get_world_size())
+    assert len(objects[0]) == 500 and len(ordered) == 500 * get_world_size()
+    assert all(part.untyped_storage().nbytes() == 400 for part in [*objects[-1], *ordered])
+    return [round(time.perf_counter() - start)]
+
+
+def test_rows_of_a_tensor_travel_without_the_others() -> None:
+    on_ranks(views, 2)

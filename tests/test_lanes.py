@@ -35,18 +35,19 @@ def over_ranks(packed: list[Tensor], op: str) -> Tensor:
 
 def reduced(each: list[Tensor], op: str, wire: torch.dtype = torch.float64, weights: Any = None) -> Tensor:
     """What ranks that hold these tensors would get."""
-    shares = weights or [None] * len(each)
-    packed = [lanes.pack(x.reshape(-1).clone(), op, wire, w) for x, w in zip(each, shares, strict=True)]
+    packed = [lanes.pack(x.reshape(-1).clone(), op, wire, weights is not None) for x in each]
+    for mine, weight in zip(packed, weights or [1] * len(each), strict=True):
+        lanes.scale(mine, weight)
     total = over_ranks(packed, op)
     wide = lanes.lanes_per_element(each[0].dtype, weights is not None) == 2
-    divisor = float(sum(weights)) if weights else float(len(each))
+    divisor = float(sum(weights or [1] * len(each))) if op == "mean" else 1.0
     return lanes.unpack(total, each[0].dtype, op, divisor, wide).reshape(each[0].shape)
 
 
 def reduced_numbers(each: list[list[Any]], op: str) -> list[Any]:
     kind = torch.int64 if op in lanes.EXTREMES else torch.float64
     total = over_ranks([torch.tensor(lanes.pack_numbers(numbers, op), dtype=kind) for numbers in each], op)
-    return lanes.unpack_numbers(total.tolist(), op, float(len(each)))
+    return lanes.unpack_numbers(total.tolist(), op, len(each), float(len(each)) if op == "mean" else 1.0)
 
 
 @given(st.data(), st.sampled_from(INTS), st.integers(1, 9))
@@ -102,7 +103,8 @@ def test_python_numbers_follow_python(values: list[Any]) -> None:
         (got,) = reduced_numbers(each, op)
         all_ints = all(isinstance(value, int) for value in values)
         assert got == (reference(values) if all_ints else reference(map(float, values)))
-        assert type(got) is (int if all_ints else float)
+        kind = bool if all(isinstance(value, bool) for value in values) else int
+        assert type(got) is (kind if all_ints else float)
     (total,), (mean,) = reduced_numbers(each, "sum"), reduced_numbers(each, "mean")
     if all(isinstance(value, int) for value in values):
         assert total == exact and type(total) is int
