@@ -20,6 +20,7 @@ from .connections import dial, listen, sockets
 from .devices import agree, bind_device
 from .errors import LaunchError
 from .failing import fill_error_file
+from .groups import current_group, group_store, no_group, reference
 from .joining import Member, denounce, join, place, refuse
 from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch
 from .patience import aside
@@ -60,12 +61,24 @@ class Context:
         return "\n".join(f"{name:>10}: {value}" for name, value in rows.items())
 
 
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `setup()`."""
+
+    backend: str | None = None
+    device: torch.device | None = None
+    timeout: timedelta = timedelta(minutes=10)
+    num_threads: int | None = None
+    watch: bool = True
+
+
 @dataclass
 class Job:
     """What `setup()` makes and `teardown()` ends."""
 
     context: Context
-    asked: tuple[str | None, torch.device | None]  # backend and device
+    asked: Options
+    group: Callable[[], Any] = no_group  # the process group that it belongs to; one process has none
     launch: Launch | None = None  # with all places filled in
     session: Session | None = None
     watch: Watch | None = None
@@ -75,22 +88,15 @@ class Job:
     former_hook: Any = None
 
 
-def assemble(
-    job: Job,
-    launch: Launch,
-    backend: str | None,
-    device: torch.device | None,
-    timeout: timedelta,
-    num_threads: int | None,
-    watch: bool,
-) -> None:
-    """Joins the job, filling in `job` as it goes, so that what there is can be ended if a step fails."""
+def assemble(job: Job, launch: Launch) -> None:
+    """Join the job, filling in `job` as it goes, so that what there is can be ended if a step fails."""
+    timeout, watch = job.asked.timeout, job.asked.watch
     adopted = dist.is_initialized()
     under_agent = launch.kind == "spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = launch.rank == 0 and not under_agent
     agent = find_agent(os.environ, os.getpid()) if launch.kind == "torchrun" else None
     orphaned = agent.lost if agent else str
-    store, address, port = _adopted_store() if adopted else _open_store(launch, hosts, timeout, orphaned)
+    store, address, port = (group_store(), None, None) if adopted else _open_store(launch, hosts, timeout, orphaned)
     wire = listen() if watch and launch.rank == 0 else None
     try:
         door = (reachable(address, port), wire.getsockname()[1]) if wire else None
@@ -102,6 +108,7 @@ def assemble(
             wire.close()
         raise
     job.session = session = Session(room, me.rank, [member.host for member in roster], timeout)
+    job.group = reference(current_group())
     session.nodes, session.orphaned = [member.node for member in roster], orphaned
     job.hosts_store = hosts and not adopted
     job.launch = launch = place(launch, me, roster)
@@ -111,13 +118,16 @@ def assemble(
         wire = wire or dial(host, door_port, timeout.total_seconds())
         job.watch = Watch(session, roster[0].nonce, wire, fill_error_file)
         job.watch.wait(timeout)
-    chosen, backend = agree(session, launch, device, dist.get_backend() if adopted else backend)
+    chosen, backend = agree(session, launch, job.asked.device, dist.get_backend() if adopted else job.asked.backend)
     bind_device(chosen)
     sharers = sum((member.node, member.cores) == (me.node, me.cores) for member in roster)
-    set_threads(num_threads, sharers, len(me.cores))
+    set_threads(job.asked.num_threads, sharers, len(me.cores))
     if not adopted:
         job.owns_group = True  # first, for it may be there when a peer's failure is raised
-        _make_group(launch, session, chosen, backend, timeout)
+        try:
+            _make_group(launch, session, chosen, backend, timeout)
+        finally:
+            job.group = reference(current_group())
     job.context = context_of(launch, chosen, backend, f"{address}:{port}" if address else None)
     job.control = None if re.search("gloo|mpi", backend) else chosen
 
@@ -155,19 +165,6 @@ def checked_launch() -> Launch:
     if warning := forgotten_launcher(launch):
         log.warning("%s", warning)
     return launch
-
-
-def adopted_launch() -> Launch:
-    """The launch of a group that somebody else made: the environment's if it agrees, else what the group tells."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    try:
-        launch = detect_launch(os.environ)
-        if (launch.rank, launch.world_size) == (rank, world_size):
-            return launch
-    except LaunchError:
-        pass
-    evidence = ("a process group that was there before",)
-    return Launch("platform", rank, world_size, None, None, None, None, None, None, evidence)
 
 
 def context_of(launch: Launch, device: torch.device, backend: str | None = None, master: str | None = None) -> Context:
@@ -215,10 +212,6 @@ def _open_store(
             raise LaunchError(str(error)) from None
     _stores[launch.master_addr, launch.master_port] = opened
     return opened
-
-
-def _adopted_store() -> tuple[dist.Store, None, None]:
-    return dist.distributed_c10d._get_default_store(), None, None
 
 
 def _make_group(launch: Launch, session: Session, device: torch.device, backend: str, timeout: timedelta) -> None:
