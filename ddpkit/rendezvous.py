@@ -19,6 +19,15 @@ from .patience import aside
 
 log = logging.getLogger(__name__)
 _NAME_PATIENCE = 60.0  # seconds: a headless service's name may appear late
+_JOB_IDS = (  # what differs between jobs that launchers run on one node at a time
+    "OMPI_MCA_ess_base_jobid",
+    "PMIX_NAMESPACE",
+    "PMI_JOBID",
+    "SUBMITIT_LOCAL_JOB_ID",
+    "FLUX_JOB_ID",
+    "LSB_JOBID",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+)
 _GREETING = 60.0  # seconds that a store under load may take to answer
 
 
@@ -66,9 +75,7 @@ def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, in
             f"{launch.kind} started ranks on several nodes and tells no address to meet at. Set MASTER_ADDR to the "
             "host of rank 0 and MASTER_PORT to a free port there: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29400 ..."
         )
-    port = derive_port(
-        *(os.environ.get(name, "") for name in ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID"))
-    )
+    port = derive_port(*(os.environ.get(name, "") for name in _JOB_IDS))
     return connect(address, port, launch.rank == 0, timeout), address, port
 
 
