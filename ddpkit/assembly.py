@@ -21,7 +21,7 @@ from .devices import agree, bind_device
 from .errors import LaunchError
 from .failing import fill_error_file
 from .groups import current_group, group_store, no_group, reference
-from .joining import Member, denounce, join, place, refuse
+from .joining import Member, denounce, join, place, refuse, refuse_child
 from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch
 from .patience import aside
 from .rendezvous import PortTaken, connect, find_master, reachable
@@ -201,15 +201,17 @@ def _open_store(
     address, port = launch.master_addr, launch.master_port
     if (address, port) in _stores:
         return _stores[address, port]
-    if address is None or port is None:
-        opened = find_master(launch, timeout)
-    else:
-        try:
+    try:
+        if address is None or port is None:
+            opened = find_master(launch, timeout)
+        else:
             store = aside(lambda: connect(address, port, hosts, timeout), math.inf, lambda: refuse(orphaned()))
             opened = store, address, port
-        except PortTaken as error:
-            denounce(address, port, str(error))  # the other rank 0 and its peers, if that is what holds the port
+    except PortTaken as error:
+        if not refuse_child(error.address, error.port, launch.world_size):
+            denounce(error.address, error.port, str(error))  # the other rank 0 and its peers, if they hold the port
             raise LaunchError(str(error)) from None
+        opened = dist.HashStore(), error.address, error.port  # a job of its own, of one rank
     _stores[launch.master_addr, launch.master_port] = opened
     return opened
 

@@ -25,6 +25,7 @@ from .devices import choose_device, count_accelerators
 from .errors import DdpkitError, LaunchError, NotSetUpError
 from .failing import cause_of, fill_error_file, publish
 from .groups import abort_group, current_group
+from .joining import StartedByRank
 from .store import Session, as_error
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def _join(asked: Options) -> Job:
             multiprocessing.util.Finalize(None, _at_child_exit, exitpriority=100)
     except BaseException as error:
         _job = job
-        cause = report(error)
+        cause = error if isinstance(error, StartedByRank) else report(error)  # it is not the rank that failed
         teardown()
         close_stores()
         if cause is not error:
