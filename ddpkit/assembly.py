@@ -86,6 +86,7 @@ class Job:
     owns_group: bool = False
     hosts_store: bool = False
     former_hook: Any = None
+    finalizer: Any = None
 
 
 def assemble(job: Job, launch: Launch) -> None:

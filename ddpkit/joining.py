@@ -188,7 +188,8 @@ def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) ->
         if me.world_size > 1:
             raise StartedByRank(_inherited(starter))
         store = dist.HashStore()  # a job of its own, of one rank
-    room = dist.PrefixStore(f"ddpkit/{store.add('ddpkit/generation', 1)}", store)
+    generation = store.add("ddpkit/generation", 1)
+    room = dist.PrefixStore(f"ddpkit/{generation}", store)
     room.set("claim/0", me.dump())
     roster: dict[int, Member] = {0: me}
     readers = 0 if me.under_agent else me.world_size
@@ -206,7 +207,30 @@ def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) ->
     members = [roster[rank] for rank in range(me.world_size)]
     room.set("roster", json.dumps([asdict(member) for member in members]))
     _raise_if_poisoned(room, readers)  # by somebody who came too early to see the roster, and to warn the watch
+    _sweep(store, generation - 1)
     return room, members
+
+
+def _sweep(store: dist.Store, generation: int) -> None:
+    """Delete what this generation and those before it left in the store, where all ranks had left in good order.
+
+    All ranks have joined the next one, so nobody reads it any more. What a failed one left stays: it tells why.
+    """
+    while (room := dist.PrefixStore(f"ddpkit/{generation}", store)).check(["roster"]):
+        if _is_over(room):
+            for key in _keys(room):
+                room.delete_key(key)
+        generation -= 1
+
+
+def _keys(room: dist.Store) -> list[str]:
+    """Name the keys of a generation; without those of its last meeting where torch cannot list them (torch 2.6)."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return list(room.list_keys())
+    names = ["claims", "left"]
+    for rank in range(len(_read_roster(room))):
+        names += [f"claim/{rank}", f"group//cpu//0/{rank}"]
+    return [*names, "roster"]
 
 
 def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, list[Member]]:

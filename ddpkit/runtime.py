@@ -119,7 +119,7 @@ def _join(asked: Options) -> Job:
             assemble(job, launch)
             job.former_hook, sys.excepthook = sys.excepthook, _excepthook
             atexit.register(teardown)
-            multiprocessing.util.Finalize(None, _at_child_exit, exitpriority=100)
+            job.finalizer = multiprocessing.util.Finalize(None, _at_child_exit, exitpriority=100)
     except BaseException as error:
         _job = job
         cause = error if isinstance(error, StartedByRank) else report(error)  # it is not the rank that failed
@@ -147,6 +147,8 @@ def teardown() -> None:
         return
     job.session.handled = True  # nothing is raised in here
     atexit.unregister(teardown)
+    if job.finalizer:
+        job.finalizer.cancel()
     if sys.excepthook is _excepthook:
         sys.excepthook = job.former_hook
     failed = job.session.told is not None

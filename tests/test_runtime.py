@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -142,6 +144,34 @@ def setup_twice() -> list[float]:
 
 def test_a_job_can_be_joined_again_after_teardown() -> None:
     assert ddpkit.spawn(setup_twice, 2) == [[2.0, 2.0]] * 2
+
+
+def count_what_stays(cycles: int) -> tuple[int, ...]:
+    counts = []
+    for times in (3, cycles):
+        for _ in range(times):
+            with ddpkit.distributed(timeout=timedelta(seconds=60)) as context:
+                ddpkit.barrier()
+                ddpkit.barrier(f"named {times}")
+                ddpkit.all_reduce_mean({"loss": float(context.rank)})
+                ddpkit.run_on_main(int)
+                ddpkit.stop_together(False)
+                if context.rank == context.world_size - 1:
+                    time.sleep(0.02)  # the last to leave, while the others join again
+        ddpkit.setup(timeout=timedelta(seconds=60))
+        ddpkit.barrier()
+        keys = runtime.current_session().store.num_keys()
+        counts += [keys, len(multiprocessing.util._finalizer_registry), threading.active_count()]
+        ddpkit.teardown()
+    return tuple(counts)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_cycles_of_setup_and_teardown_leave_nothing_behind(world_size: int) -> None:
+    for keys, finalizers, threads, *later in ddpkit.spawn(count_what_stays, world_size, 40):
+        assert abs(later[0] - keys) <= world_size, "a rank may look while another has yet to delete"
+        assert later[1:] == [finalizers, threads]
+        assert keys < 30
 
 
 def disagree() -> None:
