@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -156,9 +157,7 @@ def checked_launch() -> Launch:
     try:
         launch = unnested_launch()
     except LaunchError as error:
-        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-        if address and port.isdecimal():
-            denounce(address, int(port), f"A process on {socket.gethostname()} could not join: {error}")
+        warn_peers(error)
         raise
     if typed_in_terminal(launch, os.environ, os.getpid()):
         log.warning("This was typed into one of %d shells that srun opened, so it runs alone", launch.world_size)
@@ -166,6 +165,16 @@ def checked_launch() -> Launch:
     if warning := forgotten_launcher(launch):
         log.warning("%s", warning)
     return launch
+
+
+def warn_peers(error: Exception) -> None:
+    """Tell the ranks that may already wait for this process why it does not join them."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    with suppress(LaunchError):
+        launch = detect_launch(os.environ)
+        address, port = launch.master_addr, str(launch.master_port)
+    if address and port.isdecimal():
+        denounce(address, int(port), f"A process on {socket.gethostname()} could not join: {error}")
 
 
 def context_of(launch: Launch, device: torch.device, backend: str | None = None, master: str | None = None) -> Context:

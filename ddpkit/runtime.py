@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from numbers import Integral
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from . import ranks
-from .assembly import Context, Job, Options, assemble, checked_launch, close_stores, context_of, set_threads
+from .assembly import Context, Job, Options, assemble, checked_launch, close_stores, context_of, set_threads, warn_peers
 from .connections import SETTLE, cut
 from .devices import choose_device, count_accelerators
 from .errors import DdpkitError, LaunchError, NotSetUpError
@@ -72,7 +73,12 @@ def setup(
         (0, 1)
         >>> teardown()
     """
-    asked = _checked_options(backend, device, timeout, num_threads, watch)
+    try:
+        asked = _checked_options(backend, device, timeout, num_threads, watch)
+    except ValueError as error:
+        if _job is None and not dist.is_initialized():
+            warn_peers(error)
+        raise
     if _job is None or not _is_current(_job):
         return _join(asked).context
     _refuse_forked(_job)
@@ -86,10 +92,19 @@ def setup(
 def _checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, watch: Any) -> Options:
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
         raise ValueError(f"timeout must be a positive datetime.timedelta, got {timeout!r}.")
-    if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+    if num_threads is not None and not (isinstance(num_threads, Integral) and int(num_threads) >= 1):
         raise ValueError(f"num_threads must be a positive integer, got {num_threads!r}.")
-    device = None if device is None else torch.device(device)
-    return Options(backend, device, timeout, num_threads, watch)
+    if not (backend is None or isinstance(backend, str)):
+        raise ValueError(f"backend must be a name such as 'gloo', got {backend!r}.")
+    if not isinstance(watch, bool):
+        raise ValueError(f"watch must be True or False, got {watch!r}.")
+    if not (device is None or isinstance(device, (str, torch.device))):
+        raise ValueError(f"device must be a torch.device or a name such as 'cuda:0', got {device!r}.")
+    try:
+        device = None if device is None else torch.device(device)
+    except RuntimeError as error:  # torch lists its kinds of device
+        raise ValueError(f"device={device!r} is no device: {error}") from error
+    return Options(backend, device, timeout, None if num_threads is None else int(num_threads), watch)
 
 
 def _is_current(job: Job) -> bool:

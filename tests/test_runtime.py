@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import multiprocessing.util
 import os
 import subprocess
@@ -54,11 +55,44 @@ def test_one_process_needs_no_group_and_setup_may_be_called_twice() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"timeout": 10}, "timedelta"), ({"timeout": timedelta(0)}, "positive"), ({"num_threads": 0}, "positive integer")],
+    [
+        ({"timeout": 10}, "timedelta"),
+        ({"timeout": None}, "timedelta"),
+        ({"timeout": timedelta(0)}, "positive"),
+        ({"num_threads": 0}, "positive integer"),
+        ({"num_threads": 2.0}, "positive integer"),
+        ({"device": "gpu"}, "'gpu' is no device"),
+        ({"device": 3}, "torch.device or a name"),
+        ({"backend": torch.device("cpu")}, "name such as 'gloo'"),
+        ({"watch": "no"}, "True or False"),
+    ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ddpkit.setup(**options)
+    with pytest.raises(ValueError, match=words), ddpkit.distributed(**options):
+        pass
+    assert runtime._job is None
+
+
+def test_a_mistyped_option_is_refused() -> None:
+    with pytest.raises(TypeError, match="timeuot"):
+        ddpkit.distributed(timeuot=timedelta(seconds=3))  # type: ignore[call-arg]
+    assert inspect.signature(ddpkit.distributed).parameters == inspect.signature(ddpkit.setup).parameters
+
+
+def set_up_badly(ranks: list[int]) -> None:
+    bad = int(os.environ["RANK"]) in ranks
+    ddpkit.setup(timeout=timedelta(seconds=20), device="gpu" if bad else None)
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1, 2]])
+def test_a_bad_option_of_some_ranks_ends_the_wait_of_the_others(ranks: list[int]) -> None:
+    ended = run(set_up_badly, [platform_env(rank, 3, port) for port in [free_port()] for rank in range(3)], ranks)
+    for rank, end in enumerate(ended):
+        assert end.code == 1 and end.seconds < 15, end
+        assert "'gpu' is no device" in end.output, end
+        assert ("ValueError" in end.output) == (rank in ranks), end
 
 
 def test_a_torch_that_is_too_old_is_named() -> None:
