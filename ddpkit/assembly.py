@@ -7,8 +7,8 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -230,14 +230,30 @@ def _make_group(launch: Launch, session: Session, device: torch.device, backend:
     options: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
     if device.index is not None and re.search("nccl|xccl", backend):
         options["device_id"] = device
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    pin = launch.num_nodes == 1 and loopback and not os.environ.get("GLOO_SOCKET_IFNAME")
-    if pin:  # gloo would take the interface that the host name resolves to, which may be dead
-        os.environ["GLOO_SOCKET_IFNAME"] = str(loopback)
     before = sockets()
+    with _gloo_on_loopback(launch.num_nodes == 1):
+        try:
+            dist.init_process_group(backend, store=dist.PrefixStore("group", session.store), **options)
+        finally:
+            session.connections = sockets() - before if backend == "gloo" else set()
+
+
+@contextmanager
+def _gloo_on_loopback(one_node: bool) -> Iterator[None]:
+    """Let gloo take the loopback interface; by itself it takes that of the host's name, which may be dead.
+
+    Where the user names one, that stands, also if another thread does so meanwhile.
+    """
+    name, former = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if not one_node or former or loopback is None:
+        yield
+        return
+    os.environ[name] = loopback
     try:
-        dist.init_process_group(backend, store=dist.PrefixStore("group", session.store), **options)
+        yield
     finally:
-        session.connections = sockets() - before if backend == "gloo" else set()
-        if pin:
-            del os.environ["GLOO_SOCKET_IFNAME"]
+        if os.environ.get(name) == loopback:
+            os.environ.pop(name)
+            if former is not None:
+                os.environ[name] = former

@@ -53,7 +53,8 @@ def setup(
         backend: Backend of the process group, as torch names it; by default what suits the device: "gloo" on CPUs, for
             example "cpu:gloo,cuda:nccl" on GPUs.
         device: This rank's device. By default the accelerator whose index is the local rank, the only visible one, or
-            the CPU where there is none. Ranks may share an accelerator only if they name it here.
+            the CPU where there is none. Ranks may share an accelerator only if they name it here. The default device of
+            torch (`torch.set_default_device`) does not tell ranks apart: it is neither asked nor changed.
         timeout: Bound on joining, on each later wait, and the group's time-out for collectives.
         num_threads: Threads of each rank's CPU operators. By default the launcher's choice (`OMP_NUM_THREADS`), else
             the cores that this rank may use divided among the ranks that share them.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import inspect
 import multiprocessing.util
 import os
@@ -19,7 +20,7 @@ from conftest import on_ranks
 from processes import CLEAN, free_port, platform_env, run
 
 import ddpkit
-from ddpkit import runtime
+from ddpkit import assembly, runtime
 from ddpkit.assembly import check_torch
 
 ROOT = Path(__file__).parents[1]
@@ -126,6 +127,58 @@ def test_every_rank_knows_its_place(world_size: int) -> None:
         assert found["sum"] == world_size
         assert "backend: gloo" in found["text"] and f"local rank: {rank} of {world_size} on node 0" in found["text"]
         assert found["interface"] is None, "the environment is as it was"
+
+
+def set_up_under_a_default_device(how: str) -> tuple[Any, ...]:
+    block = torch.device("meta") if how == "block" else contextlib.nullcontext()
+    if how == "default":
+        torch.set_default_device("meta")
+    try:
+        with block, ddpkit.distributed(timeout=timedelta(seconds=30)) as context:
+            ddpkit.barrier()
+            kept = torch.empty(0).device.type
+            asked = ddpkit.setup(device="cpu").device.type
+            return context.device.type, ddpkit.get_device().type, asked, ddpkit.all_reduce(1.0), kept
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("how", ["default", "block"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_default_device_is_neither_asked_nor_changed(how: str, world_size: int) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("expects the CPU")
+    found = ddpkit.spawn(set_up_under_a_default_device, world_size, how)
+    assert found == [("cpu", "cpu", "cpu", float(world_size), "meta")] * world_size
+
+
+@pytest.mark.parametrize("theirs", [None, "", "eth7"])
+def test_the_interface_of_gloo_is_pinned_only_where_the_user_names_none(
+    theirs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", theirs or "")
+    if theirs is None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with assembly._gloo_on_loopback(one_node=False):
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == theirs
+    with assembly._gloo_on_loopback(one_node=True):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == (theirs or "lo")
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == theirs
+    with pytest.raises(OSError), assembly._gloo_on_loopback(one_node=True):
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth8"  # another thread
+        raise OSError
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth8"
+
+
+def set_up_with_an_interface_that_is_not_there() -> str:
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth7"
+    with pytest.raises(RuntimeError, match="eth7"):
+        ddpkit.setup(timeout=timedelta(seconds=20))
+    return os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_the_users_interface_is_the_one_that_gloo_takes() -> None:
+    assert ddpkit.spawn(set_up_with_an_interface_that_is_not_there, 2) == ["eth7"] * 2
 
 
 def threads(asked: int | None) -> int:
