@@ -1,4 +1,4 @@
-"""What the process tree tells of a launch and environment variables do not. Linux only; elsewhere it is silent."""
+"""What the process tree tells of a launch and environment variables do not. Linux; elsewhere it is almost silent."""
 
 from __future__ import annotations
 
@@ -44,6 +44,18 @@ def find_agent(env: Mapping[str, str], pid: int) -> Agent | None:
     except (OSError, ValueError, IndexError):
         pass
     return None
+
+
+def ancestors() -> dict[int, str]:
+    """Return the processes above this one and when they were born; only the parent where `/proc` does not tell."""
+    pid = os.getppid()
+    found = {pid: born(pid)}
+    try:
+        while (pid := int(_stat(pid)[1])) > 0:
+            found[pid] = born(pid)
+    except (OSError, ValueError, IndexError):
+        pass
+    return found
 
 
 def typed_in_terminal(launch: Launch, env: Mapping[str, str], pid: int) -> bool:

@@ -7,7 +7,8 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,8 @@ from .connections import dial, listen, sockets
 from .devices import agree, bind_device
 from .errors import LaunchError
 from .failing import fill_error_file
-from .joining import Member, denounce, join, place, refuse
+from .groups import current_group, group_store, no_group, reference
+from .joining import Member, denounce, join, place, refuse, refuse_child
 from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch
 from .patience import aside
 from .rendezvous import PortTaken, connect, find_master, reachable
@@ -60,12 +62,24 @@ class Context:
         return "\n".join(f"{name:>10}: {value}" for name, value in rows.items())
 
 
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `setup()`."""
+
+    backend: str | None = None
+    device: torch.device | None = None
+    timeout: timedelta = timedelta(minutes=10)
+    num_threads: int | None = None
+    watch: bool = True
+
+
 @dataclass
 class Job:
     """What `setup()` makes and `teardown()` ends."""
 
     context: Context
-    asked: tuple[str | None, torch.device | None]  # backend and device
+    asked: Options
+    group: Callable[[], Any] = no_group  # the process group that it belongs to; one process has none
     launch: Launch | None = None  # with all places filled in
     session: Session | None = None
     watch: Watch | None = None
@@ -73,24 +87,18 @@ class Job:
     owns_group: bool = False
     hosts_store: bool = False
     former_hook: Any = None
+    finalizer: Any = None
 
 
-def assemble(
-    job: Job,
-    launch: Launch,
-    backend: str | None,
-    device: torch.device | None,
-    timeout: timedelta,
-    num_threads: int | None,
-    watch: bool,
-) -> None:
-    """Joins the job, filling in `job` as it goes, so that what there is can be ended if a step fails."""
+def assemble(job: Job, launch: Launch) -> None:
+    """Join the job, filling in `job` as it goes, so that what there is can be ended if a step fails."""
+    timeout, watch = job.asked.timeout, job.asked.watch
     adopted = dist.is_initialized()
     under_agent = launch.kind == "spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = launch.rank == 0 and not under_agent
     agent = find_agent(os.environ, os.getpid()) if launch.kind == "torchrun" else None
     orphaned = agent.lost if agent else str
-    store, address, port = _adopted_store() if adopted else _open_store(launch, hosts, timeout, orphaned)
+    store, address, port = (group_store(), None, None) if adopted else _open_store(launch, hosts, timeout, orphaned)
     wire = listen() if watch and launch.rank == 0 else None
     try:
         door = (reachable(address, port), wire.getsockname()[1]) if wire else None
@@ -102,6 +110,7 @@ def assemble(
             wire.close()
         raise
     job.session = session = Session(room, me.rank, [member.host for member in roster], timeout)
+    job.group = reference(current_group())
     session.nodes, session.orphaned = [member.node for member in roster], orphaned
     job.hosts_store = hosts and not adopted
     job.launch = launch = place(launch, me, roster)
@@ -111,13 +120,16 @@ def assemble(
         wire = wire or dial(host, door_port, timeout.total_seconds())
         job.watch = Watch(session, roster[0].nonce, wire, fill_error_file)
         job.watch.wait(timeout)
-    chosen, backend = agree(session, launch, device, dist.get_backend() if adopted else backend)
+    chosen, backend = agree(session, launch, job.asked.device, dist.get_backend() if adopted else job.asked.backend)
     bind_device(chosen)
     sharers = sum((member.node, member.cores) == (me.node, me.cores) for member in roster)
-    set_threads(num_threads, sharers, len(me.cores))
+    set_threads(job.asked.num_threads, sharers, len(me.cores))
     if not adopted:
         job.owns_group = True  # first, for it may be there when a peer's failure is raised
-        _make_group(launch, session, chosen, backend, timeout)
+        try:
+            _make_group(launch, session, chosen, backend, timeout)
+        finally:
+            job.group = reference(current_group())
     job.context = context_of(launch, chosen, backend, f"{address}:{port}" if address else None)
     job.control = None if re.search("gloo|mpi", backend) else chosen
 
@@ -145,9 +157,7 @@ def checked_launch() -> Launch:
     try:
         launch = unnested_launch()
     except LaunchError as error:
-        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-        if address and port.isdecimal():
-            denounce(address, int(port), f"A process on {socket.gethostname()} could not join: {error}")
+        warn_peers(error)
         raise
     if typed_in_terminal(launch, os.environ, os.getpid()):
         log.warning("This was typed into one of %d shells that srun opened, so it runs alone", launch.world_size)
@@ -157,17 +167,14 @@ def checked_launch() -> Launch:
     return launch
 
 
-def adopted_launch() -> Launch:
-    """The launch of a group that somebody else made: the environment's if it agrees, else what the group tells."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    try:
+def warn_peers(error: Exception) -> None:
+    """Tell the ranks that may already wait for this process why it does not join them."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    with suppress(LaunchError):
         launch = detect_launch(os.environ)
-        if (launch.rank, launch.world_size) == (rank, world_size):
-            return launch
-    except LaunchError:
-        pass
-    evidence = ("a process group that was there before",)
-    return Launch("platform", rank, world_size, None, None, None, None, None, None, evidence)
+        address, port = launch.master_addr, str(launch.master_port)
+    if address and port.isdecimal():
+        denounce(address, int(port), f"A process on {socket.gethostname()} could not join: {error}")
 
 
 def context_of(launch: Launch, device: torch.device, backend: str | None = None, master: str | None = None) -> Context:
@@ -204,35 +211,49 @@ def _open_store(
     address, port = launch.master_addr, launch.master_port
     if (address, port) in _stores:
         return _stores[address, port]
-    if address is None or port is None:
-        opened = find_master(launch, timeout)
-    else:
-        try:
+    try:
+        if address is None or port is None:
+            opened = find_master(launch, timeout)
+        else:
             store = aside(lambda: connect(address, port, hosts, timeout), math.inf, lambda: refuse(orphaned()))
             opened = store, address, port
-        except PortTaken as error:
-            denounce(address, port, str(error))  # the other rank 0 and its peers, if that is what holds the port
+    except PortTaken as error:
+        if not refuse_child(error.address, error.port, launch.world_size):
+            denounce(error.address, error.port, str(error))  # the other rank 0 and its peers, if they hold the port
             raise LaunchError(str(error)) from None
+        opened = dist.HashStore(), error.address, error.port  # a job of its own, of one rank
     _stores[launch.master_addr, launch.master_port] = opened
     return opened
-
-
-def _adopted_store() -> tuple[dist.Store, None, None]:
-    return dist.distributed_c10d._get_default_store(), None, None
 
 
 def _make_group(launch: Launch, session: Session, device: torch.device, backend: str, timeout: timedelta) -> None:
     options: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
     if device.index is not None and re.search("nccl|xccl", backend):
         options["device_id"] = device
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    pin = launch.num_nodes == 1 and loopback and not os.environ.get("GLOO_SOCKET_IFNAME")
-    if pin:  # gloo would take the interface that the host name resolves to, which may be dead
-        os.environ["GLOO_SOCKET_IFNAME"] = str(loopback)
     before = sockets()
+    with _gloo_on_loopback(launch.num_nodes == 1):
+        try:
+            dist.init_process_group(backend, store=dist.PrefixStore("group", session.store), **options)
+        finally:
+            session.connections = sockets() - before if backend == "gloo" else set()
+
+
+@contextmanager
+def _gloo_on_loopback(one_node: bool) -> Iterator[None]:
+    """Let gloo take the loopback interface; by itself it takes that of the host's name, which may be dead.
+
+    Where the user names one, that stands, also if another thread does so meanwhile.
+    """
+    name, former = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if not one_node or former or loopback is None:
+        yield
+        return
+    os.environ[name] = loopback
     try:
-        dist.init_process_group(backend, store=dist.PrefixStore("group", session.store), **options)
+        yield
     finally:
-        session.connections = sockets() - before if backend == "gloo" else set()
-        if pin:
-            del os.environ["GLOO_SOCKET_IFNAME"]
+        if os.environ.get(name) == loopback:
+            os.environ.pop(name)
+            if former is not None:
+                os.environ[name] = former

@@ -51,6 +51,11 @@ def choose_device(asked: torch.device | None, local_rank: int, local_world_size:
     return torch.device("cpu") if index is None else torch.device(kind.type, index)
 
 
+def count_accelerators() -> int:
+    """Return the number of accelerators that this process sees."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
 def agree(
     session: Session, launch: Launch, device: torch.device | None, backend: str | None
 ) -> tuple[torch.device, str]:

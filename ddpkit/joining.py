@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -21,15 +20,19 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from .ancestry import born
+from .ancestry import ancestors, born
 from .errors import LaunchError
-from .launchers import Launch
+from .launchers import Launch, detect_launch
 from .patience import Pause, aside
 from .rendezvous import client, knock
 from .store import as_error, failure_record
 
 _GRACE = 5.0  # seconds beyond the time-out in which the store must say that it is up
 PLACE = ("local_rank", "local_world_size", "node_rank", "num_nodes")  # what a launcher may leave untold
+
+
+class StartedByRank(LaunchError):
+    """This process inherited the environment of a rank that is in its job."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Member:
     pid: int = field(default_factory=os.getpid)
     born: str = field(default_factory=lambda: born(os.getpid()))
     cores: tuple[int, ...] = field(default_factory=lambda: _cores())
-    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+    nonce: str = field(default_factory=lambda: os.urandom(8).hex())
 
     def __str__(self) -> str:
         return f"{self.host} (pid {self.pid})"
@@ -70,20 +73,76 @@ class Member:
 
     def is_alive(self) -> bool | None:
         """Whether the process still runs; None where that cannot be seen from here."""
-        here = (self.host, self.machine) == (socket.gethostname(), _machine())
-        return born(self.pid) == self.born if here and self.born else None
+        return born(self.pid) == self.born if self._is_here() and self.born else None
+
+    def is_above_me(self) -> bool:
+        """Return whether this process descends from it."""
+        return self._is_here() and ancestors().get(self.pid) == self.born
+
+    def _is_here(self) -> bool:
+        return (self.host, self.machine) == (socket.gethostname(), _machine())
 
 
 def denounce(address: str, port: int, reason: str) -> None:
-    """Tells a job that this process does not belong to it, so that its ranks do not wait."""
+    """Tell a job that this process does not belong to it, so that its ranks do not wait.
+
+    Not the job of a rank that started this process: it waits for nobody.
+    """
     with contextlib.suppress(OSError, RuntimeError):
-        knock(address, port, time.monotonic() + 2)
-        store = client(address, port, timedelta(seconds=3))
+        store = _visit(address, port)
         for _ in range(20):
-            if generation := store.add("ddpkit/generation", 0):
-                _poison(dist.PrefixStore(f"ddpkit/{generation}", store), reason)
+            if room := _last_room(store):
+                if not _starter(room):
+                    _poison(room, reason)
                 return
             time.sleep(0.1)
+
+
+def refuse_child(address: str, port: int, world_size: int) -> bool:
+    """Return whether a rank of the job there started this process, which is then a job of its own of one rank.
+
+    Raises:
+        StartedByRank: If this process is to be one of several ranks.
+    """
+    try:
+        room = _last_room(_visit(address, port))
+        starter = _starter(room) if room else None
+    except (OSError, RuntimeError):  # it is no store, or does not answer
+        return False
+    if starter and world_size > 1:
+        raise StartedByRank(_inherited(starter))
+    return starter is not None
+
+
+def _visit(address: str, port: int) -> dist.Store:
+    knock(address, port, time.monotonic() + 2)
+    return client(address, port, timedelta(seconds=3))
+
+
+def _last_room(store: dist.Store) -> dist.Store | None:
+    generation = store.add("ddpkit/generation", 0)
+    return dist.PrefixStore(f"ddpkit/{generation}", store) if generation else None
+
+
+def _starter(room: dist.Store) -> Member | None:
+    """Return the rank of a complete job, which has not ended, that started this process; None if there is none."""
+    if not room.check(["roster"]) or _is_over(room):
+        return None
+    return next((member for member in _read_roster(room) if member.is_above_me()), None)
+
+
+def _is_over(room: dist.Store) -> bool:
+    """Return whether all ranks have left in good order: then nobody reads or writes here any more."""
+    return room.check(["roster", "left"]) and room.add("left", 0) >= len(_read_roster(room))
+
+
+def _inherited(starter: Member) -> str:
+    evidence = [line.partition("=") for line in detect_launch(os.environ).evidence if " " not in line]
+    return (
+        f"Rank {starter.rank} of a running job, {starter}, started this process, which has inherited its environment "
+        "and is no rank. The job goes on without it. To run it alone, start it without "
+        f"{', '.join(name for name, sign, _ in evidence if sign)}."
+    )
 
 
 def join(
@@ -124,7 +183,13 @@ def place(launch: Launch, me: Member, roster: list[Member]) -> Launch:
 
 
 def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, list[Member]]:
-    room = dist.PrefixStore(f"ddpkit/{store.add('ddpkit/generation', 1)}", store)
+    former = _last_room(store)
+    if former and (starter := _starter(former)):
+        if me.world_size > 1:
+            raise StartedByRank(_inherited(starter))
+        store = dist.HashStore()  # a job of its own, of one rank
+    generation = store.add("ddpkit/generation", 1)
+    room = dist.PrefixStore(f"ddpkit/{generation}", store)
     room.set("claim/0", me.dump())
     roster: dict[int, Member] = {0: me}
     readers = 0 if me.under_agent else me.world_size
@@ -142,7 +207,30 @@ def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) ->
     members = [roster[rank] for rank in range(me.world_size)]
     room.set("roster", json.dumps([asdict(member) for member in members]))
     _raise_if_poisoned(room, readers)  # by somebody who came too early to see the roster, and to warn the watch
+    _sweep(store, generation - 1)
     return room, members
+
+
+def _sweep(store: dist.Store, generation: int) -> None:
+    """Delete what this generation and those before it left in the store, where all ranks had left in good order.
+
+    All ranks have joined the next one, so nobody reads it any more. What a failed one left stays: it tells why.
+    """
+    while (room := dist.PrefixStore(f"ddpkit/{generation}", store)).check(["roster"]):
+        if _is_over(room):
+            for key in _keys(room):
+                room.delete_key(key)
+        generation -= 1
+
+
+def _keys(room: dist.Store) -> list[str]:
+    """Name the keys of a generation; without those of its last meeting where torch cannot list them (torch 2.6)."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return list(room.list_keys())
+    names = ["claims", "left"]
+    for rank in range(len(_read_roster(room))):
+        names += [f"claim/{rank}", f"group//cpu//0/{rank}"]
+    return [*names, "roster"]
 
 
 def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, list[Member]]:
@@ -154,12 +242,14 @@ def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) 
         generation = store.add("ddpkit/generation", 0)
         if generation > seen:  # rank 0 may have drawn a newer one: those before it belong to dead attempts
             here, seen = dist.PrefixStore(f"ddpkit/{generation}", store), generation
+            if starter := _starter(here):
+                raise StartedByRank(_inherited(starter))
             holder = Member.load(here.compare_set(f"claim/{me.rank}", "", me.dump()))
             room = here if holder.nonce == me.nonce else None
             if room:
                 room.add("claims", 1)
             elif (holder.pid, holder.born) != (me.pid, me.born):  # else it is our own from before a teardown
-                if holder.is_alive() or unsure(holder):
+                if (holder.is_alive() or unsure(holder)) and not _is_over(here):
                     _usurped(here, me, holder)
                 if holder.is_alive() is False and not here.check(["roster"]):  # others may wait for it
                     _poison(here, f"Rank {me.rank} on {holder} ended while the ranks joined. Start all of them anew.")

@@ -24,7 +24,8 @@ class Launch:
 
     Attributes:
         kind: "single", "torchrun", "platform" (RANK and its kin, set by a cloud platform or by hand), "slurm",
-            "openmpi", "mvapich", "pmi" (MPICH, Intel MPI) or "spawn".
+            "openmpi", "mvapich", "jsrun", "horovod", "submitit" (its LocalExecutor), "flux", "pmi" (MPICH, Intel MPI,
+            Cray) or "spawn".
         rank: This process's number in the job, from 0.
         world_size: Number of processes in the job.
         local_rank: This process's number on its node, from 0.
@@ -52,34 +53,108 @@ class _Launcher(NamedTuple):
     kind: str
     title: str
     signs: tuple[str, ...]  # any of these variables gives it away
-    needs: dict[str, str]  # field of Launch -> variable
+    needs: dict[str, str]  # field of Launch -> variable, or alternatives such as "NODE_RANK|GROUP_RANK"
     takes: dict[str, str]  # the same, but the variable may be absent
-
-
-def _mpi(kind: str, title: str, rank: str, size: str, local_rank: str, local_size: str) -> _Launcher:
-    takes = {"local_rank": local_rank, "local_world_size": local_size} | _MASTER
-    return _Launcher(kind, title, (rank, size), {"rank": rank, "world_size": size}, takes)
 
 
 _RANKS = {"rank": "RANK", "world_size": "WORLD_SIZE"}
 _LOCAL = {"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE"}
 _MASTER = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
 _GROUP = {"node_rank": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"}
+_NODES = {"node_rank": "NODE_RANK|GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"}
 _TASK = {"rank": "SLURM_PROCID", "world_size": "SLURM_STEP_NUM_TASKS"}
 _PLACE = {"local_rank": "SLURM_LOCALID", "node_rank": "SLURM_NODEID"}
 
+
+def _engine_row(kind: str, title: str, rank: str, world_size: str, **takes: str) -> _Launcher:
+    return _Launcher(kind, title, (rank, world_size), {"rank": rank, "world_size": world_size}, takes | _MASTER)
+
+
 _SPAWN = _Launcher("spawn", "a rank of ddpkit.spawn()", ("DDPKIT_SPAWN",), _RANKS | _LOCAL | _MASTER, {})
 _TORCHRUN = _Launcher("torchrun", "a torchrun job", ("TORCHELASTIC_RUN_ID",), _RANKS | _LOCAL | _MASTER, _GROUP)
-_HINTS = ("RANK", "LOCAL_RANK", "PMIX_RANK")  # WORLD_SIZE=1 alone is none
-_PLATFORM = _Launcher("platform", "a distributed job", _HINTS, _RANKS | _MASTER, _LOCAL | _GROUP)
-_OPENMPI = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-_MVAPICH = (f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_PLATFORM = _Launcher("platform", "a distributed job", (), _RANKS | _MASTER, _LOCAL | _NODES)
+_SLURM = _Launcher("slurm", "a Slurm step", ("SLURM_STEP_NUM_TASKS",), _TASK | _PLACE, _MASTER)
 _ENGINES = (
-    _mpi("openmpi", "an Open MPI job", *_OPENMPI),  # NODE_RANK there is no number of a node
-    _mpi("mvapich", "an MVAPICH job", *_MVAPICH),
-    _mpi("pmi", "an MPI job", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Launcher("slurm", "a Slurm step", ("SLURM_STEP_NUM_TASKS",), _TASK | _PLACE, _MASTER),
+    _engine_row(
+        "openmpi",
+        "an Open MPI job",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",  # NODE_RANK there is no number of a node
+    ),
+    _engine_row(
+        "mvapich",
+        "an MVAPICH job",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _engine_row(
+        "jsrun",
+        "a jsrun job",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+        local_world_size="JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    _engine_row(
+        "horovod",
+        "a Horovod job",
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        local_rank="HOROVOD_LOCAL_RANK",
+        local_world_size="HOROVOD_LOCAL_SIZE",
+    ),
+    _engine_row(
+        "submitit",
+        "a job of submitit's LocalExecutor",
+        "SUBMITIT_LOCAL_GLOBALID",
+        "SUBMITIT_LOCAL_NTASKS",
+        local_rank="SUBMITIT_LOCAL_LOCALID",
+        node_rank="SUBMITIT_LOCAL_NODEID",
+        num_nodes="SUBMITIT_LOCAL_JOB_NUM_NODES",
+    ),
+    _engine_row(
+        "flux",
+        "a Flux job",
+        "FLUX_TASK_RANK",
+        "FLUX_JOB_SIZE",
+        local_rank="FLUX_TASK_LOCAL_ID",
+        num_nodes="FLUX_JOB_NNODES",
+    ),
+    _engine_row(
+        "pmi",
+        "an MPI job",
+        "PMI_RANK",
+        "PMI_SIZE",
+        local_rank="MPI_LOCALRANKID|PMI_LOCAL_RANK|PALS_LOCAL_RANKID",
+        local_world_size="MPI_LOCALNRANKS|PMI_LOCAL_SIZE",
+    ),
+    _SLURM,
 )
+# What is told to one of several processes by launchers and platforms that are not read: a hint to be refused
+_ANY_RANK = ("RANK", "LOCAL_RANK", "PMIX_RANK")  # whatever it is
+_OTHER_RANKS = (
+    "PALS_RANKID",
+    "ALPS_APP_PE",
+    "PET_NODE_RANK",
+    "PBS_NODENUM",
+    "PBS_VNODENUM",
+    "AWS_BATCH_JOB_NODE_INDEX",
+)
+_OTHER_SIZES = ("PET_NNODES", "AWS_BATCH_JOB_NUM_NODES", "MA_NUM_HOSTS", "PADDLE_TRAINERS_NUM")
+# What an allocation holds, and what starts several processes in it. A single one may be meant: a warning
+_ALLOCATED = {
+    "SLURM_NTASKS": "srun",
+    "SLURM_JOB_NUM_NODES": "srun",
+    "LSB_MCPU_HOSTS": "mpirun",
+    "PBS_NUM_NODES": "mpiexec",
+    "NHOSTS": "mpirun",
+    "COBALT_JOBSIZE": "mpirun",
+    "PET_NPROC_PER_NODE": "torchrun",
+}
 _ORDER = (  # a rank is below, a size at most
     ("rank", "world_size"),
     ("local_rank", "local_world_size"),
@@ -88,6 +163,7 @@ _ORDER = (  # a rank is below, a size at most
     ("node_rank", "num_nodes"),
     ("num_nodes", "world_size"),
 )
+_RANK_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # 1 is no hint
 _FORGOTTEN = "warning: "
 
 
@@ -122,14 +198,52 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
         reading = _slurm(engine, env) if engine.kind == "slurm" else _mpirun(engine, env)
         reading.agree(_RANKS | _LOCAL)  # a job script may set some of them itself
         return reading.launch()
-    sizes = {env.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    if sizes != {"1"} or any(name in env for name in _HINTS):
-        return _Reading(_PLATFORM, env).launch()  # raises, for something is missing
+    if _is_stripped_step(env):
+        step = _slurm(_SLURM._replace(signs=("SLURM_PROCID", "SLURM_NTASKS")), env)
+        step.wrong.append("a container must be given all of a task's SLURM_ variables")
+        return step.launch()  # raises
+    if hints := _hints(env):
+        return _Reading(_PLATFORM._replace(signs=hints), env).launch()  # raises, for something is missing
     return _single(env)
 
 
+def _hints(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Name the variables that say that this is one of several processes."""
+    hints = [name for name in _ANY_RANK if name in env]
+    hints += [name for name in _RANK_SIZES if env.get(name, "1") != "1"]
+    hints += [name for name in _OTHER_RANKS if _number(env.get(name)) > 0]
+    hints += [name for name in _OTHER_SIZES if _number(env.get(name)) > 1]
+    if env.get("SM_HOSTS", "").count(",") > 0:  # a JSON list
+        hints.append("SM_HOSTS")
+    volcano = [name for name in env if re.fullmatch("VC_.+_NUM", name)]  # one for each kind of task
+    if sum(_number(env[name]) for name in volcano) > 1:
+        hints += volcano
+    return tuple(dict.fromkeys(hints + _pairs(env)))
+
+
+def _pairs(env: Mapping[str, str]) -> list[str]:
+    """Name pairs such as FOO_RANK and FOO_SIZE that say several processes."""
+    pairs = []
+    for name in env:
+        size = name.removesuffix("_RANK") + "_SIZE"
+        if name.endswith("_RANK") and 0 <= _number(env[name], -1) < _number(env.get(size)) > 1:
+            pairs += [name, size]
+    return pairs
+
+
+def _is_stripped_step(env: Mapping[str, str]) -> bool:
+    """Return whether a container has passed on only some of a Slurm task's variables.
+
+    A batch script has rank 0 and the job's number of tasks as well, but the job's id too and nothing of a step.
+    """
+    if "SLURM_PROCID" not in env or _number(env.get("SLURM_NTASKS", env.get("SLURM_NPROCS"))) < 2:
+        return False
+    of_a_step = any(name.startswith(("SLURM_STEP", "SLURM_SRUN_COMM", "SLURM_LAUNCH_NODE")) for name in env)
+    return of_a_step or env["SLURM_PROCID"] != "0" or "SLURM_JOB_ID" not in env
+
+
 def forgotten_launcher(launch: Launch) -> str | None:
-    """A sentence to warn with if Slurm allocated several tasks but only this process was started; else None."""
+    """Return a sentence to warn with if several tasks were allocated but this process is none of them; else None."""
     return next((line.removeprefix(_FORGOTTEN) for line in launch.evidence if line.startswith(_FORGOTTEN)), None)
 
 
@@ -174,9 +288,8 @@ class _Reading:
     """What one launcher's variables say, and everything that is wrong with it."""
 
     def __init__(self, launcher: _Launcher, env: Mapping[str, str]) -> None:
-        self.launcher, self.env, self.names = launcher, env, launcher.needs | launcher.takes
-        if launcher is _PLATFORM and "NODE_RANK" in env:
-            self.names["node_rank"] = "NODE_RANK"
+        self.launcher, self.env = launcher, env
+        self.names = {field: _given(names, env) for field, names in (launcher.needs | launcher.takes).items()}
         self.values: dict[str, Any] = {}
         self.missing: list[str] = []
         self.wrong: list[str] = []
@@ -211,6 +324,11 @@ class _Reading:
     def launch(self) -> Launch:
         if self.values.get("world_size") == 1:
             self.values = {"local_rank": 0, "local_world_size": 1} | self.values
+        if self.values.get("num_nodes") == 1 and {"rank", "world_size"} <= self.values.keys():
+            self.values = {
+                "local_rank": self.values["rank"],
+                "local_world_size": self.values["world_size"],
+            } | self.values
         if self.values.get("local_world_size", 0) == self.values.get("world_size"):
             self.values = {"node_rank": 0, "num_nodes": 1} | self.values
         for part, whole in _ORDER:
@@ -226,8 +344,9 @@ class _Reading:
     def complaint(self) -> str:
         missing = f"{', '.join(self.missing)} {'is' if len(self.missing) == 1 else 'are'} not set"
         problems = "; ".join([missing] * bool(self.missing) + self.wrong)
-        forgotten = _forgotten(self.env, "SLURM_NTASKS") if self.launcher is _PLATFORM else None
-        marks = dict.fromkeys((*self.launcher.signs, *_RANKS.values(), *_LOCAL.values()))
+        forgotten = _forgotten(self.env, "SLURM_NTASKS") if self.launcher.kind == "platform" else None
+        told = (self.names["rank"], self.names["world_size"])
+        marks = dict.fromkeys((*self.launcher.signs, *told, *_RANKS.values(), *_LOCAL.values(), *_pairs(self.env)))
         return (
             f"This looks like {self.launcher.title}, but {problems}. Found: {', '.join(self.evidence)}. "
             f"{f'{forgotten}. ' if forgotten else ''}Start every process with torchrun, srun or mpirun, or set in each "
@@ -238,6 +357,8 @@ class _Reading:
 
 def _engine(env: Mapping[str, str]) -> _Launcher | None:
     found = [launcher for launcher in _ENGINES if any(sign in env for sign in launcher.signs)]
+    if found and found[0].kind == "submitit" and env.get("SUBMITIT_LOCAL_NTASKS") == "1":
+        found = found[1:]  # a lone task may start a launcher, which hands its variables on
     if found and found[0].kind == "pmi" and "MPI_LOCALRANKID" not in env:
         return found[-1]  # srun --mpi=pmi2 speaks PMI too
     return found[0] if found else None
@@ -315,21 +436,36 @@ def _meet_nobody(reading: _Reading) -> None:
 
 
 def _single(env: Mapping[str, str]) -> Launch:
-    evidence = [f"{name}={env[name]}" for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in env]
+    evidence = [f"{name}={env[name]}" for name in _RANK_SIZES if name in env]
     if ignored := [f"{name}={env[name]}" for name in _MASTER.values() if name in env]:
         evidence.append(f"{', '.join(ignored)} ignored: nothing tells a rank")
-    if forgotten := _forgotten(env, "SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
+    if forgotten := _forgotten(env, *_ALLOCATED):
         evidence.append(_FORGOTTEN + forgotten)
     return Launch("single", 0, 1, 0, 1, 0, 1, evidence=(*evidence, "no launcher: one process"))
 
 
 def _forgotten(env: Mapping[str, str], *names: str) -> str | None:
-    if several := [f"{name}={env[name]}" for name in names if env.get(name, "1") != "1"]:
-        return (
-            f"{several[0]}, but this process is none of srun's tasks (a batch script, or a shell in an allocation), "
-            "so it runs alone: start the ranks with srun"
-        )
+    for name in names:
+        text, tool = env.get(name, "1"), _ALLOCATED[name]
+        several = len(text.split()) > 2 if name == "LSB_MCPU_HOSTS" else text != "1"  # "host1 4 host2 4"
+        if several:
+            return (
+                f"{name}={text}, but this process is none of {tool}'s tasks (a batch script, or a shell in an "
+                f"allocation), so it runs alone: start the ranks with {tool}"
+            )
     return None
+
+
+def _given(names: str, env: Mapping[str, str]) -> str:
+    """Return the first of these alternatives that is set, or the first."""
+    alternatives = names.split("|")
+    return next((name for name in alternatives if name in env), alternatives[0])
+
+
+def _number(text: str | None, otherwise: int = 0) -> int:
+    """Return a number, or the greatest of a range such as torchrun's 1:4."""
+    digits = (text or "").rpartition(":")[2]
+    return int(digits) if re.fullmatch("[0-9]{1,9}", digits) else otherwise
 
 
 def _integer(text: str, least: int = 1, most: int | None = None) -> int:

@@ -1,39 +1,62 @@
-"""Who am I: the one place that knows the current launch. Nothing here talks to other ranks."""
+"""Who am I: the one place that knows the current launch. Nothing here talks to other ranks.
+
+The launch belongs to the process group that exists. Where somebody makes a group, or replaces ours, the rank is that of
+the new group from then on. Where a group is destroyed the last one's rank stays, until `teardown()`: scripts ask for it
+at their end, and no two processes may believe to be rank 0.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
-from .errors import NotSetUpError
+from .errors import LaunchError, NotSetUpError
+from .groups import current_group, no_group, reference
 from .launchers import Launch, detect_launch
 
 _launch: Launch | None = None  # set by setup(), which fills in what the environment does not tell
+_group: Callable[[], Any] = no_group  # the group that it belongs to
 
 
 def current_launch() -> Launch:
-    """The launch that `setup()` joined; before that, what the environment says."""
+    """Return the launch of the group that exists or was the last; before there is one, what the environment says."""
+    group = current_group()
+    if group is not None and group is not _group():
+        set_launch(launch_of_group())
     return _launch or detect_launch(os.environ)
 
 
 def set_launch(launch: Launch | None) -> None:
-    """Remembers the joined launch, or forgets it."""
-    global _launch
-    _launch = launch
+    """Remember the launch and that it belongs to the group that exists now, or forget both."""
+    global _launch, _group
+    _launch, _group = launch, reference(current_group() if launch else None)
+
+
+def launch_of_group() -> Launch:
+    """Return the launch of a group that somebody else made: the environment's if it agrees, else the group's own."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    try:
+        launch = detect_launch(os.environ)
+        if (launch.rank, launch.world_size) == (rank, world_size):
+            return launch
+    except LaunchError:
+        pass
+    evidence = ("a process group that was there before",)
+    if world_size == 1:
+        return Launch("platform", 0, 1, 0, 1, 0, 1, evidence=evidence)
+    return Launch("platform", rank, world_size, evidence=evidence)
 
 
 def get_rank() -> int:
     """This process's number in the job, from 0."""
-    if _launch is None and dist.is_available() and dist.is_initialized():  # a group that somebody else made
-        return dist.get_rank()
     return current_launch().rank
 
 
 def get_world_size() -> int:
     """The number of processes in the job; 1 without a launcher."""
-    if _launch is None and dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
     return current_launch().world_size
 
 

@@ -19,11 +19,24 @@ from .patience import aside
 
 log = logging.getLogger(__name__)
 _NAME_PATIENCE = 60.0  # seconds: a headless service's name may appear late
+_JOB_IDS = (  # what differs between jobs that launchers run on one node at a time
+    "OMPI_MCA_ess_base_jobid",
+    "PMIX_NAMESPACE",
+    "PMI_JOBID",
+    "SUBMITIT_LOCAL_JOB_ID",
+    "FLUX_JOB_ID",
+    "LSB_JOBID",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+)
 _GREETING = 60.0  # seconds that a store under load may take to answer
 
 
 class PortTaken(LaunchError):
     """Rank 0 found somebody else at MASTER_PORT."""
+
+    def __init__(self, message: str, address: str = "", port: int = 0) -> None:
+        super().__init__(message)
+        self.address, self.port = address, port
 
 
 def connect(address: str, port: int, host: bool, timeout: timedelta) -> dist.Store:
@@ -38,7 +51,9 @@ def connect(address: str, port: int, host: bool, timeout: timedelta) -> dist.Sto
                 raise LaunchError(f"Rank 0 cannot host the store at {address}:{port}: {error}") from error
             raise PortTaken(
                 f"Rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot host the store: port {port} of {address} "
-                "is taken. Do two processes have RANK=0, or two jobs this MASTER_PORT? Give each job its own."
+                "is taken. Do two processes have RANK=0, or two jobs this MASTER_PORT? Give each job its own.",
+                address,
+                port,
             ) from error
     knock(address, port, deadline)
     return client(address, port, timeout)
@@ -59,16 +74,21 @@ def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, in
     address = "127.0.0.1" if one_node else socket.getfqdn()
     if "PMI_FD" in os.environ:
         store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False) if launch.rank == 0 else None
-        address, _, text = _over_pmi(f"{address}|{store.port}" if store else None).partition("|")
+        try:
+            address, _, text = _over_pmi(f"{address}|{store.port}" if store else None).partition("|")
+        except OSError as error:
+            raise LaunchError(
+                f"The MPI launcher does not answer on the descriptor in PMI_FD ({error}). Is this a process that a "
+                "rank has started? It inherits the launcher's variables but is no rank: start it without PMI_RANK and "
+                "PMI_SIZE."
+            ) from error
         return store or connect(address, int(text), False, timeout), address, int(text)
     if not one_node:
         raise LaunchError(
             f"{launch.kind} started ranks on several nodes and tells no address to meet at. Set MASTER_ADDR to the "
             "host of rank 0 and MASTER_PORT to a free port there: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29400 ..."
         )
-    port = derive_port(
-        *(os.environ.get(name, "") for name in ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID"))
-    )
+    port = derive_port(*(os.environ.get(name, "") for name in _JOB_IDS))
     return connect(address, port, launch.rank == 0, timeout), address, port
 
 

@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from numbers import Integral
 from types import TracebackType
 from typing import Any
 
@@ -18,11 +20,13 @@ import torch
 import torch.distributed as dist
 
 from . import ranks
-from .assembly import Context, Job, adopted_launch, assemble, checked_launch, close_stores, context_of, set_threads
+from .assembly import Context, Job, Options, assemble, checked_launch, close_stores, context_of, set_threads, warn_peers
 from .connections import SETTLE, cut
-from .devices import choose_device
+from .devices import choose_device, count_accelerators
 from .errors import DdpkitError, LaunchError, NotSetUpError
 from .failing import cause_of, fill_error_file, publish
+from .groups import abort_group, current_group
+from .joining import StartedByRank
 from .store import Session, as_error
 
 log = logging.getLogger(__name__)
@@ -49,7 +53,8 @@ def setup(
         backend: Backend of the process group, as torch names it; by default what suits the device: "gloo" on CPUs, for
             example "cpu:gloo,cuda:nccl" on GPUs.
         device: This rank's device. By default the accelerator whose index is the local rank, the only visible one, or
-            the CPU where there is none. Ranks may share an accelerator only if they name it here.
+            the CPU where there is none. Ranks may share an accelerator only if they name it here. The default device of
+            torch (`torch.set_default_device`) does not tell ranks apart: it is neither asked nor changed.
         timeout: Bound on joining, on each later wait, and the group's time-out for collectives.
         num_threads: Threads of each rank's CPU operators. By default the launcher's choice (`OMP_NUM_THREADS`), else
             the cores that this rank may use divided among the ranks that share them.
@@ -69,36 +74,71 @@ def setup(
         (0, 1)
         >>> teardown()
     """
-    global _job
+    try:
+        asked = _checked_options(backend, device, timeout, num_threads, watch)
+    except ValueError as error:
+        if _job is None and not dist.is_initialized():
+            warn_peers(error)
+        raise
+    if _job is None or not _is_current(_job):
+        return _join(asked).context
+    _refuse_forked(_job)
+    if asked.backend not in (None, _job.asked.backend, _job.context.backend):
+        raise ValueError(f"setup() was called before, with another backend:\n{_job.context}")
+    if asked.device not in (None, _job.asked.device, _job.context.device):
+        raise ValueError(f"setup() was called before, with another device:\n{_job.context}")
+    return _job.context
+
+
+def _checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, watch: Any) -> Options:
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
         raise ValueError(f"timeout must be a positive datetime.timedelta, got {timeout!r}.")
-    if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+    if num_threads is not None and not (isinstance(num_threads, Integral) and int(num_threads) >= 1):
         raise ValueError(f"num_threads must be a positive integer, got {num_threads!r}.")
-    device = None if device is None else torch.device(device)
-    if _job is not None and _job.session is not None and _job.session.pid != os.getpid():
+    if not (backend is None or isinstance(backend, str)):
+        raise ValueError(f"backend must be a name such as 'gloo', got {backend!r}.")
+    if not isinstance(watch, bool):
+        raise ValueError(f"watch must be True or False, got {watch!r}.")
+    if not (device is None or isinstance(device, (str, torch.device))):
+        raise ValueError(f"device must be a torch.device or a name such as 'cuda:0', got {device!r}.")
+    try:
+        device = None if device is None else torch.device(device)
+    except RuntimeError as error:  # torch lists its kinds of device
+        raise ValueError(f"device={device!r} is no device: {error}") from error
+    return Options(backend, device, timeout, None if num_threads is None else int(num_threads), watch)
+
+
+def _is_current(job: Job) -> bool:
+    """Return whether the group that the job belongs to is the one that exists; one process needs none."""
+    group = current_group()
+    if group is None:
+        return job.session is None
+    return job.group() is group
+
+
+def _refuse_forked(job: Job) -> None:
+    if job.session is not None and job.session.pid != os.getpid():
         raise LaunchError(_FORKED)
-    if _job is not None:
-        if backend not in (None, _job.asked[0], _job.context.backend) or device not in (
-            None,
-            _job.asked[1],
-            _job.context.device,
-        ):
-            raise ValueError(f"setup() was called before, with another backend or device:\n{_job.context}")
-        return _job.context
-    launch = adopted_launch() if dist.is_initialized() else checked_launch()
-    job = Job(context_of(launch, torch.device("cpu")), (backend, device))
+
+
+def _join(asked: Options) -> Job:
+    """Join the job that there is now, and leave the one before it, whose group has gone."""
+    global _job
+    teardown()
+    launch = ranks.launch_of_group() if dist.is_initialized() else checked_launch()
+    job = Job(context_of(launch, torch.device("cpu")), asked)
     try:
         if launch.world_size == 1 and launch.master_addr is None and not dist.is_initialized():
-            job.context = context_of(launch, choose_device(device, 0, 1))
-            set_threads(num_threads, 1, 1)
+            job.context = context_of(launch, choose_device(asked.device, 0, 1))
+            set_threads(asked.num_threads, 1, 1)
         else:
-            assemble(job, launch, backend, device, timeout, num_threads, watch)
+            assemble(job, launch)
             job.former_hook, sys.excepthook = sys.excepthook, _excepthook
             atexit.register(teardown)
-            multiprocessing.util.Finalize(None, _at_child_exit, exitpriority=100)
+            job.finalizer = multiprocessing.util.Finalize(None, _at_child_exit, exitpriority=100)
     except BaseException as error:
         _job = job
-        cause = report(error)
+        cause = error if isinstance(error, StartedByRank) else report(error)  # it is not the rank that failed
         teardown()
         close_stores()
         if cause is not error:
@@ -108,7 +148,7 @@ def setup(
     ranks.set_launch(job.launch or launch)
     if ranks.is_main_process():
         log.info("joined\n%s", job.context)
-    return job.context
+    return job
 
 
 def teardown() -> None:
@@ -117,14 +157,14 @@ def teardown() -> None:
     It waits for nobody, but rank 0 stays for at most 2 s if it hosts the store and others are still leaving.
     """
     global _job
-    if _job is None:
-        return
     job, _job = _job, None
     ranks.set_launch(None)
-    if job.session is None or job.session.pid != os.getpid():
+    if job is None or job.session is None or job.session.pid != os.getpid():
         return
     job.session.handled = True  # nothing is raised in here
     atexit.unregister(teardown)
+    if job.finalizer:
+        job.finalizer.cancel()
     if sys.excepthook is _excepthook:
         sys.excepthook = job.former_hook
     failed = job.session.told is not None
@@ -134,9 +174,9 @@ def teardown() -> None:
             close_stores()
     if job.watch:
         job.watch.close()
-    if job.owns_group and dist.is_initialized():  # before lingering: it frees ranks stuck with us
+    if job.owns_group and dist.is_initialized() and _is_current(job):  # before lingering: it frees ranks stuck with us
         if failed and "nccl" in str(job.context.backend):
-            dist.distributed_c10d._abort_process_group()  # destroying would wait for operations that cannot end
+            abort_group()  # destroying would wait for operations that cannot end
         else:
             time.sleep(0.01)  # torch 2.6 destroys with the GIL, which gloo may need to drop a tensor
             dist.destroy_process_group()
@@ -152,23 +192,27 @@ def _at_child_exit() -> None:
 
 
 @contextmanager
-def distributed(**options: Any) -> Iterator[Context]:
-    """`setup()` and `teardown()` around a block. Collective.
+def distributed(
+    *,
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    num_threads: int | None = None,
+    watch: bool = True,
+) -> Iterator[Context]:
+    """`setup()` and `teardown()` around a block; takes the arguments of `setup()`. Collective.
 
     When the block raises, the other ranks are told first, torchrun's error file is filled, and nothing waits for the
     group. When it raises because a peer failed, a `PeerError` that names the peer takes the place of the connection
     error.
-
-    Args:
-        **options: Those of `setup()`.
 
     Example:
         >>> with distributed() as context:
         ...     print(context.world_size)
         1
     """
-    outermost = _job is None
-    context = setup(**options)
+    outermost = _job is None or not _is_current(_job)
+    context = setup(backend=backend, device=device, timeout=timeout, num_threads=num_threads, watch=watch)
     try:
         yield context
     except BaseException as error:
@@ -182,31 +226,66 @@ def distributed(**options: Any) -> Iterator[Context]:
 
 
 def get_device() -> torch.device:
-    """This rank's device: the one that `setup()` bound, before it the one that it would."""
+    """This rank's device: the one that `setup()` bound, before it the one that it would.
+
+    Raises:
+        NotSetUpError: If there are several accelerators and the launcher does not tell the local rank; `setup()` finds
+            it out by asking the other ranks.
+    """
+    asked = None
     if _job is not None:
-        return _job.context.device
+        if _is_current(_job) or current_group() is None:
+            return _job.context.device
+        asked = _job.asked.device
     launch = ranks.current_launch()
-    return choose_device(None, launch.local_rank or 0, launch.local_world_size or 1)
+    if launch.local_rank is None and count_accelerators() > 1:
+        ranks.get_local_rank()  # raises
+    return choose_device(asked, launch.local_rank or 0, launch.local_world_size or 1)
 
 
 def joined() -> bool:
-    """Whether there are peers to talk to. Adopts a group that somebody else made.
+    """Return whether there are peers to talk to. Adopts a group that somebody else made, or made anew. Collective then.
 
     Raises:
-        NotSetUpError: If several processes were launched but not set up.
+        NotSetUpError: If several processes were launched but not set up, or their group has been destroyed.
     """
-    if _job is not None:
-        if _job.session is not None and _job.session.pid != os.getpid():
-            raise LaunchError(_FORKED)
-        return _job.context.world_size > 1
-    if dist.is_available() and dist.is_initialized():
-        return setup(watch=False).world_size > 1
+    job = _job
+    if job is None or not _is_current(job):
+        job = _join_group()
+    if job is None:
+        return False
+    _refuse_forked(job)
+    return job.context.world_size > 1
+
+
+def _join_group() -> Job | None:
+    """Join the group that exists, which is not the one that was joined; return None on one process without a group."""
+    if dist.is_initialized():
+        if _job is None:
+            job = _join(Options(watch=False))
+            advice = "call ddpkit.setup() on every rank, and a rank that fails is named at once on the others"
+            news = f"adopted a process group that was there before, without a watch: {advice}"
+        else:
+            job = _join(replace(_job.asked, backend=None))
+            news = f"adopted the process group that has taken the place of another: {job.context.world_size} ranks"
+        if ranks.is_main_process():
+            log.info("%s", news)
+        return job
+    if _job is not None and _job.context.world_size > 1:
+        maker = "setup()" if _job.owns_group else "somebody else"
+        raise NotSetUpError(
+            f"The process group that {maker} made, of {_job.context.world_size} ranks, has been destroyed. Call "
+            "ddpkit.teardown() where the job ends, instead of dist.destroy_process_group(); to go on, make a group on "
+            "every rank or call ddpkit.setup() again."
+        )
+    if _job is not None:  # its group had one rank
+        teardown()
     if (world_size := ranks.get_world_size()) > 1:
         raise NotSetUpError(
             f"{world_size} processes were launched ({ranks.current_launch().kind}), but this one has not joined them. "
             "Call ddpkit.setup() first, or wrap main() in `with ddpkit.distributed():`."
         )
-    return False
+    return None
 
 
 def current_session() -> Session:

@@ -344,9 +344,14 @@ def test_the_doctor_does_not_disturb_a_job_that_runs_with_the_same_variables() -
         (["doctor", "--device", "gpu"], "'gpu' is no device; name one as torch does"),
         (["doctor", "--backend", "cpu:gloo,cuda:nocl"], "'nocl' is not available in this torch; there is"),
         (["doctor", "--backend", "fake"], "'fake' is not available in this torch; there is gloo"),
-        (["doctor", "--jsn"], "unrecognized arguments: --jsn"),
+        (["doctor", "--jsn"], "unrecognized arguments: --jsn; did you mean --json?"),
+        (["doctor", "--timeuot=3"], "unrecognized arguments: --timeuot=3; did you mean --timeout?"),
+        (["bench", "--moedl", "mlp"], "unrecognized arguments: --moedl mlp; did you mean --model?"),
+        (["doctor", "--xyz"], "unrecognized arguments: --xyz (--help"),
+        (["docotr"], "did you mean doctor?"),
         (["surgeon"], "invalid choice: 'surgeon'"),
         ([], "the following arguments are required: doctor|bench"),
+        ([], "measures collectives, metric reduction"),
     ],
 )
 def test_bad_flags_are_named(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,6 +365,12 @@ def test_help_names_both_tools(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     out = capsys.readouterr().out
     assert end.value.code == 0 and "checks this machine" in out and "measures collectives" in out
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"ddpkit {ddpkit.__version__}\n"
 
 
 def in_child(probe: Any, limit: tuple[int, int, int] | None, core: int | None, pipe: Any) -> None:

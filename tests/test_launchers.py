@@ -100,6 +100,59 @@ MVAPICH = {
     "MV2_COMM_WORLD_LOCAL_SIZE": "2",
 }
 
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+    "LSB_JOBID": "7",
+    "LSB_MCPU_HOSTS": "launch 1 n1 42 n2 42",
+    "LSB_DJOB_NUMPROC": "85",
+    "PMIX_RANK": "3",
+}
+HOROVOD = {
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "40001",
+}
+SUBMITIT = {
+    "SUBMITIT_EXECUTOR": "local",
+    "SUBMITIT_LOCAL_JOB_ID": "4242",
+    "SUBMITIT_LOCAL_NTASKS": "2",
+    "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+    "SUBMITIT_LOCAL_NODEID": "0",
+    "SUBMITIT_LOCAL_GLOBALID": "1",
+    "SUBMITIT_LOCAL_LOCALID": "1",
+}
+LONE_SUBMITIT = SUBMITIT | dict.fromkeys(["SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_LOCALID"], "0")
+LONE_SUBMITIT |= {"SUBMITIT_LOCAL_NTASKS": "1"}
+FLUX = {
+    "FLUX_TASK_RANK": "3",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_JOB_ID": "f2Wd",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PMI_FD": "11",
+}
+PALS = {
+    "PALS_RANKID": "3",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_NODEID": "1",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PMI_LOCAL_RANK": "1",
+    "PMI_LOCAL_SIZE": "2",
+}
+DEEPSPEED = {"LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"} | RANK | {"LOCAL_RANK": "1"} | MASTER
+CONTAINER = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+
 ELSEWHERE = "10.0.0.9:23456"
 PLAIN_RANKS = "platform 3/4 -/- -/- " + ELSEWHERE
 SINGLE = "single 0/1 0/1 0/1 -:-"
@@ -173,6 +226,34 @@ LAUNCHES: list[tuple[str, dict[str, str], str]] = [
      "pmi 3/4 3/4 0/1 -:-"),
     ("PMI without local ranks", {"PMI_RANK": "3", "PMI_SIZE": "4"}, "pmi 3/4 -/- -/- -:-"),
     ("MVAPICH", MVAPICH | HYDRA, "mvapich 3/4 1/2 -/- -:-"),
+    ("jsrun", JSRUN, "jsrun 3/4 1/2 -/- -:-"),
+    ("jsrun with an address", JSRUN | MASTER, f"jsrun 3/4 1/2 -/- {ELSEWHERE}"),
+    ("horovodrun", HOROVOD, "horovod 3/4 1/2 -/- -:-"),
+    ("horovodrun in an sbatch script", BODY | HOROVOD, "horovod 3/4 1/2 -/- -:-"),
+    ("submitit's LocalExecutor", SUBMITIT, "submitit 1/2 1/2 0/1 -:-"),
+    ("submitit's LocalExecutor in salloc's shell", INTERACTIVE_STEP | SUBMITIT, "submitit 1/2 1/2 0/1 -:-"),
+    ("one task of submitit's LocalExecutor", LONE_SUBMITIT, SINGLE),
+    ("srun from one task of submitit's LocalExecutor", LONE_SUBMITIT | TASK, "slurm 3/4 1/2 1/2 n1:28663"),
+    ("submitit under Slurm", TASK | {"SUBMITIT_EXECUTOR": "slurm"}, "slurm 3/4 1/2 1/2 n1:28663"),
+    ("Flux", FLUX, "flux 3/4 1/- -/2 -:-"),
+    ("Flux on one node", without(FLUX, "PMI_FD") | {"FLUX_JOB_NNODES": "1", "FLUX_TASK_LOCAL_ID": "3"},
+     "flux 3/4 3/4 0/1 -:-"),
+    ("one task of Flux", FLUX | {"FLUX_TASK_RANK": "0", "FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_SIZE": "1",
+     "FLUX_JOB_NNODES": "1"}, "flux 0/1 0/1 0/1 -:-"),
+    ("Open MPI in Flux", FLUX | OPENMPI, "openmpi 3/4 3/4 0/1 -:-"),
+    ("PALS", PALS, "pmi 3/4 1/2 -/- -:-"),
+    ("DeepSpeed's launcher", DEEPSPEED, f"platform 3/4 1/- -/- {ELSEWHERE}"),
+    ("a Kubeflow pod that is told its rank", MASTER | {"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2"},
+     f"platform 1/2 -/- -/- {ELSEWHERE}"),
+    ("one host of SageMaker", {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1", "SM_NUM_GPUS": "8"}, SINGLE),
+    ("a pod of one node", {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, SINGLE),
+    ("a pod of an indexed job", {"JOB_COMPLETION_INDEX": "3", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, SINGLE),
+    ("a batch script of LSF", {"LSB_JOBID": "7", "LSB_DJOB_NUMPROC": "8", "LSB_MCPU_HOSTS": "n1 8"}, SINGLE),
+    ("a batch script of LSF on two hosts", {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "n1 4 n2 4"}, SINGLE),
+    ("a batch script of PBS", {"PBS_JOBID": "7", "PBS_NODENUM": "0", "PBS_TASKNUM": "1", "NCPUS": "8"}, SINGLE),
+    ("an element of an SGE array", {"JOB_ID": "7", "SGE_TASK_ID": "3", "NSLOTS": "8", "NHOSTS": "1"}, SINGLE),
+    ("numbers that are no ranks", {"LORA_RANK": "16", "LORA_SIZE": "4", "FOO_RANK": "0", "FOO_SIZE": "1"}, SINGLE),
+    ("a container in a batch script", without(BODY, "SLURM_JOB_NODELIST", "SLURM_NODELIST"), SINGLE),
 ]  # fmt: skip
 
 ALL_FOUR = "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set"
@@ -227,6 +308,26 @@ BROKEN: list[tuple[str, dict[str, str], list[str]]] = [
     ("Open MPI with half an address", OPENMPI | {"MASTER_ADDR": "n1"}, ["MASTER_PORT is not set"]),
     ("hydra's rank = size", HYDRA | {"PMI_RANK": "4"}, ["PMI_RANK=4 is not below PMI_SIZE=4"]),
     ("PMIx' rank alone", {"PMIX_RANK": "0"}, [ALL_FOUR, "Found: PMIX_RANK=0"]),
+    ("PALS without PMI", {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1"}, [ALL_FOUR, "unset PALS_RANKID"]),
+    ("pods that torchrun should start", {"PET_NNODES": "2"}, [ALL_FOUR, "Found: PET_NNODES=2", "with torchrun"]),
+    ("elastic pods", {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "8"}, ["Found: PET_NNODES=1:4"]),
+    ("hosts of SageMaker", {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}, ["unset SM_HOSTS"]),
+    ("nodes of AWS Batch", {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "0"},
+     ["unset AWS_BATCH_JOB_NUM_NODES"]),
+    ("pods of Volcano", {"VC_MASTER_NUM": "1", "VC_WORKER_NUM": "1", "VC_TASK_INDEX": "0"},
+     ["unset VC_MASTER_NUM, VC_WORKER_NUM"]),
+    ("a process of pbsdsh", {"PBS_JOBID": "7", "PBS_NODENUM": "1", "PBS_TASKNUM": "2"}, ["unset PBS_NODENUM"]),
+    ("a launcher of the future", {"NEWRUN_RANK": "0", "NEWRUN_SIZE": "2"}, ["unset NEWRUN_RANK, NEWRUN_SIZE"]),
+    ("MVAPICH 3", {"MVP_COMM_WORLD_RANK": "1", "MVP_COMM_WORLD_SIZE": "2"}, ["unset MVP_COMM_WORLD_RANK, MVP_COMM"]),
+    ("a container that passes on some of Slurm's variables", CONTAINER,
+     ["Slurm step", "SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST", "all of a task's", "unset SLURM_PROCID"]),
+    ("the same on its first rank", CONTAINER | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7"},
+     ["unset SLURM_PROCID, SLURM_NTASKS"]),
+    ("the same with less", {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ["unset SLURM_PROCID, SLURM_NTASKS"]),
+    ("submitit's number of tasks alone", {"SUBMITIT_LOCAL_NTASKS": "2"}, ["SUBMITIT_LOCAL_GLOBALID is not set"]),
+    ("Flux' rank alone", {"FLUX_TASK_RANK": "1"}, ["FLUX_JOB_SIZE is not set", "unset FLUX_TASK_RANK"]),
+    ("one rank for all tasks of Flux", FLUX | MASTER | {"RANK": "0", "WORLD_SIZE": "1"},
+     ["contradict FLUX_TASK_RANK=3"]),
 ]  # fmt: skip
 
 
@@ -259,6 +360,10 @@ def test_a_forgotten_srun_is_told_and_nothing_else_is() -> None:
     for env in (BODY, SALLOC, INTERACTIVE_STEP):
         assert "SLURM_NTASKS=4" in (told := forgotten_launcher(detect_launch(env)) or "") and "srun" in told
     assert "SLURM_JOB_NUM_NODES=2" in str(forgotten_launcher(detect_launch(BODY | {"SLURM_NTASKS": ""})))
+    told = str(forgotten_launcher(detect_launch({"LSB_MCPU_HOSTS": "n1 4 n2 4"})))
+    assert "LSB_MCPU_HOSTS=n1 4 n2 4, but this process is none of mpirun's tasks" in told
+    for name in ("PBS_NUM_NODES", "NHOSTS", "COBALT_JOBSIZE", "PET_NPROC_PER_NODE"):
+        assert f"{name}=2" in str(forgotten_launcher(detect_launch({name: "2"})))
     for env in ({}, MASTER, TASK, LONE_TASK, TASK | PTY, TORCHRUN | BODY, OPENMPI | BODY):
         assert forgotten_launcher(detect_launch(env)) is None
 
@@ -298,7 +403,14 @@ _VALUES = st.sampled_from(["", "0", "1", "2", "4", "5", "-1", "x", "1.0", "n1", 
 
 
 @settings(max_examples=500)
-@given(st.dictionaries(st.sampled_from(sorted(TORCHRUN | SPAWN | TASK | OPENMPI | HYDRA | MVAPICH | PTY)), _VALUES))
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            sorted(TORCHRUN | SPAWN | TASK | OPENMPI | HYDRA | MVAPICH | PTY | JSRUN | HOROVOD | SUBMITIT | FLUX | PALS)
+        ),
+        _VALUES,
+    )
+)
 def test_whatever_the_environment_a_launch_is_consistent_or_refused(env: dict[str, str]) -> None:
     try:
         launch = detect_launch(env)

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import inspect
+import multiprocessing.util
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +20,7 @@ from conftest import on_ranks
 from processes import CLEAN, free_port, platform_env, run
 
 import ddpkit
-from ddpkit import runtime
+from ddpkit import assembly, runtime
 from ddpkit.assembly import check_torch
 
 ROOT = Path(__file__).parents[1]
@@ -52,11 +56,44 @@ def test_one_process_needs_no_group_and_setup_may_be_called_twice() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"timeout": 10}, "timedelta"), ({"timeout": timedelta(0)}, "positive"), ({"num_threads": 0}, "positive integer")],
+    [
+        ({"timeout": 10}, "timedelta"),
+        ({"timeout": None}, "timedelta"),
+        ({"timeout": timedelta(0)}, "positive"),
+        ({"num_threads": 0}, "positive integer"),
+        ({"num_threads": 2.0}, "positive integer"),
+        ({"device": "gpu"}, "'gpu' is no device"),
+        ({"device": 3}, "torch.device or a name"),
+        ({"backend": torch.device("cpu")}, "name such as 'gloo'"),
+        ({"watch": "no"}, "True or False"),
+    ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ddpkit.setup(**options)
+    with pytest.raises(ValueError, match=words), ddpkit.distributed(**options):
+        pass
+    assert runtime._job is None
+
+
+def test_a_mistyped_option_is_refused() -> None:
+    with pytest.raises(TypeError, match="timeuot"):
+        ddpkit.distributed(timeuot=timedelta(seconds=3))  # type: ignore[call-arg]
+    assert inspect.signature(ddpkit.distributed).parameters == inspect.signature(ddpkit.setup).parameters
+
+
+def set_up_badly(ranks: list[int]) -> None:
+    bad = int(os.environ["RANK"]) in ranks
+    ddpkit.setup(timeout=timedelta(seconds=20), device="gpu" if bad else None)
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1, 2]])
+def test_a_bad_option_of_some_ranks_ends_the_wait_of_the_others(ranks: list[int]) -> None:
+    ended = run(set_up_badly, [platform_env(rank, 3, port) for port in [free_port()] for rank in range(3)], ranks)
+    for rank, end in enumerate(ended):
+        assert end.code == 1 and end.seconds < 15, end
+        assert "'gpu' is no device" in end.output, end
+        assert ("ValueError" in end.output) == (rank in ranks), end
 
 
 def test_a_torch_that_is_too_old_is_named() -> None:
@@ -90,6 +127,58 @@ def test_every_rank_knows_its_place(world_size: int) -> None:
         assert found["sum"] == world_size
         assert "backend: gloo" in found["text"] and f"local rank: {rank} of {world_size} on node 0" in found["text"]
         assert found["interface"] is None, "the environment is as it was"
+
+
+def set_up_under_a_default_device(how: str) -> tuple[Any, ...]:
+    block = torch.device("meta") if how == "block" else contextlib.nullcontext()
+    if how == "default":
+        torch.set_default_device("meta")
+    try:
+        with block, ddpkit.distributed(timeout=timedelta(seconds=30)) as context:
+            ddpkit.barrier()
+            kept = torch.empty(0).device.type
+            asked = ddpkit.setup(device="cpu").device.type
+            return context.device.type, ddpkit.get_device().type, asked, ddpkit.all_reduce(1.0), kept
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("how", ["default", "block"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_default_device_is_neither_asked_nor_changed(how: str, world_size: int) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("expects the CPU")
+    found = ddpkit.spawn(set_up_under_a_default_device, world_size, how)
+    assert found == [("cpu", "cpu", "cpu", float(world_size), "meta")] * world_size
+
+
+@pytest.mark.parametrize("theirs", [None, "", "eth7"])
+def test_the_interface_of_gloo_is_pinned_only_where_the_user_names_none(
+    theirs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", theirs or "")
+    if theirs is None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with assembly._gloo_on_loopback(one_node=False):
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == theirs
+    with assembly._gloo_on_loopback(one_node=True):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == (theirs or "lo")
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == theirs
+    with pytest.raises(OSError), assembly._gloo_on_loopback(one_node=True):
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth8"  # another thread
+        raise OSError
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth8"
+
+
+def set_up_with_an_interface_that_is_not_there() -> str:
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth7"
+    with pytest.raises(RuntimeError, match="eth7"):
+        ddpkit.setup(timeout=timedelta(seconds=20))
+    return os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_the_users_interface_is_the_one_that_gloo_takes() -> None:
+    assert ddpkit.spawn(set_up_with_an_interface_that_is_not_there, 2) == ["eth7"] * 2
 
 
 def threads(asked: int | None) -> int:
@@ -142,6 +231,34 @@ def setup_twice() -> list[float]:
 
 def test_a_job_can_be_joined_again_after_teardown() -> None:
     assert ddpkit.spawn(setup_twice, 2) == [[2.0, 2.0]] * 2
+
+
+def count_what_stays(cycles: int) -> tuple[int, ...]:
+    counts = []
+    for times in (3, cycles):
+        for _ in range(times):
+            with ddpkit.distributed(timeout=timedelta(seconds=60)) as context:
+                ddpkit.barrier()
+                ddpkit.barrier(f"named {times}")
+                ddpkit.all_reduce_mean({"loss": float(context.rank)})
+                ddpkit.run_on_main(int)
+                ddpkit.stop_together(False)
+                if context.rank == context.world_size - 1:
+                    time.sleep(0.02)  # the last to leave, while the others join again
+        ddpkit.setup(timeout=timedelta(seconds=60))
+        ddpkit.barrier()
+        keys = runtime.current_session().store.num_keys()
+        counts += [keys, len(multiprocessing.util._finalizer_registry), threading.active_count()]
+        ddpkit.teardown()
+    return tuple(counts)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_cycles_of_setup_and_teardown_leave_nothing_behind(world_size: int) -> None:
+    for keys, finalizers, threads, *later in ddpkit.spawn(count_what_stays, world_size, 40):
+        assert abs(later[0] - keys) <= world_size, "a rank may look while another has yet to delete"
+        assert later[1:] == [finalizers, threads]
+        assert keys < 30
 
 
 def disagree() -> None:

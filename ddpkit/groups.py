@@ -1,0 +1,37 @@
+"""The process group that exists in this process, whoever made it; and the only reaches into torch's private parts.
+
+A group is identified by the object itself: a library may destroy its group and make another with the same name, rank
+and size. No reference to it is kept, for then it would outlive its own destruction.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+
+def current_group() -> Any:
+    """Return torch's default process group, None if there is none; a tenth of a microsecond."""
+    return dist.group.WORLD
+
+
+def reference(group: Any) -> Callable[[], Any]:
+    """Return a function that gives the group as long as it lives, then None."""
+    return no_group if group is None else weakref.ref(group)
+
+
+def group_store() -> dist.Store:
+    """Return the store in which the default group met (private, the same from torch 2.6 to 2.13)."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def abort_group() -> None:
+    """End the default group without waiting for its operations (private, the same from torch 2.6 to 2.13)."""
+    dist.distributed_c10d._abort_process_group()
+
+
+def no_group() -> None:
+    """Stand for the reference to a group where there is none."""
