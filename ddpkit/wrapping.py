@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from . import collectives, ranks, runtime
-from .agreement import agree, terms
+from .agreement import agree, all_raise, terms
 from .errors import DdpkitError
+from .models import check_module, check_tensors, child_of_wrapper, named_tensors, writable
 
 logger = logging.getLogger(__name__)
 Compression = Literal["fp16", "bf16", "powersgd"]
@@ -64,7 +65,8 @@ def wrap_model(
         >>> wrap_model(net) is net  # on one process
         True
     """
-    _check(model, strategy, gradient_compression)
+    with all_raise("wrap_model()"):
+        _check(model, strategy, gradient_compression)
     device, world_size = runtime.get_device(), ranks.get_world_size()
     gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if strategy == "dp":
@@ -109,13 +111,9 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         >>> unwrap_model(nn.DataParallel(net)) is net
         True
     """
-    while True:
-        if isinstance(model, DataParallel | DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):  # what torch.compile makes
-            model = inner
-        else:
-            return model
+    while child := child_of_wrapper(model):
+        model = model.get_submodule(child)
+    return model
 
 
 def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -157,8 +155,14 @@ def _check(model: nn.Module, strategy: str, gradient_compression: str | None) ->
         raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}.")
     if gradient_compression not in (None, "fp16", "bf16", "powersgd"):
         raise ValueError(f"gradient_compression must be None, fp16, bf16 or powersgd, got {gradient_compression!r}.")
+    check_module("wrap_model()", model)
     if any(isinstance(module, DataParallel | DistributedDataParallel) for module in model.modules()):
         raise ValueError("The model is already wrapped, in whole or in part. Wrap the plain model, once.")
+    tensors = list(named_tensors(model))
+    check_tensors("wrap_model()", tensors)
+    for name, tensor in tensors:
+        if not writable(tensor):
+            raise ValueError(f"{name} cannot be written to: it was expanded, or made in inference mode. Clone it.")
 
 
 def _describe(module: nn.Module) -> dict[str, str]:
