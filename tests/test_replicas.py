@@ -9,6 +9,7 @@ import torch
 from conftest import on_ranks
 from torch import nn
 
+import ddpkit
 from ddpkit import MismatchError, ReplicaMismatch, get_rank
 from ddpkit.replicas import check_replicas, sync_buffers
 from ddpkit.wrapping import wrap_model
@@ -322,3 +323,38 @@ def _named_module() -> str:
 
 def test_a_submodule_of_the_models_own_that_is_called_module_keeps_its_name_in_messages():
     assert all("parameter module.weight: float32[1, 1] #" in text for text in on_ranks(_named_module, 2))
+
+
+def _score(sync: bool) -> tuple[float, float]:
+    """The mean error that the guide's recipe finds after training, and that of the model that rank 0 would save."""
+    torch.manual_seed(0)
+    model = wrap_model(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.linspace(-3, 3, 46).reshape(-1, 2)
+    dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    train = ddpkit.make_loader(dataset, 4, seed=1)
+    evaluation = ddpkit.make_loader(dataset, 4, train=False)
+    for inputs, targets in train:
+        optimizer.zero_grad()
+        ddpkit.global_mean(nn.functional.mse_loss(model(inputs), targets, reduction="sum"), len(inputs)).backward()
+        optimizer.step()
+    if sync:
+        sync_buffers(model)
+    plain = ddpkit.unwrap_model(model).eval()
+    with torch.no_grad():
+        errors = [(plain(inputs) - targets).flatten() for inputs, targets in evaluation]
+        scored = ddpkit.gather_exact(torch.cat(errors), list(evaluation.sampler), len(dataset))
+        plain.load_state_dict(ddpkit.broadcast(plain.state_dict()))
+        saved = (plain(x) - dataset.tensors[1]).flatten()
+    return scored.abs().mean().item(), saved.abs().mean().item()
+
+
+def _scores() -> list[tuple[float, float]]:
+    return [_score(True), _score(False)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_network_with_statistics_is_scored_as_it_is_saved(world_size):
+    for (scored, saved), (scored_without, saved_without) in on_ranks(_scores, world_size):
+        assert scored == pytest.approx(saved, rel=1e-6)
+        assert abs(scored_without - saved_without) > 1e-3  # what nobody would notice
