@@ -312,7 +312,10 @@ def _form_of(groups: list[_Group]) -> _Form | None:
         return None
     device, dtype, *_ = groups[0]
     size = max(_HEAD + groups[0].length, _CHECK.size)
-    if size > _LARGEST or dtype.is_complex or wire_device(device) != runtime.control_device():
+    if size > _LARGEST or dtype.is_complex:
+        return None
+    control = runtime.control_device()
+    if device != control and wire_device(device) != control:
         return None
     return _Form(size, dtype)
 
@@ -358,7 +361,7 @@ class _Bucket:
             gradient = gradients[place]
             if gradient is None:
                 continue
-            if gradient.data_ptr() in written or not writable(gradient):
+            if not writable(gradient) or gradient.data_ptr() in written:
                 gradients[place] = gradient = torch.empty_like(parameters[place], dtype=gradient.dtype)
             written.add(gradient.data_ptr())
             gradient.copy_(mean.view(gradient.shape))
@@ -400,7 +403,7 @@ class _Exchange:
     def _message(self, form: _Form, bucket: _Bucket | None) -> torch.Tensor:
         """Write the hash, and behind it the gradients of a bucket."""
         flat = torch.empty(form.size, dtype=form.dtype, device=runtime.control_device())
-        flat[:_HEAD] = torch.tensor(_head(self.terms), dtype=form.dtype, device=flat.device)
+        flat[:_HEAD] = _head(self.terms)
         end = _HEAD
         if bucket:
             end += bucket.group.length
@@ -415,7 +418,7 @@ class _Exchange:
         with runtime.peer_errors():
             self.works.pop(0).wait()
         self.checked = True
-        if self.front[:_HEAD].tolist() != [ranks.get_world_size() * lane for lane in _head(self.terms)]:
+        if not torch.equal(self.front[:_HEAD].to("cpu", torch.float64), ranks.get_world_size() * _head(self.terms)):
             _first_messages.pop(self.session, None)
             agree(self.terms)  # says what differs
 
@@ -453,5 +456,6 @@ def _plan(layout: tuple[tuple[torch.device, torch.dtype, torch.Size], ...]) -> t
 
 
 @functools.lru_cache(maxsize=256)
-def _head(mine: str) -> list[int]:
-    return list(blake2b(mine.encode(), digest_size=_HEAD).digest())
+def _head(mine: str) -> torch.Tensor:
+    digest = blake2b(mine.encode(), digest_size=_HEAD).digest()
+    return torch.tensor(list(digest), dtype=torch.float64, device="cpu")
