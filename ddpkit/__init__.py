@@ -30,7 +30,7 @@ from .ranks import (
     is_local_main_process,
     is_main_process,
 )
-from .replicas import check_replicas
+from .replicas import check_replicas, sync_buffers
 from .runtime import distributed, get_device, setup, teardown
 from .samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
 from .scaling import ScalePlan, rule_for, scale_lr, warmup_factor
@@ -82,6 +82,7 @@ __all__ = [
     "average_gradients",
     "averaging",
     "check_replicas",
+    "sync_buffers",
     # data
     "DistributedSampler",
     "DistributedEvalSampler",

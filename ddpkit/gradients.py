@@ -6,24 +6,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from hashlib import blake2b
+from typing import Any, NamedTuple, NoReturn, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from . import collectives, ranks, runtime
-from .agreement import agree, terms
+from .agreement import agree, all_raise, terms, wire_device
+from .errors import MismatchError
+from .models import check_module, check_tensors, named_tensors, writable
+from .sharded import is_sharded
+from .store import Session
 
 Loss = TypeVar("Loss", torch.Tensor, float)
 
 
 @contextmanager
 def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> Iterator[bool]:
-    """Covers forward and backward of one micro-batch; gradients travel only with the one that completes a step.
+    """Cover forward and backward of one micro-batch; gradients travel only with the one that completes a step.
 
     Gradients of the micro-batches add up: divide each loss by `every`, or scale it with `global_mean`. A plain model
     needs nothing and gets nothing but the answer. With `static_graph` torch has to synchronise a first backward, so the
@@ -39,6 +47,10 @@ def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> I
     Yields:
         Whether this micro-batch completes the step: then call `optimizer.step()`.
 
+    Raises:
+        TypeError: If the model is no module, or has sharded tensors.
+        ValueError: If `every` or `step` is out of range.
+
     Example:
         >>> net, done = nn.Linear(2, 1), []
         >>> for step in range(5):
@@ -48,8 +60,11 @@ def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> I
         >>> done
         [False, True, False, True, True]
     """
+    check_module("accumulate()", model)
     if every < 1 or step < 0:
         raise ValueError(f"every counts from 1 and step from 0, got every={every}, step={step}.")
+    if step % every == 0:
+        check_tensors("accumulate()", model.named_parameters())
     complete = last or (step + 1) % every == 0
     with ExitStack() as quiet:
         for module in () if complete else model.modules():
@@ -58,23 +73,31 @@ def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> I
         yield complete
 
 
-def global_mean(loss_sum: Loss, count: float) -> Loss:
-    """Scales a sum of losses so that averaged gradients are those of the mean over all ranks' samples. Collective.
+@overload
+def global_mean(loss_sum: Loss, count: float) -> Loss: ...
+@overload
+def global_mean(loss_sum: nn.Module, count: float) -> None: ...
+def global_mean(loss_sum: Any, count: float) -> Any:
+    """Scale a sum of losses, or its gradients, so that the ranks' mean is that over all their samples. Collective.
 
     DDP and `average_gradients` take the mean of the ranks' gradients, which is wrong as soon as ranks hold different
-    numbers of samples (or tokens): here each sample counts the same. On one process it is `loss_sum / count`.
+    numbers of samples (or tokens): here each sample counts the same. On one process it is a division by `count`.
 
     Args:
-        loss_sum: The loss summed over this rank's samples. Without samples, that of an empty batch: it is 0 and still
-            has a graph for DDP to synchronise.
+        loss_sum: The loss summed over this rank's samples; without samples, that of an empty batch: it is 0 and still
+            has a graph for DDP to synchronise. Or the model, after `backward()` of such sums: then its gradients are
+            scaled in place, which with accumulation needs no count in advance.
         count: Number of those samples, or their total weight; 0 is fine as long as some rank has samples. With
-            accumulation: of all micro-batches of the step, see the example.
+            accumulation: of all micro-batches of the step.
 
     Returns:
         `loss_sum * world size / total count`. Its mean over the ranks (`all_reduce_mean`) is the mean over all samples.
+        None for a model.
 
     Raises:
-        ValueError: If the total count is not positive, on every rank.
+        MismatchError: On the ranks whose peers raise one of the errors below.
+        TypeError: If the loss or a gradient is sharded.
+        ValueError: If a count is negative or not finite; on every rank, if the total count is 0.
 
     Example:
         >>> global_mean(torch.tensor(6.0), 3)
@@ -87,34 +110,59 @@ def global_mean(loss_sum: Loss, count: float) -> Loss:
 
         With accumulation, one exchange per step::
 
-            share = global_mean(1.0, sum(len(x) for x, _ in batches))
             for i, (x, y) in enumerate(batches):
                 with accumulate(model, i, len(batches)):
-                    (share * F.mse_loss(model(x), y, reduction="sum")).backward()
+                    F.mse_loss(model(x), y, reduction="sum").backward()
+            global_mean(model, sum(len(x) for x, _ in batches))    # then optimizer.step()
     """
+    model = loss_sum if isinstance(loss_sum, nn.Module) else None
+    with all_raise("global_mean()"):
+        if model is not None:
+            check_tensors("global_mean()", model.named_parameters())
+        elif isinstance(loss_sum, torch.Tensor):
+            check_tensors("global_mean()", [("the loss", loss_sum)])
+        if not 0 <= count < math.inf:
+            raise ValueError(f"global_mean() needs a count of at least 0, got {count}.")
     total = collectives.all_reduce(count, op="sum")
     if not total > 0:
         raise ValueError(f"global_mean() needs at least one sample on some rank, but the counts add up to {total}.")
     share: float = ranks.get_world_size() / total
-    return loss_sum * share
+    if model is None:
+        return loss_sum * share
+    scaled: dict[torch.Tensor, torch.Tensor] = {}  # parameters may share a gradient
+    with torch.inference_mode(False), torch.no_grad():
+        for p in model.parameters():
+            gradient = p.grad
+            if gradient is None:
+                continue
+            if gradient not in scaled:
+                scaled[gradient] = gradient.mul_(share) if writable(gradient) else gradient * share
+            p.grad = scaled[gradient]
 
 
 def average_gradients(*modules: nn.Module | torch.Tensor) -> None:
-    """Replaces every `.grad` by its mean over the ranks, in place, in one flat all-reduce. Collective.
+    """Replace every `.grad` by its mean over the ranks, in place, in one flat all-reduce. Collective.
 
     Call it between `backward()` and `optimizer.step()`, with plain models that start equal on all ranks (seeded alike
     or broadcast; `check_replicas` tells). One call takes all networks of a step, and whatever produced the gradients.
     Half-precision gradients are added in float32. On one process it does nothing.
 
+    Ranks compare what they pass in the same all-reduce, if the call before was for parameters of the same size and
+    dtype or both were small (up to 8,000 elements); otherwise, for more than 260,000 elements, and on accelerators,
+    in a small one before it.
+
     Args:
         *modules: Modules, or single tensors such as a learned temperature. The same on every rank, in the same order.
-            A list is compared with the other ranks' when it is first used; later calls trust it.
 
     Raises:
-        MismatchError: If the parameters differ in number, shape or dtype between ranks, on every rank.
+        MismatchError: If the parameters differ in number, shape, dtype or kind of device between ranks, on every rank;
+            also on the ranks whose peers raise one of the errors below. No gradient has changed then.
+        TypeError: If a parameter is sharded, or a gradient is sparse or on another device than its parameter.
+        ValueError: If a parameter is lazy and not initialised yet, or on the meta device.
 
     Note:
         A parameter without gradient on some ranks counts there as zero and gets the mean; without any, it stays None.
+        A gradient that cannot be written to, such as an expanded one, is replaced by a new tensor.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -126,10 +174,10 @@ def average_gradients(*modules: nn.Module | torch.Tensor) -> None:
             average_gradients(actor, critic)    # rank 0, a gradient of 1.0
             average_gradients(actor, critic)    # rank 1, a gradient of 3.0; both have 2.0
     """
-    if not runtime.joined():
-        return
-    held = _gradients_of(modules)
-    _finish(_begin(held), held)
+    held, exchange = _begin("average_gradients()", modules)
+    if exchange:
+        exchange.finish()
+        held.give_back()
 
 
 @contextmanager
@@ -152,75 +200,262 @@ def averaging(*modules: nn.Module | torch.Tensor) -> Iterator[None]:
         >>> with averaging(net):
         ...     batch = torch.ones(1, 2)  # whatever comes next
     """
-    held = _gradients_of(modules)
-    exchanges = _begin(held) if runtime.joined() else []
-    for p in held:
+    held, exchange = _begin("averaging()", modules)
+    for p in held.parameters:
         p.grad = None  # so that nothing can step with what is one rank's only
     yield
-    if any(p.grad is not None for p in held):
-        for p in held:
+    if any(p.grad is not None for p in held.parameters):
+        for p in held.parameters:
             p.grad = None
         raise RuntimeError(
             "Gradients were computed while those before them were still being averaged: "
             "leave the block of averaging() and step before the next backward()."
         )
-    _finish(exchanges, held)
+    if exchange:
+        exchange.finish()
+    held.give_back()
 
 
-Gradients = dict[torch.Tensor, torch.Tensor | None]  # by parameter
+class _Form(NamedTuple):
+    """The size, in elements, and dtype of a message: what must be equal on all ranks before they send it."""
+
+    size: int
+    dtype: torch.dtype
 
 
-def _gradients_of(modules: tuple[nn.Module | torch.Tensor, ...]) -> Gradients:
-    found = (module.parameters() if isinstance(module, nn.Module) else (module,) for module in modules)
-    return {p: p.grad for group in found for p in group if p.requires_grad}
+_HEAD = 16  # elements of the check at the front of a first message
+_CHECK = _Form(1 << 13, torch.float32)  # of a first message, if no other is known to suit
+_LARGEST = 1 << 18  # elements of a first message
+_first_messages: WeakKeyDictionary[Session, _Form] = WeakKeyDictionary()  # of the next call, by job
 
 
-def _begin(held: Gradients) -> list[_Exchange]:
-    _agree_once(tuple((p.dtype, p.shape) for p in held))
-    buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for p in held:
-        buckets.setdefault((p.device, torch.promote_types(p.dtype, torch.float32)), []).append(p)
-    return [_Exchange(held, bucket, dtype) for (_, dtype), bucket in buckets.items()]
+class _Held:
+    """The gradients of some parameters, each of these once, while they are replaced by their means."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.parameters = list(dict.fromkeys(p for p in parameters if p.requires_grad))
+        self.gradients = [p.grad for p in self.parameters]
+
+    def give_back(self) -> None:
+        for p, gradient in zip(self.parameters, self.gradients, strict=True):
+            p.grad = gradient
 
 
-def _finish(exchanges: list[_Exchange], held: Gradients) -> None:
-    for exchange in exchanges:
-        exchange.finish(held)
-    for p, gradient in held.items():
-        p.grad = gradient
+def _begin(call: str, modules: tuple[nn.Module | torch.Tensor, ...]) -> tuple[_Held, _Exchange | None]:
+    joined = runtime.joined()
+    try:
+        held = _Held(_parameters_of(call, modules))
+        if not all(map(_can_travel, held.parameters, held.gradients)):
+            _refuse(call, modules)
+    except (TypeError, ValueError) as error:
+        if joined:  # the others learn it from the check, in which they would wait for this rank
+            with suppress(MismatchError):
+                _Exchange(_Held([]), refusal=terms(call, error=f"{type(error).__name__}: {error}")).check()
+        raise
+    return held, _Exchange(held) if joined else None
 
 
-@functools.cache  # what all ranks agreed on need not be compared again
-def _agree_once(layout: tuple[tuple[torch.dtype, torch.Size], ...]) -> None:
-    kinds = {f"parameter {i}": f"{dtype}{list(shape)}" for i, (dtype, shape) in enumerate(layout)}
-    agree(terms("average_gradients", kinds))
+def _parameters_of(call: str, modules: tuple[nn.Module | torch.Tensor, ...]) -> Iterator[torch.Tensor]:
+    for module in modules:
+        if isinstance(module, nn.Module):
+            yield from module.parameters()
+        elif isinstance(module, torch.Tensor):
+            yield module
+        else:
+            raise TypeError(f"{call} takes modules and tensors, got {type(module).__name__}: unpack a list with *.")
+
+
+def _can_travel(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+    ordinary = type(parameter) is nn.Parameter and not parameter.__dict__  # most are, and this is quick
+    if parameter.is_meta or (not ordinary and (is_sharded(parameter) or is_lazy(parameter))):
+        return False
+    if gradient is None:
+        return True
+    return gradient.layout is torch.strided and gradient.device == parameter.device and not gradient.is_nested
+
+
+def _refuse(call: str, modules: tuple[nn.Module | torch.Tensor, ...]) -> NoReturn:
+    named: list[tuple[str, torch.Tensor]] = []
+    for i, module in enumerate(modules):
+        place = f" of argument {i}" if len(modules) > 1 else ""
+        parameters = named_tensors(module) if isinstance(module, nn.Module) else [("the tensor", module)]
+        named += [(name + place, p) for name, p in parameters if p.requires_grad]
+    check_tensors(call, named)
+    name, p = next((name, p) for name, p in named if not _can_travel(p, p.grad))
+    assert p.grad is not None
+    if p.grad.device != p.device:
+        found = f"is on {p.grad.device}, the parameter on {p.device}"
+    else:
+        found = f"is a {p.grad.layout} tensor".replace("torch.", "")
+    raise TypeError(
+        f"{call} takes dense gradients beside their parameters, but that of {name} {found}. "
+        "Make an embedding with sparse=False, or move and densify the gradient before."
+    )
+
+
+class _Group(NamedTuple):
+    """Parameters of one device and dtype, whose gradients travel as one flat tensor."""
+
+    device: torch.device
+    dtype: torch.dtype  # of that tensor
+    places: list[int]  # among all parameters
+    sizes: list[int]  # elements
+
+    @property
+    def length(self) -> int:
+        return sum(self.sizes) + len(self.places)
+
+
+def _form_of(groups: list[_Group]) -> _Form | None:
+    """Say in which form the first group's gradients travel behind a check; None if they travel without."""
+    if not groups:
+        return None
+    device, dtype, *_ = groups[0]
+    size = max(_HEAD + groups[0].length, _CHECK.size)
+    if size > _LARGEST or dtype.is_complex:
+        return None
+    control = runtime.control_device()
+    if device != control and wire_device(device) != control:
+        return None
+    return _Form(size, dtype)
+
+
+class _Bucket:
+    """The gradients of a group on their way."""
+
+    flat: torch.Tensor
+
+    def __init__(self, group: _Group, held: _Held) -> None:
+        self.group, self.held = group, held
+
+    def fill(self, flat: torch.Tensor) -> None:
+        """Write the gradients, zeros for those that are missing, and which of them there are."""
+        device, dtype, places, sizes = self.group
+        self.missing = [i for i, place in enumerate(places) if self.held.gradients[place] is None]
+        present = torch.ones(len(places), device=device, dtype=dtype)
+        if self.missing:
+            present[self.missing] = 0
+        pieces = []
+        for place, size in zip(places, sizes, strict=True):
+            gradient = self.held.gradients[place]
+            pieces.append(present.new_zeros(size) if gradient is None else gradient.reshape(-1))
+        if flat.device == device:
+            torch.cat([*pieces, present], out=flat)
+        else:
+            flat.copy_(torch.cat([*pieces, present]))
+        self.flat = flat
+
+    def distribute(self) -> None:
+        """Put the means in the place of the gradients, and make those that this rank alone has not."""
+        self.flat.div_(ranks.get_world_size())
+        *means, present = torch.split(self.flat, [*self.group.sizes, len(self.group.places)])
+        somewhere = present.tolist() if self.missing else ()  # else there is no reason to wait for the accelerator
+        parameters, gradients = self.held.parameters, self.held.gradients
+        for i in self.missing:
+            place = self.group.places[i]
+            p = parameters[place]
+            dtype = getattr(p, "grad_dtype", None) or p.dtype
+            gradients[place] = torch.empty_like(p, dtype=dtype) if somewhere[i] else None
+        written = set()
+        for place, mean in zip(self.group.places, means, strict=True):
+            gradient = gradients[place]
+            if gradient is None:
+                continue
+            if not writable(gradient) or gradient.data_ptr() in written:
+                gradients[place] = gradient = torch.empty_like(parameters[place], dtype=gradient.dtype)
+            written.add(gradient.data_ptr())
+            gradient.copy_(mean.view(gradient.shape))
 
 
 class _Exchange:
-    """The gradients of some parameters, which are on one device, on their way in one flat tensor."""
+    """The gradients of one call on their way, after a check that all ranks have the same.
 
-    @torch.no_grad()
-    def __init__(self, held: Gradients, parameters: list[torch.Tensor], dtype: torch.dtype) -> None:
-        self.parameters = parameters
-        self.missing = [i for i, p in enumerate(parameters) if held[p] is None]
-        present = torch.ones(len(parameters), device=parameters[0].device, dtype=dtype)
-        if self.missing:
-            present[self.missing] = 0
-        gradients = [torch.zeros_like(p) if (gradient := held[p]) is None else gradient for p in parameters]
-        self.flat = torch.cat([*(gradient.reshape(-1).to(dtype) for gradient in gradients), present])
-        with runtime.peer_errors():
-            self.work = dist.all_reduce(self.flat, async_op=True)
+    Of every call the first message has the same size and dtype on all ranks, whatever they pass: those that suit the
+    call before. At its front is a hash of the layout. So ranks that differ learn it there, before messages of different
+    sizes meet, which aborts a gloo process; and a loop that averages the same networks in every step needs no other
+    message, for where the first one suits this call too, it carries the gradients. Otherwise they follow in one of the
+    same form, because a sum is rounded by its place in a message, and must not depend on the call before.
+    """
 
+    @torch.inference_mode(False)
     @torch.no_grad()
-    def finish(self, held: Gradients) -> None:
+    def __init__(self, held: _Held, refusal: str = "") -> None:
+        self.session, self.checked = runtime.current_session(), False
+        described, groups = _plan(tuple([(p.device, p.dtype, p.shape) for p in held.parameters]))
+        self.terms = refusal or described
+        self.buckets = [_Bucket(group, held) for group in groups]
+        form, first = _form_of(groups), _first_messages.get(self.session, _CHECK)
+        _first_messages[self.session] = form or _CHECK
+        self.front = self._message(first, self.buckets[0] if form == first else None)
+        self.works = [_start(self.front)]
+        for i, bucket in enumerate(self.buckets):
+            if i == 0 and form == first:
+                continue
+            self.check()
+            if i == 0 and form:
+                message = self._message(form, bucket)
+            else:
+                device, dtype = wire_device(bucket.group.device), bucket.group.dtype
+                message = torch.empty(bucket.group.length, dtype=dtype, device=device)
+                bucket.fill(message)
+            self.works.append(_start(message))
+
+    def _message(self, form: _Form, bucket: _Bucket | None) -> torch.Tensor:
+        """Write the hash, and behind it the gradients of a bucket."""
+        flat = torch.empty(form.size, dtype=form.dtype, device=runtime.control_device())
+        flat[:_HEAD] = _head(self.terms)
+        end = _HEAD
+        if bucket:
+            end += bucket.group.length
+            bucket.fill(flat[_HEAD:end])
+        flat[end:] = 0
+        return flat
+
+    def check(self) -> None:
+        """Wait for the first message and make sure that it is that of equal ranks."""
+        if self.checked:
+            return
         with runtime.peer_errors():
-            self.work.wait()
-        self.flat.div_(ranks.get_world_size())
-        *means, present = torch.split(self.flat, [*(p.numel() for p in self.parameters), len(self.parameters)])
-        somewhere = present.tolist() if self.missing else ()  # else there is no reason to wait for the accelerator
-        for i in self.missing:
-            held[self.parameters[i]] = torch.empty_like(self.parameters[i]) if somewhere[i] else None
-        for p, mean in zip(self.parameters, means, strict=True):
-            gradient = held[p]
-            if gradient is not None:
-                gradient.copy_(mean.view(p.shape))
+            self.works.pop(0).wait()
+        self.checked = True
+        if not torch.equal(self.front[:_HEAD].to("cpu", torch.float64), ranks.get_world_size() * _head(self.terms)):
+            _first_messages.pop(self.session, None)
+            agree(self.terms)  # says what differs
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the means and put them into the gradients that were held."""
+        self.check()
+        for work in self.works:
+            with runtime.peer_errors():
+                work.wait()
+        for bucket in self.buckets:
+            bucket.distribute()
+
+
+def _start(flat: torch.Tensor) -> dist.Work:
+    with runtime.peer_errors():
+        work: dist.Work = dist.all_reduce(flat, async_op=True)
+    return work
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(layout: tuple[tuple[torch.device, torch.dtype, torch.Size], ...]) -> tuple[str, list[_Group]]:
+    """Describe parameters to the other ranks, and sort them by what can travel in one tensor."""
+    kinds: dict[str, str] = {}
+    members: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, (device, dtype, shape) in enumerate(layout):
+        place = "" if device.type == "cpu" else f" on {device.type}"
+        kinds[f"parameter {i}"] = f"{dtype}{list(shape)}{place}"
+        members.setdefault((device, torch.promote_types(dtype, torch.float32)), []).append(i)
+    groups = []
+    for (device, dtype), places in members.items():
+        groups.append(_Group(device, dtype, places, [math.prod(layout[i][2]) for i in places]))
+    return terms("average_gradients", kinds), groups
+
+
+@functools.lru_cache(maxsize=256)
+def _head(mine: str) -> torch.Tensor:
+    digest = blake2b(mine.encode(), digest_size=_HEAD).digest()
+    return torch.tensor(list(digest), dtype=torch.float64, device="cpu")

@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from . import collectives, ranks, runtime
-from .agreement import agree, terms
+from .agreement import agree, all_raise, terms
 from .errors import DdpkitError
+from .models import check_module, check_tensors, child_of_wrapper, named_tensors, writable
 
 logger = logging.getLogger(__name__)
 Compression = Literal["fp16", "bf16", "powersgd"]
@@ -33,14 +34,14 @@ def wrap_model(
     broadcast_buffers: bool = True,
     gradient_compression: Compression | None = None,
 ) -> nn.Module:
-    """Moves a model to this rank's device and wraps it in what the job needs: DDP on several ranks. Collective.
+    """Move a model to this rank's device and wrap it in what the job needs: DDP on several ranks. Collective.
 
     After it every rank holds rank 0's parameters and buffers. Call it before the optimizer is built, and before
     `torch.compile`. The keyword options only matter where DDP is used.
 
     Args:
         model: A plain module, the same on every rank. It is moved in place to `get_device()`; one that spans several
-            devices needs torch's DDP directly.
+            devices needs torch's DDP directly, one that is sharded needs nothing.
         strategy: "auto" is DDP on several ranks and the model itself on one process, or if nothing in it is trainable.
             "ddp" insists on a process group. "dp" is `torch.nn.DataParallel`: one process, several GPUs, slow.
         find_unused_parameters: Set it if a forward may leave out parameters; it walks the graph at every step.
@@ -55,34 +56,52 @@ def wrap_model(
         The wrapped model, or `model` itself. `unwrap_model` gives `model` back.
 
     Raises:
-        MismatchError: If names, shapes or dtypes of the model's tensors differ between ranks, on every rank.
+        MismatchError: If names, shapes or dtypes of the model's tensors, or the options, differ between ranks, on every
+            rank; also on the ranks whose peers raise one of the errors below.
         DdpkitError: If `strategy` insists on what the job has not got.
-        ValueError: If the model is already wrapped, or an option is unknown or impossible on this device.
+        TypeError: If the model is no module, or is sharded (FSDP, `fully_shard`, tensor parallelism).
+        ValueError: If the model is already wrapped, or has tensors that are lazy and not initialised yet, on the meta
+            device, expanded, or made in inference mode; if an option is unknown or impossible on this device.
 
     Example:
         >>> net = nn.Linear(2, 1)
         >>> wrap_model(net) is net  # on one process
         True
     """
-    _check(model, strategy, gradient_compression)
     device, world_size = runtime.get_device(), ranks.get_world_size()
     gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    if strategy == "dp":
-        if world_size > 1 or gpus < 2:
+    with all_raise("wrap_model()"):
+        _check_model(model)
+        if strategy not in ("auto", "ddp", "dp"):
+            raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}.")
+        if gradient_compression not in (None, "fp16", "bf16", "powersgd"):
+            raise ValueError(
+                f"gradient_compression must be None, fp16, bf16 or powersgd, got {gradient_compression!r}."
+            )
+        if strategy == "dp" and (world_size > 1 or gpus < 2):
             raise DdpkitError(f"strategy='dp' is for 1 process on several GPUs; here are {world_size} and {gpus} GPUs.")
-        return DataParallel(model.to(device))
-    if not runtime.joined() and not (strategy == "ddp" and dist.is_initialized()):
-        if strategy == "ddp":
+        several = runtime.joined() or (strategy == "ddp" and dist.is_initialized())
+        if strategy == "ddp" and not several:
             raise DdpkitError(
                 "strategy='ddp' needs a process group. Start the script with torchrun --nproc_per_node=N."
             )
+        if several and device.type == "cpu" and (sync_batchnorm or gradient_compression == "bf16"):
+            what = "sync_batchnorm=True" if sync_batchnorm else "gradient_compression='bf16'"
+            raise ValueError(f"{what} needs an accelerator: torch has it for NCCL and XCCL only.")
+    if strategy == "dp":
+        return DataParallel(model.to(device))
+    if not several:
         if gpus > 1:
             logger.warning("One process uses one of %d GPUs; torchrun --nproc_per_node=%d uses them all.", gpus, gpus)
         return model.to(device)
-    if device.type == "cpu" and (sync_batchnorm or gradient_compression == "bf16"):
-        what = "sync_batchnorm=True" if sync_batchnorm else "gradient_compression='bf16'"
-        raise ValueError(f"{what} needs an accelerator: torch has it for NCCL and XCCL only.")
-    agree(terms("wrap_model", _describe(model)))
+    options = {
+        "find_unused_parameters": find_unused_parameters,
+        "static_graph": static_graph,
+        "sync_batchnorm": sync_batchnorm,
+        "broadcast_buffers": broadcast_buffers,
+        "gradient_compression": gradient_compression,
+    }
+    agree(terms("wrap_model", {name: str(value) for name, value in options.items()} | _describe(model)))
     model = model.to(device)
     if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP refuses it
         return _broadcast(model)
@@ -102,28 +121,27 @@ def wrap_model(
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model itself, out of DDP, DataParallel and `torch.compile` in any nesting.
+    """Return the model itself, out of DDP, DataParallel and `torch.compile` in any nesting.
+
+    A submodule of its own that is called `module` stays where it is.
 
     Example:
         >>> net = nn.Linear(2, 1)
         >>> unwrap_model(nn.DataParallel(net)) is net
         True
     """
-    while True:
-        if isinstance(model, DataParallel | DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):  # what torch.compile makes
-            model = inner
-        else:
-            return model
+    while child := child_of_wrapper(model):
+        model = model.get_submodule(child)
+    return model
 
 
 def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Renames the keys of a wrapped or compiled model's state dict to those of the model itself.
+    """Rename the keys of a wrapped or compiled model's state dict to those of the model itself.
 
-    `module.` and `_orig_mod.` go wherever they stand in a key, if everything at that place lies under them, which is
-    how wrappers look. A submodule that you called `module` keeps its name if it has a sibling; an only child looks like
-    a wrapper (then save `unwrap_model(model).state_dict()` instead). The versions that torch keeps beside come along.
+    It is for files of others, of which only the keys are known: `unwrap_model(model).state_dict()` has the right names
+    of a model at hand. `module.` and `_orig_mod.` go wherever they stand in a key, if everything at that place lies
+    under them, which is how wrappers look; so does an only child that was called `module`. One with a sibling keeps its
+    name. The versions that torch keeps beside come along.
 
     Args:
         state_dict: A whole state dict; it is not modified.
@@ -152,13 +170,16 @@ def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     return cleaned
 
 
-def _check(model: nn.Module, strategy: str, gradient_compression: str | None) -> None:
-    if strategy not in ("auto", "ddp", "dp"):
-        raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}.")
-    if gradient_compression not in (None, "fp16", "bf16", "powersgd"):
-        raise ValueError(f"gradient_compression must be None, fp16, bf16 or powersgd, got {gradient_compression!r}.")
+def _check_model(model: nn.Module) -> None:
+    call = "wrap_model()"
+    check_module(call, model)
     if any(isinstance(module, DataParallel | DistributedDataParallel) for module in model.modules()):
         raise ValueError("The model is already wrapped, in whole or in part. Wrap the plain model, once.")
+    tensors = list(named_tensors(model))
+    check_tensors(call, tensors)
+    for name, tensor in tensors:
+        if not writable(tensor):
+            raise ValueError(f"{name} cannot be written to: it was expanded, or made in inference mode. Clone it.")
 
 
 def _describe(module: nn.Module) -> dict[str, str]:

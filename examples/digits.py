@@ -127,9 +127,7 @@ def main(args: argparse.Namespace, job: ddpkit.Context) -> None:
             loss_sum, samples, in_step = loss_sum + loss.detach(), samples + len(labels), in_step + len(labels)
             if not complete:
                 continue
-            share = ddpkit.global_mean(1.0, in_step)  # makes the sums of all ranks and micro-batches one mean
-            for parameter in model.parameters():
-                parameter.grad *= share
+            ddpkit.global_mean(model, in_step)  # makes the sums of all ranks and micro-batches one mean
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

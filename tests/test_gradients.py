@@ -327,3 +327,238 @@ def test_average_gradients_trains_as_ddp_does_and_serves_methods_where_ddp_is_si
     through_ddp, averaged, temporary = zip(*(found["_silent"] for found in results), strict=True)
     assert len(set(through_ddp)) == len(set(temporary)) == world_size  # each rank kept its own gradient
     assert averaged == pytest.approx([np.mean(through_ddp)] * world_size)
+
+
+def _filled(*shape: int, value: float) -> torch.Tensor:
+    return torch.full(shape, value)
+
+
+def _odd_gradients(scale: float) -> dict[str, tuple[nn.Parameter, torch.Tensor]]:
+    """Parameters with gradients that are laid out in memory in other ways than theirs, by what they are."""
+    table = torch.arange(12.0).mul(scale).reshape(3, 4)
+    found = {
+        "expanded": torch.autograd.grad((scale * (p := nn.Parameter(torch.zeros(3)))).sum(), p)[0].expand(3),
+        "expanded scalar": torch.tensor(scale).expand(2, 3),
+        "overlapping": torch.arange(5.0).mul(scale).as_strided((3, 3), (1, 1)),
+        "transposed": table.t(),
+        "every other column": table[:, ::2],
+        "channels last": torch.full((1, 2, 3, 3), scale).to(memory_format=torch.channels_last),
+        "conjugate": torch.full((2,), complex(1, scale)).conj(),
+        "with a graph": (torch.ones(2, requires_grad=True) * scale),
+    }
+    with torch.inference_mode():
+        found["of inference mode"] = torch.full((2,), scale)
+    pairs = {}
+    for name, gradient in found.items():
+        parameter = nn.Parameter(torch.zeros_like(gradient, memory_format=torch.contiguous_format))
+        parameter.grad = gradient
+        pairs[name] = parameter, gradient.detach().clone()
+    return pairs
+
+
+def _layouts() -> dict[str, list[Any]]:
+    """The means that the odd gradients have become, one after the other and together, and those that they should be."""
+    found: dict[str, list[Any]] = {}
+    rank, mean = get_rank(), (get_world_size() + 1) / 2
+    expected = {name: gradient for name, (_, gradient) in _odd_gradients(mean).items()}
+    for together in (True, False):
+        pairs = _odd_gradients(rank + 1.0)
+        parameters = {name: parameter for name, (parameter, _) in pairs.items()}
+        if together:
+            average_gradients(*parameters.values())
+        for name, parameter in parameters.items():
+            if not together:
+                with averaging(parameter):
+                    pass
+            found.setdefault(name, []).append(torch.allclose(parameter.grad, expected[name]))
+    shared, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    shared.grad = torch.full((2,), rank + 1.0)
+    other.grad = shared.grad if rank == 0 else torch.full((2,), 5.0)  # one tensor for two, on rank 0 only
+    average_gradients(shared, other)
+    means = mean, (1.0 + 5.0 * (get_world_size() - 1)) / get_world_size()
+    found["shared"] = [shared.grad.tolist() == pytest.approx([means[0]] * 2)]
+    found["shared"].append(other.grad.tolist() == pytest.approx([means[1]] * 2))
+    return found
+
+
+def _settings() -> list[float]:
+    """Means that were taken under settings that change what torch's functions return."""
+    found = []
+
+    def mean() -> None:
+        parameters = [nn.Parameter(torch.zeros(2, device="cpu")), nn.Parameter(torch.zeros(2, device="cpu"))]
+        parameters[0].grad = torch.full((2,), get_rank() + 1.0, device="cpu")
+        if get_rank() == 0:
+            parameters[1].grad = torch.full((2,), 1.0 * get_world_size(), device="cpu")
+        average_gradients(*parameters)
+        found.extend([parameters[0].grad[0].item(), parameters[1].grad[0].item()])
+        assert not parameters[1].grad.is_inference()
+
+    torch.set_default_device("meta")
+    mean()
+    torch.set_default_device(None)
+    for block in (torch.device("meta"), torch.inference_mode(), torch.no_grad(), torch.autocast("cpu")):
+        with block:
+            mean()
+    torch.set_default_dtype(torch.float64)
+    mean()
+    torch.set_default_dtype(torch.float32)
+    return found
+
+
+def _sparse(rank: int | None) -> nn.Module:
+    net = nn.Sequential(nn.Embedding(4, 2, sparse=rank in (None, get_rank())), nn.Linear(2, 1))
+    net(torch.tensor([1, 2])).sum().backward()
+    return net
+
+
+def _refused() -> dict[str, tuple[str, bool]]:
+    """The error of every call that cannot be done, and whether all gradients stayed as they were."""
+    found = {}
+    lazy, meta = nn.LazyLinear(2), nn.Linear(2, 1, device="meta")
+    calls: dict[str, tuple[Any, ...]] = {
+        "sparse": (_sparse(None),),
+        "sparse on rank 1": (_sparse(1),),
+        "sparse, second": (nn.Linear(1, 1), _sparse(1)),
+        "lazy": (lazy,),
+        "meta": (meta,),
+        "meta on rank 1": (meta if get_rank() == 1 else nn.Linear(2, 1),),
+        "no module": ([nn.Linear(1, 1)],),
+        "no module on rank 1": ("actor" if get_rank() == 1 else nn.Linear(1, 1),),
+    }
+    for name, modules in calls.items():
+        parameters = [p for module in modules if isinstance(module, nn.Module) for p in module.parameters()]
+        before = [p.grad for p in parameters]
+        with pytest.raises((TypeError, ValueError, MismatchError)) as caught:
+            average_gradients(*modules)
+        same = all(p.grad is old for p, old in zip(parameters, before, strict=True))
+        found[name] = f"{type(caught.value).__name__}: {caught.value}", same
+        with pytest.raises(type(caught.value)), averaging(*modules):
+            pass
+    assert all_reduce(1) == get_world_size()
+    return found
+
+
+def _nets_that_differ() -> list[str]:
+    """Layouts that all ranks have seen before, but that differ between them now: in size, in dtype, in order."""
+    nets = [nn.Linear(2, 2), nn.Linear(400, 30), nn.Linear(2, 2).double(), nn.Linear(100, 300)]
+    for net in nets:
+        for p in net.parameters():
+            p.grad = torch.full_like(p, get_rank())
+    messages = []
+    for i, net in enumerate(nets):
+        for other in nets[:i] + nets[i + 1 :]:
+            for known in (net, other):
+                average_gradients(known)
+            mine = net if get_rank() == 0 else other
+            messages.append(_message(MismatchError, lambda mine=mine: average_gradients(mine)))
+            with pytest.raises(MismatchError) as caught, averaging(mine):
+                pass
+            messages.append(str(caught.value))
+            for p in mine.parameters():
+                p.grad = torch.full_like(p, get_rank())
+    for net in nets:
+        for p in net.parameters():
+            p.grad = torch.full_like(p, get_rank())
+    average_gradients(*nets)
+    means = {p.grad.unique().item() for net in nets for p in net.parameters()}
+    assert means == {(get_world_size() - 1) / 2}
+    return messages
+
+
+def _border() -> dict[str, Any]:
+    return {check.__name__: check() for check in (_layouts, _settings, _refused, _counts, _scaled)}
+
+
+@functools.cache
+def _at_the_border(world_size: int) -> list[dict[str, Any]]:
+    return on_ranks(_border, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_of_any_layout_get_their_means(world_size):
+    for found in _at_the_border(world_size):
+        assert {name for name, right in found["_layouts"].items() if not all(right)} == set()
+        assert found["_settings"] == [(world_size + 1) / 2, 1.0] * 6
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_cannot_be_averaged_is_refused_on_every_rank_before_anything_moves(world_size):
+    for rank, found in enumerate(each["_refused"] for each in _at_the_border(world_size)):
+        assert all(same for _, same in found.values())
+        texts = {name: text for name, (text, _) in found.items()}
+        assert "dense gradients beside their parameters, but that of 0.weight is a sparse_coo tensor" in texts["sparse"]
+        assert "but weight is lazy" in texts["lazy"]
+        assert "but weight is on the meta device" in texts["meta"]
+        assert "takes modules and tensors, got list: unpack a list with *" in texts["no module"]
+        own = {"sparse": "TypeError", "sparse, second": "TypeError", "meta": "ValueError", "no module": "TypeError"}
+        for name, kind in own.items():
+            text = texts.get(f"{name} on rank 1", texts[name])
+            assert text.startswith(kind if rank == 1 or text is texts["sparse"] else "MismatchError"), text
+            assert rank == 1 or "rank 1" in text or f"{name} on rank 1" not in texts
+        assert "0.weight of argument 1" in texts["sparse, second"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_pass_different_networks_which_were_seen_before_get_an_error_on_each(world_size):
+    for messages in on_ranks(_nets_that_differ, world_size):
+        for message in messages:
+            assert "parameter 0: torch.float" in message and "on rank 0" in message
+
+
+def _counts() -> list[str]:
+    """The errors of counts that are none, on rank 1 alone."""
+    found = []
+    for count in (-1, float("nan"), float("inf")):
+        mine = count if get_rank() == 1 else 1
+        with pytest.raises((ValueError, MismatchError)) as caught:
+            global_mean(1.0, mine)
+        found.append(f"{type(caught.value).__name__}: {caught.value}")
+    return found
+
+
+def test_a_count_that_is_none_is_an_error_on_every_rank():
+    for rank, found in enumerate(each["_counts"] for each in _at_the_border(2)):
+        for text in found:
+            assert text.startswith("ValueError" if rank == 1 else "MismatchError")
+            assert "needs a count of at least 0" in text
+
+
+def _scaled() -> tuple[list[float], list[float]]:
+    """The gradients of a step with accumulation and frozen, unused and shared parameters, scaled at its end."""
+    net = _Policy().double()
+    torch.manual_seed(0)
+    for p in net.parameters():
+        nn.init.normal_(p)
+    net.forward = net.value
+    model = wrap_model(net, find_unused_parameters=True)
+    x = torch.arange(3.0 * 2 * (get_rank() + 1)).reshape(-1, 3).double() / 10
+    parts = x.split(1)
+    for i, part in enumerate(parts[:2]):
+        with accumulate(model, i, 2):
+            model(part).sum().backward()
+    for p in net.spare.parameters():
+        p.grad = None  # as where no rank has used it
+    given = net.body.weight.grad
+    assert global_mean(model, get_rank() + 1) is None
+    assert net.body.weight.grad is given and net.fixed.weight.grad is None and net.spare.weight.grad is None
+    samples = sum(range(1, get_world_size() + 1))
+    reference = _Policy().double()
+    reference.load_state_dict(net.state_dict())
+    sums = torch.arange(6.0).reshape(-1, 3).double() / 10
+    (get_world_size() * reference.value(sums).sum() / samples).backward()
+    return given.flatten().tolist(), reference.body.weight.grad.flatten().tolist()
+
+
+@pytest.mark.parametrize("world_size", [0, 2, 3])
+def test_global_mean_of_a_model_scales_the_gradients_it_has(world_size):
+    for given, expected in [each["_scaled"] for each in _at_the_border(world_size)] if world_size else [_scaled()]:
+        assert given == pytest.approx(expected)
+
+
+def test_global_mean_scales_a_gradient_of_two_parameters_once_and_one_that_was_expanded():
+    net = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(3)])
+    net[0].grad = net[1].grad = torch.full((2,), 6.0)
+    net[2].grad = torch.tensor(6.0).expand(2)
+    global_mean(net, 3)
+    assert [p.grad.tolist() for p in net] == [[2.0, 2.0]] * 3

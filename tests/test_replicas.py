@@ -9,8 +9,9 @@ import torch
 from conftest import on_ranks
 from torch import nn
 
-from ddpkit import ReplicaMismatch, get_rank
-from ddpkit.replicas import check_replicas
+import ddpkit
+from ddpkit import MismatchError, ReplicaMismatch, get_rank
+from ddpkit.replicas import check_replicas, sync_buffers
 from ddpkit.wrapping import wrap_model
 
 Parts = tuple[nn.Module, torch.optim.Optimizer]
@@ -127,6 +128,7 @@ def test_every_difference_is_named_on_every_rank():
         message, *others = (result[damage.__name__] for result in results)
         assert message is not None, f"{damage.__name__} was not seen"
         assert others == [message, message]
+        assert ("sync_buffers(model) makes buffers equal" in message) == ("buffer" in line)
         entries = message.splitlines()[1:]
         (entry,) = (one for one in entries if one.startswith(f"  {line}"))
         assert "on ranks 0, 2; " in entry and entry.endswith("on rank 1")
@@ -171,3 +173,188 @@ def test_names_are_the_models_own_and_statistics_differ_until_the_next_forward()
 
 def test_one_process_has_nothing_to_compare():
     check_replicas(*_parts())
+
+
+class _Statistics(nn.Module):
+    """Buffers of all kinds, that differ between ranks, are equal, or cannot be compared with ==."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = get_rank()
+        self.norm = nn.BatchNorm1d(3)
+        self.norm.running_mean.fill_(rank + 0.1)
+        self.norm.running_var[1] = 10.0**rank
+        self.norm.num_batches_tracked.fill_(7 + rank)
+        self.register_buffer("sixteen_bits", torch.full((2,), 40000.0 + 64 * rank, dtype=torch.float16))
+        self.register_buffer("flags", torch.tensor([rank == 0, True]))
+        self.register_buffer("phase", torch.tensor([1j * rank, 1.0]))
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+        self.register_buffer("empty", torch.zeros(0, 2))
+        self.register_buffer("third", torch.full((2,), 1 / 3), persistent=False)
+        self.register_buffer("seen", torch.full((2,), float(rank)), persistent=False)
+        self.register_buffer("transposed", torch.full((2, 3), float(rank)).t())
+        self.large = nn.Module()
+        self.large.register_buffer("table", torch.full((3000,), rank / 7))
+
+
+def _floats(model: nn.Module) -> dict[str, list[float]]:
+    return {name: buffer.flatten().tolist() for name, buffer in model.named_buffers()}
+
+
+def _synced() -> dict[str, dict[str, list[float]]]:
+    found = {}
+    for how in ("mean", "broadcast"):
+        model = _Statistics()
+        given = dict(model.named_buffers())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(get_rank())
+        sync_buffers(model, how)
+        assert all(model.get_buffer(name) is buffer for name, buffer in given.items())
+        assert {p.unique().item() for p in model.parameters()} == {get_rank()}  # not its business
+        found[how] = _floats(model)
+    wrapped = wrap_model(_Statistics(), broadcast_buffers=False)
+    compiled = torch.compile(_Statistics(), backend="eager")
+    for p in compiled.parameters():
+        nn.init.ones_(p)
+    unequal = wrapped if get_rank() == 0 else wrapped.module  # a wrapper on one rank only
+    for model in (wrapped, compiled, unequal):
+        for i, buffer in enumerate(model.buffers()):
+            if buffer.is_floating_point() and i == 0:
+                buffer += get_rank()
+        sync_buffers(model)
+        check_replicas(model)
+    with torch.inference_mode():
+        model = wrapped.module
+        model.norm.running_mean.fill_(get_rank())
+        sync_buffers(model)
+        check_replicas(model)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sync_buffers_makes_buffers_equal_bit_for_bit_and_leaves_equal_ones_alone(world_size):
+    results = on_ranks(_synced, world_size)
+    ranks = range(world_size)
+    first = results[0]
+    assert all(repr(found) == repr(first) for found in results)
+    mean = first["mean"]
+    assert mean["norm.running_mean"] == pytest.approx([sum(ranks) / world_size + 0.1] * 3)
+    assert mean["norm.running_var"] == pytest.approx([1, sum(10.0**rank for rank in ranks) / world_size, 1])
+    assert mean["sixteen_bits"] == [40000.0 + 32 * (world_size - 1)] * 2
+    assert mean["phase"] == pytest.approx([1j * sum(ranks) / world_size, 1])
+    assert mean["seen"] == pytest.approx([sum(ranks) / world_size] * 2)
+    assert mean["transposed"] == pytest.approx([sum(ranks) / world_size] * 6)
+    assert mean["large.table"] == pytest.approx([sum(ranks) / world_size / 7] * 3000)
+    for found in first.values():
+        assert found["norm.num_batches_tracked"] == [7]  # rank 0's
+        assert found["flags"] == [True, True]
+        assert found["third"] == [torch.tensor(1 / 3).item()] * 2
+        assert found["mask"][:4] == [0, float("-inf"), float("-inf"), 0]
+    assert first["broadcast"]["norm.running_mean"] == [torch.tensor(0.1).item()] * 3
+    assert first["broadcast"]["large.table"] == [0] * 3000
+
+
+class _Buffer(nn.Module):
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", buffer)
+
+
+def _cannot() -> list[str]:
+    found = []
+    second = get_rank() == 1
+    calls = {
+        "expanded": lambda: sync_buffers(_Buffer(torch.ones(1).expand(3) if second else torch.ones(3))),
+        "how": lambda: sync_buffers(nn.Linear(1, 1), "max" if second else "mean"),
+        "lazy": lambda: sync_buffers(nn.LazyBatchNorm1d() if second else nn.BatchNorm1d(2)),
+        "meta": lambda: sync_buffers(nn.BatchNorm1d(2, device="meta" if second else "cpu")),
+        "optimizer": lambda: check_replicas(nn.Linear(1, 1), "Adam" if second else None),
+        "none": lambda: check_replicas(None if second else nn.Linear(1, 1)),
+    }
+    for call in calls.values():
+        with pytest.raises((TypeError, ValueError, AttributeError, MismatchError)) as caught:
+            call()
+        found.append(f"{type(caught.value).__name__}: {caught.value}")
+    calls = [
+        lambda: sync_buffers(_Buffer(torch.ones(2 + second))),
+        lambda: sync_buffers(nn.BatchNorm1d(2), "broadcast" if second else "mean"),
+    ]
+    for call in calls:
+        with pytest.raises(MismatchError) as caught:
+            call()
+        found.append(f"{type(caught.value).__name__}: {caught.value}")
+    sync_buffers(nn.Linear(1, 1))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_buffers_that_cannot_be_made_equal_are_an_error_on_every_rank(world_size):
+    reasons = ["cannot write to scale", "'mean' or 'broadcast', got 'max'", "is lazy", "on the meta device"]
+    reasons += ["param_groups", "takes a torch.nn.Module, got NoneType"]
+    for rank, found in enumerate(on_ranks(_cannot, world_size)):
+        for text, reason in zip(found, reasons, strict=False):
+            assert reason in text
+            assert text.startswith("MismatchError") == (rank != 1)
+            assert rank == 1 or "rank 1: " in text
+        assert "scale: torch.float32[2] on rank" in found[-2] and "torch.float32[3] on rank 1" in found[-2]
+        assert "different collectives" in found[-1]
+
+
+def test_on_one_process_there_is_nothing_to_make_equal_but_mistakes_are_found():
+    model = _Statistics()
+    before = repr(_floats(model))
+    sync_buffers(model)
+    sync_buffers(model, "broadcast")
+    assert repr(_floats(model)) == before
+    with pytest.raises(ValueError, match="got 'max'"):
+        sync_buffers(model, "max")
+    with pytest.raises(TypeError, match="got list"):
+        sync_buffers([model])
+
+
+def _named_module() -> str:
+    net = torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1))
+    nn.init.constant_(net.module.weight, get_rank())
+    with pytest.raises(ReplicaMismatch) as caught:
+        check_replicas(nn.DataParallel(net))
+    return str(caught.value)
+
+
+def test_a_submodule_of_the_models_own_that_is_called_module_keeps_its_name_in_messages():
+    assert all("parameter module.weight: float32[1, 1] #" in text for text in on_ranks(_named_module, 2))
+
+
+def _score(sync: bool) -> tuple[float, float]:
+    """The mean error that the guide's recipe finds after training, and that of the model that rank 0 would save."""
+    torch.manual_seed(0)
+    model = wrap_model(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.linspace(-3, 3, 46).reshape(-1, 2)
+    dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    train = ddpkit.make_loader(dataset, 4, seed=1)
+    evaluation = ddpkit.make_loader(dataset, 4, train=False)
+    for inputs, targets in train:
+        optimizer.zero_grad()
+        ddpkit.global_mean(nn.functional.mse_loss(model(inputs), targets, reduction="sum"), len(inputs)).backward()
+        optimizer.step()
+    if sync:
+        sync_buffers(model)
+    plain = ddpkit.unwrap_model(model).eval()
+    with torch.no_grad():
+        errors = [(plain(inputs) - targets).flatten() for inputs, targets in evaluation]
+        scored = ddpkit.gather_exact(torch.cat(errors), list(evaluation.sampler), len(dataset))
+        plain.load_state_dict(ddpkit.broadcast(plain.state_dict()))
+        saved = (plain(x) - dataset.tensors[1]).flatten()
+    return scored.abs().mean().item(), saved.abs().mean().item()
+
+
+def _scores() -> list[tuple[float, float]]:
+    return [_score(True), _score(False)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_network_with_statistics_is_scored_as_it_is_saved(world_size):
+    for (scored, saved), (scored_without, saved_without) in on_ranks(_scores, world_size):
+        assert scored == pytest.approx(saved, rel=1e-6)
+        assert abs(scored_without - saved_without) > 1e-3  # what nobody would notice

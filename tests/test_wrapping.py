@@ -14,7 +14,7 @@ from conftest import on_ranks
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from ddpkit import DdpkitError, MismatchError, get_rank
+from ddpkit import DdpkitError, MismatchError, all_reduce_mean, get_rank
 from ddpkit.replicas import check_replicas
 from ddpkit.wrapping import clean_state_dict, unwrap_model, wrap_model
 
@@ -158,3 +158,114 @@ def test_a_submodule_called_module_is_no_wrapper_if_it_has_siblings():
     assert list(clean_state_dict(averaged.state_dict())) == ["n_averaged", "module.weight", "module.bias"]
     assert clean_state_dict({"module": 1}) == {"module": 1}  # a parameter of that name
     assert clean_state_dict({}) == {}
+
+
+class _Own(nn.Module):
+    """A model whose only child is called as a wrapper's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+def test_an_only_child_called_module_is_no_wrapper_for_unwrap_model():
+    own = _Own()
+    for wrapped in (own, DataParallel(own), compiled(own), compiled(DataParallel(own))):
+        assert unwrap_model(wrapped) is own
+        assert list(unwrap_model(wrapped).state_dict()) == ["module.weight", "module.bias"]
+
+
+def _expanded() -> nn.Module:
+    net = nn.Linear(2, 1)
+    net.weight = nn.Parameter(torch.zeros(1, 1).expand(1, 2))
+    return net
+
+
+def _of_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(2, 1)
+
+
+def _half_moved() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, device="meta"))
+
+
+UNFIT: dict[str, Callable[[], Any]] = {
+    "takes a torch.nn.Module, got list": lambda: [nn.Linear(2, 1)],
+    "takes a torch.nn.Module, got type": lambda: nn.Linear,
+    "1.weight is on the meta device": _half_moved,
+    "0.weight is lazy": lambda: nn.Sequential(nn.LazyLinear(1), nn.BatchNorm1d(1)),
+    "weight cannot be written to": _expanded,
+    "cannot be written to": _of_inference_mode,
+    "already wrapped": lambda: nn.Sequential(DataParallel(nn.Linear(2, 1))),
+}
+
+
+def _refused() -> dict[str, str]:
+    """The error for every unfit model, on all ranks and on rank 1 alone."""
+    found = {}
+    for words, make in UNFIT.items():
+        for alone in (False, True):
+            model = nn.Linear(2, 1) if alone and get_rank() != 1 else make()
+            with pytest.raises((TypeError, ValueError, MismatchError)) as caught:
+                wrap_model(model)
+            found[f"{words}, {alone}"] = f"{type(caught.value).__name__}: {caught.value}"
+    for options in ({"static_graph": True}, {"gradient_compression": "fp16"}, {"broadcast_buffers": False}):
+        mine = options if get_rank() == 1 else {}
+        found[next(iter(options))] = _message(MismatchError, lambda mine=mine: wrap_model(nn.Linear(2, 1), **mine))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_models_that_cannot_be_wrapped_are_refused_on_every_rank(world_size):
+    for rank, found in enumerate(on_ranks(_refused, world_size)):
+        for words in UNFIT:
+            assert words in found[f"{words}, False"] and words in found[f"{words}, True"]
+            assert not found[f"{words}, False"].startswith("MismatchError")
+            assert found[f"{words}, True"].startswith("MismatchError") == (rank != 1)
+        assert "static_graph: False on rank" in found["static_graph"]
+        assert "fp16 on rank 1" in found["gradient_compression"]
+        assert "broadcast_buffers" in found["broadcast_buffers"]
+
+
+@pytest.mark.parametrize("words", UNFIT)
+def test_one_process_refuses_the_same_models(words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        wrap_model(UNFIT[words]())
+
+
+def _fit() -> list[Any]:
+    """Odd models that are right: what they become, and their gradient on inputs of rank + 1."""
+    found: list[Any] = []
+    x = torch.full((1, 2), get_rank() + 1.0)
+    nothing = wrap_model(nn.Identity())
+    found.append(type(nothing).__name__)
+    half = nn.Linear(2, 1, bias=False)
+    tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    tied[1].weight = tied[0].weight
+    for net in (compiled(half), tied, _Own()):
+        model = wrap_model(net)
+        model(x).sum().backward()
+        check_replicas(model)
+        gradient = next(model.parameters()).grad
+        found.append(torch.allclose(gradient, all_reduce_mean(gradient)) and bool(gradient.any()))
+    for setting in (torch.device("meta"), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu")):
+        with setting:
+            model = wrap_model(nn.Linear(2, 1, device="cpu"))
+        model(x).sum().backward()
+        found.append(model.module.weight.grad.tolist())
+    frozen = nn.BatchNorm1d(2, affine=False)
+    frozen.running_mean.fill_(get_rank())
+    found.append(wrap_model(frozen).running_mean.tolist())
+    wrap_model(unwrap_model(model))(x)  # again, once it was unwrapped
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_odd_models_that_can_be_wrapped_are_and_train(world_size):
+    mean = [[(world_size + 1) / 2] * 2]
+    for found in on_ranks(_fit, world_size):
+        assert found == ["Identity", True, True, True, *[mean] * 4, [0, 0]]
