@@ -50,7 +50,7 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
         return _absent(error, late, session.rank)
     except DdpkitError as cause:
         return cause
-    calls = {text.split()[0] for text in places}
+    calls = {text.partition(" ")[0] for text in places}
     if len(calls) == 1 or "?" in calls:
         return None
     lines = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(places))

@@ -12,10 +12,11 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 import torch.distributed as dist
 
@@ -25,6 +26,61 @@ from .patience import Pause, aside
 T = TypeVar("T")
 _WORD, _BROKEN = 60, 1 << 61  # a meeting's counters: one bit for each of 60 ranks, and a flag, in an int64
 _PATIENCE = timedelta(seconds=1.5)  # in which the watch learns why a connection broke
+_AT_ONCE = timedelta(seconds=5)  # bound on a wait for a key whose writer is at work
+_LONGEST = 8 << 20  # bytes that the store takes at once; it has more only if somebody appends
+_MESSAGE, _TRACE = 10_000, 50_000  # characters of a failure: the store drops connections over values of megabytes
+FAILURE = {"rank": int, "host": str, "type": str, "message": str, "traceback": str}
+_MISSING = {"missing": [int], "seconds": float}
+
+
+def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a JSON object from the store, where any program that reaches the port may write.
+
+    Args:
+        text: Bytes that the store gave.
+        key: Their key, for the error.
+        *shapes: Name and type of each field, one mapping for each form that is right; `[int]` is a list of ints.
+
+    Raises:
+        LaunchError: If the text has none of these forms.
+    """
+    if len(text) > _LONGEST:
+        refuse_text(text, key)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        refuse_text(text, key)
+    if not any(_fits(found, shape) for shape in shapes):
+        refuse_text(text, key)
+    return dict(found)
+
+
+def refuse_text(text: bytes | str, key: str) -> NoReturn:
+    """Raise `LaunchError`: no rank of this job wrote this text."""
+    shown = repr(text[:60]) + ("…" if len(text) > 60 else "")
+    raise LaunchError(
+        f"The store holds {shown} under {key!r}, which no rank of this job wrote. "
+        "Does another program use this MASTER_ADDR and MASTER_PORT? Give each job a port of its own."
+    )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Say whether a value that was JSON has a type, or the form of a mapping from names to types, or of `[type]`."""
+    if isinstance(hint, Mapping):
+        named = isinstance(value, dict) and value.keys() == hint.keys()
+        return named and all(_fits(value[name], hint[name]) for name in hint)
+    if isinstance(hint, list):
+        return isinstance(value, list) and all(_fits(each, hint[0]) for each in value)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, choice) for choice in args)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(each, args[1]) for each in value.values())
+    if origin is tuple and args[-1] is Ellipsis:
+        return _fits(value, [args[0]])
+    if origin is tuple:
+        return isinstance(value, list) and len(value) == len(args) and all(map(_fits, value, args))
+    return type(value) is (NoneType if hint is None else hint)  # a bool is no int
 
 
 def failure_record(rank: int, error: BaseException) -> dict[str, Any]:
@@ -33,10 +89,10 @@ def failure_record(rank: int, error: BaseException) -> dict[str, Any]:
         words = {"type": error.error_type, "message": error.message, "traceback": error.traceback}
         return {"rank": error.rank, "host": error.host, **words}
     try:
-        message = str(error)[:10_000]  # the store drops connections over values of megabytes
+        message = str(error)[:_MESSAGE]
     except Exception:
         message = "(its message cannot be made: __str__ raises)"
-    words = {"type": type(error).__name__, "message": message, "traceback": trace_of(error)[-50_000:]}
+    words = {"type": type(error).__name__, "message": message, "traceback": trace_of(error)[-_TRACE:]}
     return {"rank": rank, "host": socket.gethostname(), **words}
 
 
@@ -46,10 +102,11 @@ def trace_of(error: BaseException) -> str:
 
 
 def as_error(record: dict[str, Any]) -> DdpkitError:
-    """The exception that a failure record stands for on the other ranks."""
+    """Make the exception that a failure record stands for on the other ranks."""
+    message, trace = record["message"][:_MESSAGE], record["traceback"][-_TRACE:]
     if record["rank"] < 0:
-        return LaunchError(record["message"])
-    return PeerError(record["rank"], record["host"], record["type"], record["message"], record["traceback"])
+        return LaunchError(message)
+    return PeerError(record["rank"], record["host"][:_MESSAGE], record["type"][:_MESSAGE], message, trace)
 
 
 class Session:
@@ -78,8 +135,7 @@ class Session:
 
     def record(self, failure: dict[str, Any]) -> dict[str, Any]:
         """Records this failure, or returns the one that came first."""
-        first: dict[str, Any] = json.loads(self.store.compare_set("failure", "", json.dumps(failure)))
-        return first
+        return parse(self.store.compare_set("failure", "", json.dumps(failure)), "failure", FAILURE)
 
     def announce(self, failure: dict[str, Any], patience: float = 2.0) -> None:
         """Records this failure, for those that hear of it through the store."""
@@ -99,7 +155,7 @@ class Session:
 
     def _look(self) -> dict[str, Any] | None:
         if self.told is None and self.store.check(["failure"]):
-            self.told = json.loads(self.store.get("failure"))
+            self.told = parse(self.store.get("failure"), "failure", FAILURE)
         return self.told
 
     def verdict(self) -> DdpkitError | None:
@@ -136,7 +192,7 @@ class Session:
             with self._deadline(timeout):
                 yield
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            words = f"the store that it hosts, or its agent, has gone: {error}"
+            words = f"the connection to the store that it hosts, or its agent, broke: {error}"
             raise self.verdict() or PeerError(0, self.hosts[0], "lost", words) from error
 
     @contextmanager
@@ -188,6 +244,9 @@ class Session:
         def complete() -> bool | None:
             left = list(self.left)  # before the look, because who leaves has arrived before
             bits[:] = look()
+            for word, bit, whole in zip(words, bits, full, strict=True):
+                if bit & ~(whole | _BROKEN):
+                    refuse_text(f"{bit}", word)
             if bits[0] & _BROKEN:
                 return self._judge(key, ranks)
             if bits != full and (gone := [rank for rank in left if rank in absent()]):
@@ -218,7 +277,14 @@ class Session:
         with self.bounded(timeout or self.timeout):
             self.store.set(f"{key}/from/{self.rank}", text)
             self.meet(key, timeout, litter=[f"{key}/from/{self.rank}"])
-            return [self.store.get(f"{key}/from/{rank}").decode() for rank in self.everyone]
+            return [self._text(f"{key}/from/{rank}") for rank in self.everyone]
+
+    def _text(self, key: str) -> str:
+        data = self.store.get(key)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            refuse_text(data, key)
 
     def leave(self, linger: bool) -> None:
         """Counts itself out; a rank that hosts the store lingers up to 2 s for those who still need it."""
@@ -241,7 +307,9 @@ class Session:
 
     def _judge(self, key: str, ranks: Sequence[int]) -> bool:
         """Raises why the meeting broke; true if the last rank came just before somebody gave up."""
-        why = json.loads(self.store.get(f"{key}/why"))
+        reason = f"{key}/why"
+        self.until(lambda: self.store.check([reason]) or None, _AT_ONCE, lambda: refuse_text("nothing", reason))
+        why = parse(self.store.get(reason), reason, FAILURE, _MISSING)
         if "missing" not in why:
             raise as_error(why)
         if not why["missing"]:
