@@ -22,7 +22,7 @@ from .assembly import Context, Job, adopted_launch, assemble, checked_launch, cl
 from .connections import SETTLE, cut
 from .devices import choose_device
 from .errors import DdpkitError, LaunchError, NotSetUpError
-from .failing import cause_of, fill_error_file, publish
+from .failing import cause_of, ended_well, fill_error_file, publish
 from .store import Session, as_error
 
 log = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ def report(error: BaseException) -> BaseException:
 
 
 def _report(error: BaseException) -> BaseException:
-    if isinstance(error, SystemExit) and not error.code:
+    if ended_well(error):
         return error
     if _job is not None and _job.session is not None and _job.session.pid == os.getpid():
         error = cause_of(error, _job.session) or error

@@ -84,26 +84,46 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def failure_record(rank: int, error: BaseException) -> dict[str, Any]:
-    """What the other ranks are told of a failure; rank -1 when the job itself is wrong."""
+    """Make what the other ranks are told of a failure; rank -1 when the job itself is wrong."""
     if isinstance(error, PeerError):  # it only passes on what became of a peer
         words = {"type": error.error_type, "message": error.message, "traceback": error.traceback}
         return {"rank": error.rank, "host": error.host, **words}
-    try:
-        message = str(error)[:_MESSAGE]
-    except Exception:
-        message = "(its message cannot be made: __str__ raises)"
-    words = {"type": type(error).__name__, "message": message, "traceback": trace_of(error)[-_TRACE:]}
+    words = {"type": type(error).__name__, "message": message_of(error), "traceback": trace_of(error)}
     return {"rank": rank, "host": socket.gethostname(), **words}
 
 
+def message_of(error: BaseException, length: int = _MESSAGE) -> str:
+    """Make the text of an exception, shortened to `length` characters, also where its own `__str__` raises."""
+    try:
+        text = str(error)
+    except BaseException as broken:  # SystemExit too: what matters is the error that we are asked about
+        text = f"(no message: its __str__ raises {type(broken).__name__})"
+    return _printable(text[:length])
+
+
 def trace_of(error: BaseException) -> str:
-    """The formatted traceback, "" for an error that was never raised."""
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__)) if error.__traceback__ else ""
+    """Format the traceback, "" for an error that was never raised; shortened in the middle if it is long."""
+    if error.__traceback__ is None:
+        return ""
+    try:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+    except BaseException:  # an exception may hold anything, and the formatter of a SyntaxError trusts its fields
+        lines = [*traceback.format_tb(error.__traceback__), f"{type(error).__name__}: {message_of(error)}\n"]
+    text = "".join(lines)
+    if len(text) > _TRACE:
+        half = _TRACE // 2
+        text = f"{text[:half]}\n…\n{text[-half:]}"
+    return _printable(text)
+
+
+def _printable(text: str) -> str:
+    """Write out what no encoding has, such as the halves of a broken file name."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def as_error(record: dict[str, Any]) -> DdpkitError:
     """Make the exception that a failure record stands for on the other ranks."""
-    message, trace = record["message"][:_MESSAGE], record["traceback"][-_TRACE:]
+    message, trace = record["message"][:_MESSAGE], record["traceback"][-2 * _TRACE :]
     if record["rank"] < 0:
         return LaunchError(message)
     return PeerError(record["rank"], record["host"][:_MESSAGE], record["type"][:_MESSAGE], message, trace)
