@@ -222,7 +222,26 @@ def control_device() -> torch.device:
 
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """Around torch's collectives: a connection that broke because a peer failed becomes a `PeerError` that names it."""
+    """Raise the `PeerError` that names the peer where a torch call in this block breaks because a peer failed.
+
+    ddpkit's own calls do this by themselves. A collective of torch's, or the `backward` of a DDP model, may raise a plain
+    `RuntimeError` about a connection before the news of the failure has come: put those in this block to catch
+    `PeerError`. All other errors leave the block as they are, and on one process nothing changes.
+
+    Raises:
+        PeerError: If another rank failed, left or did not come; at the start of the block, too, if that is known.
+        MismatchError: If the ranks were in different collectives.
+
+    Example:
+        >>> import torch
+        >>> from ddpkit import PeerError
+        >>> model = torch.nn.Linear(1, 1)
+        >>> try:
+        ...     with peer_errors():
+        ...         model(torch.ones(1)).backward()
+        ... except PeerError as error:
+        ...     print(f"rank {error.rank} failed")  # save what there is, then end
+    """
     if _job and _job.session and _job.session.told:  # also if the error that said so was swallowed
         raise as_error(_job.session.told)
     try:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import builtins
 import json
+import os
+import random
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -185,3 +189,40 @@ def fail_in_a_group() -> None:
         if context.rank == 1:
             raise ZeroDivisionError("oh")
         asyncio.run(steps())
+
+
+def lose_a_peer(call: str, victim: int) -> None:
+    """Catches what the death of a peer makes of a torch collective, or of backward."""
+    with ddpkit.distributed(timeout=timedelta(seconds=60)) as context:
+        model = ddpkit.wrap_model(torch.nn.Linear(100, 100))
+        ddpkit.barrier()
+        if context.rank == victim:
+            threading.Timer(random.uniform(0.05, 0.3), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        try:
+            with ddpkit.peer_errors():
+                while True:
+                    if call == "all_reduce":
+                        torch.distributed.all_reduce(torch.ones(100_000))
+                    else:
+                        model(torch.ones(8, 100)).sum().backward()
+        except ddpkit.PeerError as error:
+            print(f"caught {error.rank} {error.error_type}")
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "backward"])
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (2, 0), (3, 1)])
+def test_in_the_block_the_death_of_a_peer_is_always_its_peer_error(call: str, world_size: int, victim: int) -> None:
+    for _ in range(int(os.environ.get("DDPKIT_TEST_DEATHS", "2"))):
+        port = free_port()
+        ended = run(lose_a_peer, [platform_env(rank, world_size, port) for rank in range(world_size)], call, victim)
+        for rank, end in enumerate(ended):
+            if rank == victim:
+                assert end.code == -signal.SIGKILL, end.output
+            else:
+                assert (end.code, f"caught {victim} lost" in end.output) == (0, True), end.output
+
+
+def test_an_error_that_no_peer_caused_leaves_the_block_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="^mine$") as caught, ddpkit.peer_errors():
+        raise RuntimeError("mine")
+    assert type(caught.value) is RuntimeError
