@@ -23,6 +23,7 @@ from .connections import SETTLE, cut
 from .devices import choose_device
 from .errors import DdpkitError, LaunchError, NotSetUpError
 from .failing import cause_of, ended_well, fill_error_file, publish
+from .patience import check_timeout
 from .store import Session, as_error
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,7 @@ def setup(
         >>> teardown()
     """
     global _job
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise ValueError(f"timeout must be a positive datetime.timedelta, got {timeout!r}.")
+    check_timeout(timeout)
     if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
         raise ValueError(f"num_threads must be a positive integer, got {num_threads!r}.")
     device = None if device is None else torch.device(device)
@@ -224,8 +224,8 @@ def control_device() -> torch.device:
 def peer_errors() -> Iterator[None]:
     """Raise the `PeerError` that names the peer where a torch call in this block breaks because a peer failed.
 
-    ddpkit's own calls do this by themselves. A collective of torch's, or the `backward` of a DDP model, may raise a plain
-    `RuntimeError` about a connection before the news of the failure has come: put those in this block to catch
+    ddpkit's own calls do this by themselves. A collective of torch's, or the `backward` of a DDP model, may raise a
+    plain `RuntimeError` about a connection before the news of the failure has come: put those in this block to catch
     `PeerError`. All other errors leave the block as they are, and on one process nothing changes.
 
     Raises:

@@ -27,10 +27,11 @@ T = TypeVar("T")
 _WORD, _BROKEN = 60, 1 << 61  # a meeting's counters: one bit for each of 60 ranks, and a flag, in an int64
 _PATIENCE = timedelta(seconds=1.5)  # in which the watch learns why a connection broke
 _AT_ONCE = timedelta(seconds=5)  # bound on a wait for a key whose writer is at work
+_LONG = 1.0  # seconds of a wait after which a rank notes where it waits
 _LONGEST = 8 << 20  # bytes that the store takes at once; it has more only if somebody appends
 _MESSAGE, _TRACE = 10_000, 50_000  # characters of a failure: the store drops connections over values of megabytes
 FAILURE = {"rank": int, "host": str, "type": str, "message": str, "traceback": str}
-_MISSING = {"missing": [int], "seconds": float}
+_MISSING = {"missing": [int], "seconds": float, "elsewhere": dict[str, str]}
 
 
 def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,7 +262,14 @@ class Session:
         def look() -> list[int]:  # the first word last: it holds the flag
             return [self.store.add(word, 0) for word in reversed(words)][::-1]
 
+        name, note = key.rpartition("/")[0], f"waits/{self.rank}"
+        noted, note_at = False, time.monotonic() + min(_LONG, timeout.total_seconds() / 2)
+
         def complete() -> bool | None:
+            nonlocal noted
+            if not noted and time.monotonic() > note_at:  # for those who miss this rank elsewhere
+                self.store.set(note, name)
+                noted = True
             left = list(self.left)  # before the look, because who leaves has arrived before
             bits[:] = look()
             for word, bit, whole in zip(words, bits, full, strict=True):
@@ -277,7 +285,8 @@ class Session:
         def late() -> bool:
             if self.store.add(f"{key}/broken", 1) == 1:  # the first reason stands
                 bits[:] = [self.store.add(word, 0 if i else _BROKEN) for i, word in enumerate(words)]
-                self.store.set(f"{key}/why", json.dumps({"missing": absent(), "seconds": timeout.total_seconds()}))
+                why = {"missing": absent(), "seconds": timeout.total_seconds(), "elsewhere": self._elsewhere(absent())}
+                self.store.set(f"{key}/why", json.dumps(why))
             return self._judge(key, ranks)
 
         with self.bounded(timeout):
@@ -287,6 +296,8 @@ class Session:
             bits = bits if len(words) == 1 else look()
             if bits != full:
                 self.until(complete, timeout, late)
+                if noted:
+                    self.store.delete_key(note)
             for old in self._litter.get(ranks, ()):
                 self.store.delete_key(old)
         self._litter[ranks] = [*litter, *(words if place == 0 else ())]
@@ -305,6 +316,11 @@ class Session:
             return data.decode()
         except UnicodeDecodeError:
             refuse_text(data, key)
+
+    def _elsewhere(self, missing: Sequence[int]) -> dict[str, str]:
+        """Find where missing ranks wait instead, by rank."""
+        notes = {f"{rank}": f"waits/{rank}" for rank in missing}
+        return {rank: self._text(note) for rank, note in notes.items() if self.store.check([note])}
 
     def leave(self, linger: bool) -> None:
         """Counts itself out; a rank that hosts the store lingers up to 2 s for those who still need it."""
@@ -337,10 +353,11 @@ class Session:
         missing, arrived = (
             [(r, self.hosts[r]) for r in ranks if (r in why["missing"]) is wanted] for wanted in (True, False)
         )
-        text = (
-            f"{key.rpartition('/')[0]}: {len(missing)} of {len(ranks)} ranks did not arrive within {why['seconds']:g} s"
-        )
+        count = f"{len(missing)} of {len(ranks)} ranks"
+        text = f"{key.rpartition('/')[0]}: {count} did not arrive within {why['seconds']:g} s"
         text += f": {_names(missing)}. Arrived: {_names(arrived)}."
+        for rank, place in why["elsewhere"].items():
+            text += f" Rank {rank} waits in {place} instead."
         if self.rank in why["missing"]:
             text += f" This is rank {self.rank}, which came too late."
         raise BarrierTimeout(text, missing, arrived)

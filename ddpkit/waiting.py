@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 from . import ranks, runtime
 from .errors import DdpkitError
+from .patience import check_timeout
 from .store import FAILURE, Session, as_error, failure_record, parse
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_NAME = 1000  # characters: names are keys of the store
 _WORK = timedelta(days=1)  # bound on work that one rank does while the others wait; a rank that dies is noticed at once
 
 
@@ -27,22 +29,46 @@ def barrier(name: str | None = None, timeout: timedelta | None = None) -> None:
     """Waits until every rank is here. Collective, on any backend; it leaves the accelerator's queue alone.
 
     Args:
-        name: What to call it in errors; it may be used again. Ranks meet at the same use of the same name.
+        name: What to call it in errors, 1 to 1000 characters; it may be used again. Ranks meet at the same use of the
+            same name.
         timeout: Bound on the wait; by default that of `setup()`.
 
     Raises:
         BarrierTimeout: If ranks are missing when the time is up; `.missing` and `.arrived` say which, on every rank,
-            also on those that come later.
-        PeerError: If a rank failed or left meanwhile.
+            also on those that come later. The message says where a missing rank waits instead.
+        PeerError: If a rank failed or left meanwhile, or passed a time-out that is none.
+        TypeError: If `timeout` is a number: write `timedelta(seconds=...)`.
 
     Example:
         >>> barrier()
     """
-    if timeout is not None and timeout <= timedelta(0):
-        raise ValueError(f"timeout must be positive, got {timeout}.")
-    if runtime.joined():
+    _check_name(name)
+    joined = runtime.joined()
+    try:
+        if timeout is not None:
+            check_timeout(timeout)
+    except (TypeError, ValueError) as error:
+        if joined:  # the others come with a good one
+            session = runtime.current_session()
+            session.meet(_key(session, "barrier", name), failure=failure_record(session.rank, error))
+        raise
+    if joined:
         session = runtime.current_session()
-        session.meet(session.count(f"barrier {name!r}" if name else "barrier"), timeout)
+        session.meet(_key(session, "barrier", name), timeout)
+
+
+def _check_name(name: object) -> None:
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, equal on every rank, got {name!r}.")
+    if not 0 < len(name) <= _NAME:
+        raise ValueError(f"name must have 1 to {_NAME} characters, got {len(name)}.")
+
+
+def _key(session: Session, call: str, name: str | None) -> str:
+    """Make the key of this use of a name; its quotes keep any name apart from all other keys."""
+    return session.count(call if name is None else f"{call} {str(name)!r}")
 
 
 def exchange(text: str) -> list[str]:
@@ -68,11 +94,12 @@ def together(name: str | None = None) -> Iterator[None]:
         >>> with together("read the index"):
         ...     index = list(range(3))
     """
+    _check_name(name)
     if not runtime.joined():
         yield
         return
     session = runtime.current_session()
-    key = session.count(f"together {name!r}" if name else "together")
+    key = _key(session, "together", name)
     try:
         yield
     except BaseException as error:
