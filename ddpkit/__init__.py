@@ -31,7 +31,7 @@ from .ranks import (
     is_main_process,
 )
 from .replicas import check_replicas, sync_buffers
-from .runtime import distributed, get_device, setup, teardown
+from .runtime import distributed, get_device, peer_errors, setup, teardown
 from .samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
 from .scaling import ScalePlan, rule_for, scale_lr, warmup_factor
 from .seeding import sample_seed, seed_everything
@@ -66,6 +66,7 @@ __all__ = [
     "main_process_only",
     "together",
     "stop_together",
+    "peer_errors",
     # collectives
     "all_reduce_mean",
     "all_reduce",

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from . import ranks, runtime, waiting
 from .errors import MismatchError
+from .store import parse
 
 Lanes = NDArray[np.float64]
 HEAD = 16  # lanes of the check, in front of the payload
 ROOM = 512 - HEAD  # lanes of payload that travel with it
 _LINES = 10
+_TERMS = {"call": str, "parts": dict[str, str], "error": str}
 
 
 def terms(call: str, parts: dict[str, str] | None = None, error: str = "") -> str:
@@ -57,7 +59,8 @@ def agree(mine: str, block: Lanes | None = None) -> Lanes:
     else:
         wire.copy_(all_reduce(wire.to(device)))
     if block[:HEAD].tobytes() != expected:
-        raise MismatchError(_difference([json.loads(text) for text in waiting.exchange(mine)]))
+        texts = waiting.exchange(mine)
+        raise MismatchError(_difference([parse(text, "exchange", _TERMS) for text in texts]))
     return block[HEAD:]
 
 

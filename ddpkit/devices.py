@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from .errors import LaunchError
 from .launchers import Launch
-from .store import Session
+from .store import Session, parse
 
+_CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
 _MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
@@ -69,7 +70,8 @@ def agree(
     except (RuntimeError, ValueError) as error:
         choice["error"] = str(error)
     choice["kind"] = chosen.type
-    choices = [json.loads(text) for text in session.exchange(json.dumps(choice))]
+    texts = session.exchange(json.dumps(choice))
+    choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
     if problems := [f"rank {rank}: {other['error']}" for rank, other in enumerate(choices) if other["error"]]:
         raise LaunchError("; ".join(problems))
     for key, name in (("kind", "kinds of device"), ("backend", "backends")):

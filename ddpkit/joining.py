@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 import torch.distributed as dist
 
@@ -25,7 +25,7 @@ from .errors import LaunchError
 from .launchers import Launch, detect_launch
 from .patience import Pause, aside
 from .rendezvous import client, knock
-from .store import as_error, failure_record
+from .store import FAILURE, as_error, failure_record, parse, refuse_text
 
 _GRACE = 5.0  # seconds beyond the time-out in which the store must say that it is up
 PLACE = ("local_rank", "local_world_size", "node_rank", "num_nodes")  # what a launcher may leave untold
@@ -56,8 +56,12 @@ class Member:
         return f"{self.host} (pid {self.pid})"
 
     @classmethod
-    def load(cls, text: bytes | str) -> Member:
-        return cls.of(json.loads(text))
+    def load(cls, text: bytes | str, rank: int) -> Member:
+        """Read the claim of this rank from the store."""
+        member = cls.of(parse(text, f"claim/{rank}", _CLAIM))
+        if member.rank != rank:
+            refuse_text(text, f"claim/{rank}")
+        return member
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> Member:
@@ -81,6 +85,9 @@ class Member:
 
     def _is_here(self) -> bool:
         return (self.host, self.machine) == (socket.gethostname(), _machine())
+
+
+_CLAIM = get_type_hints(Member)
 
 
 def denounce(address: str, port: int, reason: str) -> None:
@@ -197,7 +204,7 @@ def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) ->
     while len(roster) < me.world_size:
         for rank in set(range(me.world_size)) - roster.keys() if room.add("claims", 0) >= len(roster) else ():
             if room.check([f"claim/{rank}"]):
-                roster[rank] = Member.load(room.get(f"claim/{rank}"))
+                roster[rank] = Member.load(room.get(f"claim/{rank}"), rank)
                 if problem := _disagreement(me, roster[rank]):
                     _poison(room, problem)
         _raise_if_poisoned(room, readers)
@@ -205,7 +212,7 @@ def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) ->
             _poison(room, _absent(room, me.world_size, timeout))
         pause()
     members = [roster[rank] for rank in range(me.world_size)]
-    room.set("roster", json.dumps([asdict(member) for member in members]))
+    room.set("roster", json.dumps({"members": [asdict(member) for member in members]}))
     _raise_if_poisoned(room, readers)  # by somebody who came too early to see the roster, and to warn the watch
     _sweep(store, generation - 1)
     return room, members
@@ -244,7 +251,7 @@ def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) 
             here, seen = dist.PrefixStore(f"ddpkit/{generation}", store), generation
             if starter := _starter(here):
                 raise StartedByRank(_inherited(starter))
-            holder = Member.load(here.compare_set(f"claim/{me.rank}", "", me.dump()))
+            holder = Member.load(here.compare_set(f"claim/{me.rank}", "", me.dump()), me.rank)
             room = here if holder.nonce == me.nonce else None
             if room:
                 room.add("claims", 1)
@@ -257,7 +264,10 @@ def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) 
             complete = room.check(["roster"])  # before the look at the poison, as rank 0 looks at it once more
             _raise_if_poisoned(room)
             if complete:
-                return room, _read_roster(room)
+                roster = _read_roster(room)
+                if len(roster) != me.world_size:
+                    refuse_text(room.get("roster"), "roster")
+                return room, roster
         if time.monotonic() > deadline:
             if room is None:
                 raise LaunchError(
@@ -308,7 +318,11 @@ def _poison(room: dist.Store, reason: str) -> None:
 def _raise_if_poisoned(room: dist.Store, readers: int = 0) -> None:
     """Raises what somebody found wrong; the store's host first gives the other readers up to 2 s to see it."""
     if room.check(["failure"]):
-        record, heard, end = json.loads(room.get("failure")), room.add("heard", 1), time.monotonic() + 2.0
+        record, heard, end = (
+            parse(room.get("failure"), "failure", FAILURE),
+            room.add("heard", 1),
+            time.monotonic() + 2.0,
+        )
         while heard < readers and time.monotonic() < end:
             time.sleep(0.01)
             heard = room.add("heard", 0)
@@ -316,7 +330,11 @@ def _raise_if_poisoned(room: dist.Store, readers: int = 0) -> None:
 
 
 def _read_roster(room: dist.Store) -> list[Member]:
-    return [Member.of(entry) for entry in json.loads(room.get("roster"))]
+    text = room.get("roster")
+    roster = [Member.of(entry) for entry in parse(text, "roster", {"members": [_CLAIM]})["members"]]
+    if not roster or [member.rank for member in roster] != list(range(roster[0].world_size)):
+        refuse_text(text, "roster")
+    return roster
 
 
 def _warn_watch(roster: list[Member], reason: str) -> None:

@@ -36,13 +36,18 @@ class RankFilter(logging.Filter):
         self.ranks = ranks
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Stamps the record; returns whether it passes. Asks for the rank now, as modules log before `setup()` too."""
-        try:
-            rank, world_size = ranks.get_rank(), ranks.get_world_size()
-        except (LaunchError, NotSetUpError):  # setup() will raise it; nothing wider, or a PeerError would be lost here
-            record.rank = record.world_size = "?"
-            return True
-        record.rank, record.world_size = rank, world_size
+        """Stamp the record and say whether it passes. The rank is asked for now: modules log before `setup()`, too."""
+        rank = getattr(record, "rank", "?")
+        if rank == "?":  # else it comes from a rank that spawn() started
+            try:
+                rank, record.world_size = ranks.get_rank(), ranks.get_world_size()
+            except (
+                LaunchError,
+                NotSetUpError,
+            ):  # setup() will raise it; nothing wider, or a PeerError would be lost here
+                record.rank = record.world_size = "?"
+                return True
+            record.rank = rank
         return self.ranks is None or rank in self.ranks or record.levelno >= logging.WARNING
 
 

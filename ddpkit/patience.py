@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -52,3 +53,11 @@ def aside(work: Callable[[], T], patience: float, look: Callable[[], None] = lam
     if not results:
         raise TimeoutError(f"no answer within {patience:g} s")
     return results[0]
+
+
+def check_timeout(timeout: object) -> None:
+    """Refuse what is no time-out: a number does not say its unit."""
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, such as timedelta(seconds=30), got {timeout!r}.")
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout must be positive, got {timeout}.")

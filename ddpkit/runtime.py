@@ -24,9 +24,10 @@ from .assembly import Context, Job, Options, assemble, checked_launch, close_sto
 from .connections import SETTLE, cut
 from .devices import choose_device, count_accelerators
 from .errors import DdpkitError, LaunchError, NotSetUpError
-from .failing import cause_of, fill_error_file, publish
+from .failing import cause_of, ended_well, fill_error_file, publish
 from .groups import abort_group, current_group
 from .joining import StartedByRank
+from .patience import check_timeout
 from .store import Session, as_error
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def setup(
     """
     try:
         asked = _checked_options(backend, device, timeout, num_threads, watch)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         if _job is None and not dist.is_initialized():
             warn_peers(error)
         raise
@@ -91,8 +92,7 @@ def setup(
 
 
 def _checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, watch: Any) -> Options:
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise ValueError(f"timeout must be a positive datetime.timedelta, got {timeout!r}.")
+    check_timeout(timeout)
     if num_threads is not None and not (isinstance(num_threads, Integral) and int(num_threads) >= 1):
         raise ValueError(f"num_threads must be a positive integer, got {num_threads!r}.")
     if not (backend is None or isinstance(backend, str)):
@@ -301,7 +301,26 @@ def control_device() -> torch.device:
 
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """Around torch's collectives: a connection that broke because a peer failed becomes a `PeerError` that names it."""
+    """Raise the `PeerError` that names the peer where a torch call in this block breaks because a peer failed.
+
+    ddpkit's own calls do this by themselves. A collective of torch's, or the `backward` of a DDP model, may raise a
+    plain `RuntimeError` about a connection before the news of the failure has come: put those in this block to catch
+    `PeerError`. All other errors leave the block as they are, and on one process nothing changes.
+
+    Raises:
+        PeerError: If another rank failed, left or did not come; at the start of the block, too, if that is known.
+        MismatchError: If the ranks were in different collectives.
+
+    Example:
+        >>> import torch
+        >>> from ddpkit import PeerError
+        >>> model = torch.nn.Linear(1, 1)
+        >>> try:
+        ...     with peer_errors():
+        ...         model(torch.ones(1)).backward()
+        ... except PeerError as error:
+        ...     print(f"rank {error.rank} failed")  # save what there is, then end
+    """
     if _job and _job.session and _job.session.told:  # also if the error that said so was swallowed
         raise as_error(_job.session.told)
     try:
@@ -321,7 +340,7 @@ def report(error: BaseException) -> BaseException:
 
 
 def _report(error: BaseException) -> BaseException:
-    if isinstance(error, SystemExit) and not error.code:
+    if ended_well(error):
         return error
     if _job is not None and _job.session is not None and _job.session.pid == os.getpid():
         error = cause_of(error, _job.session) or error

@@ -12,10 +12,11 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 import torch.distributed as dist
 
@@ -25,31 +26,108 @@ from .patience import Pause, aside
 T = TypeVar("T")
 _WORD, _BROKEN = 60, 1 << 61  # a meeting's counters: one bit for each of 60 ranks, and a flag, in an int64
 _PATIENCE = timedelta(seconds=1.5)  # in which the watch learns why a connection broke
+_AT_ONCE = timedelta(seconds=5)  # bound on a wait for a key whose writer is at work
+_LONG = 1.0  # seconds of a wait after which a rank notes where it waits
+_LONGEST = 8 << 20  # bytes that the store takes at once; it has more only if somebody appends
+_MESSAGE, _TRACE = 10_000, 50_000  # characters of a failure: the store drops connections over values of megabytes
+FAILURE = {"rank": int, "host": str, "type": str, "message": str, "traceback": str}
+_MISSING = {"missing": [int], "seconds": float, "elsewhere": dict[str, str]}
+
+
+def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a JSON object from the store, where any program that reaches the port may write.
+
+    Args:
+        text: Bytes that the store gave.
+        key: Their key, for the error.
+        *shapes: Name and type of each field, one mapping for each form that is right; `[int]` is a list of ints.
+
+    Raises:
+        LaunchError: If the text has none of these forms.
+    """
+    if len(text) > _LONGEST:
+        refuse_text(text, key)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        refuse_text(text, key)
+    if not any(_fits(found, shape) for shape in shapes):
+        refuse_text(text, key)
+    return dict(found)
+
+
+def refuse_text(text: bytes | str, key: str) -> NoReturn:
+    """Raise `LaunchError`: no rank of this job wrote this text."""
+    shown = repr(text[:60]) + ("…" if len(text) > 60 else "")
+    raise LaunchError(
+        f"The store holds {shown} under {key!r}, which no rank of this job wrote. "
+        "Does another program use this MASTER_ADDR and MASTER_PORT? Give each job a port of its own."
+    )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Say whether a value that was JSON has a type, or the form of a mapping from names to types, or of `[type]`."""
+    if isinstance(hint, Mapping):
+        named = isinstance(value, dict) and value.keys() == hint.keys()
+        return named and all(_fits(value[name], hint[name]) for name in hint)
+    if isinstance(hint, list):
+        return isinstance(value, list) and all(_fits(each, hint[0]) for each in value)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, choice) for choice in args)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(each, args[1]) for each in value.values())
+    if origin is tuple and args[-1] is Ellipsis:
+        return _fits(value, [args[0]])
+    if origin is tuple:
+        return isinstance(value, list) and len(value) == len(args) and all(map(_fits, value, args))
+    return type(value) is (NoneType if hint is None else hint)  # a bool is no int
 
 
 def failure_record(rank: int, error: BaseException) -> dict[str, Any]:
-    """What the other ranks are told of a failure; rank -1 when the job itself is wrong."""
+    """Make what the other ranks are told of a failure; rank -1 when the job itself is wrong."""
     if isinstance(error, PeerError):  # it only passes on what became of a peer
         words = {"type": error.error_type, "message": error.message, "traceback": error.traceback}
         return {"rank": error.rank, "host": error.host, **words}
-    try:
-        message = str(error)[:10_000]  # the store drops connections over values of megabytes
-    except Exception:
-        message = "(its message cannot be made: __str__ raises)"
-    words = {"type": type(error).__name__, "message": message, "traceback": trace_of(error)[-50_000:]}
+    words = {"type": type(error).__name__, "message": message_of(error), "traceback": trace_of(error)}
     return {"rank": rank, "host": socket.gethostname(), **words}
 
 
+def message_of(error: BaseException, length: int = _MESSAGE) -> str:
+    """Make the text of an exception, shortened to `length` characters, also where its own `__str__` raises."""
+    try:
+        text = str(error)
+    except BaseException as broken:  # SystemExit too: what matters is the error that we are asked about
+        text = f"(no message: its __str__ raises {type(broken).__name__})"
+    return _printable(text[:length])
+
+
 def trace_of(error: BaseException) -> str:
-    """The formatted traceback, "" for an error that was never raised."""
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__)) if error.__traceback__ else ""
+    """Format the traceback, "" for an error that was never raised; shortened in the middle if it is long."""
+    if error.__traceback__ is None:
+        return ""
+    try:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+    except BaseException:  # an exception may hold anything, and the formatter of a SyntaxError trusts its fields
+        lines = [*traceback.format_tb(error.__traceback__), f"{type(error).__name__}: {message_of(error)}\n"]
+    text = "".join(lines)
+    if len(text) > _TRACE:
+        half = _TRACE // 2
+        text = f"{text[:half]}\n…\n{text[-half:]}"
+    return _printable(text)
+
+
+def _printable(text: str) -> str:
+    """Write out what no encoding has, such as the halves of a broken file name."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def as_error(record: dict[str, Any]) -> DdpkitError:
-    """The exception that a failure record stands for on the other ranks."""
+    """Make the exception that a failure record stands for on the other ranks."""
+    message, trace = record["message"][:_MESSAGE], record["traceback"][-2 * _TRACE :]
     if record["rank"] < 0:
-        return LaunchError(record["message"])
-    return PeerError(record["rank"], record["host"], record["type"], record["message"], record["traceback"])
+        return LaunchError(message)
+    return PeerError(record["rank"], record["host"][:_MESSAGE], record["type"][:_MESSAGE], message, trace)
 
 
 class Session:
@@ -78,8 +156,7 @@ class Session:
 
     def record(self, failure: dict[str, Any]) -> dict[str, Any]:
         """Records this failure, or returns the one that came first."""
-        first: dict[str, Any] = json.loads(self.store.compare_set("failure", "", json.dumps(failure)))
-        return first
+        return parse(self.store.compare_set("failure", "", json.dumps(failure)), "failure", FAILURE)
 
     def announce(self, failure: dict[str, Any], patience: float = 2.0) -> None:
         """Records this failure, for those that hear of it through the store."""
@@ -99,7 +176,7 @@ class Session:
 
     def _look(self) -> dict[str, Any] | None:
         if self.told is None and self.store.check(["failure"]):
-            self.told = json.loads(self.store.get("failure"))
+            self.told = parse(self.store.get("failure"), "failure", FAILURE)
         return self.told
 
     def verdict(self) -> DdpkitError | None:
@@ -136,7 +213,7 @@ class Session:
             with self._deadline(timeout):
                 yield
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            words = f"the store that it hosts, or its agent, has gone: {error}"
+            words = f"the connection to the store that it hosts, or its agent, broke: {error}"
             raise self.verdict() or PeerError(0, self.hosts[0], "lost", words) from error
 
     @contextmanager
@@ -185,9 +262,19 @@ class Session:
         def look() -> list[int]:  # the first word last: it holds the flag
             return [self.store.add(word, 0) for word in reversed(words)][::-1]
 
+        name, note = key.rpartition("/")[0], f"waits/{self.rank}"
+        noted, note_at = False, time.monotonic() + min(_LONG, timeout.total_seconds() / 2)
+
         def complete() -> bool | None:
+            nonlocal noted
+            if not noted and time.monotonic() > note_at:  # for those who miss this rank elsewhere
+                self.store.set(note, name)
+                noted = True
             left = list(self.left)  # before the look, because who leaves has arrived before
             bits[:] = look()
+            for word, bit, whole in zip(words, bits, full, strict=True):
+                if bit & ~(whole | _BROKEN):
+                    refuse_text(f"{bit}", word)
             if bits[0] & _BROKEN:
                 return self._judge(key, ranks)
             if bits != full and (gone := [rank for rank in left if rank in absent()]):
@@ -198,7 +285,8 @@ class Session:
         def late() -> bool:
             if self.store.add(f"{key}/broken", 1) == 1:  # the first reason stands
                 bits[:] = [self.store.add(word, 0 if i else _BROKEN) for i, word in enumerate(words)]
-                self.store.set(f"{key}/why", json.dumps({"missing": absent(), "seconds": timeout.total_seconds()}))
+                why = {"missing": absent(), "seconds": timeout.total_seconds(), "elsewhere": self._elsewhere(absent())}
+                self.store.set(f"{key}/why", json.dumps(why))
             return self._judge(key, ranks)
 
         with self.bounded(timeout):
@@ -208,6 +296,8 @@ class Session:
             bits = bits if len(words) == 1 else look()
             if bits != full:
                 self.until(complete, timeout, late)
+                if noted:
+                    self.store.delete_key(note)
             for old in self._litter.get(ranks, ()):
                 self.store.delete_key(old)
         self._litter[ranks] = [*litter, *(words if place == 0 else ())]
@@ -218,7 +308,19 @@ class Session:
         with self.bounded(timeout or self.timeout):
             self.store.set(f"{key}/from/{self.rank}", text)
             self.meet(key, timeout, litter=[f"{key}/from/{self.rank}"])
-            return [self.store.get(f"{key}/from/{rank}").decode() for rank in self.everyone]
+            return [self._text(f"{key}/from/{rank}") for rank in self.everyone]
+
+    def _text(self, key: str) -> str:
+        data = self.store.get(key)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            refuse_text(data, key)
+
+    def _elsewhere(self, missing: Sequence[int]) -> dict[str, str]:
+        """Find where missing ranks wait instead, by rank."""
+        notes = {f"{rank}": f"waits/{rank}" for rank in missing}
+        return {rank: self._text(note) for rank, note in notes.items() if self.store.check([note])}
 
     def leave(self, linger: bool) -> None:
         """Counts itself out; a rank that hosts the store lingers up to 2 s for those who still need it."""
@@ -241,7 +343,9 @@ class Session:
 
     def _judge(self, key: str, ranks: Sequence[int]) -> bool:
         """Raises why the meeting broke; true if the last rank came just before somebody gave up."""
-        why = json.loads(self.store.get(f"{key}/why"))
+        reason = f"{key}/why"
+        self.until(lambda: self.store.check([reason]) or None, _AT_ONCE, lambda: refuse_text("nothing", reason))
+        why = parse(self.store.get(reason), reason, FAILURE, _MISSING)
         if "missing" not in why:
             raise as_error(why)
         if not why["missing"]:
@@ -249,10 +353,11 @@ class Session:
         missing, arrived = (
             [(r, self.hosts[r]) for r in ranks if (r in why["missing"]) is wanted] for wanted in (True, False)
         )
-        text = (
-            f"{key.rpartition('/')[0]}: {len(missing)} of {len(ranks)} ranks did not arrive within {why['seconds']:g} s"
-        )
+        count = f"{len(missing)} of {len(ranks)} ranks"
+        text = f"{key.rpartition('/')[0]}: {count} did not arrive within {why['seconds']:g} s"
         text += f": {_names(missing)}. Arrived: {_names(arrived)}."
+        for rank, place in why["elsewhere"].items():
+            text += f" Rank {rank} waits in {place} instead."
         if self.rank in why["missing"]:
             text += f" This is rank {self.rank}, which came too late."
         raise BarrierTimeout(text, missing, arrived)

@@ -10,13 +10,18 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
+import numpy as np
+import torch
+import torch.distributed as dist
+
 from . import ranks, runtime
 from .errors import DdpkitError
-from .store import Session, as_error, failure_record
+from .patience import check_timeout
+from .store import FAILURE, Session, as_error, failure_record, parse
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_PART = 4 << 20  # bytes in one value: the store drops connections over larger ones
+_NAME = 1000  # characters: names are keys of the store
 _WORK = timedelta(days=1)  # bound on work that one rank does while the others wait; a rank that dies is noticed at once
 
 
@@ -24,22 +29,46 @@ def barrier(name: str | None = None, timeout: timedelta | None = None) -> None:
     """Waits until every rank is here. Collective, on any backend; it leaves the accelerator's queue alone.
 
     Args:
-        name: What to call it in errors; it may be used again. Ranks meet at the same use of the same name.
+        name: What to call it in errors, 1 to 1000 characters; it may be used again. Ranks meet at the same use of the
+            same name.
         timeout: Bound on the wait; by default that of `setup()`.
 
     Raises:
         BarrierTimeout: If ranks are missing when the time is up; `.missing` and `.arrived` say which, on every rank,
-            also on those that come later.
-        PeerError: If a rank failed or left meanwhile.
+            also on those that come later. The message says where a missing rank waits instead.
+        PeerError: If a rank failed or left meanwhile, or passed a time-out that is none.
+        TypeError: If `timeout` is a number: write `timedelta(seconds=...)`.
 
     Example:
         >>> barrier()
     """
-    if timeout is not None and timeout <= timedelta(0):
-        raise ValueError(f"timeout must be positive, got {timeout}.")
-    if runtime.joined():
+    _check_name(name)
+    joined = runtime.joined()
+    try:
+        if timeout is not None:
+            check_timeout(timeout)
+    except (TypeError, ValueError) as error:
+        if joined:  # the others come with a good one
+            session = runtime.current_session()
+            session.meet(_key(session, "barrier", name), failure=failure_record(session.rank, error))
+        raise
+    if joined:
         session = runtime.current_session()
-        session.meet(session.count(f"barrier {name!r}" if name else "barrier"), timeout)
+        session.meet(_key(session, "barrier", name), timeout)
+
+
+def _check_name(name: object) -> None:
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, equal on every rank, got {name!r}.")
+    if not 0 < len(name) <= _NAME:
+        raise ValueError(f"name must have 1 to {_NAME} characters, got {len(name)}.")
+
+
+def _key(session: Session, call: str, name: str | None) -> str:
+    """Make the key of this use of a name; its quotes keep any name apart from all other keys."""
+    return session.count(call if name is None else f"{call} {str(name)!r}")
 
 
 def exchange(text: str) -> list[str]:
@@ -65,11 +94,12 @@ def together(name: str | None = None) -> Iterator[None]:
         >>> with together("read the index"):
         ...     index = list(range(3))
     """
+    _check_name(name)
     if not runtime.joined():
         yield
         return
     session = runtime.current_session()
-    key = session.count(f"together {name!r}" if name else "together")
+    key = _key(session, "together", name)
     try:
         yield
     except BaseException as error:
@@ -109,13 +139,16 @@ def main_process_first(local: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _tell(session, key, error=error)
+        _tell(session, key, error)
         raise
     _tell(session, key)
 
 
 def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs `fn` on rank 0 and gives its value to every rank. Collective; `fn` itself may hold no collective.
+    """Run `fn` on rank 0 and give its value to every rank. Collective; `fn` itself may hold no collective.
+
+    The others wait on the store, so slow work trips no time-out of a collective. When all ranks are there the value
+    goes through the process group.
 
     Args:
         fn: Called with the arguments on rank 0 only.
@@ -127,6 +160,7 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
     Raises:
         PeerError: On the other ranks, if it raised on rank 0; rank 0 keeps the exception.
+        BarrierTimeout: If rank 0 has its value and ranks do not come in time.
 
     Example:
         >>> run_on_main(sorted, [2, 1])
@@ -137,15 +171,17 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     session = runtime.current_session()
     key = session.count("run_on_main")
     if session.rank != 0:
-        value: T = pickle.loads(_outcome(session, key, 0, len(session.hosts) - 1))
-        return value
+        session.meet(key, _WORK)
+        copy: T = pickle.loads(_from_main(b""))
+        return copy
     try:
         value = fn(*args, **kwargs)
         data = pickle.dumps(value)
     except BaseException as error:
-        _tell(session, key, error=error)
+        session.meet(key, failure=failure_record(session.rank, error))
         raise
-    _tell(session, key, data)
+    session.meet(key)  # in the store, so that nobody is late for the group
+    _from_main(data)
     return value
 
 
@@ -185,38 +221,47 @@ def stop_together(flag: bool) -> bool:
         return session.store.add(f"{key}/flags", 0) > 0
 
 
-def _tell(session: Session, key: str, value: bytes = b"", error: BaseException | None = None) -> None:
-    """Publishes what became of work that the others wait for."""
+def _from_main(data: bytes) -> bytes:
+    """Give rank 0's bytes to every rank through the group, where only ranks can write; it must not be empty."""
+    device = runtime.control_device()
+    with runtime.peer_errors():
+        size = torch.tensor([len(data)], device=device)
+        dist.broadcast(size, 0)
+        block = torch.zeros(int(size), dtype=torch.uint8, device=device)
+        if data:
+            block.copy_(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
+        dist.broadcast(block, 0)
+    return block.cpu().numpy().tobytes()
+
+
+def _tell(session: Session, key: str, error: BaseException | None = None) -> None:
+    """Publish what became of work that the others wait for."""
+    failure = failure_record(session.rank, error) if error else {}
     with session.bounded(session.timeout):
-        text = b"!" + json.dumps(failure_record(session.rank, error)).encode() if error else b"=" + value
-        parts = [text[start : start + _PART] for start in range(0, len(text), _PART)]
-        for number, part in enumerate(parts):
-            session.store.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # torch takes bytes; its stub does not know
-        session.store.set(key, f"{len(parts)}")
+        session.store.set(key, json.dumps(failure))
         session.store.check([key])  # set() does not wait: the news of our leaving must not overtake it
 
 
-def _outcome(session: Session, key: str, worker: int, readers: int) -> bytes:
-    """Waits for what another rank publishes; raises its failure."""
+def _outcome(session: Session, key: str, worker: int, readers: int) -> None:
+    """Wait for what another rank publishes; raise its failure."""
 
-    def ready() -> list[str] | None:
+    def ready() -> bool | None:
         left = worker in session.left  # before the look, because it tells before it leaves
         if session.store.check([key]):
-            return [f"{key}/{number}" for number in range(int(session.store.get(key)))]
+            return True
         if left:
             session.check()  # it may have left because another failed
             raise session.departed(worker)
         return None
 
-    def late() -> list[str]:
+    def late() -> bool:
         raise DdpkitError(f"Rank {worker} ({session.hosts[worker]}) did not finish {key!r} within {_WORK}.")
 
     with session.bounded(_WORK):
-        parts = session.until(ready, _WORK, late)
-        answer = b"".join(session.store.get(part) for part in parts)
+        session.until(ready, _WORK, late)
+        answer = session.store.get(key)
         if session.store.add(f"{key}/read", 1) == readers:  # the last one out deletes the keys
-            for old in (*parts, key, f"{key}/read"):
-                session.store.delete_key(old)
-    if answer[:1] == b"!":
-        raise as_error(json.loads(answer[1:]))
-    return answer[1:]
+            session.store.delete_key(key)
+            session.store.delete_key(f"{key}/read")
+    if failure := parse(answer, key, {}, FAILURE):
+        raise as_error(failure)

@@ -121,7 +121,7 @@ def _main(fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], ou
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", errors="backslashreplace", closefd=False)  # as the interpreter opens it
     code = 0
     try:
         fn(*args)

@@ -173,7 +173,7 @@ def test_a_process_of_another_container_is_neither_alive_nor_dead_from_here() ->
     ended, contained = launch(claim, ["unshare", "--pid", "--fork", "--mount-proc", *claim])
     mine = joining.Member(0, 1, None, False)
     claims = [mine.dump(), ended.output, contained.output]
-    assert [joining.Member.load(claim).is_alive() for claim in claims] == [True, False, None]
+    assert [joining.Member.load(claim, 0).is_alive() for claim in claims] == [True, False, None]
     assert {joining.Member.load(claim).node for claim in claims} == {mine.node}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from conftest import on_ranks
 
+import ddpkit
 from ddpkit.logs import RankFilter, get_logger
 
 
@@ -103,3 +104,39 @@ def test_the_filter_works_from_a_configuration_dictionary() -> None:
     logging.config.dictConfig(config)
     (found,) = logging.getLogger("test.configured").handlers[0].filters
     assert isinstance(found, RankFilter) and found.ranks == [1]
+
+
+def _log_on_a_rank() -> None:
+    with ddpkit.distributed():
+        rank = ddpkit.get_rank()
+        logging.basicConfig(level=logging.DEBUG)  # as a script's main() may; the parent's configuration stands
+        logging.getLogger("test.sent").debug("below the level")
+        logging.getLogger("test.sent").info("rank %d", rank, extra={"step": rank, "odd": object()})
+        get_logger("test.main").info("once")
+        if rank == 1:
+            try:
+                raise KeyError("a")
+            except KeyError:
+                logging.getLogger("test.apart").exception("caught")
+
+
+def test_the_records_of_spawned_ranks_come_to_the_handlers_here(collector: Collector) -> None:
+    apart, log = Collector(), logging.getLogger("test.apart")
+    log.addHandler(apart)
+    logging.getLogger("test.sent").setLevel(logging.INFO)
+    try:
+        ddpkit.spawn(_log_on_a_rank, 2)
+    finally:
+        log.removeHandler(apart)
+    sent = sorted(f"{r.rank}/{r.world_size} {r.getMessage()}" for r in collector.records if r.name == "test.sent")  # type: ignore[attr-defined]
+    assert sent == ["0/2 rank 0", "1/2 rank 1"]
+    assert collector.said().count("once") == 1 and collector.said().count("caught") == 1
+    (record,) = apart.records
+    assert record.rank == 1 and "KeyError: 'a'" in str(record.exc_text) and record.levelno == logging.ERROR  # type: ignore[attr-defined]
+
+
+def test_a_filter_here_lets_the_chosen_ranks_of_a_launch_speak(collector: Collector) -> None:
+    logging.getLogger("test.sent").setLevel(logging.INFO)
+    collector.addFilter(RankFilter([1]))
+    ddpkit.spawn(_log_on_a_rank, 2)
+    assert [r.getMessage() for r in collector.records if r.name == "test.sent"] == ["rank 1"]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import signal
@@ -172,8 +174,210 @@ def test_no_process_is_left_behind(tmp_path: Any) -> None:
             os.kill(int(pid), 0)
 
 
-def test_bad_arguments_are_refused_before_anything_starts() -> None:
+def test_bad_arguments_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ValueError, match="positive integer, got 0"):
         spawn(die, 0)
     with pytest.raises(TypeError, match="cannot send"):
         spawn(lambda: None, 2)
+
+
+PROMPT = """
+import sys
+if {without}:
+    sys.modules["cloudpickle"] = None
+import ddpkit, contextlib, functools
+
+class Found(Exception):
+    pass
+
+def double(x):
+    with ddpkit.distributed():
+        return [Found(x), 2 * ddpkit.all_reduce(x)]
+
+def fail(x):
+    raise Found(x)
+
+for fn in (double, lambda x: double(x), functools.partial(double)):
+    try:
+        print([(type(found) is Found, twice) for found, twice in ddpkit.spawn(fn, 2, 3)])
+    except TypeError as error:
+        print("refused:", error)
+try:
+    ddpkit.spawn(fail, 2, 7)
+except Found as error:
+    print("raised", error)
+except TypeError as error:
+    print("refused:", error)
+print(ddpkit.spawn(divmod, 2, 7, 2))
+"""
+
+
+@pytest.mark.parametrize("without", [False, True], ids=["with cloudpickle", "without"])
+@pytest.mark.parametrize("source", ["-c", "stdin"])
+def test_what_a_prompt_defines_is_sent_or_refused_before_anything_starts(source: str, without: bool) -> None:
+    program = PROMPT.format(without=without)
+    command = [sys.executable, "-c", program] if source == "-c" else [sys.executable, "-"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, input=program, env=env, capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and lines.pop() == "[(3, 1), (3, 1)]", done.stdout + done.stderr
+    if without:
+        assert len(lines) == 4 and all("refused: spawn() cannot send" in line for line in lines)
+        assert all("pip install cloudpickle" in line for line in lines)
+    else:
+        assert lines == ["[(True, 12), (True, 12)]"] * 3 + ["raised 7"]
+
+
+CELL = """
+import ddpkit, os, sys
+
+def train(x):
+    with ddpkit.distributed() as context:
+        print(f"rank {context.rank} prints")
+        os.system("echo a child of rank $RANK prints")
+        print("and to stderr", file=sys.stderr)
+        return ddpkit.all_reduce(x)
+
+ddpkit.spawn(train, 2, 3)
+"""
+
+
+def test_ranks_of_a_notebook_work_and_print_in_it() -> None:
+    manager = pytest.importorskip("jupyter_client.manager")
+    kernel, client = manager.start_new_kernel(kernel_name="python3", startup_timeout=120)
+    said: dict[str, str] = {"stdout": "", "stderr": "", "result": ""}
+
+    def hear(message: dict[str, Any]) -> None:
+        content = message["content"]
+        if message["msg_type"] == "stream":
+            said[content["name"]] += content["text"]
+        if message["msg_type"] == "execute_result":
+            said["result"] += content["data"]["text/plain"]
+
+    try:
+        reply = client.execute_interactive(CELL, output_hook=hear, timeout=120)
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+    assert (reply["content"]["status"], said["result"]) == ("ok", "[6, 6]"), said
+    lines = sorted(said["stdout"].splitlines())
+    assert lines == [f"{who} {rank} prints" for who in ("a child of rank", "rank") for rank in range(2)]
+    assert said["stderr"].count("and to stderr") == 2
+
+
+def say(word: str) -> None:
+    print(word, int(os.environ["RANK"]))
+    print("é" * 100_000, file=sys.stderr)
+
+
+def test_what_ranks_print_goes_where_this_process_prints() -> None:
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        spawn(say, 2, "hello")
+    assert sorted(out.getvalue().splitlines()) == ["hello 0", "hello 1"]
+    assert errors.getvalue().count("é") + errors.getvalue().count("\ufffd") // 2 >= 199_900
+
+
+class Odd:
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __reduce__(self) -> Any:
+        return (exit if self.what == "exits" else int), ("seven",)
+
+
+class OddError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+    def __reduce__(self) -> Any:
+        return exit, (3,)
+
+
+def give_odd(what: str) -> Any:
+    if what == "error":
+        raise OddError
+    return Odd(what)
+
+
+@pytest.mark.parametrize("what", ["exits", "raises", "error"])
+def test_what_cannot_be_unpickled_is_a_failure_of_its_rank(what: str) -> None:
+    words = r"OddError: \(no message" if what == "error" else "cannot be unpickled here"
+    with pytest.raises(PeerError, match=f"rank 0 .*{words}"):
+        spawn(give_odd, 1, what)
+
+
+def nest(depth: int) -> Any:
+    with ddpkit.distributed() as context:
+        inner = spawn(nest, 2, depth - 1) if depth else None
+        return context.rank, ddpkit.all_reduce(1), inner
+
+
+def test_ranks_may_launch_ranks() -> None:
+    inner = [(0, 2, None), (1, 2, None)]
+    assert spawn(nest, 2, 1) == [(0, 2, inner), (1, 2, inner)]
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_default_device_here_does_not_reach_into_a_launch(device: str) -> None:
+    with torch.device(device):
+        assert spawn(run_on_main_tensor, 2) == [[3.0, 4.0]] * 2
+
+
+def run_on_main_tensor() -> list[float]:
+    with ddpkit.distributed(), torch.device("meta"):
+        return ddpkit.run_on_main(lambda: torch.tensor([3.0, 4.0], device="cpu")).tolist()
+
+
+INTERRUPTED = """
+import ddpkit, os, sys, time
+def wait(folder):
+    open(f"{folder}/{os.getpid()}", "w").close()
+    time.sleep(60)
+if __name__ == "__main__":
+    ddpkit.spawn(wait, 2, sys.argv[1])
+"""
+
+
+def test_ctrl_c_leaves_no_rank_behind(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(INTERRUPTED)
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, str(tmp_path / "program.py"), str(folder)]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True) as program:
+        while len(os.listdir(folder)) < 2:
+            assert program.poll() is None
+            time.sleep(0.05)
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does
+        errors = program.communicate(timeout=60)[1].decode()
+    assert "KeyboardInterrupt" in errors and program.returncode in (1, -signal.SIGINT)
+    for pid in os.listdir(folder):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+@pytest.mark.parametrize("timeout", [60, 60.0, None, "60"])
+def test_a_time_out_without_a_unit_is_refused(timeout: Any) -> None:
+    with pytest.raises(TypeError, match="datetime.timedelta"):
+        spawn(die, 1, timeout=timeout)
+
+
+USES = """
+import ddpkit
+
+def name(x: int) -> str:
+    return str(x)
+
+right: list[str] = ddpkit.spawn(name, 2, 3)
+wrong: list[int] = ddpkit.spawn(name, 2, 3)
+"""
+
+
+def test_a_type_checker_knows_the_results(tmp_path: Path) -> None:
+    (tmp_path / "uses.py").write_text(USES)
+    env = {**os.environ, "MYPYPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", str(tmp_path), "uses.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+    assert re.findall(r"uses.py:(\d+): error", done.stdout) == ["8"], done.stdout + done.stderr

@@ -4,6 +4,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import on_ranks
 
@@ -45,6 +46,70 @@ def test_a_barrier_names_the_missing_on_every_rank_also_on_the_late_ones() -> No
 def test_a_barrier_refuses_a_time_out_that_is_not_positive() -> None:
     with pytest.raises(ValueError, match="positive"):
         ddpkit.barrier(timeout=timedelta(0))
+
+
+@pytest.mark.parametrize("name", ["", "x" * 1001, 5, b"x", object(), ("a", 1)])
+def test_a_name_that_is_no_short_text_is_refused(name: Any) -> None:
+    for call in (ddpkit.barrier, ddpkit.together(name).__enter__):
+        with pytest.raises((TypeError, ValueError), match="name must"):
+            call(*[name] if call is ddpkit.barrier else [])
+
+
+ODD_NAMES = [
+    "failure",
+    "x/1",
+    "x",
+    "x/1/0",
+    "left",
+    "a\nb",
+    "'",
+    "\"'",
+    "caf\udce9",
+    "é/🏖️",
+    "barrier",
+    "x/1/why",
+    "run_on_main/1",
+]
+
+
+def meet_at_odd_names() -> int:
+    for name in [*ODD_NAMES, np.str_("numpy")]:
+        for _ in range(2):
+            ddpkit.barrier(name, timedelta(seconds=10))
+            with ddpkit.together(name):
+                pass
+    return ddpkit.run_on_main(lambda: 7)
+
+
+def test_a_name_may_be_any_text_and_collides_with_nothing() -> None:
+    assert on_ranks(meet_at_odd_names, 2) == [7, 7]
+
+
+def wait_elsewhere() -> Any:
+    error, seconds = caught(ddpkit.barrier, "one" if get_rank() else "other", timedelta(seconds=2))
+    ddpkit.barrier()
+    return str(error), seconds
+
+
+def test_a_rank_that_waits_elsewhere_is_named_with_its_place() -> None:
+    (zero, _), (one, _) = on_ranks(wait_elsewhere, 2)
+    assert "barrier 'other': 1 of 2 ranks" in zero and "Rank 1 waits in barrier 'one' instead." in zero
+    assert "barrier 'one': 1 of 2 ranks" in one and "Rank 0 waits in barrier 'other' instead." in one
+
+
+def pass_a_number(everybody: bool) -> Any:
+    timeout: Any = 5 if everybody or get_rank() == 1 else timedelta(seconds=20)
+    out = [caught(ddpkit.barrier, "x", timeout), caught(ddpkit.barrier, "x", np.timedelta64(5, "s"))]
+    ddpkit.barrier("x")
+    return out
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+def test_a_time_out_without_a_unit_is_an_error_on_every_rank(everybody: bool) -> None:
+    for rank, ((error, seconds), (other, _)) in enumerate(on_ranks(pass_a_number, 2, everybody)):
+        assert "timeout must be a datetime.timedelta" in str(error) and seconds < 5
+        assert isinstance(error, TypeError if everybody or rank == 1 else PeerError)
+        assert isinstance(other, TypeError)
 
 
 def raise_in_together() -> Any:
