@@ -119,11 +119,12 @@ def teardown() -> None:
     global _job
     if _job is None:
         return
+    if _job.session is not None:
+        _job.session.handled = True  # nothing is raised in here
     job, _job = _job, None
     ranks.set_launch(None)
     if job.session is None or job.session.pid != os.getpid():
         return
-    job.session.handled = True  # nothing is raised in here
     atexit.unregister(teardown)
     if sys.excepthook is _excepthook:
         sys.excepthook = job.former_hook
