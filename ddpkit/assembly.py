@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .ancestry import find_agent, typed_in_terminal
-from .connections import dial, listen, sockets
+from .connections import dial, is_loopback, listen, sockets
 from .devices import agree, bind_device
 from .errors import LaunchError
 from .failing import fill_error_file
@@ -99,9 +99,10 @@ def assemble(job: Job, launch: Launch) -> None:
     agent = find_agent(os.environ, os.getpid()) if launch.kind == "torchrun" else None
     orphaned = agent.lost if agent else str
     store, address, port = (group_store(), None, None) if adopted else _open_store(launch, hosts, timeout, orphaned)
-    wire = listen() if watch and launch.rank == 0 else None
+    wire, door = None, None
+    if watch and launch.rank == 0:
+        wire, door = _open_door(launch, store, address, port)
     try:
-        door = (reachable(address, port), wire.getsockname()[1]) if wire else None
         run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
         me = Member(launch.rank, launch.world_size, run_id, under_agent, watch, door)
         room, roster = join(store, me, timeout, orphaned)
@@ -115,9 +116,7 @@ def assemble(job: Job, launch: Launch) -> None:
     job.hosts_store = hosts and not adopted
     job.launch = launch = place(launch, me, roster)
     if watch and roster[0].door:
-        host, door_port = roster[0].door
-        host = "127.0.0.1" if roster[0].node == me.node else host
-        wire = wire or dial(host, door_port, timeout.total_seconds())
+        wire = wire or dial(*roster[0].door, timeout.total_seconds())
         job.watch = Watch(session, roster[0].nonce, wire, fill_error_file)
         job.watch.wait(timeout)
     chosen, backend = agree(session, launch, job.asked.device, dist.get_backend() if adopted else job.asked.backend)
@@ -224,6 +223,24 @@ def _open_store(
         opened = dist.HashStore(), error.address, error.port  # a job of its own, of one rank
     _stores[launch.master_addr, launch.master_port] = opened
     return opened
+
+
+def _open_door(
+    launch: Launch, store: dist.Store, address: str | None, port: int | None
+) -> tuple[socket.socket, tuple[str, int]]:
+    """Open the listener of rank 0's watch, where only those who must can reach it."""
+    if address is None:
+        address, port = _address_of(store)
+    one_node = launch.num_nodes == 1 or launch.local_world_size == launch.world_size
+    return listen(reachable(address, port), one_node or is_loopback(address))
+
+
+def _address_of(store: dist.Store) -> tuple[str | None, int | None]:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return store.host, store.port
+    return None, None
 
 
 def _make_group(launch: Launch, session: Session, device: torch.device, backend: str, timeout: timedelta) -> None:

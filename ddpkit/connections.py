@@ -7,6 +7,7 @@ being written may be lost then, and waited for without end; so what the ranks ar
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import stat
@@ -19,12 +20,47 @@ from .errors import LaunchError
 SETTLE = 0.5  # seconds in which collectives that can still end do
 
 
-def listen() -> socket.socket:
-    """Opens rank 0's door, to which the watches of all other ranks connect."""
+def listen(address: str, one_node: bool) -> tuple[socket.socket, tuple[str, int]]:
+    """Open the listener to which the watches of all other ranks connect; return it and its address.
+
+    On one node it listens on the loopback interface, which nobody else reaches. On several it listens on the interface
+    of `address` alone, and on all of them only if that is a name, so that the interface is not known.
+    """
+    interfaces = ["127.0.0.1", "::1"] if one_node else [address]
+    for interface in interfaces:
+        with suppress(OSError):
+            listener = _listen_on(interface)
+            host, port = listener.getsockname()[:2]
+            return listener, (host, port)
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+            return listener, (address, listener.getsockname()[1])
+    listener = socket.create_server(("", 0), backlog=1024)
+    return listener, (address, listener.getsockname()[1])
+
+
+def _listen_on(interface: str) -> socket.socket:
+    numeric = socket.getaddrinfo(interface, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    family, _, _, _, address = numeric[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def is_loopback(address: str | None) -> bool:
+    """Tell whether an address, written as the user wrote it, reaches this machine alone."""
+    if address is None or address == "localhost":
+        return address is not None
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def dial(address: str, port: int, timeout: float) -> socket.socket:

@@ -157,11 +157,12 @@ def teardown() -> None:
     It waits for nobody, but rank 0 stays for at most 2 s if it hosts the store and others are still leaving.
     """
     global _job
+    if _job is not None and _job.session is not None:
+        _job.session.handled = True  # nothing is raised in here
     job, _job = _job, None
     ranks.set_launch(None)
     if job is None or job.session is None or job.session.pid != os.getpid():
         return
-    job.session.handled = True  # nothing is raised in here
     atexit.unregister(teardown)
     if job.finalizer:
         job.finalizer.cancel()

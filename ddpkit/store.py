@@ -139,7 +139,7 @@ class Session:
         self.everyone: Sequence[int] = range(len(hosts))
         self.pid = os.getpid()  # a forked child holds a copy that is not its own
         self.told: dict[str, Any] | None = None  # the failure that this rank has heard of
-        self.handled = False  # whether the main thread knows
+        self.handled = False  # whether this rank has reported it or is leaving, so that it is raised no more
         self.left: list[int] = []  # ranks that the watch saw leave in good order
         self.deadline: float | None = None  # of the wait that the main thread is in
         self.judged: BaseException | None = None  # the broken collective whose cause was looked for last
@@ -171,7 +171,6 @@ class Session:
     def check_told(self) -> None:
         """Raises if this rank has heard that any rank has failed; does not ask the store."""
         if self.told:
-            self.handled = True
             raise as_error(self.told)
 
     def _look(self) -> dict[str, Any] | None:

@@ -2,280 +2,253 @@
 
 Every rank holds one plain TCP connection to rank 0, silent while all is well. A rank that fails says so on it; for one
 that dies the kernel does (keep-alive finds a cut link in about 9 s). Rank 0 passes the news on. A rank that hears it
-raises in its main thread; if that is stuck in a C call, the verdict is printed and the process ends. There is no
-heartbeat: a thread cannot send one while a C call holds the interpreter lock.
+raises in its main thread; if that cannot be, the verdict is printed and the process ends. There is no heartbeat: a
+thread cannot send one while a C call holds the interpreter lock.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import functools
 import logging
 import multiprocessing
 import os
-import random
-import selectors
-import signal
 import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
-from .connections import SETTLE, cut, keep_alive
+from .connections import cut
 from .errors import BarrierTimeout, CheckpointError, DdpkitError, LaunchError, MismatchError, PeerError, ReplicaMismatch
+from .interrupting import GRACE, Interrupter
+from .messages import checked_failure, encode
+from .patience import aside
+from .star import Event, Star
 from .store import Session, as_error, failure_record
 
 log = logging.getLogger(__name__)
 _TICK = 1.0  # seconds between looks at the main thread's own wait, and at torchrun
+_TICK_FAILED = 0.05  # the same once a rank has failed
 # seconds in which a rank may raise by itself what another has raised: in our waits; elsewhere, where torchrun's SIGTERM
 # may come first; and an error that all ranks find together, which a busy one finds later
 _IN_WAIT, _ELSEWHERE, _TOGETHER = 0.5, 0.05, 3.0
 _OF_ALL = {kind.__name__ for kind in (BarrierTimeout, CheckpointError, MismatchError, ReplicaMismatch)}
-_GRACE = 5.0  # seconds that the main thread gets to raise when it is told to, or by itself when its time is up
-_AGAIN = 0.03  # seconds, at most, until the next try, where what is raised would get lost
-_NEVER = float("inf")
-_STRANGER = 100_000  # bytes without a newline that are taken from whoever has not said who it is
+_LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
 
 
 class Watch(threading.Thread):
-    """This rank's end of the watch: on rank 0 the listener that all connect to, elsewhere a connection to it.
+    """This rank's end of the watch.
 
     Args:
         session: Whose `told` and `left` are kept up to date.
         token: A secret of this start of the job; other visitors are ignored.
-        wire: Rank 0's listening socket; on the other ranks their connection to it.
+        end: Rank 0's listening socket; on the other ranks their connection to it.
         ending: Called with the verdict before the process is ended.
     """
 
-    def __init__(
-        self, session: Session, token: str, wire: socket.socket, ending: Callable[[DdpkitError], None]
-    ) -> None:
+    def __init__(self, session: Session, token: str, end: socket.socket, ending: Callable[[DdpkitError], None]) -> None:
         super().__init__(name="ddpkit watch", daemon=True)
-        self._session, self._token, self._ending = session, token, ending
-        self._hub = session.rank == 0
-        self._peers: dict[int, socket.socket] = {}
-        self._text: dict[socket.socket, bytes] = {}
-        self._listener, self._closing = wire, False
-        self._alarm_at = self._end_at = _NEVER
-        self._lock = threading.Lock()  # both threads send
-        self._full = threading.Event()  # set when all ranks hold their connections
-        self._wake, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._selector.register(wire, selectors.EVENT_READ)
-        if not self._hub:
-            self._adopt(0, wire)
-            self._send(0, {"token": token, "rank": session.rank})
-        me = weakref.ref(self)  # a forked child would hold the connections open after our death
-        os.register_at_fork(after_in_child=lambda: _forget(me()))
-        self._armed = hasattr(signal, "SIGURG") and threading.current_thread() is threading.main_thread()
-        if self._armed:  # nobody else sends SIGURG, and whoever does not handle it ignores it
-            self._former = signal.signal(signal.SIGURG, self._raise_in_main)
+        self._session, self._ending = session, ending
+        self._star = Star(session.rank, len(session.hosts), token, end, _warn)
+        self._interrupter = Interrupter(session, self._star.wake)
+        self._closing = False
+        self._passed_on = False  # whether this rank has told the others of a failure
+        self._announced = False  # that a failure was logged
+        _stars().add(self._star)
         self.start()
 
     def wait(self, timeout: timedelta) -> None:
-        """Waits on rank 0 until all ranks are connected: from then on, every end of a connection means something."""
+        """Wait on rank 0 until all ranks are connected: from then on, every end of a connection means something."""
 
         def late() -> bool:
-            absent = [rank for rank in self._session.everyone if rank and rank not in self._peers]
-            raise LaunchError(f"Ranks {absent} did not connect to the watch of rank 0 within {timeout}.")
+            raise LaunchError(f"Ranks {self._star.absent()} did not connect to the watch of rank 0 within {timeout}.")
 
-        if self._hub and len(self._session.hosts) > 1:
-            self._session.until(lambda: self._full.is_set() or None, timeout, late)
+        if self._session.rank == 0:
+            self._session.until(lambda: self._star.full.is_set() or None, timeout, late)
 
     def tell(self, failure: dict[str, Any]) -> None:
-        """Tells the other ranks that this one has failed."""
+        """Tell the other ranks that this one has failed."""
         self._session.told, self._session.handled = failure, True
-        self._spread({"failure": failure})
+        self._pass_on(failure)
+        self._star.settle(_LAST_WORDS)
 
     def close(self) -> None:
-        """Leaves in good order: after this, no end of a connection is a failure. First set the session's `handled`."""
-        word = {"left": self._session.rank}
-        self._spread(word | {"failure": self._session.told} if self._session.told else word)
+        """Leave in good order: after this, no end of a connection is a failure. First set the session's `handled`."""
+        word: dict[str, Any] = {"left": self._session.rank}
+        if self._session.told:
+            word["failure"] = self._session.told
+        self._star.post(encode(**word))
         self._closing = True  # only now: the thread then parts from all connections
-        with contextlib.suppress(OSError):  # the thread may have ended before
-            self._wake.send(b"x")
-        self.join(2.0)
-        if self._armed and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGURG, self._former or signal.SIG_DFL)
+        self._star.wake()
+        self.join(_LAST_WORDS)
+        self._interrupter.close()
 
     def run(self) -> None:
-        """Listens until the watch is closed."""
-        while not self._closing:
-            pending = min(self._alarm_at, self._end_at) < _NEVER
-            left = self._alarm_at - time.monotonic()
-            for key, _ in self._selector.select(min(_ELSEWHERE, max(0.0, left)) if pending else _TICK):
-                self._hear(key.fileobj)  # type: ignore[arg-type]
-            if self._session.told is None and (orphan := self._session.orphan()):
-                failure = failure_record(self._session.rank, orphan)
-                self._spread({"failure": failure})
-                self._learn(failure)
-            self._look_after_main()
-        self._part()
-
-    def _hear(self, wire: socket.socket) -> None:
-        if wire is self._woken:
-            wire.recv(64)
-        elif self._hub and wire is self._listener:
-            visitor, _ = wire.accept()
-            self._text[visitor] = b""
-            self._selector.register(visitor, selectors.EVENT_READ)
-        else:
-            try:
-                data = wire.recv(65536)
-            except OSError:
-                data = b""
-            *lines, self._text[wire] = (self._text.get(wire, b"") + data).split(b"\n")
-            for line in lines:
-                self._obey(wire, line)
-            if not data or (len(self._text[wire]) > _STRANGER and self._rank_of(wire) is None):
-                self._lose(wire)
-
-    def _obey(self, wire: socket.socket, line: bytes) -> None:
-        rank = self._rank_of(wire)
+        """Listen until the watch is closed; if that fails, the rank does."""
         try:
-            news = json.loads(line)
-            if rank is None and news.pop("token") != self._token:
-                return
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            return  # somebody who knocked at the wrong door
-        if "rank" in news:
-            self._adopt(news["rank"], wire)
-        if self._hub and "rank" not in news:
-            self._spread(news, besides=wire)  # before our main thread hears it, for it may leave then
-        if "left" in news:
-            self._session.left.append(news["left"])
-        if "failure" in news and self._session.told is None:
-            self._learn(news["failure"])
+            while not self._closing:
+                self._listen()
+            for event in self._star.part(1.0):
+                self._hear(event)
+        except BaseException as error:
+            self._break_down(error)
+        self._star.close()
 
-    def _lose(self, wire: socket.socket) -> None:
-        self._selector.unregister(wire)
-        wire.close()
-        self._text.pop(wire, None)
-        rank = self._rank_of(wire)
-        if rank is None:
+    def _listen(self) -> None:
+        """Hear what comes until the next look at this rank itself."""
+        for event in self._star.poll(self._pause()):
+            self._hear(event)
+        if self._session.told is not None and self._session.rank == 0:
+            self._pass_on(self._session.told)  # the main thread may have found it in the store
+        if self._session.told is None and (orphan := self._session.orphan()):
+            self._learn(failure_record(self._session.rank, orphan))
+        self._look_after_main()
+
+    def _pause(self) -> float:
+        if self._session.told is None or self._session.handled:
+            return _TICK
+        return min(_TICK_FAILED, max(0.0, self._interrupter.due - time.monotonic()))
+
+    def _hear(self, event: Event) -> None:
+        if event.message is None:
+            self._lose(event.rank or 0)
             return
-        del self._peers[rank]
+        message = event.message
+        if message.left is not None:
+            self._note_departure(message.left, event.rank)
+        if message.failure is not None:
+            self._learn(message.failure, event.rank)
+
+    def _note_departure(self, rank: int, teller: int | None) -> None:
+        if rank not in self._session.left:
+            self._session.left.append(rank)
+            self._spread(encode(left=rank), besides=teller)
+
+    def _lose(self, rank: int) -> None:
         if rank in self._session.left or self._session.told or self._closing:
             return
         words = "its connection closed without a word: the process was killed or crashed, or the network was cut"
         failure = failure_record(rank, PeerError(rank, self._session.hosts[rank], "lost", words))
-        if self._hub:
-            self._spread({"failure": failure})
-            self._session.announce(failure, patience=0.0)  # for those that come later
         self._learn(failure)
+        if self._session.rank == 0:
+            self._session.announce(failure, patience=0.0)  # for those that come later
 
-    def _learn(self, failure: dict[str, Any]) -> None:
-        self._session.told = failure
-        if self._closing or self._session.handled:
-            return
-        alone = _ELSEWHERE if self._session.deadline is None else _IN_WAIT
-        courtesy = _TOGETHER if failure["type"] in _OF_ALL else alone
-        self._alarm_at = time.monotonic() + (0 if failure["type"] == "lost" else courtesy)
-        self._look_after_main()
+    def _learn(self, failure: dict[str, Any], teller: int | None = None) -> None:
+        """Take note of a failure and pass it on, first of all: the main thread may leave when it hears of it."""
+        if self._session.rank == 0 or teller is None:
+            self._pass_on(failure, besides=teller)
+        if self._session.told is None:
+            self._session.told = failure
+
+    def _pass_on(self, failure: dict[str, Any], besides: int | None = None) -> None:
+        if not self._passed_on:  # the first counts
+            self._passed_on = True
+            self._star.post(encode(failure=failure), besides)
+
+    def _spread(self, line: bytes, besides: int | None) -> None:
+        if self._session.rank == 0:
+            self._star.post(line, besides)
 
     def _look_after_main(self) -> None:
-        session, now = self._session, time.monotonic()
+        """See to it that the main thread hears of a failure, or the process ends."""
+        session, interrupter = self._session, self._interrupter
         deadline = session.deadline  # the main thread may clear it meanwhile
-        if deadline is not None and now > deadline + _GRACE and session.told is None:
+        if deadline is not None and time.monotonic() > deadline + GRACE and session.told is None:
             words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
             self._learn(failure_record(0, PeerError(0, session.hosts[0], "silent", words)))
-        if session.handled or session.told is None:
-            self._alarm_at = self._end_at = _NEVER
-        elif now >= self._alarm_at:
-            if self._end_at == _NEVER:
-                self._end_at = now + _GRACE
-                log.error("%s", str(as_error(session.told)).partition("\n")[0])  # its traceback comes when it is raised
-            self._alarm_at = _NEVER
-            if self._armed:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
-        elif now > self._end_at:
+        if session.told is None:
+            return
+        if session.handled or interrupter.has_ended():
+            interrupter.rest()
+            return
+        if (
+            checked_failure(session.told, len(session.hosts)) is None
+        ):  # it stood in the store, where strangers can write
+            session.told = failure_record(
+                -1, LaunchError(f"What the store tells of a failure is none: {session.told!r}")
+            )
+        interrupter.prepare(self._courtesy(session.told))
+        if interrupter.is_handled():
+            interrupter.leave_in_peace()
+        elif interrupter.has_failed():
             self._end(as_error(session.told))
-        elif now > self._end_at - _GRACE + 2 * SETTLE:  # the rank that failed has cut them, if it lives
+        elif time.monotonic() >= interrupter.due:
+            self._announce(session.told)
+            interrupter.try_to_raise()
+        elif interrupter.is_stuck():  # the rank that failed has cut them, if it lives
             cut(session.connections)
 
+    def _courtesy(self, failure: dict[str, Any]) -> float:
+        """Return the seconds in which this rank may find by itself what the other has found."""
+        if failure["type"] == "lost":
+            return 0.0
+        if failure["type"] in _OF_ALL:
+            return _TOGETHER
+        return _ELSEWHERE if self._session.deadline is None else _IN_WAIT
+
+    def _announce(self, failure: dict[str, Any]) -> None:
+        if not self._announced:
+            self._announced = True
+            headline = str(as_error(failure)).partition("\n")[0]  # its traceback comes when it is raised
+            _log(logging.ERROR, headline)
+
+    def _break_down(self, error: BaseException) -> None:
+        """Tell all ranks that this one is no longer watched, and see to it that it ends."""
+        session = self._session
+        words = f"its watch broke down, so it would hear of no failure: {type(error).__name__}: {error}"
+        failure = failure_record(session.rank, PeerError(session.rank, session.hosts[session.rank], "unwatched", words))
+        _log(logging.CRITICAL, f"Rank {session.rank} fails: {words}", error)
+        with suppress(Exception):
+            self._learn(failure)
+            session.announce(failure)
+        while not self._closing:
+            time.sleep(_TICK_FAILED)
+            try:
+                self._look_after_main()
+            except Exception:
+                self._end(as_error(failure))
+
     def _end(self, verdict: DdpkitError) -> None:
-        why = (
-            "is in a call that does not return"
-            if self._armed
-            else "did not call setup(), so nothing can be raised in it"
-        )
-        words = f"Rank {self._session.rank} ends: its main thread {why}. {verdict}\n"
-        try:
-            with contextlib.suppress(OSError):
+        """End the process, whatever the main thread and its files are doing."""
+
+        def say() -> None:
+            words = f"Rank {self._session.rank} ends: its main thread {self._interrupter.reason()}. {verdict}\n"
+            with suppress(OSError):
                 os.write(2, words.encode(errors="backslashreplace"))
             self._ending(verdict)
             sys.stdout.flush()
+
+        try:
+            with suppress(Exception):
+                aside(say, _LAST_WORDS)  # the main thread may hold a lock of these files
             for child in multiprocessing.active_children():
                 child.kill()
         finally:
             os._exit(1)
 
-    def _raise_in_main(self, signum: int, frame: FrameType | None) -> None:
-        session = self._session
-        if session.told is not None and not session.handled and os.getpid() == session.pid:
-            if _swallows(frame):
-                self._alarm_at = time.monotonic() + random.SystemRandom().uniform(0, _AGAIN)  # out of step with it
-                self._wake.send(b"x")
-                return
-            session.handled = True
-            raise as_error(session.told)
-        if callable(self._former):
-            self._former(signum, frame)
 
-    def _rank_of(self, wire: socket.socket) -> int | None:
-        return next((rank for rank, peer in self._peers.items() if peer is wire), None)
-
-    def _adopt(self, rank: int, wire: socket.socket) -> None:
-        wire.settimeout(2.0)
-        keep_alive(wire)
-        self._peers[rank] = wire
-        if len(self._peers) == len(self._session.hosts) - 1:
-            self._full.set()
-
-    def _spread(self, news: dict[str, Any], besides: socket.socket | None = None) -> None:
-        for rank, wire in list(self._peers.items()):
-            if wire is not besides:
-                self._send(rank, news)
-
-    def _send(self, rank: int, news: dict[str, Any]) -> None:
-        try:
-            with self._lock:
-                self._peers[rank].sendall(json.dumps(news).encode() + b"\n")
-        except (OSError, KeyError):  # it has gone; its connection tells the rest
-            pass
-
-    def _part(self) -> None:
-        """Reads what is still under way: closing over unread data would destroy our last words to the other side."""
-        for wire in self._peers.values():
-            try:
-                wire.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass
-        end = time.monotonic() + 1.0
-        while self._peers and (left := end - time.monotonic()) > 0:
-            for key, _ in self._selector.select(left):
-                self._hear(key.fileobj)  # type: ignore[arg-type]
-        _forget(self)
+def _log(level: int, text: str, error: BaseException | None = None) -> None:
+    """Log a text without waiting for those who hold the log: the main thread may hold it for good."""
+    with suppress(Exception):
+        aside(lambda: log.log(level, "%s", text, exc_info=error), _LOG_WORDS)
 
 
-def _swallows(frame: FrameType | None) -> bool:
-    """Whether an exception that is raised here would get lost: in a handler of logging's, or a `__del__`."""
-    while frame is not None:
-        if frame.f_code.co_filename == logging.__file__ or frame.f_code.co_name == "__del__":
-            return True
-        frame = frame.f_back
-    return False
+def _warn(text: str) -> None:
+    _log(logging.WARNING, text)
 
 
-def _forget(watch: Watch | None) -> None:
-    """Closes this process's ends of all connections."""
-    if watch is not None:
-        for wire in (*watch._text, *watch._peers.values(), watch._listener, watch._wake, watch._woken):
-            wire.close()
-        watch._selector.close()
+@functools.cache
+def _stars() -> weakref.WeakSet[Star]:
+    """Return those whose connections a forked child closes, for it would hold them open after this process's death."""
+    stars: weakref.WeakSet[Star] = weakref.WeakSet()
+
+    def close_all() -> None:
+        for star in list(stars):
+            star.close()
+
+    os.register_at_fork(after_in_child=close_all)
+    return stars

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import math
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +17,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Ended, free_port, platform_env, run
+from processes import Ended, free_port, launch, platform_env, run
 
 import ddpkit
 from ddpkit import agreement, runtime
@@ -392,3 +395,95 @@ def test_a_stopped_host_of_the_store_does_not_keep_a_rank_whose_collective_broke
     port = free_port()
     _, other = run(meet_a_stopped_host, [platform_env(rank, 2, port) for rank in range(2)], timeout=30)
     assert other.code == 1 and "rank 0 (" in other.output and "does not answer" in other.output, other
+
+
+def lose_the_watch() -> None:
+    """The script closes descriptors that are not its own, which no thread survives that waits for them."""
+    with ddpkit.distributed(timeout=LONG) as context:
+        ddpkit.barrier()
+        if context.rank == 1:
+            os.close(runtime._job.watch._star._selector.fileno())
+        time.sleep(30)
+
+
+def test_a_rank_whose_watch_breaks_down_fails_and_all_hear_why() -> None:
+    port = free_port()
+    ended = run(lose_the_watch, [platform_env(rank, 3, port) for rank in range(3)], timeout=30)
+    for end in ended:
+        assert end.code == 1 and end.seconds < 20, end
+        assert "rank 1 (" in end.output and "unwatched: its watch broke down" in end.output, end.output
+    assert "Rank 1 fails: its watch broke down" in ended[1].output, ended[1].output
+
+
+def write_nonsense() -> None:
+    """A stranger who reaches the store writes into it where a failure would stand."""
+    with ddpkit.distributed(timeout=LONG) as context:
+        ddpkit.barrier()
+        if context.rank == 1:
+            runtime.current_session().store.set("failure", '["nonsense"]')
+            with contextlib.suppress(Exception):
+                ddpkit.barrier()  # reads it
+        time.sleep(30)
+
+
+def test_nonsense_that_stands_in_the_store_does_not_blind_the_watch() -> None:
+    port = free_port()
+    ended = run(write_nonsense, [platform_env(rank, 2, port) for rank in range(2)], timeout=30)
+    for end in ended:
+        assert end.code == 1 and end.seconds < 20, end
+        assert "What the store tells of a failure is none" in end.output, end.output
+
+
+def sockets_held() -> int:
+    return sum(os.path.realpath(entry).rpartition("/")[2].startswith(("socket:", "anon")) for entry in open_files())
+
+
+def open_files() -> list[str]:
+    return [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+
+
+def join_again_and_again() -> None:
+    held = []
+    for _ in range(4):
+        with ddpkit.distributed(timeout=LONG):
+            ddpkit.barrier()
+        held.append(sockets_held())
+    print("held", *held)
+    print("threads", *[thread.name for thread in threading.enumerate() if "ddpkit" in thread.name])
+
+
+def test_teardown_leaves_no_descriptor_and_no_thread() -> None:
+    port = free_port()
+    for end in run(join_again_and_again, [platform_env(rank, 2, port) for rank in range(2)]):
+        assert end.code == 0, end.output
+        held = end.output.partition("held ")[2].splitlines()[0].split()
+        assert held[1] == held[-1], end.output
+        assert end.output.rstrip().endswith("threads"), end.output
+
+
+ENDINGS = {
+    "falls off the end": "",
+    "exits": "sys.exit()",
+    "has a thread that runs on": "threading.Thread(target=time.sleep, args=[1]).start()",
+    "has a daemon that runs on": "threading.Thread(target=time.sleep, args=[60], daemon=True).start()",
+    "joined in a thread": "",
+    "has a pool": "concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 1)",
+    "forks": "os.fork() or os._exit(0); os.wait()",
+    "runs a program": "subprocess.run(['true'], check=True)",
+    "collects garbage": "import gc; gc.collect()",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_that_ends_without_teardown_ends_at_once_and_in_silence(ending: str) -> None:
+    start = "import concurrent.futures, os, subprocess, sys, threading, time, ddpkit\n"
+    join = "ddpkit.setup(); ddpkit.barrier()\n"
+    if "joined" in ending:
+        join = f"thread = threading.Thread(target=exec, args=[{join!r}, globals()]); thread.start(); thread.join()"
+    port = free_port()
+    commands = []
+    for rank in range(2):
+        words = [f"{name}={value}" for name, value in platform_env(rank, 2, port).items()]
+        commands.append(["env", *words, sys.executable, "-c", start + join + ENDINGS[ending]])
+    for end in launch(*commands, timeout=60):
+        assert end.code == 0 and not end.output, end

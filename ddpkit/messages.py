@@ -1,0 +1,109 @@
+"""The messages of the watch: one JSON object a line, believed only after every field of it was checked."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from dataclasses import dataclass
+from typing import Any
+
+LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped
+_TEXTS = {"host": 300, "type": 300, "message": 20_000, "traceback": 60_000}  # characters of each that are kept
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one line says: who is speaking, who has left in good order, or what has failed."""
+
+    rank: int | None = None
+    left: int | None = None
+    failure: dict[str, Any] | None = None
+
+
+class Lines:
+    """Cuts a stream at its newlines, wherever it was split; of a line that is too long nothing is kept."""
+
+    def __init__(self, longest: int = LONGEST) -> None:
+        self._longest = longest
+        self._rest = bytearray()
+        self._too_long = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take in the next piece; return the lines that are complete now, without their newlines."""
+        *ends, rest = data.split(b"\n")
+        lines = []
+        for end in ends:
+            self._keep(end)
+            if not self._too_long:
+                lines.append(bytes(self._rest))
+            self._rest.clear()
+            self._too_long = False
+        self._keep(rest)
+        return lines
+
+    def _keep(self, piece: bytes) -> None:
+        if len(self._rest) + len(piece) > self._longest:
+            self._too_long = True
+            self._rest.clear()
+        if not self._too_long:
+            self._rest += piece
+
+
+def encode(**fields: Any) -> bytes:
+    """Write a message as a line. A `token`, if there is one, must be the first field."""
+    return json.dumps(fields).encode() + b"\n"
+
+
+def shows_token(line: bytes, token: str) -> bool:
+    """Tell whether a line begins with the token of the job: nothing else of a stranger's line is read."""
+    start = encode(token=token)[: -len(b"}\n")]
+    return hmac.compare_digest(line[: len(start)], start)
+
+
+def parse(line: bytes, world_size: int) -> Message | None:
+    """Read a message; return None for anything else.
+
+    Example:
+        >>> parse(b'{"left": 1}', world_size=2)
+        Message(rank=None, left=1, failure=None)
+        >>> parse(b'{"left": 2}', world_size=2)
+    """
+    try:
+        fields = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    everyone = range(world_size)
+    known: dict[str, Any] = {name: fields[name] for name in ("rank", "left", "failure") if name in fields}
+    for name in known.keys() & {"rank", "left"}:
+        if not _is_one_of(known[name], everyone):
+            return None
+    if "failure" in known:
+        known["failure"] = checked_failure(known["failure"], world_size)
+        if known["failure"] is None:
+            return None
+    if not known:
+        return None
+    return Message(**known)
+
+
+def checked_failure(record: object, world_size: int) -> dict[str, Any] | None:
+    """Return a failure's record with the fields that it must have, shortened; None if it is none."""
+    if not isinstance(record, dict):
+        return None
+    rank = record.get("rank")
+    if not _is_one_of(rank, range(-1, world_size)):  # -1: the job itself is wrong
+        return None
+    checked: dict[str, Any] = {"rank": rank}
+    for name, longest in _TEXTS.items():
+        text = record.get(name)
+        if not isinstance(text, str):
+            return None
+        printable = text.encode(errors="backslashreplace").decode()  # JSON can spell half a surrogate pair
+        checked[name] = printable[:longest]
+    return checked
+
+
+def _is_one_of(value: object, ranks: range) -> bool:
+    return type(value) is int and value in ranks  # not a bool, and not 1.0
