@@ -174,7 +174,7 @@ def test_a_process_of_another_container_is_neither_alive_nor_dead_from_here() ->
     mine = joining.Member(0, 1, None, False)
     claims = [mine.dump(), ended.output, contained.output]
     assert [joining.Member.load(claim, 0).is_alive() for claim in claims] == [True, False, None]
-    assert {joining.Member.load(claim).node for claim in claims} == {mine.node}
+    assert {joining.Member.load(claim, 0).node for claim in claims} == {mine.node}
 
 
 def test_a_restarted_job_on_the_same_store_forms_a_world_of_its_own() -> None:
