@@ -53,8 +53,8 @@ def all_reduce_mean(value: Any, weight: SupportsFloat | None = None, *, check: b
             what each rank passed. Also on the ranks whose peers raise one of the errors below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
         OverflowError: If a Python int does not fit 64 bits.
-        TypeError: If `value` holds something else, such as a string, a sharded tensor, or an object that keeps more than
-            its fields; the message says where.
+        TypeError: If `value` holds something else, such as a string, a sharded tensor, or an object that keeps more
+            than its fields; the message says where.
         ValueError: If a weight is negative or not finite, or all are 0.
 
     Example:
