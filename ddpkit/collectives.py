@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, SupportsFloat, TypeVar, overload
+
+from torch import Tensor
 
 from .gathering import gather_objects, gather_trees, in_order, send
 from .reducing import combine
 
 T = TypeVar("T")
+K = TypeVar("K")
+Op = Literal["sum", "mean", "min", "max"]
 
 
-def all_reduce_mean(value: Any, weight: Any = None, *, check: bool = True) -> Any:
-    """Averages a number, tensor or nested structure over all ranks. Collective.
+@overload
+def all_reduce_mean(value: float, weight: SupportsFloat | None = None, *, check: bool = True) -> float: ...
+@overload
+def all_reduce_mean(value: Tensor, weight: SupportsFloat | None = None, *, check: bool = True) -> Tensor: ...
+@overload
+def all_reduce_mean(
+    value: dict[K, int], weight: SupportsFloat | None = None, *, check: bool = True
+) -> dict[K, float]: ...
+@overload
+def all_reduce_mean(value: list[int], weight: SupportsFloat | None = None, *, check: bool = True) -> list[float]: ...
+@overload
+def all_reduce_mean(value: T, weight: SupportsFloat | None = None, *, check: bool = True) -> T: ...
+
+
+def all_reduce_mean(value: Any, weight: SupportsFloat | None = None, *, check: bool = True) -> Any:
+    """Average a number, tensor or nested structure over all ranks. Collective.
 
     Up to 123 Python numbers or 495 elements of tensors cost one small all-reduce, check included. What is more goes in
     one further all-reduce for half, bfloat16 and float32, added in float32, and one for the rest. The check makes the
@@ -19,10 +37,11 @@ def all_reduce_mean(value: Any, weight: Any = None, *, check: bool = True) -> An
 
     Args:
         value: This rank's value: Python numbers, NumPy arrays and scalars, tensors, and dicts, lists, tuples and
-            dataclasses of them. Floating leaves keep their dtype; ints and bools come back as floats: as float64, or
-            as Python floats. Same structure, shapes, dtypes and kind of device on every rank. It is not modified.
-        weight: This rank's share of the mean, for example its number of samples; 1 on every rank by default. A rank
-            of weight 0 may hold anything, NaN too.
+            dataclasses of them, which keep their types. Floating leaves keep their dtype; ints and bools come back
+            as floats: as float64, or as Python floats. Same structure, shapes, dtypes and kind of device on every rank.
+            It is not modified, and shares no memory with the result.
+        weight: This rank's share of the mean, for example its number of samples, of any size; 1 on every rank by
+            default. A rank of weight 0 may hold anything, NaN too.
         check: False on every rank lets a single tensor without weight go unchecked, so that nothing waits for its
             device. Ranks that differ then get wrong values, or hang, or abort.
 
@@ -34,7 +53,8 @@ def all_reduce_mean(value: Any, weight: Any = None, *, check: bool = True) -> An
             what each rank passed. Also on the ranks whose peers raise one of the errors below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
         OverflowError: If a Python int does not fit 64 bits.
-        TypeError: If `value` holds something else, such as a string.
+        TypeError: If `value` holds something else, such as a string, a sharded tensor, or an object that keeps more
+            than its fields; the message says where.
         ValueError: If a weight is negative or not finite, or all are 0.
 
     Example:
@@ -49,13 +69,22 @@ def all_reduce_mean(value: Any, weight: Any = None, *, check: bool = True) -> An
     return combine(value, "mean", weight, check)
 
 
-def all_reduce(value: Any, op: str = "sum", *, check: bool = True) -> Any:
-    """Adds, averages or compares a number, tensor or nested structure over all ranks. Collective.
+@overload
+def all_reduce(value: bool, op: Literal["sum"] = "sum", *, check: bool = True) -> int: ...
+@overload
+def all_reduce(value: float, op: Literal["mean"], *, check: bool = True) -> float: ...
+@overload
+def all_reduce(value: Tensor, op: Op = "sum", *, check: bool = True) -> Tensor: ...
+@overload
+def all_reduce(value: T, op: Op = "sum", *, check: bool = True) -> T: ...
+def all_reduce(value: Any, op: Op = "sum", *, check: bool = True) -> Any:
+    """Add, average or compare a number, tensor or nested structure over all ranks. Collective.
 
     Args:
         value: As for `all_reduce_mean`.
         op: "sum", "mean", "min" or "max". Sums of ints and bools are ints, for arrays and tensors int64; "min" and
-            "max" keep the dtype, and give NaN where any rank has NaN. Python numbers of which some are floats give one.
+            "max" keep the dtype, and give NaN where any rank has NaN. Python numbers of which some are floats give one,
+            and bools have a bool for their "min" and "max".
         check: As for `all_reduce_mean`.
 
     Returns:
@@ -111,7 +140,7 @@ def all_gather(value: T) -> list[T]:
 
 
 def all_gather_object(obj: Any) -> list[Any]:
-    """Gives every rank the objects of all ranks, as pickled copies. Collective.
+    """Give every rank the objects of all ranks, as pickled copies. Collective.
 
     Args:
         obj: Anything that can be pickled. Move tensors to the CPU first: they arrive on the device they came from.
@@ -131,7 +160,7 @@ def all_gather_object(obj: Any) -> list[Any]:
 
 
 def broadcast(value: T, src: int = 0) -> T:
-    """Gives every rank the value of one. Collective.
+    """Give every rank the value of one. Collective.
 
     A value of up to 1.9 kB costs one small all-reduce, and each tensor in it one broadcast.
 
