@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import pickle
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DdpkitError
 
 _SAVEABLE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
 _MARK = b"\nsha256:"
@@ -41,6 +41,7 @@ def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
 
 
 def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
@@ -53,10 +54,12 @@ def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
     hashed = _Hashed(file)
     try:
         torch.save(content, hashed)  # type: ignore[arg-type]
-    except RuntimeError as error:  # what torch makes of an OSError in write()
-        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"Cannot save {_culprit(content)}: {error}. {_SAVEABLE}") from error
+    except (OSError, DdpkitError):
+        raise
+    except Exception as error:
+        if isinstance(error.__context__, OSError):  # torch makes a RuntimeError of what write() raises
+            raise error.__context__ from None
+        raise CheckpointError(f"Cannot save {_culprit(content)}: {_reason(error)} {_SAVEABLE}") from error
     file.write(_MARK + hashed.sha256.hexdigest().encode() + b"\n")
     file.flush()
     try:
@@ -65,22 +68,39 @@ def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
         raise CheckpointError(f"Cannot save {_culprit(content)}: {_reason(error)} {_SAVEABLE}") from error
 
 
-def read(path: Path) -> tuple[Any, str]:
-    """Reads what `dump()` wrote, tensors to the CPU.
+def read(file: BinaryIO) -> tuple[Any, str]:
+    """Read what `dump()` wrote from a file open for reading, tensors to the CPU.
 
     Returns:
         The content, and its SHA-256 in hexadecimal.
 
     Raises:
-        CheckpointError: If there is no such file, it was truncated or changed, or it holds pickled code.
+        CheckpointError: If the file was truncated or changed, or holds pickled code.
     """
     try:
-        with open(path, "rb") as file:
-            digest = _verify(file)
-            file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True), digest
+        digest = _verify(file)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True), digest
+    except DdpkitError:
+        raise
     except Exception as error:
-        raise CheckpointError(f"Cannot read {path}: {_reason(error)}") from error
+        raise unreadable(file.name, error) from error
+
+
+def unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointError:
+    """Return the error to raise where a file cannot be read."""
+    return CheckpointError(f"Cannot read {path}: {_reason(error)}")
+
+
+def to_bytes(content: Any) -> bytes:
+    """Return `content` as `torch.save` writes it."""
+    torch.save(content, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return what `to_bytes()` was given, tensors on the CPU; raise if that needs code."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 class _Hashed:
@@ -111,13 +131,21 @@ def _verify(file: BinaryIO) -> str:
     return digest
 
 
+def _sync_folder(folder: Path) -> None:
+    """Flush the names in a folder, so that a rename outlives a loss of power; where the system can."""
+    with suppress(OSError):
+        entry = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(entry)
+        finally:
+            os.close(entry)
+
+
 def _culprit(content: Mapping[str, Any]) -> str:
     """The key of the first value that does not load on its own, with the inner keys as far as they are known."""
     for key, value in content.items():
         try:
-            torch.save(value, buffer := io.BytesIO())
-            buffer.seek(0)
-            torch.load(buffer, map_location="cpu", weights_only=True)
+            from_bytes(to_bytes(value))
         except Exception:
             inner = isinstance(value, Mapping) and all(isinstance(name, str) for name in value) and _culprit(value)
             return f"{key}.{inner}" if inner else key
@@ -126,4 +154,5 @@ def _culprit(content: Mapping[str, Any]) -> str:
 
 def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines()] or [repr(error)]
-    return next((line.split(" Please use")[0] for line in lines if "nsupported" in line), lines[0])
+    found = next((line.split(" Please use")[0] for line in lines if "nsupported" in line), lines[0])
+    return found if found.endswith((".", "!", "?")) else f"{found}."

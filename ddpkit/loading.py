@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from . import ranks
 from .hashing import hash_seeds
+from .rng import get_rng_state, set_rng_state
 from .samplers import DistributedEvalSampler, DistributedSampler, ResumableSampler, positive
 from .seeding import seed_cpu
 
@@ -93,7 +95,8 @@ def make_loader(
 class Loader(DataLoader[Any]):
     """What `make_loader` returns: torch's DataLoader that counts epochs and what the loop was given.
 
-    Each `iter()` is the next epoch, the first one epoch 0, unless `set_epoch` or a loaded state says otherwise.
+    Each `iter()` is the next epoch, the first one epoch 0, unless `set_epoch` or a loaded state says otherwise. So
+    `next(iter(loader))` begins an epoch, and the next loop is over the one after it, with a warning: use `peek()`.
 
     A state counts the batches that the loop was given, not those that workers have fetched ahead. So take it in the
     loop after the optimiser step: the batch at hand is done, and the resumed run goes on with the next one. Taken at an
@@ -110,7 +113,7 @@ class Loader(DataLoader[Any]):
         self._seed, self._rank, self._global_batch = seed, ranks.get_rank(), batch_size * ranks.get_world_size()
         self._epoch = 0
         self._begun: int | None = None  # the epoch that the loop is in, or has left early
-        options["generator"] = torch.Generator()
+        options["generator"] = torch.Generator("cpu")
         if sampler is None:
             super().__init__(dataset, batch_size, drop_last=drop_last, **options)
         else:
@@ -129,6 +132,50 @@ class Loader(DataLoader[Any]):
         self._epoch, self._begun = epoch, None
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """Go through the epochs that are left of `n`; in a resumed run, from the interrupted one on.
+
+        In each of them loop over the loader once. Leaving that loop early is meant then, and gives no warning.
+
+        Args:
+            n: Number of epochs of the whole run.
+
+        Example:
+            >>> loader = make_loader(range(4), batch_size=2)
+            >>> for epoch in loader.epochs(2):
+            ...     print(epoch, len(list(loader)))
+            0 2
+            1 2
+        """
+        for epoch in range(self.epoch, n):
+            self.set_epoch(epoch)
+            yield epoch
+
+    def peek(self) -> Any:
+        """Return the batch that the next loop begins with, and count nothing: to see its shapes, or trace a model.
+
+        It is loaded in this process, and the random numbers that this takes are put back. Where nothing is left of the
+        epoch it is made of the dataset's first samples.
+        """
+        saved, generator = get_rng_state(), torch.Generator("cpu")
+        cuts: dict[str, Any] = {"batch_size": self.batch_size}
+        if isinstance(self.batch_sampler, _Batches):
+            first = range(len(self.dataset))[: self.batch_size]  # type: ignore[arg-type]
+            cuts = {"batch_sampler": [next(iter(self.batch_sampler.batches), list(first))]}
+        _tell_epoch(self.dataset, self.epoch)
+        try:
+            with torch.device("cpu"):
+                batches = iter(DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **cuts))
+            return next(batches)
+        finally:
+            set_rng_state(saved)
+
+    def __repr__(self) -> str:
+        place = f"epoch={self.epoch}"
+        if isinstance(self.sampler, ResumableSampler):
+            place += f", consumed={self.sampler.consumed} of {self.sampler.n}"
+        return f"Loader({type(self.dataset).__name__}, batch_size={self.batch_size}, rank={self._rank}, {place})"
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is, the batch at hand included: the same on every rank, plain numbers and text.
@@ -150,6 +197,7 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._begun == self.epoch:  # the loop left it early
+            self._warn_of_the_rest()
             self.set_epoch(self.epoch + 1)
         epoch = self._begun = self.epoch
         start = self.sampler.start if isinstance(self.sampler, ResumableSampler) else 0
@@ -157,7 +205,9 @@ class Loader(DataLoader[Any]):
         _tell_epoch(self.dataset, epoch)
         if isinstance(self.batch_sampler, _Batches):
             self.batch_sampler.begin(self._seed, epoch, self._rank, start)
-        return self._handed_out(super().__iter__(), epoch)
+        with torch.device("cpu"):  # torch draws the seed of its workers on the default device
+            batches = super().__iter__()
+        return self._handed_out(batches, epoch)
 
     def _handed_out(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
         for batch in batches:
@@ -166,6 +216,17 @@ class Loader(DataLoader[Any]):
             yield batch
         if self._begun == epoch:
             self.set_epoch(epoch + 1)
+
+    def _warn_of_the_rest(self) -> None:
+        if not isinstance(self.sampler, ResumableSampler) or not self.sampler.remaining:
+            return
+        done = f"{self.sampler.consumed} of {self.sampler.n} samples"
+        warnings.warn(
+            f"The loop over epoch {self.epoch} was left after {done}; this one is over epoch {self.epoch + 1}, and the "
+            "rest goes unseen. To look at a batch use loader.peek(). If it was meant, loop over loader.epochs(n), or "
+            "call loader.set_epoch() before.",
+            stacklevel=3,
+        )
 
     def _resumable(self) -> ResumableSampler:
         if not isinstance(self.sampler, ResumableSampler):
@@ -218,7 +279,8 @@ class _Stream(IterableDataset[Any]):
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed, self.rank, self.world_size = dataset, seed, ranks.get_rank(), ranks.get_world_size()
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # persistent workers read it, too
+        epoch = torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the default device
+        self.epoch = epoch.share_memory_()  # type: ignore[no-untyped-call]  # persistent workers read it, too
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch.fill_(epoch)

@@ -71,24 +71,38 @@ class ResumableSampler(Sampler[int], ABC):
         """
         self.consumed = min(self.consumed + samples, self.n)
 
+    @property
+    def remaining(self) -> int:
+        """Samples of this epoch that are still to come, of all ranks together, without padding."""
+        return max(0, min(self._end(), self.n) - self.consumed)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the run is: the same on every rank, plain numbers and text."""
         return {"epoch": self.epoch, "consumed": self.consumed, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken, on any number of ranks, with any batch size.
+        """Go on where `state` was taken, on any number of ranks, with any batch size.
 
         Raises:
-            ValueError: If the order is another one than the state's; the message names both values.
+            ValueError: If the order is another one than the state's; the message names both values. Nothing is changed.
+            TypeError: If it is no state of a sampler.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"A sampler's state is a dict, got a {type(state).__name__}.")
         for name, now in self._identity().items():
             if state.get(name) != now:
                 raise ValueError(
                     f"Cannot resume: {name} was {state.get(name)!r} when the state was saved and is {now!r} now: "
                     "the samples would come in another order. Make the sampler as it was, or start a new epoch."
                 )
-        self.epoch, self.start = state["epoch"], state["consumed"]
-        self.consumed = self.start
+        epoch, consumed = state.get("epoch"), state.get("consumed")
+        if type(epoch) is not int or epoch < 0 or type(consumed) is not int or not 0 <= consumed <= self.n:
+            raise ValueError(
+                f"Cannot resume: epoch {epoch!r} with {consumed!r} of {self.n} samples consumed is no place to go on "
+                "from. Start a new epoch."
+            )
+        self.epoch = epoch
+        self.start = self.consumed = consumed
 
     def __len__(self) -> int:
         """Samples of this pass on this rank."""

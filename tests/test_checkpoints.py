@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import on_ranks
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import ddpkit
+from ddpkit import ranks, states
 from ddpkit.checkpoints import Checkpointer
-from ddpkit.errors import CheckpointError
+from ddpkit.errors import CheckpointError, DdpkitError
 from ddpkit.files import dump
+from ddpkit.rng import get_rng_state
 from ddpkit.seeding import seed_everything
 from ddpkit.wrapping import wrap_model
 
@@ -106,8 +111,10 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(tmp_path: Path, nprocs
 
 
 def save_plain(folder: str) -> None:
+    seed_everything(0)
+    model = net()
     seed_everything(0, per_rank=True)
-    Checkpointer(folder).save(7, model=net())
+    Checkpointer(folder).save(7, model=model)
 
 
 def load_and_draw(folder: str) -> tuple[list[float], list[float], list[str]]:
@@ -180,18 +187,105 @@ def test_wrapped_plain_and_compiled_models_load_each_others_checkpoints(tmp_path
 # What is on the disk
 
 
+def files_in(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name != ".writer")
+
+
 def test_only_the_last_written_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpointer(tmp_path / "deep" / "run", keep=2)
     for step in (100, 200, 300, 150):  # back to 200, and on from there
         checkpoints.save(step, fill=torch.full((10,), step))
-    assert sorted(os.listdir(checkpoints.folder)) == ["latest", "step-000000150.pt", "step-000000300.pt"]
+    assert files_in(checkpoints.folder) == ["latest", "step-000000150.pt", "step-000000300.pt"]
+    assert (checkpoints.folder / "latest").read_text() == "step-000000150.pt\nstep-000000300.pt\n"
     assert newest_step(checkpoints.folder) == 150
     (checkpoints.folder / "latest").rename(tmp_path / "latest")
-    assert newest_step(checkpoints.folder) == 150
-    os.utime(checkpoints.folder / "step-000000300.pt")
     assert newest_step(checkpoints.folder) == 300
-    (tmp_path / "latest").rename(checkpoints.folder / "latest")
-    assert newest_step(checkpoints.folder) == 150
+
+
+def test_neither_clock_nor_copying_changes_the_order(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path, keep=2)
+    for step, clock in ((1, 3_000_000), (2, 2_000_000), (3, 1_000_000), (4, 500_000)):  # a clock that is set back
+        path = checkpoints.save(step, fill=torch.full((10,), step))
+        os.utime(path, (clock, clock))
+        assert newest_step(tmp_path) == step
+    assert checkpoints.steps() == [3, 4]
+
+
+def test_a_file_that_latest_lost_is_found_by_its_step(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    for step in (9, 10):
+        checkpoints.save(step, fill=torch.full((10,), step))
+    for text in ("", "step-000000011.pt\n", "\0\xff nonsense 5\n../step-000000009.pt\nstep-000000010.pt x\n"):
+        (tmp_path / "latest").write_text(text)
+        assert newest_step(tmp_path) == 10 and checkpoints.steps() == [9, 10]
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    assert newest_step(tmp_path) == 10
+    with pytest.raises(CheckpointError, match="Cannot write to .*latest"):
+        checkpoints.save(11, fill=torch.full((10,), 11))
+
+
+def test_nothing_but_its_own_is_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = Checkpointer(tmp_path, keep=1)
+    theirs = ["step-best.pt", "step-5.pt", "step-best.pt.tmp", "step-000000000.pt.bak", "my-step-000000001.pt"]
+    for name in theirs:
+        (tmp_path / name).write_bytes(b"the user's")
+    for name in ("step-old.pt", "step-000000003.pt.tmp.d", "step-000000999.pt.tmp"):
+        (tmp_path / name).mkdir()
+    shutil.copy(save_one(tmp_path / "elsewhere", 7), tmp_path / "step-000000007.pt")
+    for step in (10, 11, 12):
+        checkpoints.save(step, fill=torch.full((10,), step))
+    assert set(theirs) | {"step-old.pt", "step-000000007.pt", "step-000000012.pt"} <= set(os.listdir(tmp_path))
+    assert checkpoints.steps() == [7, 12] and not caplog.records
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpointer(tmp_path, keep=1)
+    checkpoints.save(1, fill=torch.full((10,), 1))
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:  # as a mounted folder, or a file that is open elsewhere
+        if path.suffix == ".pt":
+            raise PermissionError(1, "Operation not permitted", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    checkpoints.save(2, fill=torch.full((10,), 2))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "Saved" in caplog.text and "step-000000002.pt, but an old checkpoint stays: " in caplog.text
+    assert newest_step(tmp_path) == 2 and checkpoints.steps() == [1, 2]
+
+
+def test_the_best_are_kept_and_loaded_by_score(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path, keep=1, keep_best=2)
+    assert checkpoints.load_best() is None
+    scores = {1: 0.5, 2: 0.9, 3: None, 4: float("nan"), 5: np.float64(0.9), 6: -float("inf"), 7: 0.1}
+    for step, score in scores.items():
+        checkpoints.save(step, score=score, fill=torch.full((10,), step))
+    assert checkpoints.steps() == [2, 5, 7]
+    best = Checkpointer(tmp_path).load_best()
+    assert (best["step"], best["score"]) == (5, 0.9)
+    os.truncate(tmp_path / "step-000000005.pt", 100)
+    assert Checkpointer(tmp_path).load_best()["step"] == 2
+    assert Checkpointer(tmp_path).load_latest()["step"] == 7
+    with pytest.raises((TypeError, ValueError)):
+        checkpoints.save(8, score="good")
+    checkpoints.save(2, score=0.0)  # written again: it is another one now
+    assert checkpoints.steps() == [2, 5, 7]
+
+
+def test_it_says_what_it_is(tmp_path: Path) -> None:
+    assert repr(Checkpointer("runs/a")) == "Checkpointer('runs/a', keep=3)"
+    assert repr(Checkpointer("runs/a", keep=np.int64(1), keep_best=2)) == "Checkpointer('runs/a', keep=1, keep_best=2)"
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path, keep=np.int32(2))
+    for step in (np.int64(1), np.uint8(2), torch.tensor(3)):
+        checkpoints.save(step, fill=torch.full((1,), int(step)))
+    assert checkpoints.steps() == [2, 3] and checkpoints.load_latest()["step"] == 3
 
 
 def test_foreign_files_stay_and_leftovers_of_a_killed_writer_go(tmp_path: Path) -> None:
@@ -275,6 +369,48 @@ def test_if_all_are_broken_each_is_listed_with_its_reason(tmp_path: Path) -> Non
     ):
         Checkpointer(tmp_path).load_latest()
     assert len(os.listdir(tmp_path)) == 4
+
+
+def read_beside_a_writer(folder: str, seconds: float) -> int:
+    """Rank 0 and the others read while a process of its own saves and deletes as fast as it can."""
+    torch.set_num_threads(1)  # a process with OpenMP threads must not fork
+    writer = 0
+    if ddpkit.get_rank() == 0:
+        ours, theirs = os.pipe()
+        if (writer := os.fork()) == 0:
+            ranks.set_launch(None)
+            write_alone(folder, theirs)
+        os.read(ours, 1)
+    ddpkit.barrier()
+    last, reads = 0, 0
+    end = time.monotonic() + seconds
+    try:
+        while not ddpkit.stop_together(time.monotonic() > end):
+            loaded = Checkpointer(folder).load_latest()
+            assert loaded is not None and loaded["step"] >= last
+            last, reads = loaded["step"], reads + 1
+    finally:
+        if writer:
+            os.kill(writer, signal.SIGKILL)
+            os.waitpid(writer, 0)
+    return reads
+
+
+def write_alone(folder: str, pipe: int) -> None:
+    try:
+        checkpoints = Checkpointer(folder, keep=1)
+        for step in range(1, 10**9):
+            content = {"format": 1, "step": step, "score": None, "kinds": {}, "shapes": {}, "rng": [get_rng_state()]}
+            checkpoints._write(Path(folder, f"step-{step:09d}.pt"), None, content | {"state": {}})
+            os.write(pipe, b"." if step == 1 else b"")
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_reader_beside_a_writer_always_finds_one(tmp_path: Path, nprocs: int) -> None:
+    reads = on_ranks(read_beside_a_writer, nprocs, str(tmp_path), 3.0)
+    assert reads[0] >= 10
 
 
 class Bomb:
@@ -369,16 +505,169 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) ->
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file is a file"):
         Checkpointer(tmp_path / "file")
-    for keep in (0, -1, 1.5):
+    for keep in (0, -1, 1.5, True, np.int64(0)):
         with pytest.raises(ValueError, match="keep must be"):
             Checkpointer(tmp_path, keep=keep)  # type: ignore[arg-type]
-    for step in (-1, 1.0, True, "1"):
+    for step in (-1, 1.0, True, "1", np.float64(1), np.bool_(True), None):
         with pytest.raises(ValueError, match="step must be"):
             Checkpointer(tmp_path).save(step)  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == ["file"]
 
 
+# Files that are whole, but odd
+
+
+def odd(value: Any) -> st.SearchStrategy[Any]:
+    """The value with one part replaced or left out."""
+    strange = st.sampled_from([None, -1, 2**70, 1.5, "x", b"x", [], {}, [[]], {"a": 1}, {1: 2}, (1, 2), torch.ones(2)])
+    if isinstance(value, dict) and value:
+        key = st.sampled_from(list(value))
+        changed = key.flatmap(lambda k: odd(value[k]).map(lambda new: {**value, k: new}))
+        return st.one_of(strange, changed, changed, key.map(lambda k: {i: v for i, v in value.items() if i != k}))
+    if isinstance(value, list | tuple) and value and len(value) < 700:
+        place = st.integers(0, len(value) - 1)
+        return st.one_of(
+            strange, place.flatmap(lambda i: odd(value[i]).map(lambda new: [*value[:i], new, *value[i + 1 :]]))
+        )
+    return strange
+
+
+def whole_run() -> dict[str, Any]:
+    model, optimizer, scheduler = make_run()
+    train(model, optimizer, scheduler)
+    loader = ddpkit.make_loader(range(20), 4)
+    scaler = torch.amp.GradScaler("cpu")
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "scaler": scaler}
+
+
+def state_of_all(run: dict[str, Any]) -> str:
+    return str({name: states.fingerprint(name, value.state_dict()) for name, value in run.items()})
+
+
+def fuzz_contents(folder: str) -> tuple[int, int]:
+    saved = whole_run()
+    path = Checkpointer(folder).save(2, **saved, note=[1, "a"])
+    content = torch.load(path, weights_only=True)
+    Checkpointer(folder).save(1, **saved, note=[1, "a"])
+    outcomes, run = [0, 0], whole_run()
+    before = state_of_all(run)
+
+    @settings(max_examples=80, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(odd(content))
+    def try_one(changed: Any) -> None:
+        with open(path, "wb") as file:
+            dump(changed, file)
+        Path(folder, "latest").write_text("step-000000002.pt\nstep-000000001.pt\n")
+        drawn = torch.get_rng_state()
+        try:
+            Checkpointer(folder).load(path, **run)
+            outcomes[0] += 1
+            run.update(whole_run())
+        except CheckpointError as error:
+            outcomes[1] += 1
+            assert state_of_all(run) == before and torch.equal(drawn, torch.get_rng_state())
+            assert "step-000000002.pt" in str(error), error
+        with suppress(CheckpointError):  # it may be whole, and not fit
+            assert Checkpointer(folder).load_latest()["step"] in (1, 2, 2**70)
+
+    logging.getLogger("ddpkit").setLevel(logging.ERROR)
+    try_one()
+    return outcomes[0], outcomes[1]
+
+
+def test_whatever_a_file_holds_the_run_is_restored_or_untouched(tmp_path: Path) -> None:
+    restored, refused = on_ranks(fuzz_contents, 1, str(tmp_path), timeout=120.0)[0]
+    assert refused > 20, (restored, refused)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: [1, 2], "it holds a list, which no Checkpointer wrote"),
+        (
+            lambda content: {"format": 1, "step": 2},
+            "its state, kinds, rng is missing or not what a Checkpointer writes",
+        ),
+        (lambda content: content | {"step": "2"}, "its step is missing"),
+        (lambda content: content | {"state": [1]}, "its state is missing"),
+        (lambda content: content | {"state": {1: 2}}, "its state is missing"),
+        (lambda content: content | {"rng": []}, "its rng is missing"),
+        (lambda content: content | {"rng": [{}]}, "its random states are none that this Python, NumPy and torch"),
+        (
+            lambda content: other_rng(content, python=(4, [1], None)),
+            r"random states .*ValueError: state with version 4",
+        ),
+        (lambda content: other_rng(content, numpy=("PCG64", [1], 0, 0, 0.0)), r"random states .*\(ValueError"),
+        (lambda content: other_rng(content, torch=torch.zeros(3)), r"random states .*\(TypeError"),
+        (
+            lambda content: other_rng(content, torch=torch.zeros(3, dtype=torch.uint8)),
+            r"random states .*\(RuntimeError",
+        ),
+    ],
+)
+def test_an_odd_file_is_refused_and_the_one_before_it_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Any, message: str
+) -> None:
+    save_one(tmp_path, 1, model=net())
+    path = save_one(tmp_path, 2, model=net())
+    content = torch.load(path, weights_only=True)
+    with open(path, "wb") as file:
+        dump(change(content), file)
+    model, drawn = net(), torch.get_rng_state()
+    before = flat(model)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpointer(tmp_path).load(path, model=model)
+    assert flat(model) == before and torch.equal(torch.get_rng_state(), drawn)
+    assert Checkpointer(tmp_path).load_latest(model=model)["step"] == 1
+    assert re.search(message, caplog.text)
+    if "random states" in message:
+        assert Checkpointer(tmp_path).load(path)["step"] == 2
+
+
+def other_rng(content: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    return content | {"rng": [content["rng"][0] | parts]}
+
+
 # All ranks or none
+
+
+def differ(folder: str) -> dict[str, str]:
+    rank, checkpoints = ddpkit.get_rank(), Checkpointer(folder)
+    checkpoints.save(1, note=0)
+    counter = Counter(0)
+    calls = {
+        "step": lambda: checkpoints.save(rank + 5, note=1),
+        "score": lambda: checkpoints.save(5, score=rank, note=1),
+        "names": lambda: checkpoints.save(5, **{f"note{rank}": 1}),
+        "bad step": lambda: checkpoints.save(-1 if rank else 5, note=1),
+        "twice": lambda: checkpoints.save(5, note=1, per_rank={"note": 1} if rank else {}),
+        "targets": lambda: checkpoints.load_latest(**({"model": counter} if rank else {})),
+        "load": lambda: checkpoints.load(f"{folder}/step-000000001.pt", **({"model": counter} if rank else {})),
+        "no target": lambda: checkpoints.load_latest(model="x" if rank else counter),
+        "calls": lambda: checkpoints.load_latest() if rank else checkpoints.load_best(),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = "went on"
+        except (DdpkitError, ValueError, TypeError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    assert checkpoints.steps() == [1]
+    return said
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_ranks_that_differ_in_their_arguments_all_raise(tmp_path: Path, nprocs: int) -> None:
+    for rank, said in enumerate(on_ranks(differ, nprocs, str(tmp_path))):
+        assert "MismatchError" in said["step"] and "step: 5 on rank 0; 6 on rank 1" in said["step"]
+        assert "score: 0.0 on rank 0; 1.0 on rank 1" in said["score"]
+        assert "names: note0 on rank 0; note1 on rank 1" in said["names"]
+        assert ("ValueError: step must be" in said["bad step"]) and (rank or "rank 1: ValueError" in said["bad step"])
+        assert "is in per_rank and beside it" in said["twice"]
+        assert "MismatchError" in said["targets"] and "MismatchError" in said["load"]
+        assert "has no load_state_dict()" in said["no target"]
+        assert "different collectives" in said["calls"]
 
 
 def message_of(fn: Any, *args: Any, **kwargs: Any) -> str:

@@ -95,4 +95,5 @@ def test_three_ranks_and_then_two_give_what_one_gives(tmp_path: Path) -> None:
     on_ranks(train_here, 3, str(tmp_path / "3"), "--stop-after", "8")
     for mine in on_ranks(train_here, 2, str(tmp_path / "3"), "--resume"):
         assert mine == pytest.approx(alone, abs=1e-5)
-    assert (tmp_path / "1" / "latest").read_text() == (tmp_path / "3" / "latest").read_text() == "step-000000036.pt\n"
+    for folder in ("1", "3"):
+        assert (tmp_path / folder / "latest").read_text().split()[0] == "step-000000036.pt"

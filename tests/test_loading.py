@@ -262,7 +262,8 @@ def test_each_iteration_is_the_next_epoch():
         assert (loader.epoch, len(loader)) == (1, 5)  # steady while the loop runs
         break
     assert (loader.epoch, loader.state_dict()["consumed"]) == (1, 4)  # a state after break counts the batch, too
-    assert plain(loader) == epochs[2]
+    with pytest.warns(UserWarning, match="The loop over epoch 1 was left after 4 of 20 samples; this one is over epoc"):
+        assert plain(loader) == epochs[2]
     loader.set_epoch(5)
     assert plain(loader) == epochs[5] and loader.epoch == 6
     loader.set_epoch(0)
@@ -278,9 +279,130 @@ def test_each_iteration_is_the_next_epoch():
 
 def test_an_iterator_that_was_left_counts_nothing_anymore():
     loader = make_loader(range(20), 4)
-    old, new = iter(loader), iter(loader)
+    old = iter(loader)
+    with pytest.warns(UserWarning, match="was left after 0 of 20 samples"):
+        new = iter(loader)
     next(new), next(new), list(old)
     assert (loader.epoch, loader.state_dict()["consumed"]) == (1, 8)
+
+
+def resumed_at(n, batch_size, consumed, **options):
+    loader = make_loader(range(n), batch_size, seed=5, **options)
+    loader.load_state_dict({**loader.state_dict(), "epoch": 3, "consumed": consumed})
+    return loader
+
+
+def peek_and_go_on(n, batch_size, consumed, num_workers):
+    """What a peek at a resumed loader shows, and what comes after it; and both without one."""
+    options = workers(num_workers)
+    with_peek, without = resumed_at(n, batch_size, consumed, **options), resumed_at(n, batch_size, consumed, **options)
+    peeked = with_peek.peek().tolist()
+    states = [with_peek.state_dict(), without.state_dict()]
+    return peeked, [plain(with_peek) for _ in range(2)], [plain(without) for _ in range(2)], states
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_a_peek_shows_the_next_batch_and_counts_nothing(w):
+    for number in (0, 2):
+        for peeked, after, expected, states in on_ranks(peek_and_go_on, w, 20, GLOBAL_BATCH // w, 6, number):
+            assert peeked == expected[0][0] and after == expected and states[0] == states[1]
+
+
+def test_a_peek_draws_no_random_numbers_and_finds_something_where_nothing_is_left():
+    torch.manual_seed(0)
+    random.seed(0)
+    before = torch.get_rng_state(), random.getstate()
+    assert [len(column) for column in make_loader(Noisy(), 4).peek()] == [4] * 4
+    assert torch.equal(before[0], torch.get_rng_state()) and random.getstate() == before[1]
+    done = resumed_at(20, 8, 20)
+    assert done.peek().tolist() == list(range(8)) and plain(done) == []
+    assert [len(column) for column in make_loader(Stream(), 4).peek()] == [4] * 3
+    assert make_loader(range(3), 8, train=False).peek().tolist() == [0, 1, 2]
+
+
+def test_a_loop_left_early_after_a_resume_is_not_silent():
+    loader = resumed_at(20, 4, 12)
+    next(iter(loader))
+    with pytest.warns(
+        UserWarning, match=r"epoch 3 was left after 16 of 20 samples; .* epoch 4, .*peek\(\).*epochs\(n\)"
+    ):
+        assert plain(loader) == one_epoch(20, 4, epoch=4, seed=5)
+
+
+def test_a_loop_that_had_its_last_batch_was_not_left_early():
+    for options, batches in (({}, 7), ({"drop_last": True}, 6)):
+        loader = make_loader(range(20), 3, **options)
+        assert len([batch for _, batch in zip(range(batches), loader, strict=False)]) == batches
+        assert len(plain(loader)) == batches and loader.epoch == 2
+
+
+def test_evaluation_and_streams_may_be_left_at_any_time():
+    for loader in (make_loader(range(20), 4, train=False), make_loader(Stream(), 4)):
+        next(iter(loader))
+        assert len(list(loader)) >= 5
+
+
+def all_epochs(n, batch_size, consumed):
+    loader = resumed_at(n, batch_size, consumed)
+    next(iter(loader))  # undone by the loop over epochs
+    return [(epoch, plain(loader)) for epoch in loader.epochs(6)]
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_the_loop_over_epochs_goes_on_where_the_state_was(w):
+    for (epoch, rest), *later in on_ranks(all_epochs, w, 20, GLOBAL_BATCH // w, 12):
+        assert epoch == 3 and len(rest) == 2
+        assert [number for number, _ in later] == [4, 5] and {len(batches) for _, batches in later} == {4}
+
+
+def test_epochs_may_be_cut_short_on_purpose():
+    loader = make_loader(range(20), 4)
+    seen = []
+    for epoch in loader.epochs(3):
+        for batch in loader:
+            seen.append((epoch, batch.tolist()))
+            break
+    assert seen == [(epoch, one_epoch(20, 4, epoch=epoch)[0]) for epoch in range(3)]
+    assert list(loader.epochs(np.int64(2))) == []
+
+
+def test_a_loader_says_what_it_is():
+    loader = resumed_at(20, 4, 12)
+    assert repr(loader) == "Loader(range, batch_size=4, rank=0, epoch=3, consumed=12 of 20)"
+    assert repr(make_loader(Stream(), 4)) == "Loader(_Stream, batch_size=4, rank=0, epoch=0)"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [[], {}, {"epoch": "3"}, {"epoch": -1}, {"epoch": True}, {"consumed": 21}, {"consumed": -1}, {"consumed": None}],
+)
+def test_a_state_that_leads_nowhere_is_refused_and_changes_nothing(state):
+    loader = make_loader(range(20), 4)
+    before = loader.state_dict()
+    with pytest.raises((ValueError, TypeError)):
+        loader.load_state_dict({**before, **state} if state else state)
+    assert loader.state_dict() == before and plain(loader) == one_epoch(20, 4)
+
+
+def on_a_default_device(device):
+    torch.set_default_device(device)
+    try:
+        data = torch.utils.data.TensorDataset(torch.arange(20, device="cpu"))
+        loader = make_loader(data, 4, seed=5)
+        batches = [batch.tolist() for (batch,) in loader]
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        peeked = loader.peek()[0].tolist()
+        weighted = make_loader(data, 4, sampler=DistributedWeightedSampler(np.ones(20), 8))
+        streamed = [len(batch) for batch in make_loader(Stream(), 4, collate_fn=list)]
+        return batches, peeked, [batch.tolist() for (batch,) in weighted], streamed
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("w", [1, 2])
+def test_the_default_device_does_not_matter(w):
+    assert on_ranks(on_a_default_device, w, "meta") == on_ranks(on_a_default_device, w, "cpu")
 
 
 def test_a_state_of_the_last_batch_leaves_an_empty_loop():

@@ -116,7 +116,7 @@ def finished(ended: list[Ended]) -> str:
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
-    name = (folder / "checkpoints" / "latest").read_text().strip()
+    name = (folder / "checkpoints" / "latest").read_text().split()[0]
     return torch.load(folder / "checkpoints" / name)["state"]
 
 

@@ -1,0 +1,169 @@
+"""Two jobs and one folder: real processes, and files as another machine would have left them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import on_ranks
+from processes import CLEAN, ROOT
+
+from ddpkit.checkpoints import Checkpointer
+from ddpkit.errors import CheckpointError
+
+JOB = """
+import os, sys, time, ddpkit
+checkpoints = ddpkit.Checkpointer(sys.argv[1])
+checkpoints.save(1, who=os.getpid())
+print("saved", flush=True)
+if sys.argv[2] == "stay":
+    sys.stdin.readline()
+    try:
+        checkpoints.save(2, who=os.getpid())
+        print("saved", flush=True)
+    except ddpkit.CheckpointError as error:
+        print("refused", error, flush=True)
+"""
+
+
+@contextmanager
+def job(folder: Path, how: str = "stay") -> Iterator[subprocess.Popen[str]]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(
+        [sys.executable, "-c", JOB, str(folder), how], env=CLEAN | {"PYTHONPATH": str(ROOT)}, **pipes
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "saved\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def save(folder: Path, step: int = 9) -> None:
+    Checkpointer(folder).save(step, fill=torch.full((3,), step))
+
+
+def test_the_second_of_two_jobs_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
+    with job(tmp_path) as first:
+        said = rf"process {first.pid} on \S+, since \d{{4}}-\d\d-\d\d .*is writing into .*give each a folder of its own"
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=said):
+                save(tmp_path)
+        assert Checkpointer(tmp_path).load_latest()["step"] == 1, "reading is for everybody"
+        print("go on", file=first.stdin, flush=True)
+        assert first.stdout is not None and first.stdout.readline() == "saved\n"
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        save(tmp_path)  # killed, and gone
+    assert Checkpointer(tmp_path).steps() == [1, 2, 9]
+
+
+def refused(folder: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        save(Path(folder))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_every_rank_of_the_second_job_is_refused(tmp_path: Path, nprocs: int) -> None:
+    with job(tmp_path) as first:
+        said = on_ranks(refused, nprocs, str(tmp_path))
+        assert len(set(said)) == 1 and f"process {first.pid} " in said[0]
+
+
+def test_a_job_that_has_ended_leaves_nothing(tmp_path: Path) -> None:
+    with job(tmp_path, "end") as first:
+        first.wait()
+        assert sorted(os.listdir(tmp_path)) == ["latest", "step-000000001.pt"]
+    save(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-000000001.pt", "step-000000009.pt"]
+
+
+def test_a_process_may_use_its_folder_several_times(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    first, second = Checkpointer(tmp_path), Checkpointer(tmp_path / "link")
+    for step, checkpoints in enumerate((first, second, first)):
+        checkpoints.save(step)
+    del first
+    second.save(3)
+    open_files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for step in range(20):
+        save(tmp_path / f"{step}", step)
+    if open_files:
+        assert len(os.listdir("/proc/self/fd")) <= open_files + 1
+    assert (tmp_path / ".writer").exists() and not (tmp_path / "3" / ".writer").exists()
+
+
+def test_a_claim_that_somebody_deletes_is_made_again(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    for step in range(3):
+        checkpoints.save(step)
+        (tmp_path / ".writer").unlink()
+    checkpoints.save(3)
+    with pytest.raises(subprocess.CalledProcessError):
+        command = [sys.executable, "-c", JOB, str(tmp_path), "end"]
+        subprocess.run(command, env=CLEAN | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+
+
+def claim_of(**changed: Any) -> str:
+    holder = {"host": "elsewhere", "machine": "other", "pid": os.getpid(), "since": "2024-01-01 00:00:00", "job": ""}
+    return json.dumps(holder | {"token": "00"} | changed)
+
+
+def test_a_claim_of_another_machine_holds_as_long_as_it_is_fresh(tmp_path: Path, monkeypatch: Any) -> None:
+    claim = tmp_path / ".writer"
+    claim.write_text(claim_of())
+    said = rf"process {os.getpid()} on elsewhere, since 2024.*within the last 5 minutes.*delete {re.escape(str(claim))}"
+    with pytest.raises(CheckpointError, match=said):
+        save(tmp_path)
+    assert json.loads(claim.read_text())["host"] == "elsewhere"
+    long_ago = time.time() - 400
+    os.utime(claim, (long_ago, long_ago))
+    save(tmp_path)
+
+    claim.write_text(claim_of(job="SLURM_JOB_ID=7"))
+    with pytest.raises(CheckpointError, match="elsewhere"):
+        save(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # the same job, started again on another machine
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    save(tmp_path)
+    assert not claim.exists()
+
+
+def test_a_dead_process_on_this_machine_holds_nothing_though_its_number_is_used_again(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1)
+    holder = json.loads((tmp_path / ".writer").read_text())
+    del checkpoints
+    assert holder["pid"] == os.getpid()
+    (tmp_path / ".writer").write_text(json.dumps(holder | {"token": "00", "host": "a container"}))
+    save(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\0" * 50, '{"machine": 3}', '{"pid": "x", "machine": null}'])
+def test_a_claim_that_cannot_be_read_holds_no_longer_than_its_lock(tmp_path: Path, text: str) -> None:
+    (tmp_path / ".writer").write_text(text)
+    long_ago = time.time() - 400
+    os.utime(tmp_path / ".writer", (long_ago, long_ago))
+    save(tmp_path)
+
+
+def test_a_folder_that_another_machine_took_over_is_noticed(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1)
+    (tmp_path / ".writer").write_text(claim_of())  # where locks end at the machine
+    with pytest.raises(CheckpointError, match="elsewhere, since 2024-01-01 00:00:00.* has begun to write into"):
+        checkpoints.save(2)
+    assert checkpoints.steps() == [1]
