@@ -109,6 +109,11 @@ def in_order(values: Any, indices: Any, n: Any) -> Any:
     return with_leaves(tree, _is_column, iter(ordered))
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether its elements are those in its memory, one after the other or strided."""
+    return not tensor_problem(tensor)
+
+
 def flat_bytes(tensor: Tensor) -> Tensor:
     """View a dense tensor as bytes, row-major: its own memory if it is contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
@@ -237,7 +242,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if is_sharded(obj):
             raise TypeError(explain_sharded(self.call, [("a tensor in the value", obj)]))
-        if type(obj) is not Tensor or tensor_problem(obj) or obj.untyped_storage().nbytes() <= obj.nbytes:
+        if type(obj) is not Tensor or not is_dense(obj) or obj.untyped_storage().nbytes() <= obj.nbytes:
             return NotImplemented
         copy: Any = obj.detach().clone().requires_grad_(obj.requires_grad)
         return copy.__reduce_ex__(2)
@@ -252,7 +257,7 @@ class _TensorPickler(_Pickler):
         self.places: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) is not Tensor or tensor_problem(obj):  # a Parameter is asked for again by its data
+        if type(obj) is not Tensor or not is_dense(obj):  # a Parameter is asked for again by its data
             return None
         if id(obj) not in self.places:
             self.places[id(obj)] = len(self.tensors)
