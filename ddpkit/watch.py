@@ -95,7 +95,8 @@ class Watch(threading.Thread):
             for event in self._star.part(1.0):
                 self._hear(event)
         except BaseException as error:
-            self._break_down(error)
+            if not self._closing:
+                self._break_down(error)
         self._star.close()
 
     def _listen(self) -> None:
@@ -124,9 +125,11 @@ class Watch(threading.Thread):
             self._learn(message.failure, event.rank)
 
     def _note_departure(self, rank: int, teller: int | None) -> None:
-        if rank not in self._session.left:
-            self._session.left.append(rank)
-            self._spread(encode(left=rank), besides=teller)
+        if rank in self._session.left:
+            return
+        self._session.left.append(rank)
+        if self._session.rank == 0:
+            self._star.post(encode(left=rank), besides=teller)
 
     def _lose(self, rank: int) -> None:
         if rank in self._session.left or self._session.told or self._closing:
@@ -149,10 +152,6 @@ class Watch(threading.Thread):
             self._passed_on = True
             self._star.post(encode(failure=failure), besides)
 
-    def _spread(self, line: bytes, besides: int | None) -> None:
-        if self._session.rank == 0:
-            self._star.post(line, besides)
-
     def _look_after_main(self) -> None:
         """See to it that the main thread hears of a failure, or the process ends."""
         session, interrupter = self._session, self._interrupter
@@ -165,12 +164,9 @@ class Watch(threading.Thread):
         if session.handled or interrupter.has_ended():
             interrupter.rest()
             return
-        if (
-            checked_failure(session.told, len(session.hosts)) is None
-        ):  # it stood in the store, where strangers can write
-            session.told = failure_record(
-                -1, LaunchError(f"What the store tells of a failure is none: {session.told!r}")
-            )
+        if checked_failure(session.told, len(session.hosts)) is None:
+            words = f"What the store tells of a failure is none: {session.told!r}"  # strangers can write there
+            session.told = failure_record(-1, LaunchError(words))
         interrupter.prepare(self._courtesy(session.told))
         if interrupter.is_handled():
             interrupter.leave_in_peace()
