@@ -18,8 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .errors import CheckpointError
 from .files import to_bytes
-from .gathering import flat_bytes
-from .trees import tensor_problem
+from .gathering import flat_bytes, is_dense
 from .wrapping import clean_state_dict
 
 _SHAPED = (Optimizer, LRScheduler)  # a state of another class of these loads without an error, and fails later
@@ -288,7 +287,7 @@ def _copy_in(here: Mapping[str, Any], before: Mapping[str, Any]) -> None:
 def _digest(value: Any) -> str:
     if isinstance(value, Tensor):
         plain = value.detach().cpu()
-        data = flat_bytes(plain).numpy().data if not tensor_problem(plain) else to_bytes(plain)
+        data = flat_bytes(plain).numpy().data if is_dense(plain) else to_bytes(plain)
         return f"{value.dtype}{list(value.shape)} #{zlib.crc32(data):08x}".removeprefix("torch.")  # nobody cheats here
     if isinstance(value, set | frozenset):
         return repr(sorted(map(repr, value)))
