@@ -42,9 +42,12 @@ def same(one: Any, other: Any) -> bool:
 def nothing_left_behind() -> Iterator[None]:
     before = _environment()
     yield
+    if "DDPKIT_TESTING_CREW" in os.environ:  # a rank of a marked test, after which the plugin looks itself
+        return
     assert not dist.is_initialized(), "the test left a process group behind"
     assert _environment() == before, "the test changed the environment"
-    assert not multiprocessing.active_children(), "the test left a process behind"
+    left = [child for child in multiprocessing.active_children() if not child.name.startswith("warm rank")]
+    assert not left, "the test left a process behind"
 
 
 def _environment() -> dict[str, str]:

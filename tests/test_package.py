@@ -14,6 +14,7 @@ from pathlib import Path
 import ddpkit
 
 ROOT = Path(__file__).parents[1]
+TESTING = {path.name: ast.parse(path.read_text()) for path in sorted((ROOT / "ddpkit" / "testing").glob("*.py"))}
 MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted((ROOT / "ddpkit").glob("*.py"))}
 IMPORT = """
 import json, logging, multiprocessing, os, random, signal, sys, threading, warnings
@@ -73,6 +74,20 @@ def test_a_module_imports_only_from_layers_below_its_own() -> None:
     assert [f"{a} -> {b}" for a, b in edges if layer[a] <= layer.get(b, layer[a])] == []
 
 
+def test_nothing_imports_the_plugin_which_needs_pytest_besides() -> None:
+    assert [name for name, tree in MODULES.items() if "testing" in imports(tree)[0]] == []
+    outside = set().union(*(imports(tree)[1] for tree in TESTING.values()))
+    assert outside <= sys.stdlib_module_names | {"torch", "numpy", "pytest", "coverage", "ddpkit"}
+    assert [name for name, tree in TESTING.items() if "hooks" in imports(tree)[0]] == []  # elsewhere in a wheel
+    assert [name for name, tree in TESTING.items() if not ast.get_docstring(tree)] == []
+
+
+def test_what_pytest_loads_at_its_start_imports_neither_torch_nor_ddpkit() -> None:
+    top = ast.Module([node for node in TESTING["hooks.py"].body if not isinstance(node, ast.FunctionDef)], [])
+    inside, outside = imports(top)
+    assert not inside and not outside & {"torch", "numpy", "ddpkit"}
+
+
 def test_no_module_needs_more_than_the_three_dependencies() -> None:
     outside = set().union(*(imports(tree)[1] for tree in MODULES.values()))
     assert outside <= sys.stdlib_module_names | {"torch", "numpy", "packaging"}
@@ -111,10 +126,12 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.iterdir()
-    names = zipfile.ZipFile(wheel).namelist()
+    names = set(zipfile.ZipFile(wheel).namelist())
     package = {name for name in names if ".dist-info/" not in name}
-    assert package == {f"ddpkit/{module}.py" for module in MODULES} | {"ddpkit/py.typed"}
-    assert {name.split("/")[0] for name in names} == {"ddpkit", f"ddpkit-{ddpkit.__version__}.dist-info"}
+    library = {f"ddpkit/{module}.py" for module in MODULES} | {"ddpkit/py.typed"}
+    testing = {f"ddpkit/testing/{name}" for name in TESTING if name != "hooks.py"}
+    assert package == library | testing | {"ddpkit_pytest.py"}
+    assert {name.split("/")[0] for name in names - package} == {f"ddpkit-{ddpkit.__version__}.dist-info"}
 
 
 def test_the_changelog_has_a_section_for_this_version() -> None:

@@ -104,7 +104,9 @@ def test_recomputing_activations_changes_no_gradient() -> None:
     for policy in policies:
         policy(make_batch()).mean().backward()
     for one, other in zip(*(policy.parameters() for policy in policies), strict=True):
-        assert torch.equal(one.grad, other.grad)
+        torch.testing.assert_close(
+            one.grad, other.grad
+        )  # where three branches meet, they may be added in another order
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])

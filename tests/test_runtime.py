@@ -71,7 +71,7 @@ def test_one_process_needs_no_group_and_setup_may_be_called_twice() -> None:
 def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         ddpkit.setup(**options)
-    with pytest.raises(ValueError, match=words), ddpkit.distributed(**options):
+    with pytest.raises((TypeError, ValueError), match=words), ddpkit.distributed(**options):
         pass
     assert runtime._job is None
 

@@ -1,0 +1,115 @@
+"""What pytest loads at its start: the marker, its parameters and fixtures.
+
+It imports neither torch nor ddpkit, so that runs without such tests start as quickly as before. For the same reason a
+wheel holds this file beside the package, as `ddpkit_pytest`, and the rest of the plugin must not import it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable
+from typing import Any
+
+import pytest
+
+_MARKER = "ranks(*world_sizes, timeout=60, join=True, fresh=False): run the test on so many ranks, for each world size"
+_STREAMS = "_ddpkit_streams"
+_OPTIONS = {"timeout", "join", "fresh"}
+current: pytest.Config | None = None  # of the run in this process, for `on_ranks`, which is called without it
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the setting for all tests."""
+    parser.addini("ranks_timeout", "Seconds that a test on ranks may take unless its marker says more.", default="60")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
+    """Keep the streams of this run, before pytest captures them, for what the ranks print and for debuggers."""
+    early_config.__dict__[_STREAMS] = [_copy_of(number) for number in range(3)]
+    return (yield)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known."""
+    config.addinivalue_line("markers", _MARKER)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Close the copies of the streams."""
+    for stream in config.__dict__.pop(_STREAMS, []):
+        if stream is not None:
+            os.close(stream)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Turn the marker's world sizes into parameters."""
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is None:
+        return
+    _check(marker, metafunc.definition.nodeid)
+    if "world_size" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("world_size")
+    names = [f"{world_size}ranks" for world_size in marker.args]
+    metafunc.parametrize("world_size", marker.args, ids=names)
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a marked test on its ranks; leave all others to pytest."""
+    if in_rank(item.config) or item.get_closest_marker("ranks") is None:
+        return None
+    from ddpkit.testing.dispatch import run_on_ranks
+
+    run_on_ranks(item, nextitem)
+    return True
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """End all ranks after the last test, also when the run is interrupted, before coverage is put together."""
+    global current
+    if in_rank(session.config):
+        return (yield)
+    outer, current = current, session.config  # a run may be inside a test of another, as pytester's are
+    try:
+        return (yield)
+    finally:
+        current = outer
+        pool = session.config.__dict__.pop("_ddpkit_pool", None)
+        if pool is not None:
+            pool.close()
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> int:
+    """This process's rank, in a test marked `ranks`."""
+    if not in_rank(request.config):
+        pytest.fail("The fixture rank is for tests marked with @pytest.mark.ranks(...).", pytrace=False)
+    return int(os.environ["RANK"])
+
+
+@pytest.fixture
+def world_size(request: pytest.FixtureRequest) -> int:
+    """The number of ranks, in a test marked `ranks`."""
+    pytest.fail("The fixture world_size is for tests marked with @pytest.mark.ranks(...).", pytrace=False)
+
+
+def in_rank(config: pytest.Config) -> bool:
+    """Whether this process is itself a rank, to which a test was sent."""
+    return "ddpkit_rank" in getattr(config, "workerinput", {})
+
+
+def _check(marker: pytest.Mark, name: str) -> None:
+    sizes: Iterable[Any] = marker.args
+    if not marker.args or not all(type(size) is int and size > 0 for size in sizes):
+        raise pytest.UsageError(f"{name}: ranks() takes numbers of ranks, for example ranks(1, 2, 3); got {marker}.")
+    unknown = marker.kwargs.keys() - _OPTIONS
+    if unknown:
+        raise pytest.UsageError(f"{name}: ranks() knows {sorted(_OPTIONS)}, not {sorted(unknown)}.")
+
+
+def _copy_of(stream: int) -> int | None:
+    try:
+        return os.dup(stream)
+    except OSError:  # closed, as for a service
+        return None

@@ -1,0 +1,403 @@
+"""The pytest plugin, tried as its users have it: small runs of pytest inside the tests, with ranks of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ddpkit.testing.dispatch
+from ddpkit.testing import on_ranks
+
+ROOT = Path(__file__).parents[1]
+HEAD = "import os, signal, sys, threading, time, pytest, torch, ddpkit\n"
+COMMAND = [sys.executable, "-m", "pytest", "-p", "ddpkit.testing.hooks", "-p", "no:randomly", "-p", "no:xdist"]
+
+
+def run(pytester: pytest.Pytester, source: str, *options: str) -> tuple[dict[str, str], str]:
+    """What became of each test, and what pytest printed."""
+    pytester.makepyfile(HEAD + source)
+    result = pytester.runpytest_inprocess("-p", "no:randomly", "-rA", "-v", *options)
+    text = result.stdout.str()
+    found = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) \S*?::(\S+)", text, re.MULTILINE)
+    return {name: outcome for outcome, name in found}, text
+
+
+def test_the_body_runs_on_so_many_ranks_that_have_joined(pytester: pytest.Pytester) -> None:
+    outcomes, text = run(
+        pytester,
+        """
+@pytest.mark.ranks(1, 2, 3)
+def test_mean(rank, world_size):
+    assert ddpkit.all_gather_object(rank) == list(range(world_size))
+    assert torch.distributed.get_world_size() == world_size
+
+@pytest.mark.ranks(2)
+class TestTogether:
+    @pytest.mark.parametrize("word", ["a", "b"])
+    def test_of_a_class_with_parameters(self, rank, word):
+        assert ddpkit.all_gather_object(word) == [word, word]
+
+def test_elsewhere():
+    assert not torch.distributed.is_initialized()
+""",
+    )
+    names = ["test_mean[1ranks]", "test_mean[2ranks]", "test_mean[3ranks]", "test_elsewhere"]
+    names += [f"TestTogether::test_of_a_class_with_parameters[{p}]" for p in ("2ranks-a", "2ranks-b")]
+    assert outcomes == dict.fromkeys(names, "PASSED"), text
+
+
+FAILURES = """
+@pytest.mark.ranks(3)
+def test_one_fails(rank):
+    seen = [1, 2, rank]
+    print("said by", rank)
+    if rank == 1:
+        assert seen == [1, 2, 3]
+    ddpkit.barrier()
+
+@pytest.mark.ranks(2, timeout=1)
+def test_one_hangs(rank):
+    if rank == 1:
+        wait_for_godot()
+
+def wait_for_godot():
+    time.sleep(60)
+
+@pytest.mark.ranks(2)
+def test_one_is_killed(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ddpkit.barrier()
+
+@pytest.fixture
+def broken(rank):
+    if rank == 1:
+        raise LookupError("no such thing")
+
+@pytest.mark.ranks(2)
+def test_a_fixture_fails(broken):
+    ddpkit.barrier()
+
+@pytest.mark.ranks(2)
+def test_the_next_one_is_well(rank):
+    ddpkit.barrier()
+
+@pytest.mark.ranks(2)
+def test_one_skips(rank):
+    if rank == 1:
+        pytest.skip("not here")
+
+@pytest.mark.ranks(2)
+def test_all_skip(rank):
+    pytest.skip("nowhere")
+
+@pytest.mark.xfail(strict=True)
+@pytest.mark.ranks(2)
+def test_is_expected_to_fail(rank):
+    assert rank == 0
+
+@pytest.mark.ranks(2, join=False)
+def test_joins_by_itself(rank):
+    assert not torch.distributed.is_initialized()
+    with ddpkit.distributed():
+        ddpkit.barrier()
+"""
+
+
+def test_failures_say_which_rank_and_why(pytester: pytest.Pytester) -> None:
+    outcomes, text = run(pytester, FAILURES)
+    assert {name.split("[")[0]: outcome for name, outcome in outcomes.items()} == {
+        "test_one_fails": "FAILED",
+        "test_one_hangs": "FAILED",
+        "test_one_is_killed": "FAILED",
+        "test_a_fixture_fails": "ERROR",
+        "test_the_next_one_is_well": "PASSED",
+        "test_one_skips": "FAILED",
+        "test_is_expected_to_fail": "XFAIL",
+        "test_joins_by_itself": "PASSED",
+    }, text
+    assert "At index 2 diff: 1 != 3" in text and "That was rank 1 of 3" in text
+    assert re.search(r"rank 0: failed: .*PeerError: rank 1 .* AssertionError: assert \[1, 2, 1\] == \[1, 2, 3\]", text)
+    assert re.search(r"Captured stdout call \(rank 2\) -+\nsaid by 2", text)
+    hung = re.search(r"Rank 1 of 2 did not come to an end within 1 s\.\nIt was here:\n(.|\n)*?\nrank 0: passed", text)
+    assert hung and "wait_for_godot" in hung[0] and "_pytest" not in hung[0]
+    assert "Rank 1 of 2 was killed by SIGKILL." in text
+    assert re.search(
+        r"LookupError: no such thing\n(.*\n)*?-+ That was rank 1 of 2 -+\nrank 0: failed: .*PeerError", text
+    )
+    assert "Rank 1 skipped the test and others did not; all ranks must, or none." in text
+    assert re.search(r"^SKIPPED .*: nowhere", text, re.MULTILINE)
+
+
+FIXTURES = """
+@pytest.fixture(scope="session")
+def once(world_size_of_session):
+    return os.getpid(), ddpkit.all_gather_object(ddpkit.get_rank())
+
+@pytest.fixture(scope="session")
+def world_size_of_session():
+    return int(os.environ["WORLD_SIZE"])
+
+pids = []
+
+@pytest.fixture
+def noted(once):
+    pids.append(once[0])
+    yield once[1]
+    pids.append("end")
+
+@pytest.mark.ranks(2)
+def test_a(noted, tmp_path, monkeypatch, capsys, rank):
+    assert noted == [0, 1] and ddpkit.all_gather_object(str(tmp_path)) == [str(tmp_path)] * 2
+    (tmp_path / str(rank)).write_text("")
+    ddpkit.barrier()
+    assert len(list(tmp_path.iterdir())) == 2
+    monkeypatch.setenv("A_WORD", "set")
+    print("hello")
+    assert capsys.readouterr().out == "hello\\n"
+
+@pytest.mark.ranks(2)
+def test_b(noted, tmp_path, rank):
+    assert pids == [os.getpid(), "end", os.getpid()] and not list(tmp_path.iterdir())
+    assert "A_WORD" not in os.environ
+"""
+
+
+def test_fixtures_run_in_each_rank_and_tmp_path_is_shared(pytester: pytest.Pytester) -> None:
+    outcomes, text = run(pytester, FIXTURES)
+    assert outcomes == {"test_a[2ranks]": "PASSED", "test_b[2ranks]": "PASSED"}, text
+
+
+DIRT = """
+def same_processes(folder, rank):
+    path = folder / f"pid{rank}"
+    before = path.read_text() if path.exists() else str(os.getpid())
+    path.write_text(str(os.getpid()))
+    return before == str(os.getpid())
+
+@pytest.mark.ranks(2)
+def test_0(rank):
+    assert same_processes(HERE, rank)
+    os.environ["LEFT"] = "behind"
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(rank + 5)
+    os.chdir("/")
+    sys.argv.append("more")
+
+@pytest.mark.ranks(2)
+def test_1_is_reset(rank):
+    assert same_processes(HERE, rank)
+    assert "LEFT" not in os.environ and "more" not in sys.argv and os.getcwd() != "/"
+    assert torch.get_default_dtype() == torch.float32
+    assert len({*ddpkit.all_gather_object(torch.rand(()).item())}) == 1
+
+@pytest.mark.ranks(2)
+def test_2_leaves(rank):
+    assert same_processes(HERE, rank)
+    ddpkit.teardown()
+
+@pytest.mark.ranks(2)
+def test_3_joins_again_and_leaves_a_thread(rank):
+    assert same_processes(HERE, rank)
+    ddpkit.barrier()
+    if rank == 1:
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+@pytest.mark.ranks(2)
+def test_4_has_new_processes_and_leaves_a_child(rank):
+    assert not same_processes(HERE, rank)
+    if rank == 0:
+        os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")
+
+@pytest.mark.ranks(2)
+def test_5_has_new_processes_and_does_a_step_alone(rank):
+    assert not same_processes(HERE, rank)
+    if rank == 0:
+        work = torch.distributed.all_reduce(torch.ones(1), async_op=True)
+
+@pytest.mark.ranks(2)
+def test_6_has_new_processes(rank):
+    assert not same_processes(HERE, rank)
+    assert ddpkit.all_reduce_mean(1.0) == 1.0
+
+@pytest.mark.ranks(2, fresh=True)
+def test_7_asks_for_new_processes(rank):
+    assert not same_processes(HERE, rank)
+"""
+
+
+def test_ranks_are_used_again_when_a_test_left_them_as_they_were(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    (tmp_path / "pids").mkdir()
+    source = f"import pathlib\nHERE = pathlib.Path({str(tmp_path / 'pids')!r})\n" + DIRT
+    outcomes, text = run(pytester, source)
+    assert len(outcomes) == 8 and {*outcomes.values()} == {"PASSED"}, text
+    assert processes_of(str(tmp_path)) == []
+
+
+def processes_of(word: str) -> list[str]:
+    """The commands of processes whose environment or command line has this word in it, but for this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if word.encode() in text and folder.name != str(os.getpid()):
+            found.append((folder / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+def test_x_ends_the_run_and_last_failed_repeats_what_failed(pytester: pytest.Pytester) -> None:
+    source = """
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("number", range(4))
+def test_it(rank, number):
+    assert number != 1 or rank != 1
+"""
+    outcomes, text = run(pytester, source, "-x")
+    assert list(outcomes.values()) == ["PASSED", "FAILED"] and "stopping after 1 failures" in text
+    outcomes, text = run(pytester, source, "--lf")
+    assert outcomes == {"test_it[2ranks-1]": "FAILED"}, text
+    outcomes, text = run(pytester, source, "-k", "2ranks-3")
+    assert outcomes == {"test_it[2ranks-3]": "PASSED"}, text
+
+
+def test_mistakes_in_the_marker_are_said_when_tests_are_collected(pytester: pytest.Pytester) -> None:
+    _, text = run(pytester, "@pytest.mark.ranks()\ndef test_it(): pass\n")
+    assert "ranks() takes numbers of ranks, for example ranks(1, 2, 3)" in text
+    _, text = run(pytester, "@pytest.mark.ranks(2, limit=3)\ndef test_it(): pass\n")
+    assert "ranks() knows ['fresh', 'join', 'timeout'], not ['limit']" in text
+    _, text = run(pytester, "def test_it(rank): pass\n")
+    assert "The fixture rank is for tests marked with @pytest.mark.ranks" in text
+
+
+def start(folder: Path, source: str, *options: str, **streams: object) -> subprocess.Popen[str]:
+    (folder / "test_inner.py").write_text(HEAD + source)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    environment |= {"PYTHONPATH": str(ROOT), "A_WORD": f"of {folder}"}
+    command = [*COMMAND, "-p", "no:cacheprovider", *options, "test_inner.py"]
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, **streams)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_a_run_that_is_interrupted_or_killed(tmp_path: Path, sign: signal.Signals) -> None:
+    source = """
+@pytest.mark.ranks(2)
+def test_it(rank):
+    open(f"begun{rank}", "w").close()
+    time.sleep(600)
+"""
+    process = start(tmp_path, source, start_new_session=True)
+    while not {"begun0", "begun1"} <= {*os.listdir(tmp_path)}:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(sign)
+    output, _ = process.communicate(timeout=60)
+    assert sign == signal.SIGKILL or "KeyboardInterrupt" in output
+    end = time.monotonic() + 20
+    while processes_of(f"of {tmp_path}") and time.monotonic() < end:
+        time.sleep(0.1)
+    assert processes_of(f"of {tmp_path}") == []
+
+
+def test_a_debugger_can_be_used_on_a_chosen_rank_and_after_a_failure(tmp_path: Path) -> None:
+    source = """
+@pytest.mark.ranks(2)
+def test_stops(rank):
+    number = 40 + rank
+    if rank == 1:
+        breakpoint()
+    ddpkit.barrier()
+
+@pytest.mark.ranks(2)
+def test_fails(rank):
+    number = 50 + rank
+    assert rank == 0
+    ddpkit.barrier()
+"""
+    process = start(tmp_path, source, "--pdb", stdin=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("p 'number', number\ncontinue\n")
+    process.stdin.flush()
+    begun = ""
+    while "post-mortem on rank 1" not in begun:  # a pipe is read ahead, by another process perhaps
+        line = process.stdout.readline()
+        assert line, begun
+        begun += line
+    output, _ = process.communicate("p 'number', number\ncontinue\n", timeout=120)
+    assert "('number', 41)" in begun and "('number', 51)" in output, begun + output
+    assert "1 failed, 1 passed" in output
+
+
+def test_coverage_counts_what_ranks_have_run(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_cov")
+    (tmp_path / "lib.py").write_text("def on_rank_1():\n    return 1\n\n\ndef nowhere():\n    return 2\n")
+    source = """
+import lib
+
+@pytest.mark.ranks(2)
+def test_it(rank):
+    if rank == 1:
+        lib.on_rank_1()
+"""
+    process = start(tmp_path, source, "--cov=lib", "--cov-report=term-missing")
+    output, _ = process.communicate(timeout=120)
+    assert re.search(r"^lib\.py +4 +1 +75% +6$", output, re.MULTILINE), output
+
+
+def test_several_workers_of_xdist_have_ranks_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    source = """
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("number", range(20))
+def test_it(rank, number):
+    assert ddpkit.all_gather_object(number) == [number] * 2
+"""
+    process = start(tmp_path, source, "-p", "xdist", "-n2")
+    output, _ = process.communicate(timeout=120)
+    assert "20 passed" in output, output
+
+
+def double(number: int) -> tuple[int, int]:
+    return 2 * number, ddpkit.get_world_size()
+
+
+def fail_on_1() -> None:
+    if ddpkit.get_rank() == 1:
+        raise ZeroDivisionError("oh")
+    ddpkit.barrier()
+
+
+def sleep_on_1() -> None:
+    if ddpkit.get_rank() == 1:
+        time.sleep(60)
+
+
+def die_on_1() -> None:
+    if ddpkit.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_functions_are_called_on_warm_ranks() -> None:
+    for nprocs in (1, 2, 3):
+        assert on_ranks(double, nprocs, 4) == [(8, nprocs)] * nprocs
+    first, second, fresh = (on_ranks(os.getpid, 2, fresh=fresh) for fresh in (False, False, True))
+    assert first == second and not {*first} & {*fresh}
+    with pytest.raises(ZeroDivisionError, match="oh") as caught:
+        on_ranks(fail_on_1, 2)
+    assert isinstance(caught.value.__cause__, ddpkit.PeerError) and caught.value.__cause__.rank == 1
+    with pytest.raises(TimeoutError, match="rank 1:\n(.|\n)*sleep_on_1"):
+        on_ranks(sleep_on_1, 2, timeout=1)
+    with pytest.raises(ddpkit.PeerError, match="rank 1 .* lost: was killed by SIGKILL"):
+        on_ranks(die_on_1, 2)
+    with pytest.raises(TypeError, match="cannot send"):
+        on_ranks(lambda: None, 2)
+    with pytest.raises(ValueError, match="positive integer, got 0"):
+        on_ranks(double, 0)
