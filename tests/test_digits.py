@@ -52,6 +52,7 @@ def epochs(output: str) -> dict[int, tuple[float, int]]:
     return {int(epoch): (float(loss), int(right)) for epoch, loss, right in lines}
 
 
+@pytest.mark.storm
 def test_it_reads_the_digits_however_it_is_launched_interrupted_and_resumed(tmp_path: Path) -> None:
     alone, moved = str(tmp_path / "alone"), str(tmp_path / "moved")
     whole = epochs(run_all([[sys.executable, DIGITS, "--folder", alone]], [{}])[0])

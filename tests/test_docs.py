@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+QUIET = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
 
 
@@ -33,7 +34,7 @@ def test_the_examples_of_a_page_run_on_one_process(page: str, tmp_path: Path) ->
     name = "test_" + re.sub(r"\W", "_", page)
     (tmp_path / f"{name}.py").write_text(SOURCES[page])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", f"{name}.py"],
+        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "ddpkit.testing.hooks", *QUIET, f"{name}.py"],
         cwd=tmp_path,
         env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,

@@ -92,6 +92,7 @@ def test_the_experts_reach_their_goals_with_trembling_hands() -> None:
     assert sum(Arena("FetchPickAndPlace-v4", 50).play(Random(), range(UNSEEN, UNSEEN + 5))) <= 1
 
 
+@pytest.mark.storm
 def test_two_processes_train_and_leave_everything_in_place(demonstrations: Path, tmp_path: Path) -> None:
     more = "train.amp=bf16 train.gradient_accumulation_steps=2 train.gradient_checkpointing=true"
     more += " experiment.check_replicas_every_n_steps=3 train.num_epochs=3"
@@ -205,7 +206,8 @@ def test_a_run_goes_on_as_if_it_had_not_stopped_also_on_other_ranks(
     before = states(moved)
     rate = "algo.optim_params.policy.learning_rate.initial=0.25"
     decay = "algo.optim_params.policy.regularization.L2=0.125"
-    on_ranks(note_the_beginning, 2, [f"train.resume={moved}", "train.num_epochs=3", rate, decay], tmp_path)
+    again = [f"train.resume={moved}", "train.num_epochs=3", rate, decay]
+    on_ranks(note_the_beginning, 2, again, tmp_path, fresh=True)
     for rank in range(2):
         beginning = torch.load(tmp_path / f"beginning{rank}.pt")
         parameters = [before["policy"][key] for key in before["policy"] if key not in ("mean", "std")]
@@ -215,8 +217,8 @@ def test_a_run_goes_on_as_if_it_had_not_stopped_also_on_other_ranks(
         assert (group["lr"], group["weight_decay"]) == (0.25, 0.125)  # of the command line
     after = torch.load(moved / "last.pth")
     assert after["step"] == 12 and after["state"]["ema"]["updates"] == 12 and len(after["rng"]) == 2
-    again = read_config([f"load_from={moved / 'config.json'}"])  # to vary them begins a new run
-    assert again["train.resume"] is None and again["train.num_epochs"] == 3
+    varied = read_config([f"load_from={moved / 'config.json'}"])  # to vary them begins a new run
+    assert varied["train.resume"] is None and varied["train.num_epochs"] == 3
 
 
 def train_again_and_again(cases: list[list[str]]) -> None:

@@ -47,6 +47,7 @@ def test_a_restart_on_one_node_goes_on(tmp_path: Path, undisturbed: str) -> None
     assert_recovered(ended, 2, 2, undisturbed)
 
 
+@pytest.mark.storm
 @needs(nodes=True)
 @pytest.mark.parametrize(("static", "fault", "faulty"), [(False, "kill", "-1"), (True, "raise", "0")])
 def test_a_restart_on_two_nodes_goes_on(
@@ -57,6 +58,7 @@ def test_a_restart_on_two_nodes_goes_on(
     assert_recovered(ended, 4, 4, undisturbed)
 
 
+@pytest.mark.storm
 @needs(nodes=True)
 def test_a_job_that_loses_a_node_goes_on_with_the_other(tmp_path: Path, undisturbed: str) -> None:
     ended = on_two_nodes(ELASTIC, str(tmp_path), "wait", nodes="1:2", strike=lose_when(tmp_path / "failed"))
@@ -64,6 +66,7 @@ def test_a_job_that_loses_a_node_goes_on_with_the_other(tmp_path: Path, undistur
     assert_recovered(ended, 4, 2, undisturbed)
 
 
+@pytest.mark.storm
 @needs(nodes=True)
 def test_the_digits_go_on_when_a_rank_on_another_node_is_killed(tmp_path: Path) -> None:
     train = [DIGITS, f"--folder={tmp_path}", "--save-every=5", "--resume"]
