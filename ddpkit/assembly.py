@@ -129,6 +129,8 @@ def assemble(job: Job, launch: Launch) -> None:
             _make_group(launch, session, chosen, backend, timeout)
         finally:
             job.group = reference(current_group())
+        # a rank that leaves at once would close its connections while others still make theirs
+        session.meet(session.count("group made"))
     job.context = context_of(launch, chosen, backend, f"{address}:{port}" if address else None)
     job.control = None if re.search("gloo|mpi", backend) else chosen
 

@@ -137,6 +137,7 @@ _ENGINES = (
 # What is told to one of several processes by launchers and platforms that are not read: a hint to be refused
 _ANY_RANK = ("RANK", "LOCAL_RANK", "PMIX_RANK")  # whatever it is
 _OTHER_RANKS = (
+    "SLURM_PROCID",
     "PALS_RANKID",
     "ALPS_APP_PE",
     "PET_NODE_RANK",

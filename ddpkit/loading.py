@@ -130,8 +130,7 @@ class Loader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch the next `iter()` is. It is needed only to leave the sequence 0, 1, 2, ..."""
         self._epoch, self._begun = epoch, None
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
+        _tell_epoch(self.sampler, epoch)
 
     def epochs(self, n: int) -> Iterator[int]:
         """Go through the epochs that are left of `n`; in a resumed run, from the interrupted one on.
@@ -307,7 +306,7 @@ def _shards_of(dataset: Any, seed: int) -> Any:
 
 
 def _tell_epoch(dataset: Any, epoch: int) -> None:
-    if hasattr(dataset, "set_epoch"):
+    if callable(getattr(dataset, "set_epoch", None)):
         dataset.set_epoch(epoch)
 
 

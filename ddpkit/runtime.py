@@ -97,6 +97,12 @@ def _checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, 
         raise ValueError(f"num_threads must be a positive integer, got {num_threads!r}.")
     if not (backend is None or isinstance(backend, str)):
         raise ValueError(f"backend must be a name such as 'gloo', got {backend!r}.")
+    unknown = {part.rpartition(":")[2].lower() for part in (backend or "gloo").split(",")} - set(
+        dist.Backend.backend_list
+    )
+    if unknown:
+        known = ", ".join(name for name in dist.Backend.backend_list if name not in ("undefined", "fake"))
+        raise ValueError(f"backend={backend!r} is none that torch knows here: {known}, or cpu:gloo,cuda:nccl.")
     if not isinstance(watch, bool):
         raise ValueError(f"watch must be True or False, got {watch!r}.")
     if not (device is None or isinstance(device, (str, torch.device))):

@@ -111,9 +111,20 @@ class ResumableSampler(Sampler[int], ABC):
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(self._blocks(self._order(), self.start, self._end()))
 
-    def _end(self) -> int:
+    @property
+    def num_samples(self) -> int:
+        """Samples of a whole epoch on this rank, padding included, as torch's samplers have it."""
+        return len(range(self.rank, self.total_size, self.num_replicas))
+
+    @property
+    def total_size(self) -> int:
+        """Samples of a whole epoch on all ranks together, padding included."""
+        return self._end(start=0)
+
+    def _end(self, start: int | None = None) -> int:
         """Where the dealing stops, beyond n with padding: every rank must get the same number of batches."""
-        tail = (self.n - self.start) % (self.num_replicas * self.batch_size)
+        start = self.start if start is None else start
+        tail = (self.n - start) % (self.num_replicas * self.batch_size)
         if self.drop_last:
             return self.n - tail
         return self.n + max(0, self.num_replicas - tail) if tail else self.n

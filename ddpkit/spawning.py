@@ -166,6 +166,7 @@ class _Worker:
         env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
         env |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{nprocs}", "LOCAL_WORLD_SIZE": f"{nprocs}"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "DDPKIT_SPAWN": "1"}
+        env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch's own init joins the store, too, and hosts none
         outputs = copier.pipes()
         theirs_all = (theirs, outputs, logging_of_parent())
         self.process = context.Process(target=_work, args=(*theirs_all, job, env, str(stack)), name=f"rank {rank}")

@@ -65,6 +65,8 @@ def test_one_process_needs_no_group_and_setup_may_be_called_twice() -> None:
         ({"device": "gpu"}, "'gpu' is no device"),
         ({"device": 3}, "torch.device or a name"),
         ({"backend": torch.device("cpu")}, "name such as 'gloo'"),
+        ({"backend": "glo"}, "backend='glo' is none that torch knows"),
+        ({"backend": "cpu:gloo,cuda:nccll"}, "none that torch knows"),
         ({"watch": "no"}, "True or False"),
     ],
 )
