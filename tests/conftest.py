@@ -16,6 +16,9 @@ import torch.distributed as dist
 import ddpkit
 from ddpkit import testing
 
+# torch looks up the name of each connection's other end; a name server that does not answer costs 5 s each time
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
+
 # which tests need packages that the library does not
 _OF_EXAMPLES = {
     "test_digits.py": ["sklearn", "tensorboard"],

@@ -48,7 +48,8 @@ def reset() -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # to switch it off imports torch._inductor, which takes a second
+        torch.use_deterministic_algorithms(False)
     if not dist.is_initialized():  # else setup() has chosen
         torch.set_num_threads(_beginning.threads)
 
