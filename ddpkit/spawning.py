@@ -256,7 +256,9 @@ def _collect(crew: list[_Worker], deadline: float, timeout: timedelta) -> list[A
 
 
 def _is_echo(worker: _Worker) -> bool:
-    return worker.outcome is not None and isinstance(worker.outcome[1], PeerError)
+    """Return whether a rank failed only because another did."""
+    error = worker.outcome[1] if worker.outcome else None
+    return isinstance(error, PeerError) and error.rank != worker.rank
 
 
 def _work(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -12,9 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 
 import ddpkit
 from ddpkit import testing
+
+# a loaded machine draws and runs examples slowly
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # torch looks up the name of each connection's other end; a name server that does not answer costs 5 s each time
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
@@ -49,8 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _joined(fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:
-    with ddpkit.distributed(timeout=timedelta(seconds=timeout)):
-        return fn(*args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # the plugin's ranks make errors of them, as pytest does here
+        with ddpkit.distributed(timeout=timedelta(seconds=timeout)):
+            return fn(*args)
 
 
 def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 30.0, fresh: bool = False) -> list[Any]:

@@ -68,7 +68,7 @@ def agree(kinds: list[str], names: list[str], asked: str | None) -> Any:
 def test_every_rank_hears_of_a_device_that_two_would_share(
     kinds: list[str], names: list[str], asked: str | None, found: str
 ) -> None:
-    results = on_ranks(agree, 3, kinds, names, asked)
+    results = on_ranks(agree, 3, kinds, names, asked, fresh=True)
     assert len(set(results)) == 1
     assert results[0].startswith(found) or found in results[0]
     assert "see the same accelerator: 2 ranks, 1 cuda device" in results[0] or not found.startswith("Ranks")
@@ -80,4 +80,4 @@ def agree_on_cloned_machines() -> Any:
 
 
 def test_accelerators_of_machines_with_one_host_name_are_not_one() -> None:
-    assert on_ranks(agree_on_cloned_machines, 3) == ["cuda"] * 3
+    assert on_ranks(agree_on_cloned_machines, 3, fresh=True) == ["cuda"] * 3

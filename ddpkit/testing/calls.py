@@ -56,14 +56,14 @@ def on_ranks(
         if answer.done is not None:
             sys.stdout.write(answer.done.output)
     late = [answer for answer in answers if answer.stack]
-    outcomes = [_outcome(answer) for answer in answers if not answer.stack]
-    errors = [error for error, _ in outcomes if error is not None]
+    outcomes = {answer.rank: _outcome(answer) for answer in answers if not answer.stack}
+    errors = {rank: error for rank, (error, _) in outcomes.items() if error is not None}
     if errors:
-        raise min(errors, key=_is_echo)
+        raise errors[min(errors, key=lambda rank: _is_echo(rank, errors[rank]))]
     if late:
         places = "\n".join(f"rank {answer.rank}:\n{answer.stack}" for answer in late)
         raise TimeoutError(f"on_ranks() ended after {timeout:g} s; not finished:\n{places}")
-    return [value for _, value in outcomes]
+    return [value for _, value in outcomes.values()]
 
 
 def call(job: bytes, begin: Callable[[], None]) -> Done:
@@ -110,5 +110,6 @@ def _outcome(answer: Answer) -> tuple[BaseException | None, Any]:
     return error, value
 
 
-def _is_echo(error: BaseException) -> bool:
-    return isinstance(error, PeerError)
+def _is_echo(rank: int, error: BaseException) -> bool:
+    """Return whether this rank failed only because another did."""
+    return isinstance(error, PeerError) and error.rank != rank

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .. import interrupting
+
 _PATIENCE = 1.0  # seconds in which threads and processes that are ending may end
 _SEED = 0
 
@@ -89,7 +91,9 @@ class Traces:
 def traces() -> Traces:
     """Look at what cannot be reset."""
     signals: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    signals.pop(getattr(signal, "SIGURG", 0), None)  # ddpkit's own while it has joined
+    for number, handler in signals.items():
+        if getattr(handler, "__module__", None) == interrupting.__name__:  # ddpkit's own while it has joined
+            signals[number] = signal.SIG_DFL
     return Traces(_threads(), _children(), signals, [*logging.root.handlers], len(dist.distributed_c10d._world.pg_map))
 
 
