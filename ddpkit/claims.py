@@ -92,7 +92,8 @@ class Claim:
     def _may_live(self, holder: Mapping[str, Any], file: int) -> bool:
         """Whether a holder may still run although this process got the lock: where locks do not reach it."""
         if holder.get("machine") == self.me["machine"]:
-            return not self._locked and _runs(holder.get("pid"))
+            # the lock alone does not tell: a process loses it when it closes any other descriptor of the file
+            return holder.get("pid") != self.me["pid"] and _runs(holder.get("pid"))
         if self.me["job"] and holder.get("job") == self.me["job"]:  # this job, started again
             return False
         with tempfile.TemporaryFile(dir=self.folder) as probe:  # its time is the file system's, as the claim's is

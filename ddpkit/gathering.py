@@ -17,7 +17,7 @@ from . import ranks, runtime
 from .agreement import HEAD, ROOM, agree, all_raise, all_reduce, compare, name_ranks, new_block, terms, wire_device
 from .errors import MismatchError
 from .lanes import join
-from .sharded import explain_sharded, is_sharded
+from .sharded import UnshardedPickler
 from .trees import Leaf, leaves_of, plain_index, tensor_problem, with_leaves
 
 _SMALL = 4 * (ROOM - 1)  # bytes that travel with the check: 32 bits are exact in a float64
@@ -126,7 +126,7 @@ def _is_tensor(value: Any) -> bool:
 def _is_column(value: Any) -> bool:
     """Return whether this is taken as the samples' results, rather than as a container of several such."""
     if isinstance(value, tuple):  # of columns, or of results? nobody knows: refused
-        return not hasattr(value, "_fields")
+        return not hasattr(type(value), "_fields")
     return isinstance(value, (Tensor, np.ndarray, list))
 
 
@@ -230,18 +230,13 @@ class _Note(NamedTuple):
     on_cpu: bool
 
 
-class _Pickler(pickle.Pickler):
-    """Writes of a view its own elements only, for which torch writes all of its storage. Refuses sharded tensors."""
-
-    def __init__(self, file: io.BytesIO, call: str) -> None:
-        super().__init__(file)
-        self.call = call
+class _Pickler(UnshardedPickler):
+    """Writes of a view its own elements only, for which torch writes all of its storage."""
 
     def reducer_override(self, obj: Any) -> Any:
+        super().reducer_override(obj)
         if not isinstance(obj, Tensor):
             return NotImplemented
-        if is_sharded(obj):
-            raise TypeError(explain_sharded(self.call, [("a tensor in the value", obj)]))
         if type(obj) is not Tensor or not is_dense(obj) or obj.untyped_storage().nbytes() <= obj.nbytes:
             return NotImplemented
         copy: Any = obj.detach().clone().requires_grad_(obj.requires_grad)

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -121,10 +122,11 @@ def global_mean(loss_sum: Any, count: float) -> Any:
             check_tensors("global_mean()", model.named_parameters())
         elif isinstance(loss_sum, torch.Tensor):
             check_tensors("global_mean()", [("the loss", loss_sum)])
+        count = count.item() if isinstance(count, torch.Tensor | np.generic) else count  # float16 sums overflow
         if not 0 <= count < math.inf:
             raise ValueError(f"global_mean() needs a count of at least 0, got {count}.")
     total = collectives.all_reduce(count, op="sum")
-    if not total > 0:
+    if not 0 < total < math.inf:
         raise ValueError(f"global_mean() needs at least one sample on some rank, but the counts add up to {total}.")
     share: float = ranks.get_world_size() / total
     if model is None:

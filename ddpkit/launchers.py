@@ -219,7 +219,14 @@ def _hints(env: Mapping[str, str]) -> tuple[str, ...]:
     volcano = [name for name in env if re.fullmatch("VC_.+_NUM", name)]  # one for each kind of task
     if sum(_number(env[name]) for name in volcano) > 1:
         hints += volcano
-    return tuple(dict.fromkeys(hints + _pairs(env)))
+    return tuple(dict.fromkeys(hints + _pairs(env) + _nodes(env)))
+
+
+def _nodes(env: Mapping[str, str]) -> list[str]:
+    """Name variables such as NODE_RANK=1 beside NNODES=2, that say several nodes."""
+    ranks = [name for name in env if re.search(r"(NODE|MACHINE|GROUP)_RANK$", name)]
+    sizes = [name for name in env if re.search(r"(NNODES|(NODES|MACHINES)(_NUM)?)$", name) and _number(env[name]) > 1]
+    return ranks + sizes if ranks and sizes else []
 
 
 def _pairs(env: Mapping[str, str]) -> list[str]:

@@ -13,6 +13,7 @@ from . import collectives, runtime, waiting
 from .agreement import agree, all_raise, name_ranks, terms
 from .errors import ReplicaMismatch
 from .models import check_module, check_tensors, named_tensors, strip, wrapped_paths, writable
+from .sharded import explain_sharded
 
 _SHOWN = 20  # differences listed in the error
 
@@ -50,6 +51,14 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     with all_raise(call):
         check_module(call, model)
         check_tensors(call, named_tensors(model))
+        if optimizer is not None:
+            states = (
+                ("the optimizer's state", value)
+                for state in getattr(optimizer, "state", {}).values()
+                for value in state.values()
+            )
+            if problem := explain_sharded(call, states):
+                raise TypeError(problem)
         if not runtime.joined():
             return
         mine = _model_entries(model)

@@ -248,9 +248,10 @@ class DistributedWeightedSampler(ResumableSampler):
         count = self.n if self.replacement else len(self.weights)
         uniform = (np.random.PCG64(key).random_raw(count) >> np.uint64(11)) * 2.0**-53  # in [0, 1)
         if not self.replacement:
-            with np.errstate(divide="ignore", invalid="ignore"):  # a weight of 0 comes last
-                return np.argsort(-np.log1p(-uniform) / self.weights, kind="stable")[: self.n].take
-        totals = np.cumsum(self.weights)
+            with np.errstate(divide="ignore"):  # a weight of 0 comes last
+                times = np.log(-np.log1p(-uniform)) - np.log(self.weights)  # logarithms, so that nothing overflows
+                return np.argsort(times, kind="stable")[: self.n].take
+        totals = np.cumsum(self.weights / self.weights.max())
         last = np.flatnonzero(self.weights)[-1]  # uniform * total may round up to the total
         return lambda at: np.minimum(np.searchsorted(totals, uniform[at] * totals[-1], side="right"), last)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import sys
 from collections.abc import Iterable
 from typing import Any
+
+from torch import Tensor
 
 # where torch defines them; a module that was never imported has made none
 _CLASSES = {
@@ -43,3 +47,17 @@ def explain_sharded(call: str, tensors: Iterable[tuple[str, Any]]) -> str:
         "each rank holds only its own part. Use torch.distributed.checkpoint and torch's own functions for them, or "
         "pass tensor.full_tensor()."
     )
+
+
+class UnshardedPickler(pickle.Pickler):
+    """A pickler that refuses sharded tensors: what arrives elsewhere would be one rank's part."""
+
+    def __init__(self, file: io.BytesIO, call: str) -> None:
+        super().__init__(file)
+        self.call = call
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Refuse a sharded tensor; leave everything else to pickle."""
+        if isinstance(obj, Tensor) and is_sharded(obj):
+            raise TypeError(explain_sharded(self.call, [("a tensor in the value", obj)]))
+        return NotImplemented

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -289,6 +290,8 @@ def _digest(value: Any) -> str:
         plain = value.detach().cpu()
         data = flat_bytes(plain).numpy().data if is_dense(plain) else to_bytes(plain)
         return f"{value.dtype}{list(value.shape)} #{zlib.crc32(data):08x}".removeprefix("torch.")  # nobody cheats here
+    if isinstance(value, np.ndarray | np.generic | bytearray):
+        return f"{type(value).__name__} #{zlib.crc32(to_bytes(value)):08x}"
     if isinstance(value, set | frozenset):
         return repr(sorted(map(repr, value)))
     if isinstance(value, bool | int | float | complex | str | bytes | torch.Size | torch.dtype | torch.device | None):

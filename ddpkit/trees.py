@@ -126,7 +126,7 @@ def take_apart(value: Any) -> Parts | None:
         return Parts("dict", names, [value[key] for key in keys], problem)
     if isinstance(value, (list, tuple)):
         problem = "" if type(value) in (list, tuple) else _problem_of_sequence(value)
-        places = tuple(getattr(value, "_fields", None) or map(str, range(len(value))))
+        places = tuple(getattr(type(value), "_fields", None) or map(str, range(len(value))))
         return Parts(_kind_of_sequence(value), places, list(value), problem)
     attributes = _attributes(value)
     if attributes is None:
@@ -146,7 +146,7 @@ def put_together(value: Any, children: list[Any]) -> Any:
         copy = value.copy()
         copy.update(zip(_in_order(*value)[0], children, strict=True))
         return copy
-    if hasattr(value, "n_sequence_fields"):  # what torch.max and its kin return
+    if hasattr(type(value), "n_sequence_fields"):  # what torch.max and its kin return
         return type(value)(children)
     built_in = _built_in(value)
     if built_in is tuple:
@@ -228,7 +228,7 @@ def _attributes(value: Any) -> tuple[str, ...] | None:
 def _kind_of_sequence(value: list[Any] | tuple[Any, ...]) -> str:
     if isinstance(value, list):
         return "list"
-    return f"namedtuple {type(value).__name__}" if hasattr(value, "_fields") else "tuple"
+    return f"namedtuple {type(value).__name__}" if hasattr(type(value), "_fields") else "tuple"
 
 
 def _problem_of_dict(value: dict[Any, Any]) -> str:
@@ -240,7 +240,7 @@ def _problem_of_dict(value: dict[Any, Any]) -> str:
 
 
 def _problem_of_sequence(value: Sequence[Any]) -> str:
-    if isinstance(value, tuple) and not hasattr(value, "n_sequence_fields"):
+    if isinstance(value, tuple) and not hasattr(type(value), "n_sequence_fields"):
         try:
             tuple.__new__(type(value))
         except TypeError:  # torch.Size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import pickle
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from . import ranks, runtime
 from .errors import DdpkitError
 from .patience import check_timeout
+from .sharded import UnshardedPickler
 from .store import FAILURE, Session, as_error, failure_record, parse
 
 P = ParamSpec("P")
@@ -176,12 +178,12 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return copy
     try:
         value = fn(*args, **kwargs)
-        data = pickle.dumps(value)
+        UnshardedPickler(data := io.BytesIO(), "run_on_main()").dump(value)
     except BaseException as error:
         session.meet(key, failure=failure_record(session.rank, error))
         raise
     session.meet(key)  # in the store, so that nobody is late for the group
-    _from_main(data)
+    _from_main(data.getvalue())
     return value
 
 

@@ -562,3 +562,14 @@ def test_global_mean_scales_a_gradient_of_two_parameters_once_and_one_that_was_e
     net[2].grad = torch.tensor(6.0).expand(2)
     global_mean(net, 3)
     assert [p.grad.tolist() for p in net] == [[2.0, 2.0]] * 3
+
+
+def half_counts() -> tuple[float, float]:
+    total = global_mean(torch.tensor(6.0), torch.tensor(40000.0, dtype=torch.float16))
+    three = global_mean(torch.tensor(6.0), np.float16(3))
+    return float(total), float(three)
+
+
+def test_a_count_may_be_of_half_precision() -> None:
+    for total, three in on_ranks(half_counts, 2):
+        assert total == pytest.approx(1.5e-4) and three == 2.0

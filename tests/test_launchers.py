@@ -247,6 +247,7 @@ LAUNCHES: list[tuple[str, dict[str, str], str]] = [
      f"platform 1/2 -/- -/- {ELSEWHERE}"),
     ("one host of SageMaker", {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1", "SM_NUM_GPUS": "8"}, SINGLE),
     ("a pod of one node", {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, SINGLE),
+    ("a node of one", {"NODE_RANK": "0", "NNODES": "1"}, SINGLE),
     ("a pod of an indexed job", {"JOB_COMPLETION_INDEX": "3", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, SINGLE),
     ("a batch script of LSF", {"LSB_JOBID": "7", "LSB_DJOB_NUMPROC": "8", "LSB_MCPU_HOSTS": "n1 8"}, SINGLE),
     ("a batch script of LSF on two hosts", {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "n1 4 n2 4"}, SINGLE),

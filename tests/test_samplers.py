@@ -277,3 +277,19 @@ def test_weighted_draws_follow_the_weights():
     for (first, second), count in firsts.items():
         mean = 8000 * weights[first] / 8 * weights[second] / (8 - weights[first])
         assert abs(count - mean) < 4 * mean**0.5
+
+
+def test_weights_of_any_size_are_drawn_by_their_ratios():
+    huge = [*DistributedWeightedSampler([1e308] * 3, 3000, num_replicas=1, rank=0)]
+    assert min(huge.count(i) for i in range(3)) > 800
+    tiny = [
+        frozenset(DistributedWeightedSampler([1e-310] * 10, 3, 1, 0, replacement=False, seed=seed))
+        for seed in range(20)
+    ]
+    assert len(set(tiny)) > 10
+
+
+def test_a_samplers_length_is_also_that_of_torchs():
+    ours = DistributedSampler(range(100), num_replicas=3, rank=1)
+    theirs = TorchSampler(range(100), num_replicas=3, rank=1)
+    assert (ours.num_samples, ours.total_size) == (theirs.num_samples, theirs.total_size) == (34, 102)

@@ -112,3 +112,17 @@ def test_a_sharded_model_on_one_rank_alone_is_an_error_on_all(world_size: int) -
                 assert text.startswith("TypeError: "), (call, text)
             else:
                 assert text.startswith("MismatchError: ") and "rank 1: TypeError" in text, (call, text)
+
+
+def hand_out() -> str:
+    model = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    try:
+        ddpkit.run_on_main(lambda: model.weight)
+    except (TypeError, ddpkit.PeerError) as error:
+        return str(error)
+    return "went through"
+
+
+def test_run_on_main_hands_out_no_shard() -> None:
+    for words in on_ranks(hand_out, 2):
+        assert "run_on_main() does not handle sharded tensors" in words

@@ -434,3 +434,17 @@ def test_no_result_shares_memory_with_its_input() -> None:
     flatten([array, array[None], np.float32(1)], leaves)
     leaves[0] += 1
     assert array.tolist() == [1.0] * 3
+
+
+class DotDict(dict):  # type: ignore[type-arg]
+    """A dict whose keys are attributes, too: it has whatever it is asked for."""
+
+    __getattr__ = dict.get
+
+
+def test_a_dict_that_has_every_attribute_is_a_dict() -> None:
+    leaves: list[object] = []
+    value = DotDict(loss=[1.0, 2.0], n=3)
+    flatten(value, leaves)
+    made = rebuild(value, iter(leaves))
+    assert type(made) is DotDict and made == {"loss": [1.0, 2.0], "n": 3}
