@@ -58,7 +58,6 @@ class Claim:
         self.pid = os.getpid()
         self.me = _describe_this_job()
         self.file = -1
-        self._locked = False
         self._release: Finalize | None = None
 
     def renew(self) -> None:
@@ -71,7 +70,7 @@ class Claim:
         os.utime(self.path)
 
     def _take(self) -> None:
-        file, self._locked = _open_and_lock(self.path)
+        file = _open_and_lock(self.path)
         if file < 0:
             raise CheckpointError(f"{_name(_read_path(self.path))} is writing into {self.folder}. {_ADVICE}")
         holder = _read(file)
@@ -103,25 +102,23 @@ class Claim:
 _ADVICE = "Two jobs would mix their checkpoints: give each a folder of its own."
 
 
-def _open_and_lock(path: Path) -> tuple[int, bool]:
+def _open_and_lock(path: Path) -> int:
     """Open a file and lock it for this process.
 
     Returns:
-        Its descriptor, or -1 if another process holds the lock; and whether there are locks on this file system.
+        Its descriptor, not locked where the file system has no locks; -1 if another process holds the lock.
     """
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
-        locked = fcntl is not None
         try:
-            if locked:
+            if fcntl is not None:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not shared with forked workers, as flock's is
         except OSError as error:
             if error.errno in _LOCKED:
                 os.close(file)
-                return -1, True
-            locked = False
+                return -1
         if _is_open(path, file):
-            return file, locked
+            return file
         os.close(file)  # its former holder deleted it meanwhile
 
 
