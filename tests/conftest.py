@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+from processes import import_once
 
 import ddpkit
 from ddpkit import testing
@@ -78,6 +79,12 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def processes_start_quickly() -> None:
+    if "DDPKIT_TESTING_CREW" not in os.environ:
+        import_once()
 
 
 @pytest.fixture(autouse=True)

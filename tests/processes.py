@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import socket
@@ -95,10 +96,16 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def import_once() -> None:
+    """Start the process from which others are forked, with what takes long to import: torch, and what DDP imports."""
+    multiprocessing.set_forkserver_preload(["ddpkit.testing.rank", "torch._dynamo"])
+    multiprocessing.forkserver.ensure_running()
+
+
 def begin(fn: Callable[..., Any], env: dict[str, str], *args: Any, output: str) -> Any:
     """Starts `fn(*args)` as the main program of a new process; what it prints goes to the file `output`."""
+    import_once()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "ddpkit"])
     process = context.Process(target=_main, args=(fn, args, CLEAN | env, output))
     process.start()
     return process

@@ -202,7 +202,7 @@ class _Rank:
         stack.touch()
         self._stack = stack
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "ddpkit", "ddpkit.testing.rank"])
+        context.set_forkserver_preload(["ddpkit.testing.rank", "torch._dynamo"])  # which DDP imports
         self._pipe, theirs = context.Pipe()
         env = os.environ | {"RANK": f"{number}", "WORLD_SIZE": f"{world_size}", _MARK: mark}
         streams = [None if stream is None else _Passed(stream) for stream in plan.streams]
