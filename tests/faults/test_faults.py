@@ -1,39 +1,32 @@
-"""Each case is a test; they are played side by side, because most of their time is waiting."""
+"""Each case is a test: under no agent at once, under torchrun, or where it waits for a time-out, in a storm."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .cases import CONFLICTS, FAULTS, SHORT
+from .cases import CONFLICTS, FAULTS, SHORT, TORCHRUN
 from .playing import Outcome, Pair, play_all, why_not
 from .table import name_of, pairs_of, shown, tables
 
-# each under one of its launchers, in turn; the script plays each under all
-CHOSEN = [pairs_of(case)[i % len(pairs_of(case))] for i, case in enumerate([*FAULTS, *CONFLICTS]) if case.quick]
+CHOSEN = [pair for case in [*FAULTS, *CONFLICTS] if case.quick for pair in pairs_of(case)]
 
 
 def marked(pair: Pair) -> Any:
-    """A case as a parameter; what has to wait for a time-out is for storms."""
-    waits = getattr(pair[0], "timeout", SHORT) == SHORT
-    return pytest.param(pair, id=name_of(pair), marks=[pytest.mark.storm] if waits else [])
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Pair, Outcome]:
-    """Of all cases that are to be tested."""
-    tests = [item.callspec.params.get("pair") for item in request.session.items if hasattr(item, "callspec")]
-    found: dict[Pair, Outcome] = {}
-    pairs = [pair for pair in CHOSEN if pair in tests and not why_not(pair[0])]
-    play_all(pairs, tmp_path_factory.mktemp("faults"), 6, found.__setitem__)
-    return found
+    """A case as a parameter."""
+    case, launcher = pair
+    takes_long = launcher == TORCHRUN or getattr(case, "timeout", SHORT) == SHORT
+    return pytest.param(pair, id=name_of(pair), marks=[pytest.mark.storm] if takes_long else [])
 
 
 @pytest.mark.parametrize("pair", [marked(pair) for pair in CHOSEN])
-def test_all_others_know_in_time_who_failed_and_nothing_is_left(pair: Pair, outcomes: dict[Pair, Outcome]) -> None:
+def test_all_others_know_in_time_who_failed_and_nothing_is_left(pair: Pair, tmp_path: Path) -> None:
     if reason := why_not(pair[0]):
         pytest.skip(reason)
+    outcomes: dict[Pair, Outcome] = {}
+    play_all([pair], tmp_path, 1, outcomes.__setitem__)
     outcome = outcomes[pair]
     assert not outcome.problems, f"{outcome.problems}\n{outcome.text}"
     assert outcome.seconds < 2 * pair[0].limit + 20  # the machine is loaded
