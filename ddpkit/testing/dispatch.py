@@ -92,6 +92,7 @@ def _basetemp(config: pytest.Config) -> Path:
 def _plan(config: pytest.Config) -> Plan:
     option = config.option
     arguments = ["--rootdir", str(config.rootpath), "-o", "addopts=", "-p", "no:terminal"]
+    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # a rank has imported ddpkit before its pytest
     if config.inipath is not None:
         arguments += ["-c", str(config.inipath)]
     for setting in option.override_ini or ():
