@@ -19,6 +19,7 @@ import torch
 from conftest import on_ranks
 
 import ddpkit
+from ddpkit import get_rank, get_world_size
 
 Case = Callable[..., None]
 Name = tuple[str, str]  # of the case's module, and of the case in it
@@ -55,10 +56,41 @@ def flat(lists: Iterable[list[Any]]) -> list[Any]:
 
 def wait_for(file: Path) -> None:
     """Wait until another rank has made a file."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not file.exists():
         assert time.monotonic() < deadline, f"{file.name} was never made"
         time.sleep(0.01)
+
+
+def share(tensor: torch.Tensor) -> torch.Tensor:
+    """Take this rank's rows."""
+    return tensor[get_rank() :: get_world_size()]
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    """Copy the gradients of a model."""
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def close(ones: list[Any], others: list[Any], **tolerance: float) -> bool:
+    """Say whether tensors are equal but for rounding."""
+    return all(torch.allclose(one, other, **tolerance) for one, other in zip(ones, others, strict=True))
+
+
+def slurm(rank: int, local_rank: int, hosts: str, per_node: str, size: int, **more: str) -> dict[str, str]:
+    """Return what srun sets in a task."""
+    return {
+        "SLURM_JOB_ID": "0012345",
+        "SLURM_JOB_NODELIST": hosts,
+        "SLURM_NTASKS": f"{size}",
+        "SLURM_PROCID": f"{rank}",
+        "SLURM_LOCALID": f"{local_rank}",
+        "SLURM_NODEID": "0" if rank == local_rank else "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": hosts,
+        "SLURM_STEP_NUM_TASKS": f"{size}",
+        "SLURM_STEP_TASKS_PER_NODE": per_node,
+    } | more
 
 
 def _name(case: Case) -> Name:
@@ -108,7 +140,7 @@ def _launch(names: list[Name], world_size: int, base: Path) -> dict[Name, str]:
         for number in range(len(left)):
             (launch / f"case-{number}").mkdir()
         try:
-            on_ranks(_run, world_size, left, str(launch), timeout=60.0)
+            on_ranks(_run, world_size, left, str(launch))
         except Exception as error:
             culprit = _first_unfinished(launch, world_size, len(left))
             failures[left[culprit]] = _text(error)

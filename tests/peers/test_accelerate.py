@@ -56,7 +56,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import flat, on
+from cases import close, flat, gradients, on, share
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -512,18 +512,6 @@ def regression() -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
     """Return the same model and data on every rank."""
     torch.manual_seed(42)
     return nn.Linear(3, 1).double(), torch.randn(24, 3).double(), torch.randn(24, 1).double()
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def close(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.allclose(one, other) for one, other in zip(ones, others, strict=True))
-
-
-def share(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[get_rank() :: get_world_size()]
 
 
 @on(1, 2, 3)

@@ -50,7 +50,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import on, wait_for
+from cases import on, slurm, wait_for
 from torch import nn
 from torch.utils.data import Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
@@ -287,21 +287,8 @@ def test_a_platforms_ranks_are_taken_and_their_place_on_the_node_is_left_to_ask(
     assert launch.local_rank is None and launch.node_rank is None
 
 
-def slurm(hosts: str, per_node: str, size: int, **more: str) -> dict[str, str]:
-    return {
-        "SLURM_JOB_ID": "0001234",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NUM_TASKS": f"{size}",
-        "SLURM_STEP_NODELIST": hosts,
-        "SLURM_STEP_TASKS_PER_NODE": per_node,
-    } | more
-
-
 def test_slurms_step_says_ranks_nodes_and_address() -> None:
-    launch = detect_launch(slurm("n[1-4]", "5(x4)", 20, SLURM_PROCID="17", SLURM_LOCALID="2", SLURM_NODEID="3"))
+    launch = detect_launch(slurm(17, 2, "n[1-4]", "5(x4)", 20, SLURM_NODEID="3"))
     assert (launch.kind, launch.rank, launch.world_size) == ("slurm", 17, 20)
     assert (launch.local_rank, launch.local_world_size) == (2, 5)
     assert (launch.node_rank, launch.num_nodes, launch.master_addr) == (3, 4, "n1")
@@ -320,11 +307,11 @@ def test_slurms_step_says_ranks_nodes_and_address() -> None:
     ],
 )
 def test_the_ranks_meet_on_the_first_host_of_slurms_list(hosts: str, per_node: str, size: int, first: str) -> None:
-    assert detect_launch(slurm(hosts, per_node, size)).master_addr == first
+    assert detect_launch(slurm(0, 0, hosts, per_node, size)).master_addr == first
 
 
 def test_an_address_that_the_user_set_wins_over_slurms() -> None:
-    launch = detect_launch(slurm("a,b", "1(x2)", 2, MASTER_ADDR="1.2.3.4", MASTER_PORT="1234"))
+    launch = detect_launch(slurm(0, 0, "a,b", "1(x2)", 2, MASTER_ADDR="1.2.3.4", MASTER_PORT="1234"))
     assert (launch.master_addr, launch.master_port) == ("1.2.3.4", 1234)
 
 

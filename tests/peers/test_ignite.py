@@ -44,7 +44,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import flat, on
+from cases import flat, on, slurm
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
@@ -285,22 +285,6 @@ def test_the_first_rank_prepares_what_the_others_find(folder: Path) -> None:
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 ADDRESS = {"MASTER_ADDR": "c1", "MASTER_PORT": "12233"}
-
-
-def slurm(rank: int, local_rank: int, hosts: str, per_node: str, size: int, **more: str) -> dict[str, str]:
-    """Return what srun sets in a task."""
-    return {
-        "SLURM_JOB_ID": "12345",
-        "SLURM_JOB_NODELIST": hosts,
-        "SLURM_NTASKS": f"{size}",
-        "SLURM_PROCID": f"{rank}",
-        "SLURM_LOCALID": f"{local_rank}",
-        "SLURM_NODEID": "0" if rank == local_rank else "1",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": hosts,
-        "SLURM_STEP_NUM_TASKS": f"{size}",
-        "SLURM_STEP_TASKS_PER_NODE": per_node,
-    } | more
 
 
 def torch_variables(rank: int, local_rank: int, size: int) -> dict[str, str]:

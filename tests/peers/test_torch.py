@@ -46,7 +46,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import on, wait_for
+from cases import close, gradients, on, share, wait_for
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
@@ -248,14 +248,6 @@ class Net(nn.Module):
         return self.fc2(torch.relu(self.fc1(x)))
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def share(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[get_rank() :: get_world_size()]
-
-
 @on(1, 2, 3)
 def test_gradients_are_those_of_the_whole_batch_on_one_process() -> None:
     net = Net().double()
@@ -263,8 +255,7 @@ def test_gradients_are_those_of_the_whole_batch_on_one_process() -> None:
     model = wrap_model(net)
     model(share(x)).square().mean().backward()
     alone(x).square().mean().backward()
-    for one, other in zip(gradients(net), gradients(alone), strict=True):
-        assert torch.allclose(one, other)
+    assert close(gradients(net), gradients(alone))
 
 
 @on(1, 2, 3)
@@ -318,8 +309,7 @@ def test_gradients_differ_within_no_sync_and_agree_after_it() -> None:
         alone(rows).square().mean().backward()
         kept = all_gather_object([g.sum().item() for g in gradients(net)])
         assert (len({tuple(one) for one in kept}) == 1) == (step == 1)
-    for one, other in zip(gradients(net), gradients(alone), strict=True):
-        assert torch.allclose(one, other)
+    assert close(gradients(net), gradients(alone))
 
 
 @on(2, 3)
@@ -330,8 +320,7 @@ def test_ranks_with_different_numbers_of_samples_count_samples_not_ranks() -> No
     alone, model = copy.deepcopy(net), wrap_model(net)
     global_mean(model(mine).square().sum(), len(mine)).backward()
     (alone(x).square().sum() / len(x)).backward()
-    for one, other in zip(gradients(net), gradients(alone), strict=True):
-        assert torch.allclose(one, other)
+    assert close(gradients(net), gradients(alone))
 
 
 @on(2, 3)
@@ -342,8 +331,7 @@ def test_a_rank_without_samples_still_takes_part() -> None:
     alone, model = copy.deepcopy(net), wrap_model(net)
     global_mean(model(mine).square().sum(), len(mine)).backward()
     (alone(x).square().sum() / 3).backward()
-    for one, other in zip(gradients(net), gradients(alone), strict=True):
-        assert torch.allclose(one, other)
+    assert close(gradients(net), gradients(alone))
 
 
 @on(2, 3)
@@ -392,8 +380,7 @@ def test_a_static_graph_gives_the_same_gradients() -> None:
     for _ in range(2):
         model(share(x)).mean().backward()
         alone(x).mean().backward()
-    for one, other in zip(gradients(net), gradients(alone), strict=True):
-        assert torch.allclose(one, other)
+    assert close(gradients(net), gradients(alone))
 
 
 Output = namedtuple("Output", "a b")
@@ -437,8 +424,7 @@ def test_compressed_gradients_are_nearly_the_same() -> None:
     model = wrap_model(net, gradient_compression="fp16")
     model(share(x)).square().mean().backward()
     alone(x).square().mean().backward()
-    for one, other in zip(gradients(net), gradients(alone), strict=True):
-        assert torch.allclose(one, other, rtol=1e-2, atol=1e-3)
+    assert close(gradients(net), gradients(alone), rtol=1e-2, atol=1e-3)
 
 
 @on(1, 2, 3)
