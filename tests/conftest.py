@@ -62,10 +62,11 @@ def _joined(fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> An
             return fn(*args)
 
 
-def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 30.0, fresh: bool = False) -> list[Any]:
+def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 90.0, fresh: bool = False) -> list[Any]:
     """Run `fn(*args)` on `nprocs` warm ranks that have called `setup()`; return the results by rank.
 
-    `timeout` in seconds. Ask for fresh ranks if `fn` changes modules or classes of others.
+    `timeout` in seconds, that of `setup()`: only a hang or what a test sets shorter itself ends by one. Ask for fresh
+    ranks if `fn` changes modules or classes of others.
     """
     return testing.on_ranks(_joined, nprocs, fn, args, timeout, timeout=4 * timeout, join=False, fresh=fresh)
 

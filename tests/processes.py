@@ -48,7 +48,7 @@ def run(
     fn: Callable[..., Any],
     envs: list[dict[str, str]],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 300.0,
     delays: list[float] | None = None,
 ) -> list[Ended]:
     """Runs `fn(*args)` as the main program of a process for each environment; `delays` in seconds before each start."""

@@ -141,7 +141,7 @@ def report() -> dict[str, Any]:
 
 def run_tool(command: list[str], folder: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"PYTHONPATH": str(ROOT)} | env
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 
 def test_everything_is_measured_on_one_two_and_three_ranks(report: dict[str, Any]) -> None:

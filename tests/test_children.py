@@ -19,11 +19,11 @@ from processes import ROOT, Ended, free_port, platform_env, run
 
 import ddpkit
 
-SOON = timedelta(seconds=20)
+LONG = timedelta(seconds=300)  # a rank waits while the other one starts programs
 REFUSED = "of a running job"
 CHILD = """
 import sys, datetime, ddpkit
-context = ddpkit.setup(timeout=datetime.timedelta(seconds=20))
+context = ddpkit.setup(timeout=datetime.timedelta(seconds=300))
 print("alone" if context.world_size == 1 else "joined", ddpkit.all_reduce(1.0), flush=True)
 """
 
@@ -44,13 +44,13 @@ def run_job(world_size: int, launcher: str, fn: Any, *args: Any) -> list[Ended]:
 
 def start_program(**changes: str) -> str:
     env = os.environ | {"PYTHONPATH": str(ROOT)} | changes
-    done = subprocess.run([sys.executable, "-c", CHILD], env=env, capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", CHILD], env=env, capture_output=True, text=True, timeout=300)
     return done.stdout + done.stderr
 
 
 def try_to_join(queue: Any = None) -> str:
     try:
-        said = f"joined {ddpkit.setup(timeout=SOON).world_size}"
+        said = f"joined {ddpkit.setup(timeout=LONG).world_size}"
     except ddpkit.LaunchError as error:
         said = str(error)
     if queue is not None:
@@ -63,7 +63,7 @@ def start_child(method: str) -> str:
     queue = context.Queue()
     child = context.Process(target=try_to_join, args=(queue,))
     child.start()
-    said = queue.get(timeout=50)
+    said = queue.get(timeout=300)
     child.join()
     return str(said)
 
@@ -95,7 +95,7 @@ STARTS = {
 
 
 def work(who: int | None, starts: list[str]) -> None:
-    with ddpkit.distributed(timeout=SOON) as context:
+    with ddpkit.distributed(timeout=LONG) as context:
         sums = [ddpkit.all_reduce(1.0)]
         if who in (None, context.rank):
             for name in starts:
@@ -134,7 +134,7 @@ def test_processes_that_all_ranks_start_are_refused(launcher: str) -> None:
 
 
 def work_alone() -> None:
-    with ddpkit.distributed(timeout=SOON):
+    with ddpkit.distributed(timeout=LONG):
         assert "alone 1.0" in (said := start_program()), said
         assert (said := start_child("spawn")) == "joined 1", said
         assert ddpkit.all_reduce(1.0) == 1.0
@@ -147,21 +147,23 @@ def test_a_process_that_a_job_of_one_rank_starts_is_another_job_of_one_rank(laun
     assert (ended.code, ended.output) == (0, "well\n"), ended
 
 
-def evaluate_afterwards() -> None:
-    with ddpkit.distributed(timeout=SOON):
+def evaluate_afterwards(folder: str) -> None:
+    with ddpkit.distributed(timeout=LONG) as context:
         ddpkit.barrier()
-    time.sleep(1)
+    Path(folder, f"left-{context.rank}").touch()
+    while len(os.listdir(folder)) < 2:
+        time.sleep(0.01)
     print(start_program().strip())
 
 
-def test_programs_that_ranks_start_after_their_job_has_ended_are_a_job_of_their_own() -> None:
-    ended = run_job(2, "torchrun", evaluate_afterwards)
+def test_programs_that_ranks_start_after_their_job_has_ended_are_a_job_of_their_own(tmp_path: Path) -> None:
+    ended = run_job(2, "torchrun", evaluate_afterwards, str(tmp_path))
     assert [end.output for end in ended] == ["joined 2.0\n"] * 2, ended
 
 
 def leave_the_error_file(path: str) -> None:
     os.environ["TORCHELASTIC_ERROR_FILE"] = path
-    with ddpkit.distributed(timeout=SOON) as context:
+    with ddpkit.distributed(timeout=LONG) as context:
         if context.rank == 1:
             assert REFUSED in start_program()
         ddpkit.barrier()

@@ -27,7 +27,7 @@ def run_all(commands: list[list[str]], envs: list[dict[str, str]]) -> list[str]:
         for command, env in zip(commands, envs, strict=True)
     ]
     try:
-        outputs = [process.communicate(timeout=240)[0] for process in crew]
+        outputs = [process.communicate(timeout=900)[0] for process in crew]
     finally:
         for process in crew:
             process.kill()

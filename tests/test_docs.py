@@ -40,7 +40,7 @@ def test_the_examples_of_a_page_run_on_one_process(page: str, tmp_path: Path) ->
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     no_tests = pytest.ExitCode.NO_TESTS_COLLECTED  # the page was imported, which ran it, and defines none
     assert done.returncode in (0, no_tests), done.stdout + done.stderr

@@ -17,7 +17,7 @@ from processes import platform_env, run
 import ddpkit
 from ddpkit import runtime
 
-SOON = timedelta(seconds=30)
+SOON = timedelta(seconds=120)
 HINTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DDPKIT_SPAWN")
 
 
@@ -232,10 +232,10 @@ def time_the_check() -> float:
     assert job is not None and runtime._is_current(job)
     times = []
     for _ in range(20):
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(1000):
             runtime._is_current(job)
-        times.append((time.perf_counter() - start) / 1000)
+        times.append((time.thread_time() - start) / 1000)
     return min(times)
 
 

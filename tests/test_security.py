@@ -45,7 +45,7 @@ class Payload:
 
 
 def wait_for(*paths: str) -> None:
-    end = time.monotonic() + 40
+    end = time.monotonic() + 120
     while not all(map(os.path.exists, paths)):
         assert time.monotonic() < end, paths
         time.sleep(0.01)
@@ -56,7 +56,7 @@ def train(folder: str, joins_late: bool) -> None:
     rank = os.environ["RANK"]
     if joins_late and rank == "1":
         wait_for(f"{folder}/planted")
-    with ddpkit.distributed(timeout=timedelta(seconds=15)):
+    with ddpkit.distributed(timeout=timedelta(seconds=45)):
         Path(folder, f"joined-{rank}").touch()
         wait_for(f"{folder}/planted")
         assert ddpkit.run_on_main(lambda: [1, 2]) == [1, 2]
@@ -90,10 +90,10 @@ def attack(port: int, folder: str, keys: list[str], after: list[str]) -> None:
 
 
 def _open(port: int) -> dist.TCPStore:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while True:
         try:
-            return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
+            return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
         except dist.DistNetworkError:
             assert time.monotonic() < end
 
@@ -112,8 +112,8 @@ def test_nothing_that_a_stranger_writes_is_executed(tmp_path: Path, joins_late: 
         keys = JOINING if joins_late else JOINED
     after = [] if joins_late else ["joined-0", "joined-1"]
     stranger = begin(attack, {}, port, folder, keys, after, output=f"{folder}/log")
-    ended = run(train, [platform_env(rank, 2, port) for rank in range(2)], folder, joins_late, timeout=60)
-    stranger.join(30)
+    ended = run(train, [platform_env(rank, 2, port) for rank in range(2)], folder, joins_late)
+    stranger.join(120)
     assert stranger.exitcode == 0, Path(folder, "log").read_text()
     assert not list(tmp_path.glob("ran-*")), "the stranger's command ran"
     for end in ended:
@@ -144,7 +144,7 @@ def test_garbage_in_the_store_ends_a_wait_with_its_key(key: str, garbage: bytes)
             if key == "x/1/why":
                 session.store.add("x/1/0", 1 << 61)  # somebody has given up, and this is why
         else:
-            session.meet("x/1", timedelta(seconds=20))
+            session.meet("x/1", timedelta(seconds=120))
 
     (error, _), _ = on_threads(2, meet)
     assert isinstance(error, ddpkit.LaunchError) and f"under {key!r}, which no rank" in str(error)
@@ -201,7 +201,7 @@ def test_garbage_in_the_store_ends_the_joining(key: str, garbage: bytes) -> None
         generation.set("roster", json.dumps({"members": [claim | {"rank": garbage.hex()[:50]}, claim]}))
         key = "roster"
     with pytest.raises(ddpkit.LaunchError, match=f"under '{key}', which no rank"):
-        join(server, Member(rank, 2, None, False), timedelta(seconds=5))
+        join(server, Member(rank, 2, None, False), timedelta(seconds=60))
 
 
 @pytest.mark.parametrize("ranks", [[], [0], [0, 0], [1, 0], [0, 1, 2]])
@@ -211,4 +211,4 @@ def test_a_roster_that_is_not_of_this_job_is_refused(ranks: list[int]) -> None:
     members = [json.loads(Member(rank, len(ranks), None, False).dump()) for rank in ranks]
     dist.PrefixStore("ddpkit/1", server).set("roster", json.dumps({"members": members}))
     with pytest.raises(ddpkit.LaunchError, match="'roster', which no rank"):
-        join(server, Member(1, 2, None, False), timedelta(seconds=5))
+        join(server, Member(1, 2, None, False), timedelta(seconds=60))

@@ -304,7 +304,7 @@ def test_what_cannot_be_done_is_said_on_one_line_once_and_all_ranks_end(trained:
 def test_with_bad_input_every_process_exits_with_status_2() -> None:
     for process in launch(2, train, "main.py", "--preset guide-d"):
         assert process.code == 2 and "Traceback" not in process.output
-        assert process.seconds < 60
+        assert process.seconds < PATIENCE / 3
 
 
 def test_a_finished_run_has_nothing_to_go_on_with(trained: Trained, tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_ctrl_c_saves_and_ends_all_ranks_of_torchrun(tmp_path: Path) -> None:
             assert terminal.poll() is None, (tmp_path / "output").read_text()
             time.sleep(0.1)
         os.killpg(terminal.pid, signal.SIGINT)
-        terminal.wait(60)
+        terminal.wait(PATIENCE)
     finally:
         if terminal.poll() is None:
             os.killpg(terminal.pid, signal.SIGKILL)
@@ -367,7 +367,7 @@ def test_when_a_rank_is_killed_the_others_end_at_once_and_say_which(tmp_path: Pa
     seconds = time.time() - float((tmp_path / "sent").read_text())
     assert killed.code == -signal.SIGKILL and left.code not in (0, None)
     assert re.search(r"PeerError: rank 1 \(.*\) failed: lost", left.output), left.output
-    assert seconds < 30
+    assert seconds < 200  # the time-out of `setup()` is 600 s at least
 
 
 def test_it_learns_to_beat_the_greedy_player_in_seconds(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ddpkit.star import Event, Star
 from ddpkit.store import failure_record
 
 TOKEN = "secret"
+PATIENCE = 60.0  # seconds, which only a hang needs
 
 
 class Hub:
@@ -28,7 +29,7 @@ class Hub:
         self.world_size = world_size
 
     def knock(self) -> socket.socket:
-        return socket.create_connection(self.address, timeout=5)
+        return socket.create_connection(self.address, timeout=PATIENCE)
 
     def join(self, rank: int) -> Star:
         spoke = Star(rank, self.world_size, TOKEN, self.knock(), self.said.append)
@@ -36,13 +37,13 @@ class Hub:
             assert not self.star.poll(1.0)
         return spoke
 
-    def hear(self, seconds: float = 5.0) -> list[Event]:
-        """What comes until there is something."""
+    def hear(self, number: int = 1, seconds: float = PATIENCE) -> list[Event]:
+        """What comes until there are as many events."""
+        events: list[Event] = []
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if events := self.star.poll(0.05):
-                return events
-        return []
+        while len(events) < number and time.monotonic() < end:
+            events += self.star.poll(0.05)
+        return events
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def is_closed(wire: socket.socket) -> bool:
         return True
 
 
-def closes(hub: Hub, wire: socket.socket, seconds: float = 5.0) -> bool:
+def closes(hub: Hub, wire: socket.socket, seconds: float = PATIENCE) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         hub.star.poll(0.01)
@@ -77,10 +78,9 @@ def test_ranks_are_heard_by_their_numbers_and_an_end_is_an_event(hub: Hub) -> No
         one.post(encode(left=1))
         assert hub.hear() == [Event(1, Message(left=1))]
         hub.star.post(encode(left=1), besides=1)
-        assert two.poll(5.0) == [Event(0, Message(left=1))]
+        assert two.poll(PATIENCE) == [Event(0, Message(left=1))]
         assert one.poll(0.0) == []
-    ends = hub.hear() + hub.hear()
-    assert set(ends) == {Event(1, None), Event(2, None)}
+    assert set(hub.hear(2)) == {Event(1, None), Event(2, None)}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_whoever_does_not_belong_to_the_job_is_shown_out(hub: Hub, line: bytes) 
     with hub.knock() as wire:
         wire.sendall(line)
         assert closes(hub, wire)
-    assert hub.star.absent() == [1, 2] and not hub.hear(0.2)
+    assert hub.star.absent() == [1, 2] and not hub.hear(seconds=0.2)
 
 
 def test_whoever_knows_the_token_may_say_that_the_job_is_wrong(hub: Hub) -> None:
@@ -180,14 +180,12 @@ def test_a_peer_that_does_not_read_keeps_nobody_waiting(hub: Hub) -> None:
         deaf.sendall(encode(token=TOKEN, rank=1))
         while hub.star.absent():
             hub.star.poll(0.05)
-        start = time.monotonic()
         for _ in range(10):
             hub.star.post(line)
         heard: list[Event] = []
         while len(heard) < 10:
             hub.star.poll(0.01)
             heard += two.poll(0.01)
-        assert time.monotonic() - start < 5.0
         hub.star.settle(0.1)  # returns although the other does not read
         received = b""
         deaf.settimeout(0.01)
@@ -203,7 +201,7 @@ def test_last_words_arrive_however_long_they_are(hub: Hub) -> None:
     with contextlib.closing(hub.join(1)) as one:
         for _ in range(10):
             one.post(line)
-        leaving = threading.Thread(target=lambda: list(one.part(5.0)))
+        leaving = threading.Thread(target=lambda: list(one.part(PATIENCE)))
         leaving.start()
         heard = hub.hear()
         while heard[-1].message is not None:

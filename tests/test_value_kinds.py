@@ -129,7 +129,7 @@ def test_tensors_that_do_not_hold_their_values_are_refused_on_every_rank(world: 
     for rank, got in enumerate(on_ranks(sharded, world)):
         own = "TypeError" if rank == world - 1 else "MismatchError"
         for name, (kind, message, seconds) in got.items():
-            assert kind == own and seconds < 5, (name, kind, message)
+            assert kind == own and seconds < 30, (name, kind, message)
             words = "sharded tensor" if name.endswith("DTensor") else "FakeTensor"
             assert words in message, (name, message)
             if "object" not in name and "list" not in name and "broadcast" not in name:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from signal import SIGINT, SIGKILL
 
 TORCHRUN, PLAIN = "torchrun", "no agent"
-LONG = 60.0  # seconds, the time-out of `setup()` where nothing may end by it
+LONG = 180.0  # seconds, the time-out of `setup()` where nothing may end by it
 SHORT = 10.0  # where something does
 NAMED = "rank {faulty} ({host}) failed: "
 ORPHANED = "orphaned: torchrun (pid"

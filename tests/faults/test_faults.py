@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .cases import CONFLICTS, FAULTS, SHORT, TORCHRUN
+from .cases import CONFLICTS, FAULTS, LONG, SHORT, TORCHRUN
 from .playing import Outcome, Pair, play_all, why_not
 from .table import name_of, pairs_of, shown, tables
 
@@ -29,7 +29,7 @@ def test_all_others_know_in_time_who_failed_and_nothing_is_left(pair: Pair, tmp_
     play_all([pair], tmp_path, 1, outcomes.__setitem__)
     outcome = outcomes[pair]
     assert not outcome.problems, f"{outcome.problems}\n{outcome.text}"
-    assert outcome.seconds < 2 * pair[0].limit + 20  # the machine is loaded
+    assert outcome.seconds < pair[0].limit + LONG / 3  # the machine may be loaded; the script holds to the limit
 
 
 @pytest.mark.parametrize("name", ["faults", "conflicts"])
