@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from processes import import_once
+from xdist.scheduler import LoadScopeScheduling
 
 import ddpkit
 from ddpkit import testing
@@ -39,12 +40,41 @@ def _missing(packages: list[str]) -> list[str]:
     return [package for package in packages if importlib.util.find_spec(package) is None]
 
 
+# files whose tests share what takes long to make, such as the runs of a trainer
+_TOGETHER = (
+    "launchers/test_slurm.py",
+    "launchers/test_torchrun.py",
+    "test_robot_trainer.py",
+    "test_snakes_export.py",
+    "test_snakes_trainer.py",
+    "test_video_trainer.py",
+)
+
 collect_ignore_glob = [files for files, packages in _OF_EXAMPLES.items() if _missing(packages)]
 
 
 def pytest_report_header() -> list[str]:
     """Say which tests are left out, so that nobody takes them for passed."""
     return [f"left out: {files}, without {_missing(_OF_EXAMPLES[files])}" for files in collect_ignore_glob]
+
+
+class _Groups(LoadScopeScheduling):
+    """Hands a group of tests to one worker of xdist: each worker that runs one of them makes anew what they share.
+
+    The marker `xdist_group` says the same, but xdist 3.8 does not find it with pytest 9.2.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, name = nodeid.partition("::")
+        if "/peers/" in file and name.endswith(("[on_2]", "[on_3]")):
+            return f"peers {name[-6:]}"  # a launch runs them all
+        return file if file.endswith(_TOGETHER) else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups | None:
+    """Keep groups of tests together, unless `--dist` asks for something else."""
+    return _Groups(config, log) if config.option.dist == "loadgroup" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
