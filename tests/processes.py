@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-CLEAN = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR", "LANG", "RES_OPTIONS")}
+_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "RES_OPTIONS", "ATEN_CPU_CAPABILITY", "MKL_CBWR")  # what rounds, too
+CLEAN = {k: v for k, v in os.environ.items() if k in _KEPT}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
