@@ -18,7 +18,7 @@ from processes import import_once
 from xdist.scheduler import LoadScopeScheduling
 
 import ddpkit
-from ddpkit import testing
+from ddpkit import runtime, testing
 
 # a loaded machine draws and runs examples slowly
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -125,6 +125,9 @@ def nothing_left_behind() -> Iterator[None]:
     if "DDPKIT_TESTING_CREW" in os.environ:  # a rank of a marked test, after which the plugin looks itself
         return
     assert not dist.is_initialized(), "the test left a process group behind"
+    joined = runtime._job is not None
+    ddpkit.teardown()  # or the tests after it would fail
+    assert not joined, "the test left setup() behind, also where it is alone"
     assert _environment() == before, "the test changed the environment"
     left = [child for child in multiprocessing.active_children() if not child.name.startswith("warm rank")]
     assert not left, "the test left a process behind"

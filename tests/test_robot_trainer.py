@@ -43,7 +43,8 @@ def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of ten episodes in five shards."""
     folder = tmp_path_factory.mktemp("data") / "reach"
     options = {"episodes": EPISODES, "per_shard": 2, "horizon": 12, "noise": 0.1, "seed": 0}
-    collect.main(Namespace(env="FetchReach-v4", folder=folder, **options), ddpkit.setup())
+    with ddpkit.distributed() as context:
+        collect.main(Namespace(env="FetchReach-v4", folder=folder, **options), context)
     return folder
 
 
