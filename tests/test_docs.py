@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run
 
 ROOT = Path(__file__).parents[1]
 QUIET = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
@@ -33,17 +33,14 @@ SOURCES = {page.relative_to(ROOT).as_posix(): python_of(page.read_text()) for pa
 def test_the_examples_of_a_page_run_on_one_process(page: str, tmp_path: Path) -> None:
     name = "test_" + re.sub(r"\W", "_", page)
     (tmp_path / f"{name}.py").write_text(SOURCES[page])
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "ddpkit.testing.hooks", *QUIET, f"{name}.py"],
-        cwd=tmp_path,
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    (done,) = run(run_page, [{"PYTHONPATH": str(ROOT)}], str(tmp_path), f"{name}.py", timeout=900)
     no_tests = pytest.ExitCode.NO_TESTS_COLLECTED  # the page was imported, which ran it, and defines none
-    assert done.returncode in (0, no_tests), done.stdout + done.stderr
+    assert done.code in (0, no_tests), done.output
+
+
+def run_page(folder: str, name: str) -> None:
+    os.chdir(folder)
+    sys.exit(pytest.main(["-q", "-W", "error", "-p", "ddpkit.testing.hooks", *QUIET, name]))
 
 
 def test_only_fences_marked_python_count_and_keep_their_line_numbers() -> None:
