@@ -47,13 +47,14 @@ def test_ranks_that_share_an_accelerator_are_joined_by_gloo_because_nccl_refuses
 def agree(kinds: list[str], names: list[str], asked: str | None) -> Any:
     """The ranks' agreement, on real ranks with accelerators that this machine has not got."""
     chosen = torch.device(kinds[get_rank()], 0)
-    devices.choose_device = lambda *_: chosen  # in this rank's process only
-    devices.identity = lambda _: names[get_rank()]
-    try:
-        asked_device = torch.device(asked) if asked else None
-        return devices.agree(runtime.current_session(), ranks.current_launch(), asked_device, None)[0].type
-    except LaunchError as error:
-        return str(error)
+    asked_device = torch.device(asked) if asked else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "choose_device", lambda *_: chosen)
+        patch.setattr(devices, "identity", lambda _: names[get_rank()])
+        try:
+            return devices.agree(runtime.current_session(), ranks.current_launch(), asked_device, None)[0].type
+        except LaunchError as error:
+            return str(error)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def agree(kinds: list[str], names: list[str], asked: str | None) -> Any:
 def test_every_rank_hears_of_a_device_that_two_would_share(
     kinds: list[str], names: list[str], asked: str | None, found: str
 ) -> None:
-    results = on_ranks(agree, 3, kinds, names, asked, fresh=True)
+    results = on_ranks(agree, 3, kinds, names, asked)
     assert len(set(results)) == 1
     assert results[0].startswith(found) or found in results[0]
     assert "see the same accelerator: 2 ranks, 1 cuda device" in results[0] or not found.startswith("Ranks")
@@ -80,4 +81,4 @@ def agree_on_cloned_machines() -> Any:
 
 
 def test_accelerators_of_machines_with_one_host_name_are_not_one() -> None:
-    assert on_ranks(agree_on_cloned_machines, 3, fresh=True) == ["cuda"] * 3
+    assert on_ranks(agree_on_cloned_machines, 3) == ["cuda"] * 3
