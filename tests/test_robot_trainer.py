@@ -182,9 +182,11 @@ def note_the_beginning(arguments: list[str], folder: Path) -> None:
             torch.save(noted, folder / f"beginning{ddpkit.get_rank()}.pt")
         update(self, policy)
 
-    torch.optim.AdamW.step, EMA.update = first_step, first_update
-    sys.argv = ["train.py", *arguments]
-    train.main(ddpkit.setup())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", first_step)
+        patch.setattr(EMA, "update", first_update)
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        train.main(ddpkit.setup())
 
 
 def test_a_run_goes_on_as_if_it_had_not_stopped_also_on_other_ranks(
@@ -208,7 +210,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped_also_on_other_ranks(
     rate = "algo.optim_params.policy.learning_rate.initial=0.25"
     decay = "algo.optim_params.policy.regularization.L2=0.125"
     again = [f"train.resume={moved}", "train.num_epochs=3", rate, decay]
-    on_ranks(note_the_beginning, 2, again, tmp_path, fresh=True)
+    on_ranks(note_the_beginning, 2, again, tmp_path)
     for rank in range(2):
         beginning = torch.load(tmp_path / f"beginning{rank}.pt")
         parameters = [before["policy"][key] for key in before["policy"] if key not in ("mean", "std")]
