@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_ranks
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_trees import Color, Derived, Fixed, Mirror, Output, Sneaky
 
@@ -50,6 +51,7 @@ INTS = (torch.bool, torch.uint8, torch.int32, torch.int64)
 SHAPES = ((), (1,), (0,), (3,), (2, 3), (3, 0, 2), (11, 50))  # the last does not fit the block
 
 
+@cache
 def elements(dtype: torch.dtype) -> st.SearchStrategy[Any]:
     if dtype == torch.bool:
         return st.booleans()
@@ -83,8 +85,8 @@ def arrays(draw: Any, world: int) -> list[Any]:
     return [x.requires_grad_() if dtype.is_floating_point and draw(st.booleans()) else x for x in each]
 
 
-@st.composite
-def values(draw: Any, world: int) -> list[Any]:
+@cache  # hypothesis checks every strategy that is made
+def values(world: int) -> st.SearchStrategy[list[Any]]:
     """One value for each rank, all of one structure; dicts in an order of their own."""
     number = st.one_of(st.booleans(), st.integers(-(2**61), 2**61), st.floats(-1e300, 1e300), st.just(math.nan))
     numbers = st.lists(number, min_size=world, max_size=world)
@@ -103,7 +105,7 @@ def values(draw: Any, world: int) -> list[Any]:
             two.map(lambda pair: [Metrics(*column) for column in zip(*pair, strict=True)]),
         )
 
-    return draw(st.recursive(numbers | arrays(world), nest, max_leaves=8))
+    return st.recursive(numbers | arrays(world), nest, max_leaves=8)
 
 
 @st.composite
@@ -194,8 +196,10 @@ def check_leaf(got: Any, each: list[Any], own: Any, op: str, weights: list[Any])
         expected, size = reference(tuple(column), op, weights)
         if not math.isfinite(expected):
             assert x == expected or (x != x and expected != expected)
-        elif op in ("min", "max") or (ints and weights[0] is None):
-            assert x == (expected if op != "mean" else expected.numerator / expected.denominator)  # correctly rounded
+        elif op in ("min", "max"):
+            assert x == (expected if ints else float(expected))
+        elif ints and weights[0] is None:
+            assert x == (expected if op == "sum" else expected.numerator / expected.denominator)  # correctly rounded
         else:
             assert abs(Fraction(x) - expected) <= 2 * rounding * size + Fraction(1e-7 if rounding > 1e-4 else 0)
 
@@ -213,29 +217,55 @@ def check_case(case: tuple[list[Any], str, list[Any]], rank: int) -> list[Any]:
     return [flat(leaf) for _, leaf in sorted(leaves_of(got).items())]
 
 
+# the greatest is an int that no float holds, but a float among the numbers makes the result one
+MIXED = [False, 2**53 + 1, 0.0]
+
+
+def verdict_on(case: tuple[list[Any], str, list[Any]], rank: int) -> str:
+    """Check a case on all ranks: what is wrong on this one, or that something is on another."""
+    error, checksum = "", 0
+    try:
+        checksum = zlib.crc32(repr(check_case(case, rank)).encode())
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    if get_world_size() == 1:
+        return error
+    verdict = torch.tensor([bool(error), checksum, -checksum])
+    dist.all_reduce(verdict, dist.ReduceOp.MAX)
+    if verdict[0]:
+        return error or "right here, wrong on another rank"
+    return "" if verdict[1] == -verdict[2] else "the ranks got different results"
+
+
+def from_rank_0(case: Any) -> Any:
+    if get_world_size() == 1:
+        return case
+    held = [case]
+    dist.broadcast_object_list(held)
+    return held[0]
+
+
 def right_for_everything(examples: int) -> None:
-    """Every rank draws the same cases, and all hear of a failure anywhere: so hypothesis also shrinks in step."""
+    """Rank 0 draws and shrinks, and the others take its cases: what is drawn depends on the modules of the process."""
     rank, world = get_rank(), get_world_size()
+    if rank:
+        while (case := from_rank_0(None)) is not None:
+            verdict_on(case, rank)
+        return
 
     @settings(
         max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )
     @given(cases(world))
+    @example((MIXED[-world:], "max", [None] * world))
     def run(case: Any) -> None:
-        error, checksum = "", 0
-        try:
-            checksum = zlib.crc32(repr(check_case(case, rank)).encode())
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        if world == 1:
-            assert not error, error
-            return
-        verdict = torch.tensor([bool(error), checksum, -checksum])
-        dist.all_reduce(verdict, dist.ReduceOp.MAX)
-        assert not verdict[0], error or "right here, wrong on another rank"
-        assert verdict[1] == -verdict[2], "the ranks got different results"
+        error = verdict_on(from_rank_0(case), rank)
+        assert not error, error
 
-    run()
+    try:
+        run()
+    finally:
+        from_rank_0(None)
 
 
 @pytest.mark.parametrize("world", [2, 3])
