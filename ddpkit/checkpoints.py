@@ -31,6 +31,7 @@ from .states import (
     is_fsdp,
     load_into,
     misfits,
+    path_to,
     state_of,
     synced_buffers,
     tensors_of,
@@ -353,7 +354,7 @@ def _compare(values: Mapping[str, Any], written: Mapping[str, Any]) -> None:
             continue
         mine.update(fingerprint(name, written[name]))
         for buffer in synced_buffers(value):
-            mine.pop(f"{name}.{buffer}", None)
+            mine.pop(path_to(name, buffer), None)
     digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
     if len(set(exchange(digest))) == 1:
         return

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .digests import digest
 from .errors import CheckpointError
-from .files import to_bytes
-from .gathering import flat_bytes, is_dense
 from .wrapping import clean_state_dict
 
 _SHAPED = (Optimizer, LRScheduler)  # a state of another class of these loads without an error, and fails later
@@ -76,15 +72,21 @@ def is_consolidated(value: Any) -> bool:
 def fingerprint(name: str, state: Any) -> dict[str, str]:
     """Return a short text for each leaf of a nested state, by its path: equal if the leaves are, to the last bit."""
     if isinstance(state, Mapping):
-        parts = [fingerprint(f"{name}.{key}", value) for key, value in state.items()]
+        parts = [fingerprint(path_to(name, key), value) for key, value in state.items()]
     elif isinstance(state, list | tuple):
-        parts = [fingerprint(f"{name}.{number}", value) for number, value in enumerate(state)]
+        parts = [fingerprint(path_to(name, number), value) for number, value in enumerate(state)]
     else:
-        return {name: _digest(state)}
+        return {name: digest(state)}
     merged = {name: f"{type(state).__name__} of {len(state)}"}
     for part in parts:
         merged.update(part)
     return merged
+
+
+def path_to(container: str, key: Any) -> str:
+    """Write the path of what a container holds under a key, as no other key and no nesting is written."""
+    plain = type(key) is str and key.isidentifier()
+    return f"{container}.{key}" if plain else f"{container}[{key!r}]"
 
 
 def synced_buffers(model: Any) -> set[str]:
@@ -283,18 +285,3 @@ def _copy_in(here: Mapping[str, Any], before: Mapping[str, Any]) -> None:
         now = here.get(key)
         if isinstance(old, Tensor) and isinstance(now, Tensor) and now.shape == old.shape:
             now.copy_(old)
-
-
-def _digest(value: Any) -> str:
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu()
-        data = flat_bytes(plain).numpy().data if is_dense(plain) else to_bytes(plain)
-        return f"{value.dtype}{list(value.shape)} #{zlib.crc32(data):08x}".removeprefix("torch.")  # nobody cheats here
-    if isinstance(value, np.ndarray | np.generic | bytearray):
-        return f"{type(value).__name__} #{zlib.crc32(to_bytes(value)):08x}"
-    if isinstance(value, set | frozenset):
-        return repr(sorted(map(repr, value)))
-    if isinstance(value, bool | int | float | complex | str | bytes | torch.Size | torch.dtype | torch.device | None):
-        text = repr(value)
-        return text if len(text) < 100 else f"{type(value).__name__} #{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    return type(value).__qualname__  # the repr of an object may hold its address

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from conftest import on_ranks
@@ -65,6 +66,14 @@ def _betas(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["betas"] = (0.9, 0.98)
 
 
+def _numpy_lr(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = np.float32(0.2 if get_rank() == 1 else 0.1)
+
+
+def _numpy_state(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[net[0].bias]["history"] = {"losses": [np.ones(2) * (1 + (get_rank() == 1))]}
+
+
 def _buffer(net: nn.Module, _: torch.optim.Optimizer) -> None:
     net[1].running_mean[0] += 1
 
@@ -98,6 +107,8 @@ DAMAGE: dict[Callable[[nn.Module, torch.optim.Optimizer], None], str] = {
     _no_state: "optimizer state exp_avg of 2.bias: float32[1] #",
     _lr: "optimizer group 1 lr: 0.1 on ranks 0, 2; 0.2 on rank 1",
     _betas: "optimizer group 0 betas: [0.9, 0.999] on ranks 0, 2; [0.9, 0.98] on rank 1",
+    _numpy_lr: "optimizer group 0 lr: float32 0.10000000149011612 on ranks 0, 2; float32 0.20000000298023224 on rank 1",
+    _numpy_state: "optimizer state history of 0.bias: {'losses': [float64[2] array #",
     _buffer: "buffer 1.running_mean: float32[64] #",
     _minus_nan: "buffer scale: float32[] #",
     _flag: "buffer flags: bool[2] #",
@@ -112,7 +123,7 @@ def _damaged() -> dict[str, str | None]:
     for damage in DAMAGE:
         net, optimizer = _parts()
         check_replicas(net, optimizer)  # equal so far, NaN included
-        if get_rank() == 1 or damage is _twos:
+        if get_rank() == 1 or damage in (_twos, _numpy_lr, _numpy_state):
             damage(net, optimizer)
         try:
             check_replicas(net, optimizer)
