@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -16,9 +17,8 @@ def child_of_wrapper(module: nn.Module) -> str:
     """Name the attribute in which a wrapper of torch's holds the model; "" if the module is none."""
     if isinstance(module, DataParallel | DistributedDataParallel):
         return "module"
-    if isinstance(module._modules.get("_orig_mod"), nn.Module):  # torch.compile
-        return "_orig_mod"
-    return ""
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)  # takes long to import
+    return "_orig_mod" if compiled is not None and isinstance(module, compiled) else ""
 
 
 def wrapped_paths(model: nn.Module) -> set[str]:

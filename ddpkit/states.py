@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .digests import digest
 from .errors import CheckpointError
-from .wrapping import clean_state_dict
+from .models import strip, wrapped_paths
+from .wrapping import clean_state_dict, unwrap_model
 
 _SHAPED = (Optimizer, LRScheduler)  # a state of another class of these loads without an error, and fails later
 
@@ -30,13 +31,13 @@ def state_of(value: Any) -> Any:
 
 def module_state(model: nn.Module) -> dict[str, Any]:
     """Return a model's state dict under torch's own names: those it has without the wrappers in and around it."""
-    model = _unwrapped(model)
-    state, inner = model.state_dict(), _inner_paths(model)
-    if not inner:
+    model = unwrap_model(model)
+    state, wrapped = model.state_dict(), wrapped_paths(model)
+    if not wrapped:
         return state
-    renamed = OrderedDict((_without(inner, key), value) for key, value in state.items())
+    renamed = OrderedDict((strip(key, wrapped), value) for key, value in state.items())
     versions = getattr(state, "_metadata", {})  # by module; load_state_dict() migrates what has no version
-    renamed._metadata = {_without(inner, path): value for path, value in versions.items()}  # type: ignore[attr-defined]
+    renamed._metadata = {strip(path, wrapped): value for path, value in versions.items()}  # type: ignore[attr-defined]
     return renamed
 
 
@@ -93,11 +94,11 @@ def synced_buffers(model: Any) -> set[str]:
     """Return the names of the buffers that DDP overwrites with rank 0's before the next forward."""
     if not isinstance(model, nn.Module):
         return set()
-    names, inner = set(), _inner_paths(model)
+    names, wrapped = set(), wrapped_paths(model)
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
             for name, _ in module.named_buffers(prefix=path, remove_duplicate=False):
-                names.add(_without(inner, name))
+                names.add(strip(name, wrapped))
     return names
 
 
@@ -169,48 +170,15 @@ def load_into(target: Any, saved: Any) -> None:
     if not isinstance(target, nn.Module):
         target.load_state_dict(saved)
         return
-    model = _unwrapped(target)
-    here, inner = model.state_dict(), _inner_paths(model)  # its keys still name the wrappers inside the model
-    there = _matched(saved, [_without(inner, key) for key in here])
-    state = OrderedDict((key, there[_without(inner, key)]) for key in here)
+    model = unwrap_model(target)
+    here, wrapped = model.state_dict(), wrapped_paths(model)  # its keys still name the wrappers inside the model
+    there = _matched(saved, [strip(key, wrapped) for key in here])
+    state = OrderedDict((key, there[strip(key, wrapped)]) for key in here)
     versions = getattr(saved, "_metadata", None)
     if versions and there is saved:
         paths = getattr(here, "_metadata", {})
-        state._metadata = {path: versions.get(_without(inner, path), {}) for path in paths}  # type: ignore[attr-defined]
+        state._metadata = {path: versions.get(strip(path, wrapped), {}) for path in paths}  # type: ignore[attr-defined]
     model.load_state_dict(state)
-
-
-def _inner_name(module: nn.Module) -> str:
-    """Return the name under which a wrapper of torch's holds the wrapped module; "" for what is no wrapper."""
-    if isinstance(module, DataParallel | DistributedDataParallel):
-        return "module"
-    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
-    return "_orig_mod" if compiled is not None and isinstance(module, compiled) else ""
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while name := _inner_name(model):
-        model = getattr(model, name)
-    return model
-
-
-def _inner_paths(model: nn.Module) -> set[str]:
-    """Return the paths at which wrappers hold what they wrap, such as `0.module`."""
-    paths = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        if name := _inner_name(module):
-            paths.add(f"{path}.{name}" if path else name)
-    return paths
-
-
-def _without(inner: set[str], key: str) -> str:
-    """Return a key without the steps that only lead into a wrapper."""
-    kept, path = [], ""
-    for name in key.split("."):
-        path = f"{path}.{name}" if path else name
-        if path not in inner:
-            kept.append(name)
-    return ".".join(kept)
 
 
 def _matched(saved: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:

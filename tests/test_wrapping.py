@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from ddpkit import DdpkitError, MismatchError, all_reduce_mean, get_rank
+from ddpkit.models import named_tensors
 from ddpkit.replicas import check_replicas
 from ddpkit.wrapping import clean_state_dict, unwrap_model, wrap_model
 
@@ -176,6 +177,19 @@ def test_an_only_child_called_module_is_no_wrapper_for_unwrap_model():
     for wrapped in (own, DataParallel(own), compiled(own), compiled(DataParallel(own))):
         assert unwrap_model(wrapped) is own
         assert list(unwrap_model(wrapped).state_dict()) == ["module.weight", "module.bias"]
+
+
+class _OwnOriginal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+
+
+def test_a_child_of_its_own_that_is_called_as_that_of_compiled_models_is_no_wrapper():
+    own = _OwnOriginal()
+    for wrapped in (own, DataParallel(own), compiled(own)):
+        assert unwrap_model(wrapped) is own
+        assert [name for name, _ in named_tensors(wrapped)] == [name for name, _ in own.named_parameters()]
 
 
 def _expanded() -> nn.Module:
