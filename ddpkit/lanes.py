@@ -17,6 +17,7 @@ Lanes = Tensor | NDArray[np.float64]
 EXTREMES = ("min", "max")
 WIDE = (torch.int64, torch.uint64)
 _LOW, _TOP, _LOWEST = 2**32 - 1, 2**63 - 1, -(2**63)
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -89,6 +90,8 @@ def scale(lanes: Lanes, factor: float) -> None:
     """Multiply lanes, in place. A factor of 0 silences NaN too: -0.0 adds nothing, not even to -0.0."""
     if not factor:
         lanes[:] = -0.0
+    elif factor < _TINY and isinstance(lanes, Tensor) and lanes.dtype == torch.float32:  # as float32 it has few digits
+        lanes.copy_(lanes.to(torch.float64) * factor)
     elif factor != 1:
         lanes *= factor
 

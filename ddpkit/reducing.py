@@ -32,7 +32,7 @@ from .lanes import (
 from .trees import Leaf, Spec, flatten, rebuild, walk
 
 OPS = ("sum", "mean", *EXTREMES)
-_USUAL = 2.0**500  # weights whose sum is between this and its reciprocal lose no digit of what they weigh
+_USUAL = (2.0**-40, 2.0**500)  # weights whose sum is between these lose no digit but of numbers below 1e-295
 
 
 def combine(value: Any, op: str, weight: Any, check: bool) -> Any:
@@ -83,7 +83,7 @@ def combine(value: Any, op: str, weight: Any, check: bool) -> Any:
 
 def _is_safe(lanes: Lanes, total: float) -> bool:
     """Return whether the sums did not overflow, nor lose digits; every rank sees the same."""
-    return not len(lanes) or (1 / _USUAL < total < _USUAL and bool(np.isfinite(lanes).all()))
+    return not len(lanes) or (_USUAL[0] < total < _USUAL[1] and bool(np.isfinite(lanes).all()))
 
 
 def _factors(share: float | None, total: float) -> tuple[float, float]:

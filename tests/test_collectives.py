@@ -443,6 +443,34 @@ def test_the_largest_numbers_have_means_in_every_size(world: int) -> None:
         assert got[size, "int", "huge weight"] == pytest.approx(list(range(size)))
 
 
+SMALL_SHARES = {  # weights by rank, and values
+    "a weight below float32": ((1.0, 1e-40, 1e-40), torch.float32, (0.0, 3e38, 3e38)),
+    "a weight far below float32": ((1.0, 1e-50, 1e-50), torch.float32, (0.0, 3e38, 3e38)),
+    "all weights below float32": ((1e-40, 3e-40, 1e-39), torch.float32, (1.0, 2.0, 3.0)),
+    "half precision": ((1.0, 1e-42, 1e-42), torch.bfloat16, (0.0, 3e38, 3e38)),
+    "small weights of small numbers": ((1e-20, 3e-20, 1e-20), torch.float64, (1e-290, 3e-290, 2e-290)),
+}
+
+
+def with_small_shares() -> dict[str, list[float]]:
+    rank = get_rank()
+    found = {}
+    for name, (weights, dtype, values) in SMALL_SHARES.items():
+        each = (torch.full((size,), values[rank], dtype=dtype) for size in SIZES)
+        found[name] = [all_reduce_mean(tensor, weight=weights[rank])[-1].item() for tensor in each]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_smallest_weights_count_in_every_size(world: int) -> None:
+    for got in on_ranks(with_small_shares, world):
+        for name, (weights, dtype, values) in SMALL_SHARES.items():
+            shares = list(map(Fraction, weights[:world]))
+            exact = torch.tensor(values[:world], dtype=dtype).tolist()
+            mean = sum(share * Fraction(x) for share, x in zip(shares, exact, strict=True)) / sum(shares)
+            assert got[name] == pytest.approx([float(mean)] * 2, rel=2 * torch.finfo(dtype).eps, abs=0), name
+
+
 def counted() -> dict[str, int]:
     """How many collectives torch really ran in each call, as its profiler saw them."""
     scalars = {f"metric {i}": float(i) for i in range(50)}
