@@ -116,7 +116,10 @@ def is_dense(tensor: Tensor) -> bool:
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """View a dense tensor as bytes, row-major: its own memory if it is contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain._is_zerotensor():  # has no memory
+        plain = plain.clone()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -237,7 +240,9 @@ class _Pickler(UnshardedPickler):
         super().reducer_override(obj)
         if not isinstance(obj, Tensor):
             return NotImplemented
-        if type(obj) is not Tensor or not is_dense(obj) or obj.untyped_storage().nbytes() <= obj.nbytes:
+        if type(obj) is not Tensor or not is_dense(obj):
+            return NotImplemented
+        if obj.untyped_storage().nbytes() <= obj.nbytes and not obj._is_zerotensor():
             return NotImplemented
         copy: Any = obj.detach().clone().requires_grad_(obj.requires_grad)
         return copy.__reduce_ex__(2)

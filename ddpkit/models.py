@@ -79,7 +79,7 @@ def check_tensors(call: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 def writable(tensor: Tensor) -> bool:
     """Return whether every element can be written to, and by itself: an expanded tensor's share their memory."""
-    if tensor.is_inference():
+    if tensor.is_inference() or tensor._is_zerotensor():  # a derivative that is 0 everywhere has no memory
         return False
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return True

@@ -41,6 +41,8 @@ def gathered() -> dict[str, Any]:
         "transposed": all_gather(torch.arange(6).reshape(2, 3).T + rank),
         "dtypes": [[x.to(torch.complex128) for x in each if x.dtype == kind] for kind, each in typed],
         "conjugate": all_gather(torch.tensor([1j * rank]).conj()),
+        "zero": all_gather(torch._efficientzerotensor((2,))),
+        "zero object": all_gather_object(torch._efficientzerotensor((2,))),
         "objects": all_gather_object({"rank": rank, "text": "x" * 5000 * rank, "none": None}),
     }
 
@@ -57,6 +59,7 @@ def test_all_gather_gives_every_rank_each_tensor_as_it_was(world: int) -> None:
             assert torch.equal(got["transposed"][other], torch.arange(6).reshape(2, 3).T + other)
             assert [tensors[other].tolist() for tensors in got["dtypes"]] == [[bool(other), 1], *[[other, 1]] * 6]
             assert got["conjugate"][other].tolist() == [-1j * other]
+            assert got["zero"][other].tolist() == got["zero object"][other].tolist() == [0.0, 0.0]
             assert got["objects"][other] == {"rank": other, "text": "x" * 5000 * other, "none": None}
         assert {len(each) for name, each in got.items() if name != "dtypes"} == {world}
 
@@ -87,6 +90,7 @@ def broadcasted() -> list[Any]:
         for size in (0, 1900, 1970, 1980, 2000, 5000):  # about the room that the first block has
             value = "é" + "x" * size
             assert broadcast(value if rank == src else None, src=src) == value
+    assert torch.equal(broadcast(torch._efficientzerotensor((2,)) if rank == 0 else None), torch.zeros(2))
     model = nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.fill_(rank)
