@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from . import collectives, ranks, runtime
 from .agreement import agree, all_raise, terms, wire_device
 from .errors import MismatchError
+from .lanes import safe_scale
 from .models import check_module, check_tensors, named_tensors, writable
 from .sharded import is_sharded
 from .store import Session
@@ -326,12 +327,16 @@ class _Bucket:
     """The gradients of a group on their way."""
 
     flat: torch.Tensor
+    divisor: float  # of the sums
 
     def __init__(self, group: _Group, held: _Held) -> None:
         self.group, self.held = group, held
 
     def fill(self, flat: torch.Tensor) -> None:
-        """Write the gradients, zeros for those that are missing, and which of them there are."""
+        """Write the gradients, zeros for those that are missing, and which of them there are.
+
+        They are divided by a power of two at least as large as the number of ranks: no sum overflows.
+        """
         device, dtype, places, sizes = self.group
         self.missing = [i for i, place in enumerate(places) if self.held.gradients[place] is None]
         present = torch.ones(len(places), device=device, dtype=dtype)
@@ -345,11 +350,15 @@ class _Bucket:
             torch.cat([*pieces, present], out=flat)
         else:
             flat.copy_(torch.cat([*pieces, present]))
+        factor, self.divisor = safe_scale(None, ranks.get_world_size())
+        if factor != 1:
+            flat.mul_(factor)
         self.flat = flat
 
     def distribute(self) -> None:
         """Put the means in the place of the gradients, and make those that this rank alone has not."""
-        self.flat.div_(ranks.get_world_size())
+        if self.divisor != 1:
+            self.flat.div_(self.divisor)
         *means, present = torch.split(self.flat, [*self.group.sizes, len(self.group.places)])
         somewhere = present.tolist() if self.missing else ()  # else there is no reason to wait for the accelerator
         parameters, gradients = self.held.parameters, self.held.gradients

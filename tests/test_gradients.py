@@ -371,6 +371,10 @@ def _layouts() -> dict[str, list[Any]]:
                 with averaging(parameter):
                     pass
             found.setdefault(name, []).append(torch.allclose(parameter.grad, expected[name]))
+    partly_zero = nn.Parameter(torch.zeros(2))
+    partly_zero.grad = torch.full((2,), 1.0 * rank) if rank else torch._efficientzerotensor((2,))
+    average_gradients(partly_zero)
+    found["a zero without memory"] = [partly_zero.grad.tolist() == [mean - 1] * 2]
     shared, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     shared.grad = torch.full((2,), rank + 1.0)
     other.grad = shared.grad if rank == 0 else torch.full((2,), 5.0)  # one tensor for two, on rank 0 only
@@ -379,6 +383,30 @@ def _layouts() -> dict[str, list[Any]]:
     found["shared"] = [shared.grad.tolist() == pytest.approx([means[0]] * 2)]
     found["shared"].append(other.grad.tolist() == pytest.approx([means[1]] * 2))
     return found
+
+
+def _largest() -> list[bool]:
+    """Whether gradients near the largest number of their dtype have means, and others lose no digit by that."""
+    right = []
+    for dtype, top in {
+        torch.float32: 3e38,
+        torch.float64: 1.7e308,
+        torch.bfloat16: 3e38,
+        torch.complex64: 3e38,
+    }.items():
+        for size in (2, 300_000):  # with the check, and after it
+            parameter = nn.Parameter(torch.zeros(size, dtype=dtype))
+            parameter.grad = torch.full((size,), top, dtype=dtype)
+            average_gradients(parameter)
+            right.append(torch.allclose(parameter.grad, torch.full((size,), top, dtype=dtype)))
+    world = get_world_size()
+    each = [torch.randn(999, generator=torch.Generator().manual_seed(rank)) for rank in range(world)]
+    parameter = nn.Parameter(torch.zeros(999))
+    parameter.grad = each[get_rank()].clone()
+    average_gradients(parameter)
+    mean = sum(each) / world  # two addends have one order
+    right.append(torch.equal(parameter.grad, mean) if world == 2 else torch.allclose(parameter.grad, mean, atol=1e-6))
+    return right
 
 
 def _settings() -> list[float]:
@@ -467,7 +495,7 @@ def _nets_that_differ() -> list[str]:
 
 
 def _border() -> dict[str, Any]:
-    return {check.__name__: check() for check in (_layouts, _settings, _refused, _counts, _scaled)}
+    return {check.__name__: check() for check in (_layouts, _largest, _settings, _refused, _counts, _scaled)}
 
 
 @functools.cache
@@ -480,6 +508,7 @@ def test_gradients_of_any_layout_get_their_means(world_size):
     for found in _at_the_border(world_size):
         assert {name for name, right in found["_layouts"].items() if not all(right)} == set()
         assert found["_settings"] == [(world_size + 1) / 2, 1.0] * 6
+        assert found["_largest"] == [True] * 9
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
