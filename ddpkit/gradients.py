@@ -24,7 +24,7 @@ from . import collectives, ranks, runtime
 from .agreement import agree, all_raise, terms, wire_device
 from .errors import MismatchError
 from .lanes import safe_scale
-from .models import check_module, check_tensors, named_tensors, writable
+from .models import check_module, check_tensors, child_of_wrapper, named_tensors, writable
 from .sharded import is_sharded
 from .store import Session
 
@@ -155,11 +155,12 @@ def average_gradients(*modules: nn.Module | torch.Tensor) -> None:
     in a small one before it.
 
     Args:
-        *modules: Modules, or single tensors such as a learned temperature. The same on every rank, in the same order.
+        *modules: Modules, or single tensors such as a learned temperature. The same on every rank, in the same order:
+            of two networks with equal names and shapes, such as twin critics, nothing tells which is which.
 
     Raises:
-        MismatchError: If the parameters differ in number, shape, dtype or kind of device between ranks, on every rank;
-            also on the ranks whose peers raise one of the errors below. No gradient has changed then.
+        MismatchError: If the parameters differ in number, name, shape, dtype or kind of device between ranks, on every
+            rank; also on the ranks whose peers raise one of the errors below. No gradient has changed then.
         TypeError: If a parameter is sharded, or a gradient is sparse or on another device than its parameter.
         ValueError: If a parameter is lazy and not initialised yet, or on the meta device.
 
@@ -235,8 +236,12 @@ _first_messages: WeakKeyDictionary[Session, _Form] = WeakKeyDictionary()  # of t
 class _Held:
     """The gradients of some parameters, each of these once, while they are replaced by their means."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.parameters = list(dict.fromkeys(p for p in parameters if p.requires_grad))
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        names: dict[torch.Tensor, str] = {}
+        for name, p in named:
+            if p.requires_grad:
+                names.setdefault(p, name)
+        self.parameters, self.names = list(names), list(names.values())
         self.gradients = [p.grad for p in self.parameters]
 
     def give_back(self) -> None:
@@ -258,12 +263,14 @@ def _begin(call: str, modules: tuple[nn.Module | torch.Tensor, ...]) -> tuple[_H
     return held, _Exchange(held) if joined else None
 
 
-def _parameters_of(call: str, modules: tuple[nn.Module | torch.Tensor, ...]) -> Iterator[torch.Tensor]:
+def _parameters_of(call: str, modules: tuple[nn.Module | torch.Tensor, ...]) -> Iterator[tuple[str, torch.Tensor]]:
     for module in modules:
         if isinstance(module, nn.Module):
-            yield from module.parameters()
+            while child := child_of_wrapper(module):
+                module = module.get_submodule(child)
+            yield from module.named_parameters()
         elif isinstance(module, torch.Tensor):
-            yield module
+            yield "", module
         else:
             raise TypeError(f"{call} takes modules and tensors, got {type(module).__name__}: unpack a list with *.")
 
@@ -392,7 +399,8 @@ class _Exchange:
     @torch.no_grad()
     def __init__(self, held: _Held, refusal: str = "") -> None:
         self.session, self.checked = runtime.current_session(), False
-        described, groups = _plan(tuple([(p.device, p.dtype, p.shape) for p in held.parameters]))
+        layout = [(p.device, p.dtype, p.shape, name) for p, name in zip(held.parameters, held.names, strict=True)]
+        described, groups = _plan(tuple(layout))
         self.terms = refusal or described
         self.buckets = [_Bucket(group, held) for group in groups]
         form, first = _form_of(groups), _first_messages.get(self.session, _CHECK)
@@ -452,13 +460,14 @@ def _start(flat: torch.Tensor) -> dist.Work:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(layout: tuple[tuple[torch.device, torch.dtype, torch.Size], ...]) -> tuple[str, list[_Group]]:
+def _plan(layout: tuple[tuple[torch.device, torch.dtype, torch.Size, str], ...]) -> tuple[str, list[_Group]]:
     """Describe parameters to the other ranks, and sort them by what can travel in one tensor."""
     kinds: dict[str, str] = {}
     members: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, (device, dtype, shape) in enumerate(layout):
+    for i, (device, dtype, shape, name) in enumerate(layout):
+        called = f"{name}, " if name else ""
         place = "" if device.type == "cpu" else f" on {device.type}"
-        kinds[f"parameter {i}"] = f"{dtype}{list(shape)}{place}"
+        kinds[f"parameter {i}"] = f"{called}{dtype}{list(shape)}{place}"
         members.setdefault((device, torch.promote_types(dtype, torch.float32)), []).append(i)
     groups = []
     for (device, dtype), places in members.items():

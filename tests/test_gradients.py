@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from conftest import on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpkit import MismatchError, PeerError, all_reduce, get_rank, get_world_size
 from ddpkit.gradients import accumulate, average_gradients, averaging, global_mean
@@ -231,7 +232,10 @@ def test_average_gradients_gives_the_mean_of_whatever_is_there(world_size):
         assert found["float64"] == (world_size + 1) / 2
         assert found["complex64"] == pytest.approx(1j * (world_size - 1) / 2)
         assert found["channels_last"] == pytest.approx([4 * (world_size + 1) / 2])
-        assert "parameter 0: torch.float32[1, 2] on rank 0; torch.float32[1, 3] on rank 1" in found["mismatch"]
+        assert (
+            "parameter 0: weight, torch.float32[1, 2] on rank 0; weight, torch.float32[1, 3] on rank 1"
+            in found["mismatch"]
+        )
 
 
 def _meanwhile() -> dict[str, Any]:
@@ -409,6 +413,14 @@ def _largest() -> list[bool]:
     return right
 
 
+def _swapped() -> str:
+    """The error of networks of the same shapes in another order on the last rank; wrappers' names do not count."""
+    actor, critic = nn.Sequential(nn.Linear(2, 2)), nn.ModuleDict({"q": nn.Linear(2, 2)})
+    is_last = get_rank() == get_world_size() - 1
+    average_gradients(DataParallel(actor) if is_last else actor, critic)
+    return _message(MismatchError, lambda: average_gradients(*((critic, actor) if is_last else (actor, critic))))
+
+
 def _settings() -> list[float]:
     """Means that were taken under settings that change what torch's functions return."""
     found = []
@@ -495,7 +507,7 @@ def _nets_that_differ() -> list[str]:
 
 
 def _border() -> dict[str, Any]:
-    return {check.__name__: check() for check in (_layouts, _largest, _settings, _refused, _counts, _scaled)}
+    return {check.__name__: check() for check in (_layouts, _largest, _swapped, _settings, _refused, _counts, _scaled)}
 
 
 @functools.cache
@@ -509,6 +521,9 @@ def test_gradients_of_any_layout_get_their_means(world_size):
         assert {name for name, right in found["_layouts"].items() if not all(right)} == set()
         assert found["_settings"] == [(world_size + 1) / 2, 1.0] * 6
         assert found["_largest"] == [True] * 9
+        assert re.search(
+            r"parameter 0: 0.weight, torch.float32.*; q.weight, torch.float32.* on rank", found["_swapped"]
+        )
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -532,7 +547,7 @@ def test_what_cannot_be_averaged_is_refused_on_every_rank_before_anything_moves(
 def test_ranks_that_pass_different_networks_which_were_seen_before_get_an_error_on_each(world_size):
     for messages in on_ranks(_nets_that_differ, world_size):
         for message in messages:
-            assert "parameter 0: torch.float" in message and "on rank 0" in message
+            assert "parameter 0: weight, torch.float" in message and "on rank 0" in message
 
 
 def _counts() -> list[str]:
