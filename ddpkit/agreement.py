@@ -55,9 +55,9 @@ def agree(mine: str, block: Lanes | None = None) -> Lanes:
         raise TypeError("Under FakeTensorMode no values can be exchanged. Call it outside.")
     device = runtime.control_device()
     if device.type == "cpu":
-        all_reduce(wire)
+        _reduce(wire, dist.ReduceOp.SUM)
     else:
-        wire.copy_(all_reduce(wire.to(device)))
+        wire.copy_(_reduce(wire.to(device), dist.ReduceOp.SUM))
     if block[:HEAD].tobytes() != expected:
         texts = waiting.exchange(mine)
         raise MismatchError(_difference([parse(text, "exchange", _TERMS) for text in texts]))
@@ -97,8 +97,13 @@ def all_reduce(wire: Tensor, greatest: bool = False) -> Tensor:
     Never AVG: on gloo it is missing, wrong or raises, by torch's version and the dtype.
     """
     if runtime.joined() and wire.numel():
-        with runtime.peer_errors():
-            dist.all_reduce(wire, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM)
+        _reduce(wire, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM)
+    return wire
+
+
+def _reduce(wire: Tensor, op: Any) -> Tensor:
+    with runtime.peer_errors():
+        dist.all_reduce(wire, op)
     return wire
 
 

@@ -422,7 +422,7 @@ class _Exchange:
     def _message(self, form: _Form, bucket: _Bucket | None) -> torch.Tensor:
         """Write the hash, and behind it the gradients of a bucket."""
         flat = torch.empty(form.size, dtype=form.dtype, device=runtime.control_device())
-        flat[:_HEAD] = _head(self.terms)
+        flat[:_HEAD] = _head(self.terms, 1, form.dtype)
         end = _HEAD
         if bucket:
             end += bucket.group.length
@@ -437,7 +437,8 @@ class _Exchange:
         with runtime.peer_errors():
             self.works.pop(0).wait()
         self.checked = True
-        if not torch.equal(self.front[:_HEAD].to("cpu", torch.float64), ranks.get_world_size() * _head(self.terms)):
+        expected = _head(self.terms, ranks.get_world_size(), self.front.dtype)
+        if not torch.equal(self.front[:_HEAD].cpu(), expected):
             _first_messages.pop(self.session, None)
             agree(self.terms)  # says what differs
 
@@ -476,6 +477,7 @@ def _plan(layout: tuple[tuple[torch.device, torch.dtype, torch.Size, str], ...])
 
 
 @functools.lru_cache(maxsize=256)
-def _head(mine: str) -> torch.Tensor:
+def _head(mine: str, world_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """The hash of terms as numbers, summed over so many ranks that have these."""
     digest = blake2b(mine.encode(), digest_size=_HEAD).digest()
-    return torch.tensor(list(digest), dtype=torch.float64, device="cpu")
+    return torch.tensor([world_size * byte for byte in digest], dtype=dtype, device="cpu")

@@ -42,8 +42,7 @@ def combine(value: Any, op: str, weight: Any, check: bool) -> Any:
     with all_raise(_call(op, weighted)):
         if op not in OPS:
             raise ValueError(_bad_op(op))
-        world = world_size()
-        share = _share(weight, world) if weighted else None
+        share = _share(weight) if weighted else None
         spec = flatten(value, leaves)
         unchecked = not check and not weighted and isinstance(spec, Leaf) and spec.dtype is not None
         plan = _plan(op, weighted, spec, rides=not unchecked and op not in EXTREMES)
@@ -54,8 +53,9 @@ def combine(value: Any, op: str, weight: Any, check: bool) -> Any:
             if share is not None:
                 scale(block[start : start + group.scaled], share)
         packed = [[group.pack_tensor(leaves, op) for group in groups] for groups in plan.later]
-    lanes = block[HEAD:] * world if unchecked else agree(plan.terms, block)
+    lanes = block[HEAD:] * world_size() if unchecked else agree(plan.terms, block)
     total = float(lanes[0])
+    world = world_size() if weighted else int(total)
     if not total:
         raise ValueError(
             "The weights are 0 on every rank, so there is no mean. Give at least one rank a positive weight."
@@ -83,7 +83,7 @@ def combine(value: Any, op: str, weight: Any, check: bool) -> Any:
 
 def _is_safe(lanes: Lanes, total: float) -> bool:
     """Return whether the sums did not overflow, nor lose digits; every rank sees the same."""
-    return not len(lanes) or (_USUAL[0] < total < _USUAL[1] and bool(np.isfinite(lanes).all()))
+    return not len(lanes) or (_USUAL[0] < total < _USUAL[1] and bool(np.logical_and.reduce(np.isfinite(lanes))))
 
 
 def _factors(share: float | None, total: float) -> tuple[float, float]:
@@ -209,10 +209,10 @@ def _bad_op(op: object) -> str:
     return f"op must be one of {', '.join(OPS)}, got {op!r}.{hint}"
 
 
-def _share(weight: Any, world: int) -> float:
+def _share(weight: Any) -> float:
     if not isinstance(weight, (numbers.Real, Tensor)):
         raise TypeError(f"weight must be a number, got {type(weight).__name__}.")
     share = float(weight.detach() if isinstance(weight, Tensor) else weight)
     if not 0 <= share < math.inf:
         raise ValueError(f"weight must be finite and not negative, got {share}.")
-    return 1.0 if share and world == 1 else share  # alone, any weight gives the value itself
+    return 1.0 if share and world_size() == 1 else share  # alone, any weight gives the value itself
