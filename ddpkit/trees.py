@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -121,13 +121,15 @@ def take_apart(value: Any) -> Parts | None:
     if isinstance(value, Enum):
         return None
     if isinstance(value, dict):
+        if type(value) not in _DICTS and (problem := _problem_of_dict(value)):
+            return Parts("dict", (), [], problem)
         keys, names = _in_order(*value)
-        problem = "" if type(value) in _DICTS else _problem_of_dict(value)
-        return Parts("dict", names, [value[key] for key in keys], problem)
+        return Parts("dict", names, [value[key] for key in keys])
     if isinstance(value, (list, tuple)):
-        problem = "" if type(value) in (list, tuple) else _problem_of_sequence(value)
+        if type(value) not in (list, tuple) and (problem := _problem_of_sequence(value)):
+            return Parts(_kind_of_sequence(value), (), [], problem)
         places = tuple(getattr(type(value), "_fields", None) or map(str, range(len(value))))
-        return Parts(_kind_of_sequence(value), places, list(value), problem)
+        return Parts(_kind_of_sequence(value), places, list(value))
     attributes = _attributes(value)
     if attributes is None:
         return None
@@ -233,7 +235,7 @@ def _kind_of_sequence(value: list[Any] | tuple[Any, ...]) -> str:
 
 def _problem_of_dict(value: dict[Any, Any]) -> str:
     held = dict(_built_in(value).items(value))
-    if list(value) != list(held) or any(value[key] is not child for key, child in held.items()):
+    if not _shows(value, held) or any(value[key] is not child for key, child in held.items()):
         return f"{type(value).__name__}, which shows other values than it holds (pass dict(it))"
     mirrored = {name for name, child in _state(value).items() if child is None or held.get(name) is child}
     return _hidden(value, mirrored, "keys")
@@ -245,7 +247,15 @@ def _problem_of_sequence(value: Sequence[Any]) -> str:
             tuple.__new__(type(value))
         except TypeError:  # torch.Size
             return f"{type(value).__name__} (pass list(it))"
+    if not _shows(value, list(_built_in(value).__iter__(value))):
+        return f"{type(value).__name__}, which shows other values than it holds (pass list(it))"
     return _hidden(value, set(), "elements")
+
+
+def _shows(value: Any, held: Collection[Any]) -> bool:
+    """Return whether a loop over a container sees just what it holds: a subclass may do it otherwise, without end."""
+    shown = list(islice(value, len(held) + 1))
+    return len(value) == len(held) == len(shown) and all(map(operator.is_, shown, held))
 
 
 def _hidden(value: Any, known: set[str], parts: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from dataclasses import InitVar, dataclass, field, fields
@@ -228,6 +229,35 @@ class Scores(list[float]):
         super().__init__([first, second])
 
 
+class Twice(list[float]):
+    def __iter__(self) -> Any:
+        return iter([x for x in super().__iter__() for _ in range(2)])
+
+
+class Endless(list[float]):
+    def __iter__(self) -> Any:
+        return itertools.cycle(super().__iter__())
+
+
+class Longer(tuple[float, ...]):
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+class Backwards(namedtuple("Backwards", "x y")):
+    __slots__ = ()
+
+    def __iter__(self) -> Any:
+        return reversed(tuple(super().__iter__()))
+
+
+class EndlessKeys(dict[str, float]):
+    def __iter__(self) -> Any:
+        return itertools.cycle(super().__iter__())
+
+
 class Noted(list[float]):
     note = ""
 
@@ -376,6 +406,11 @@ def test_tensors_with_a_name_for_their_type_come_back_plain() -> None:
     [
         (lambda: Labelled({"a": 1.0}, 5.0), r"Labelled.*total.*are not its keys"),
         (lambda: Lower(a=1.0), r"Lower.*other values than it holds"),
+        (lambda: EndlessKeys(a=1.0), r"EndlessKeys.*other values than it holds \(pass dict\(it\)\)"),
+        (lambda: Twice([1.0, 2.0]), r"Twice.*other values than it holds \(pass list\(it\)\)"),
+        (lambda: Endless([1.0, 2.0]), r"Endless.*other values than it holds"),
+        (lambda: Longer([1.0, 2.0]), r"Longer.*other values than it holds"),
+        (lambda: Backwards(1.0, 2.0), r"Backwards.*other values than it holds"),
         (lambda: Sneaky(1.0), r"Sneaky.*twice.*are not its fields"),
         (lambda: Unset(1.0), r"Unset.*y is not set"),
         (lambda: Partly(1.0), None),
