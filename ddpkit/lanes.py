@@ -88,9 +88,11 @@ def join(tensors: list[Tensor]) -> Tensor:
 
 def scale(lanes: Lanes, factor: float) -> None:
     """Multiply lanes, in place. A factor of 0 silences NaN too: -0.0 adds nothing, not even to -0.0."""
+    if isinstance(lanes, np.ndarray):
+        lanes = torch.from_numpy(lanes)  # NumPy would warn of an overflow
     if not factor:
         lanes[:] = -0.0
-    elif factor < _TINY and isinstance(lanes, Tensor) and lanes.dtype == torch.float32:  # as float32 it has few digits
+    elif factor < _TINY and lanes.dtype == torch.float32:  # as float32 it has few digits
         lanes.copy_(lanes.to(torch.float64) * factor)
     elif factor != 1:
         lanes *= factor

@@ -6,6 +6,7 @@ import math
 import pickle
 import re
 import time
+import warnings
 import zlib
 from collections import Counter, OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
@@ -469,6 +470,19 @@ def test_the_smallest_weights_count_in_every_size(world: int) -> None:
             exact = torch.tensor(values[:world], dtype=dtype).tolist()
             mean = sum(share * Fraction(x) for share, x in zip(shares, exact, strict=True)) / sum(shares)
             assert got[name] == pytest.approx([float(mean)] * 2, rel=2 * torch.finfo(dtype).eps, abs=0), name
+
+
+def without_warnings() -> None:
+    with warnings.catch_warnings(), np.errstate(over="raise", divide="raise", invalid="raise"):
+        warnings.simplefilter("error")
+        for call in (huge, with_small_shares, contained):
+            call()
+        assert all_reduce_mean([1.7e308, math.inf, math.nan], weight=10)[0] == 1.7e308
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_no_result_comes_with_a_warning(world: int) -> None:
+    on_ranks(without_warnings, world)
 
 
 def counted() -> dict[str, int]:
