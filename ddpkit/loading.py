@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from . import ranks
 from .hashing import hash_seeds
 from .rng import get_rng_state, set_rng_state
-from .samplers import DistributedEvalSampler, DistributedSampler, ResumableSampler, positive
+from .samplers import DistributedEvalSampler, DistributedSampler, ResumableSampler, check_place, current_place, positive
 from .seeding import seed_cpu
 
 _DECIDED = {
@@ -110,7 +110,8 @@ class Loader(DataLoader[Any]):
     def __init__(
         self, dataset: Any, batch_size: int, sampler: Sampler[int] | None, seed: int, drop_last: bool, **options: Any
     ) -> None:
-        self._seed, self._rank, self._global_batch = seed, ranks.get_rank(), batch_size * ranks.get_world_size()
+        self._made_for = self._rank, world_size = current_place()
+        self._seed, self._global_batch = seed, batch_size * world_size
         self._epoch = 0
         self._begun: int | None = None  # the epoch that the loop is in, or has left early
         options["generator"] = torch.Generator("cpu")
@@ -195,6 +196,7 @@ class Loader(DataLoader[Any]):
         self._begun = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        check_place("The loader", self._made_for)
         if self._begun == self.epoch:  # the loop left it early
             self._warn_of_the_rest()
             self.set_epoch(self.epoch + 1)

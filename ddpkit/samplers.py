@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, get_worker_info
 
 from . import ranks
+from .errors import DdpkitError
 from .hashing import hash_seeds
 from .orders import Order, shuffled
 
@@ -45,6 +46,7 @@ class ResumableSampler(Sampler[int], ABC):
         drop_last: bool = False,
     ) -> None:
         self.num_replicas, self.rank = _shard(num_replicas, rank)
+        self._made_for = None if num_replicas is not None and rank is not None else current_place()
         self.n, self.seed, self.batch_size, self.drop_last = n, operator.index(seed), batch_size, drop_last
         self.epoch = self.start = self.consumed = 0
 
@@ -109,6 +111,7 @@ class ResumableSampler(Sampler[int], ABC):
         return len(range(self.start + self.rank, self._end(), self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
+        check_place(type(self).__name__, self._made_for)
         return chain.from_iterable(self._blocks(self._order(), self.start, self._end()))
 
     @property
@@ -275,12 +278,14 @@ class DistributedEvalSampler(Sampler[int]):
 
     def __init__(self, dataset: Any, num_replicas: int | None = None, rank: int | None = None) -> None:
         self.num_replicas, self.rank = _shard(num_replicas, rank)
+        self._made_for = None if num_replicas is not None and rank is not None else current_place()
         self.n = _length(dataset)
 
     def __len__(self) -> int:
         return len(range(self.rank, self.n, self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
+        check_place(type(self).__name__, self._made_for)
         return iter(range(self.rank, self.n, self.num_replicas))
 
 
@@ -293,6 +298,31 @@ def positive(number: int, name: str) -> int:
     if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
         raise ValueError(f"{name} must be a positive integer, not {number!r}.")
     return int(number)
+
+
+def current_place() -> tuple[int, int]:
+    """Return this process's rank and the world size, now."""
+    return ranks.get_rank(), ranks.get_world_size()
+
+
+def check_place(name: str, made_for: tuple[int, int] | None) -> None:
+    """Refuse to go on with the share of another rank, or of another number of ranks.
+
+    Args:
+        name: What has the share.
+        made_for: The rank and world size that it was made for; None if the caller has chosen them.
+
+    Raises:
+        DdpkitError: If this process has another rank now, or the job another number of ranks.
+    """
+    if made_for is None or get_worker_info() is not None:  # a loader's worker may not know its rank
+        return
+    now = current_place()
+    if now != made_for:
+        raise DdpkitError(
+            f"{name} was made for rank {made_for[0]} of {made_for[1]}, but this is rank {now[0]} of {now[1]} now: "
+            "the process group was made, replaced or left since. Make it anew; its state_dict() may go on."
+        )
 
 
 def _shard(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

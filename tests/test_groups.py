@@ -92,6 +92,54 @@ def test_a_group_that_its_owner_makes_anew_is_adopted_anew(explicit: bool) -> No
         assert results == [expected(rank, size) for size in (3, 2, 3, 1) if rank < size]
 
 
+def kept_over_groups() -> list[str]:
+    """The errors of what was made in a group of three, looped over alone and in a group of two."""
+    rank, *where = place()
+    found: list[str] = []
+
+    def try_all(made: dict[str, Any]) -> None:
+        for name, one in made.items():
+            try:
+                found.append(f"{name} {len(list(one))}")
+            except ddpkit.DdpkitError as error:
+                found.append(f"{name} {error}")
+
+    def make() -> dict[str, Any]:
+        sampler = ddpkit.DistributedSampler(range(6))
+        return {
+            "sampler": sampler,
+            "evaluation": ddpkit.DistributedEvalSampler(range(6)),
+            "weighted": ddpkit.DistributedWeightedSampler([1.0] * 6, 6),
+            "loader": ddpkit.make_loader(range(6), batch_size=1),
+            "own": ddpkit.make_loader(range(6), batch_size=1, sampler=sampler),
+            "chosen": ddpkit.DistributedSampler(range(6), num_replicas=2, rank=0),
+        }
+
+    make_group(rank, 3, *where, "three")
+    made = make()
+    try_all(made)
+    dist.destroy_process_group()
+    try_all(made)  # the last group's rank stays
+    if rank < 2:
+        make_group(rank, 2, *where, "two")
+        try_all(made)
+        try_all(make())
+        dist.destroy_process_group()
+    return found
+
+
+def test_what_deals_samples_is_not_used_with_other_ranks_than_it_was_made_for() -> None:
+    names = ("sampler", "evaluation", "weighted", "loader", "own")
+    fine = [f"{name} 2" for name in names] + ["chosen 3"]
+    for rank, found in enumerate(ddpkit.spawn(kept_over_groups, 3)):
+        assert found[:12] == fine * 2
+        if rank == 2:
+            continue
+        for name, text in zip(names, found[12:17], strict=True):
+            assert text.startswith(name) and f"was made for rank {rank} of 3, but this is rank {rank} of 2" in text
+        assert found[17:] == ["chosen 3", *(f"{name} 3" for name in names), "chosen 3"]
+
+
 def restarted_with_other_ranks() -> list[Any]:
     rank, *where = place()
     results = []
