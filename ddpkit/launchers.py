@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
+from . import hints
 from .errors import LaunchError
 
 
@@ -55,6 +56,10 @@ class _Launcher(NamedTuple):
     signs: tuple[str, ...]  # any of these variables gives it away
     needs: dict[str, str]  # field of Launch -> variable, or alternatives such as "NODE_RANK|GROUP_RANK"
     takes: dict[str, str]  # the same, but the variable may be absent
+    start: str = (  # what to do where this cannot be read
+        "Start every process with torchrun, srun or mpirun, or set in each what they would set (RANK and WORLD_SIZE "
+        "count processes, not nodes)"
+    )
 
 
 _RANKS = {"rank": "RANK", "world_size": "WORLD_SIZE"}
@@ -134,18 +139,6 @@ _ENGINES = (
     ),
     _SLURM,
 )
-# What is told to one of several processes by launchers and platforms that are not read: a hint to be refused
-_ANY_RANK = ("RANK", "LOCAL_RANK", "PMIX_RANK")  # whatever it is
-_OTHER_RANKS = (
-    "SLURM_PROCID",
-    "PALS_RANKID",
-    "ALPS_APP_PE",
-    "PET_NODE_RANK",
-    "PBS_NODENUM",
-    "PBS_VNODENUM",
-    "AWS_BATCH_JOB_NODE_INDEX",
-)
-_OTHER_SIZES = ("PET_NNODES", "AWS_BATCH_JOB_NUM_NODES", "MA_NUM_HOSTS", "PADDLE_TRAINERS_NUM")
 # What an allocation holds, and what starts several processes in it. A single one may be meant: a warning
 _ALLOCATED = {
     "SLURM_NTASKS": "srun",
@@ -164,8 +157,8 @@ _ORDER = (  # a rank is below, a size at most
     ("node_rank", "num_nodes"),
     ("num_nodes", "world_size"),
 )
-_RANK_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # 1 is no hint
 _FORGOTTEN = "warning: "
+_SHOWN = 200  # characters of a variable in an error
 
 
 def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
@@ -203,40 +196,18 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
         step = _slurm(_SLURM._replace(signs=("SLURM_PROCID", "SLURM_NTASKS")), env)
         step.wrong.append("a container must be given all of a task's SLURM_ variables")
         return step.launch()  # raises
-    if hints := _hints(env):
-        return _Reading(_PLATFORM._replace(signs=hints), env).launch()  # raises, for something is missing
+    platforms, names = hints.nodes(env)
+    if signs := tuple(dict.fromkeys([*names, *hints.processes(env)])):
+        return _Reading(_unread(platforms)._replace(signs=signs), env).launch()  # raises, for something is missing
     return _single(env)
 
 
-def _hints(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Name the variables that say that this is one of several processes."""
-    hints = [name for name in _ANY_RANK if name in env]
-    hints += [name for name in _RANK_SIZES if env.get(name, "1") != "1"]
-    hints += [name for name in _OTHER_RANKS if _number(env.get(name)) > 0]
-    hints += [name for name in _OTHER_SIZES if _number(env.get(name)) > 1]
-    if env.get("SM_HOSTS", "").count(",") > 0:  # a JSON list
-        hints.append("SM_HOSTS")
-    volcano = [name for name in env if re.fullmatch("VC_.+_NUM", name)]  # one for each kind of task
-    if sum(_number(env[name]) for name in volcano) > 1:
-        hints += volcano
-    return tuple(dict.fromkeys(hints + _pairs(env) + _nodes(env)))
-
-
-def _nodes(env: Mapping[str, str]) -> list[str]:
-    """Name variables such as NODE_RANK=1 beside NNODES=2, that say several nodes."""
-    ranks = [name for name in env if re.search(r"(NODE|MACHINE|GROUP)_RANK$", name)]
-    sizes = [name for name in env if re.search(r"(NNODES|(NODES|MACHINES)(_NUM)?)$", name) and _number(env[name]) > 1]
-    return ranks + sizes if ranks and sizes else []
-
-
-def _pairs(env: Mapping[str, str]) -> list[str]:
-    """Name pairs such as FOO_RANK and FOO_SIZE that say several processes."""
-    pairs = []
-    for name in env:
-        size = name.removesuffix("_RANK") + "_SIZE"
-        if name.endswith("_RANK") and 0 <= _number(env[name], -1) < _number(env.get(size)) > 1:
-            pairs += [name, size]
-    return pairs
+def _unread(platforms: list[hints.Nodes]) -> _Launcher:
+    """Return who has started a process that is told no rank, and how to start ranks there."""
+    if not platforms:
+        return _PLATFORM
+    start = f"Start torchrun on each node: {platforms[0].command()}"
+    return _PLATFORM._replace(title=f"one of several nodes of {platforms[0].title}", start=start)
 
 
 def _is_stripped_step(env: Mapping[str, str]) -> bool:
@@ -244,9 +215,9 @@ def _is_stripped_step(env: Mapping[str, str]) -> bool:
 
     A batch script has rank 0 and the job's number of tasks as well, but the job's id too and nothing of a step.
     """
-    if "SLURM_PROCID" not in env or _number(env.get("SLURM_NTASKS", env.get("SLURM_NPROCS"))) < 2:
+    if "SLURM_PROCID" not in env or hints.number(env.get("SLURM_NTASKS", env.get("SLURM_NPROCS"))) < 2:
         return False
-    of_a_step = any(name.startswith(("SLURM_STEP", "SLURM_SRUN_COMM", "SLURM_LAUNCH_NODE")) for name in env)
+    of_a_step = any(name.startswith("SLURM_STEP") for name in env)
     return of_a_step or env["SLURM_PROCID"] != "0" or "SLURM_JOB_ID" not in env
 
 
@@ -354,11 +325,12 @@ class _Reading:
         problems = "; ".join([missing] * bool(self.missing) + self.wrong)
         forgotten = _forgotten(self.env, "SLURM_NTASKS") if self.launcher.kind == "platform" else None
         told = (self.names["rank"], self.names["world_size"])
-        marks = dict.fromkeys((*self.launcher.signs, *told, *_RANKS.values(), *_LOCAL.values(), *_pairs(self.env)))
+        others = hints.pairs(self.env)
+        marks = dict.fromkeys((*self.launcher.signs, *told, *_RANKS.values(), *_LOCAL.values(), *others))
+        found = ", ".join(line if len(line) < _SHOWN else f"{line[:_SHOWN]}…" for line in self.evidence)
         return (
-            f"This looks like {self.launcher.title}, but {problems}. Found: {', '.join(self.evidence)}. "
-            f"{f'{forgotten}. ' if forgotten else ''}Start every process with torchrun, srun or mpirun, or set in each "
-            "what they would set (RANK and WORLD_SIZE count processes, not nodes); to run on one process, unset "
+            f"This looks like {self.launcher.title}, but {problems}. Found: {found}. "
+            f"{f'{forgotten}. ' if forgotten else ''}{self.launcher.start}; to run on one process, unset "
             f"{', '.join(name for name in marks if name in self.env)}."
         )
 
@@ -384,7 +356,30 @@ def _platform(env: Mapping[str, str], engine: _Launcher | None) -> _Reading:
                 reading.wrong.append(
                     f"{' contradict '.join(said)} (does a job script export them? then unset them there)"
                 )
+    if reading.values.get("world_size") == 1 and not reading.wrong:
+        _refuse_copies(reading, [*_sizes_around(reading), *hints.nodes(env)[1]])
     return reading
+
+
+def _sizes_around(reading: _Reading) -> list[str]:
+    """Name the numbers of processes of launches in which this one of one process was started, if there are several.
+
+    A Flux instance may span the tasks of a Slurm step, and a shell in a step is one of its tasks.
+    """
+    if reading.launcher.kind == "flux" or "SLURM_PTY_PORT" in reading.env:
+        return []
+    sizes = [engine.needs["world_size"] for engine in _ENGINES]
+    return [name for name in sizes if hints.number(reading.env.get(name)) > 1]
+
+
+def _refuse_copies(reading: _Reading, sizes: list[str]) -> None:
+    """Refuse a launch of one process in each of several."""
+    for name in sizes[:1]:
+        reading.evidence.append(f"{name}={reading.env[name]}")
+        reading.wrong.append(
+            f"{reading.said('world_size')} contradicts {name}={reading.env[name]}: as many processes would run alone "
+            f"(if this is meant, unset {', '.join(sizes)})"
+        )
 
 
 def _mpirun(engine: _Launcher, env: Mapping[str, str]) -> _Reading:
@@ -393,6 +388,7 @@ def _mpirun(engine: _Launcher, env: Mapping[str, str]) -> _Reading:
     given = [name for name in _MASTER.values() if name in env]
     if reading.values.get("world_size") == 1:
         _meet_nobody(reading)
+        _refuse_copies(reading, _sizes_around(reading))
     elif len(given) == 1:
         reading.missing += [name for name in _MASTER.values() if name not in given]
     return reading
@@ -444,9 +440,9 @@ def _meet_nobody(reading: _Reading) -> None:
 
 
 def _single(env: Mapping[str, str]) -> Launch:
-    evidence = [f"{name}={env[name]}" for name in _RANK_SIZES if name in env]
+    evidence = [f"{name}={env[name]}" for name in (*_RANKS.values(), *_LOCAL.values()) if name in env]
     if ignored := [f"{name}={env[name]}" for name in _MASTER.values() if name in env]:
-        evidence.append(f"{', '.join(ignored)} ignored: nothing tells a rank")
+        evidence.append(f"{', '.join(ignored)} ignored: nothing tells of other ranks")
     if forgotten := _forgotten(env, *_ALLOCATED):
         evidence.append(_FORGOTTEN + forgotten)
     return Launch("single", 0, 1, 0, 1, 0, 1, evidence=(*evidence, "no launcher: one process"))
@@ -470,12 +466,6 @@ def _given(names: str, env: Mapping[str, str]) -> str:
     return next((name for name in alternatives if name in env), alternatives[0])
 
 
-def _number(text: str | None, otherwise: int = 0) -> int:
-    """Return a number, or the greatest of a range such as torchrun's 1:4."""
-    digits = (text or "").rpartition(":")[2]
-    return int(digits) if re.fullmatch("[0-9]{1,9}", digits) else otherwise
-
-
 def _integer(text: str, least: int = 1, most: int | None = None) -> int:
     if not re.fullmatch("[0-9]+", text) or int(text) < least or (most is not None and int(text) > most):
         raise ValueError(f"not an integer {f'from {least} to {most}' if most else f'of at least {least}'}")
@@ -490,7 +480,12 @@ _PARSERS: dict[str, Callable[[str], Any]] = {  # of the sizes: _integer
 
 
 def _filled(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: text.strip() for name, text in env.items() if text.strip()}
+    filled = {name: text.strip() for name, text in env.items() if text.strip()}
+    if filled.get("WORLD_SIZE", "1") == "1":
+        for name in ("RANK", "LOCAL_RANK"):
+            if filled.get(name) == "-1":  # how many scripts say that they are not distributed
+                del filled[name]
+    return filled
 
 
 def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str, str]) -> str | None:

@@ -253,7 +253,21 @@ LAUNCHES: list[tuple[str, dict[str, str], str]] = [
     ("a batch script of LSF on two hosts", {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "n1 4 n2 4"}, SINGLE),
     ("a batch script of PBS", {"PBS_JOBID": "7", "PBS_NODENUM": "0", "PBS_TASKNUM": "1", "NCPUS": "8"}, SINGLE),
     ("an element of an SGE array", {"JOB_ID": "7", "SGE_TASK_ID": "3", "NSLOTS": "8", "NHOSTS": "1"}, SINGLE),
-    ("numbers that are no ranks", {"LORA_RANK": "16", "LORA_SIZE": "4", "FOO_RANK": "0", "FOO_SIZE": "1"}, SINGLE),
+    ("numbers that are no ranks", {"LORA_RANK": "16", "LORA_SIZE": "4", "DP_RANK": "0", "DP_SIZE": "1"}, SINGLE),
+    ("a model's rank and size", {"LORA_RANK": "4", "LORA_SIZE": "16", "MATRIX_RANK": "2", "MATRIX_SIZE": "8"}, SINGLE),
+    ("the number of a build", {"VC_BUILD_NUM": "123"}, SINGLE),
+    ("a script's word for not distributed", {"LOCAL_RANK": "-1"}, SINGLE),
+    ("the same in full", {"LOCAL_RANK": "-1", "RANK": "-1", "WORLD_SIZE": "1"}, SINGLE),
+    ("the same under mpirun", OPENMPI | {"LOCAL_RANK": "-1"}, "openmpi 3/4 3/4 0/1 -:-"),
+    ("a platform of one process, without an address", {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, SINGLE),
+    ("the same with half an address", {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "23456"}, SINGLE),
+    ("a batch shell that inherited a step's address", BODY | {"SLURM_SRUN_COMM_HOST": "10.0.0.1"}, SINGLE),
+    ("Open MPI from a shell of srun --pty", TASK | PTY | OPENMPI | {"OMPI_COMM_WORLD_RANK": "0",
+     "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+     "openmpi 0/1 0/1 0/1 -:-"),
+    ("one task of a Flux instance in a Slurm step", TASK | FLUX | {"FLUX_TASK_RANK": "0", "FLUX_TASK_LOCAL_ID": "0",
+     "FLUX_JOB_SIZE": "1", "FLUX_JOB_NNODES": "1"}, "flux 0/1 0/1 0/1 -:-"),
+    ("a node of none", {"HOST_NUM": "2"}, SINGLE),
     ("a container in a batch script", without(BODY, "SLURM_JOB_NODELIST", "SLURM_NODELIST"), SINGLE),
 ]  # fmt: skip
 
@@ -310,15 +324,36 @@ BROKEN: list[tuple[str, dict[str, str], list[str]]] = [
     ("hydra's rank = size", HYDRA | {"PMI_RANK": "4"}, ["PMI_RANK=4 is not below PMI_SIZE=4"]),
     ("PMIx' rank alone", {"PMIX_RANK": "0"}, [ALL_FOUR, "Found: PMIX_RANK=0"]),
     ("PALS without PMI", {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1"}, [ALL_FOUR, "unset PALS_RANKID"]),
-    ("pods that torchrun should start", {"PET_NNODES": "2"}, [ALL_FOUR, "Found: PET_NNODES=2", "with torchrun"]),
+    ("pods that torchrun should start", {"PET_NNODES": "2"},
+     [ALL_FOUR, "Found: PET_NNODES=2", "Start torchrun on each node: torchrun train.py"]),
     ("elastic pods", {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "8"}, ["Found: PET_NNODES=1:4"]),
     ("hosts of SageMaker", {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}, ["unset SM_HOSTS"]),
     ("nodes of AWS Batch", {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "0"},
-     ["unset AWS_BATCH_JOB_NUM_NODES"]),
+     ["unset AWS_BATCH_JOB_NUM_NODES, AWS_BATCH_JOB_NODE_INDEX"]),
     ("pods of Volcano", {"VC_MASTER_NUM": "1", "VC_WORKER_NUM": "1", "VC_TASK_INDEX": "0"},
      ["unset VC_MASTER_NUM, VC_WORKER_NUM"]),
     ("a process of pbsdsh", {"PBS_JOBID": "7", "PBS_NODENUM": "1", "PBS_TASKNUM": "2"}, ["unset PBS_NODENUM"]),
-    ("a launcher of the future", {"NEWRUN_RANK": "0", "NEWRUN_SIZE": "2"}, ["unset NEWRUN_RANK, NEWRUN_SIZE"]),
+    ("a launcher of the future", {"NEWRUN_RANK": "0", "NEWRUN_SIZE": "2", "NEWRUN_LOCAL_RANK": "0"},
+     ["unset NEWRUN_LOCAL_RANK, NEWRUN_RANK, NEWRUN_SIZE"]),
+    ("ranks of an inference server", {"DP_RANK": "0", "DP_WORLD_SIZE": "2"}, ["unset DP_RANK, DP_WORLD_SIZE"]),
+    ("the same with a prefix", {"VLLM_DP_RANK": "0", "VLLM_DP_SIZE": "2"}, ["unset VLLM_DP_RANK, VLLM_DP_SIZE"]),
+    ("MPI in small letters", {"mpi_rank": "0", "mpi_size": "2"}, ["unset mpi_rank, mpi_size"]),
+    ("MVAPICH 1", {"MPIRUN_RANK": "0", "MPIRUN_NPROCS": "2"}, ["unset MPIRUN_RANK, MPIRUN_NPROCS"]),
+    ("Horovod's local rank alone", {"HOROVOD_LOCAL_RANK": "0"}, ["unset HOROVOD_LOCAL_RANK"]),
+    ("Intel MPI's local rank alone", {"MPI_LOCALRANKID": "0"}, ["unset MPI_LOCALRANKID"]),
+    ("a node of Determined", {"DET_NODE_RANK": "1"}, ["unset DET_NODE_RANK"]),
+    ("the second pod of a task of Volcano", {"VC_TASK_INDEX": "1"}, ["unset VC_TASK_INDEX"]),
+    ("pods of Volcano that know their peers", {"VC_WORKER_NUM": "2", "VC_WORKER_HOSTS": "a,b"},
+     ["one of several nodes of Volcano", "unset VC_WORKER_NUM"]),
+    ("one process of Open MPI in each task of srun", TASK | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+     ["OMPI_COMM_WORLD_SIZE=1 contradicts SLURM_STEP_NUM_TASKS=4", "would run alone", "unset SLURM_STEP_NUM_TASKS"]),
+    ("a platform of one process in each task of srun", TASK | MASTER | {"RANK": "0", "WORLD_SIZE": "1"},
+     ["RANK=0, WORLD_SIZE=1 contradict SLURM_PROCID=3, SLURM_STEP_NUM_TASKS=4"]),
+    ("the same under one process of Open MPI", TASK | MASTER | {"RANK": "0", "WORLD_SIZE": "1"}
+     | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, ["WORLD_SIZE=1 contradicts SLURM_STEP_NUM_TASKS=4"]),
+    ("a platform of one process on each node", MASTER | {"RANK": "0", "WORLD_SIZE": "1", "SKYPILOT_NUM_NODES": "2"},
+     ["WORLD_SIZE=1 contradicts SKYPILOT_NUM_NODES=2"]),
+    ("RANK beyond a WORLD_SIZE of 1", {"RANK": "1", "WORLD_SIZE": "1"}, ["RANK=1 is not below WORLD_SIZE=1"]),
     ("MVAPICH 3", {"MVP_COMM_WORLD_RANK": "1", "MVP_COMM_WORLD_SIZE": "2"}, ["unset MVP_COMM_WORLD_RANK, MVP_COMM"]),
     ("a container that passes on some of Slurm's variables", CONTAINER,
      ["Slurm step", "SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST", "all of a task's", "unset SLURM_PROCID"]),
@@ -330,6 +365,50 @@ BROKEN: list[tuple[str, dict[str, str], list[str]]] = [
     ("one rank for all tasks of Flux", FLUX | MASTER | {"RANK": "0", "WORLD_SIZE": "1"},
      ["contradict FLUX_TASK_RANK=3"]),
 ]  # fmt: skip
+
+
+CLUSTER = '{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {"type": "chief", "index": 0}}'
+LONE_CLUSTER = '{"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}}'
+# who starts a process on each node: its name, what it sets on the first of two nodes, what it sets on a single one
+NODES: list[tuple[str, dict[str, str], dict[str, str]]] = [
+    ("SkyPilot", {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2"}, {"SKYPILOT_NUM_NODES": "1"}),
+    ("dstack", {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2"}, {"DSTACK_NODES_NUM": "1"}),
+    ("HTCondor", {"_CONDOR_PROCNO": "0", "_CONDOR_NPROCS": "2"}, {"_CONDOR_PROCNO": "7"}),
+    ("a LeaderWorkerSet", {"LWS_WORKER_INDEX": "0", "LWS_GROUP_SIZE": "2"}, {"LWS_GROUP_SIZE": "1"}),
+    ("Beaker", {"BEAKER_REPLICA_RANK": "0", "BEAKER_REPLICA_COUNT": "2"}, {"BEAKER_REPLICA_RANK": "0"}),
+    ("Base Command Platform", {"NGC_ARRAY_INDEX": "0", "NGC_ARRAY_SIZE": "2"}, {"NGC_ARRAY_SIZE": "1"}),
+    ("Arnold", {"ARNOLD_ID": "0", "ARNOLD_WORKER_NUM": "2"}, {"ARNOLD_ID": "0", "ARNOLD_WORKER_NUM": "1"}),
+    ("Volcano Engine", {"MLP_ROLE_INDEX": "0", "MLP_WORKER_NUM": "2"}, {"MLP_WORKER_NUM": "1"}),
+    ("ModelArts", {"MA_NUM_HOSTS": "2"}, {"MA_NUM_HOSTS": "1", "VC_TASK_INDEX": "0"}),
+    ("PaddleCloud", {"PADDLE_TRAINER_ID": "0", "PADDLE_TRAINERS_NUM": "2"}, {"PADDLE_TRAINERS_NUM": "1"}),
+    ("AWS Batch", {"AWS_BATCH_JOB_NUM_NODES": "2"}, {"AWS_BATCH_JOB_NUM_NODES": "1"}),
+    ("Azure Batch", {"AZ_BATCH_NODE_LIST": "10.0.0.4;10.0.0.5"}, {"AZ_BATCH_NODE_LIST": "10.0.0.4"}),
+    ("SageMaker", {"SM_HOSTS": '["a", "b"]'}, {"SM_HOSTS": '["a"]'}),
+    ("Vertex AI", {"CLUSTER_SPEC": CLUSTER, "TF_CONFIG": CLUSTER}, {"CLUSTER_SPEC": LONE_CLUSTER}),
+    ("a TensorFlow cluster", {"TF_CONFIG": CLUSTER}, {"TF_CONFIG": '{"environment": "cloud"}'}),
+    ("a TPU slice", {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a,b"}, {"TPU_WORKER_HOSTNAMES": "localhost"}),
+    ("Kubeflow", {"PET_NNODES": "2", "PET_NODE_RANK": "0"}, {"PET_NNODES": "1"}),
+    ("Volcano", {"VC_MASTER_NUM": "1", "VC_WORKER_NUM": "1", "VC_TASK_INDEX": "0"}, {"VC_TASK_INDEX": "0"}),
+    ("a cluster", {"NODE_RANK": "0", "NNODES": "2"}, {"NODE_RANK": "0", "NNODES": "1"}),
+    ("a cluster", {"HOST_INDEX": "0", "HOST_NUM": "2"}, {"HOST_INDEX": "0", "HOST_NUM": "1"}),
+    ("a cluster", {"INDEX": "0", "HOST_NUM": "2"}, {"INDEX": "5"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("title", "several", "one"), NODES)
+def test_a_platforms_node_is_told_to_start_torchrun(title: str, several: dict[str, str], one: dict[str, str]) -> None:
+    assert detect_launch(one).kind == "single"
+    with pytest.raises(LaunchError) as raised:
+        detect_launch(several)
+    text = str(raised.value)
+    assert f"one of several nodes of {title}, but RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set." in text
+    assert re.search("Start torchrun on each node: torchrun .*train.py; to run on one process, unset ", text)
+    unset = text.rpartition("unset ")[2].rstrip(".").split(", ")
+    assert detect_launch(without(several, *unset)).kind == "single"
+    for launcher in (TORCHRUN, SPAWN, TASK, OPENMPI, RANK | MASTER):
+        inside, outside = detect_launch(launcher | several), detect_launch(launcher)
+        assert (inside.kind, inside.rank, inside.world_size) == (outside.kind, outside.rank, outside.world_size)
+    assert outer_launch(several, detect_launch(TORCHRUN), TORCHRUN) is None
 
 
 @pytest.mark.parametrize(("env", "expected"), [row[1:] for row in LAUNCHES], ids=[row[0] for row in LAUNCHES])

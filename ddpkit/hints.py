@@ -1,0 +1,153 @@
+"""Signs that this is one of several processes or nodes, from those who tell no rank that could be read.
+
+Platforms start a process on each node and leave the ranks there to torchrun. Where it is forgotten, each process would
+believe to be alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+
+class Nodes(NamedTuple):
+    """A platform that starts a process on each of several nodes, and the variables in which it tells them so."""
+
+    title: str
+    number: str  # number of nodes, or their list
+    rank: str = ""  # number of this one
+    address: str = "<address of node 0>"  # as a shell writes it
+
+    def command(self) -> str:
+        """Return the line that starts the ranks of each node."""
+        if self.number == "PET_NNODES":  # torchrun reads these by itself
+            return "torchrun train.py"
+        number = f"${self.number}" if self.rank else "<number of nodes>"
+        rank = f"${self.rank}" if self.rank else "<number of this one, from 0>"
+        return (
+            f"torchrun --nnodes={number} --node-rank={rank} --master-addr={self.address} --nproc-per-node=gpu train.py"
+        )
+
+
+_PLATFORMS = (
+    Nodes("SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'),
+    Nodes("dstack", "DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "$DSTACK_MASTER_NODE_IP"),
+    Nodes("a LeaderWorkerSet", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "$LWS_LEADER_ADDRESS"),
+    Nodes("HTCondor", "_CONDOR_NPROCS", "_CONDOR_PROCNO"),
+    Nodes("Beaker", "BEAKER_REPLICA_COUNT", "BEAKER_REPLICA_RANK", "$BEAKER_LEADER_REPLICA_HOSTNAME"),
+    Nodes("Base Command Platform", "NGC_ARRAY_SIZE", "NGC_ARRAY_INDEX", "$NGC_MASTER_ADDR"),
+    Nodes("Arnold", "ARNOLD_WORKER_NUM", "ARNOLD_ID", "$ARNOLD_WORKER_0_HOST"),
+    Nodes("Volcano Engine", "MLP_WORKER_NUM", "MLP_ROLE_INDEX", "$MLP_WORKER_0_HOST"),
+    Nodes("ModelArts", "MA_NUM_HOSTS", "VC_TASK_INDEX"),
+    Nodes("PaddleCloud", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID"),
+    Nodes("AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"),
+    Nodes("Azure Batch", "AZ_BATCH_NODE_LIST", address="${AZ_BATCH_MASTER_NODE%:*}"),
+    Nodes("SageMaker", "SM_HOSTS"),
+    Nodes("Vertex AI", "CLUSTER_SPEC"),
+    Nodes("a TensorFlow cluster", "TF_CONFIG"),
+    Nodes("a TPU slice", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
+    Nodes("Kubeflow", "PET_NNODES", "PET_NODE_RANK"),
+)
+_ANY_RANK = ("RANK", "LOCAL_RANK", "PMIX_RANK")  # whatever it is
+_RANK_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # 1 is no hint
+_ABOVE_0 = (
+    "SLURM_PROCID",
+    "PALS_RANKID",
+    "ALPS_APP_PE",
+    "PBS_NODENUM",
+    "PBS_VNODENUM",
+    "VC_TASK_INDEX",
+    "SUBMITIT_LOCAL_LOCALID",
+    "FLUX_TASK_LOCAL_ID",
+)
+_OF_PROCESSES = "(^|_)(WORLD|COMM|JOB|GLOBAL|CROSS|DIST|DDP|DP|TP|PP)(_|$)|MPI"  # words of launchers, none of models
+
+
+def processes(env: Mapping[str, str]) -> list[str]:
+    """Name the variables that say that this is one of several processes."""
+    alone = env.get("WORLD_SIZE") == "1"
+    hints = [name for name in _ANY_RANK if name in env and not (alone and name in _told_alone(env))]
+    hints += [name for name in _RANK_SIZES if env.get(name, "1") != "1"]
+    hints += [name for name in _ABOVE_0 if number(env.get(name)) > 0]
+    for name in _ending(env, "RANK", "RANKID"):
+        value = number(env[name], -1)
+        local = re.search("_LOCAL_?RANK(ID)?$", name.upper())
+        if (local and value >= 0) or (name.upper().endswith("_NODE_RANK") and value > 0):
+            hints.append(name)
+    return list(dict.fromkeys([*hints, *pairs(env)]))
+
+
+def _ending(env: Mapping[str, str], *ends: str) -> list[str]:
+    return [name for name in env if name.upper().endswith(ends)]
+
+
+def _told_alone(env: Mapping[str, str]) -> list[str]:
+    """Name the ranks that a process may be told although it is the only one."""
+    return [name for name in ("RANK", "LOCAL_RANK") if env.get(name) == "0"]
+
+
+def pairs(env: Mapping[str, str]) -> list[str]:
+    """Name pairs such as DP_RANK and DP_WORLD_SIZE that say several processes; LORA_RANK and LORA_SIZE do not."""
+    ranks = _ending(env, "_RANK")
+    names = {name.upper(): name for name in env} if ranks else {}
+    found = []
+    for rank in ranks:
+        stem = rank.upper().removesuffix("_RANK")
+        sizes = [f"{stem}_{word}" for word in ("WORLD_SIZE", "NPROCS", "NRANKS")]
+        if re.search(_OF_PROCESSES, stem) or f"{stem}_LOCAL_RANK" in names:
+            sizes.append(f"{stem}_SIZE")
+        for size in sizes:
+            if 0 <= number(env[rank], -1) < number(env.get(names.get(size, ""))) > 1:
+                found += [rank, names[size]]
+    return found
+
+
+def nodes(env: Mapping[str, str]) -> tuple[list[Nodes], list[str]]:
+    """Find who says that this is one of several nodes, and in which variables."""
+    platforms = [each for each in _PLATFORMS if each.number in env and _count(env[each.number]) > 1]
+    platforms += _numbered(env)
+    names = [name for platform in platforms for name in platform[1:3] if name in env]
+    if tasks := _volcano(env):
+        platforms.append(Nodes("Volcano", tasks[0]))
+        names += tasks
+    return platforms, list(dict.fromkeys(names))
+
+
+def _numbered(env: Mapping[str, str]) -> Iterator[Nodes]:
+    """Find pairs such as NODE_RANK beside NNODES, of whoever starts a process on each node."""
+    known = [platform.number for platform in _PLATFORMS]
+    for rank in _ending(env, "NODE_RANK", "MACHINE_RANK", "GROUP_RANK"):
+        for size in _ending(env, "NNODES", "NODES", "NODES_NUM", "MACHINES", "MACHINES_NUM"):
+            if number(env[size]) > 1 and size not in known:
+                yield Nodes("a cluster", size, rank)
+    for rank in ("HOST_INDEX", "INDEX"):
+        if rank in env and number(env.get("HOST_NUM")) > 1:
+            yield Nodes("a cluster", "HOST_NUM", rank)
+
+
+def _volcano(env: Mapping[str, str]) -> list[str]:
+    """Name the numbers of pods, one for each kind of task; a version of a build may be called VC_BUILD_NUM."""
+    sizes = [name for name in env if name.startswith("VC_") and name.endswith("_NUM")]
+    sizes = [name for name in sizes if "VC_TASK_INDEX" in env or f"{name.removesuffix('_NUM')}_HOSTS" in env]
+    return sizes if sum(number(env[name]) for name in sizes) > 1 else []
+
+
+def number(text: str | None, otherwise: int = 0) -> int:
+    """Return a number, or the greatest of a range such as torchrun's 1:4."""
+    found = re.fullmatch("(?:[0-9]+:)?([0-9]{1,9})", text or "")
+    return int(found[1]) if found else otherwise
+
+
+def _count(text: str) -> int:
+    """Return a number of nodes, which may be that of the entries of a list or of a cluster in JSON."""
+    if count := number(text):
+        return count
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return len(re.findall(r"[^\s,;]+", text))
+    if isinstance(found, dict) and isinstance(found.get("cluster"), dict):
+        found = [host for hosts in found["cluster"].values() if isinstance(hosts, list) for host in hosts]
+    return len(found) if isinstance(found, list) else 0
