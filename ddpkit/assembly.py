@@ -22,7 +22,7 @@ from .devices import agree, bind_device
 from .errors import LaunchError
 from .failing import fill_error_file
 from .groups import current_group, group_store, no_group, reference
-from .joining import Member, denounce, join, place, refuse, refuse_child
+from .joining import Member, call_off, denounce, join, place, refuse, refuse_child
 from .launchers import Launch, detect_launch, forgotten_launcher, outer_launch
 from .patience import aside
 from .rendezvous import PortTaken, connect, find_master, reachable
@@ -94,7 +94,7 @@ def assemble(job: Job, launch: Launch) -> None:
     """Join the job, filling in `job` as it goes, so that what there is can be ended if a step fails."""
     timeout, watch = job.asked.timeout, job.asked.watch
     adopted = dist.is_initialized()
-    under_agent = launch.kind == "spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    under_agent = has_agent(launch)
     hosts = launch.rank == 0 and not under_agent
     agent = find_agent(os.environ, os.getpid()) if launch.kind == "torchrun" else None
     orphaned = agent.lost if agent else str
@@ -154,8 +154,8 @@ def unnested_launch() -> Launch:
 
 def checked_launch() -> Launch:
     """The launch that the environment describes, unless it is nested in another; peers that may wait are told."""
-    check_torch()
     try:
+        check_torch()
         launch = unnested_launch()
     except LaunchError as error:
         warn_peers(error)
@@ -169,13 +169,24 @@ def checked_launch() -> Launch:
 
 
 def warn_peers(error: Exception) -> None:
-    """Tell the ranks that may already wait for this process why it does not join them."""
+    """Tell the ranks that may wait for this process why it does not join them."""
+    reason = f"A process on {socket.gethostname()} could not join: {error}"
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     with suppress(LaunchError):
         launch = detect_launch(os.environ)
         address, port = launch.master_addr, str(launch.master_port)
+        if launch.rank == 0 and launch.world_size > 1 and address and not has_agent(launch):
+            with suppress(OSError, RuntimeError):
+                store = connect(address, int(port), True, timedelta(seconds=5))
+                call_off(store, launch.world_size, reason)
+                return
     if address and port.isdecimal():
-        denounce(address, int(port), f"A process on {socket.gethostname()} could not join: {error}")
+        denounce(address, int(port), reason)
+
+
+def has_agent(launch: Launch) -> bool:
+    """Return whether the process that started the ranks hosts the store, and outlives their restart."""
+    return launch.kind == "spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def context_of(launch: Launch, device: torch.device, backend: str | None = None, master: str | None = None) -> Context:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from . import examination, machine, network
 from .ancestry import typed_in_terminal
-from .assembly import Context, offer_store, unnested_launch
+from .assembly import Context, has_agent, offer_store, unnested_launch
 from .checks import Check, attempt, number_of, worst
 from .errors import LaunchError
 from .launchers import Launch, forgotten_launcher
@@ -124,7 +124,7 @@ def _machine(visit: Visit) -> None:
 def _job(visit: Visit) -> None:
     launch = visit.launch
     assert launch is not None
-    under_agent = launch.kind == "spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    under_agent = has_agent(launch)
     hosts = launch.rank == 0 and not under_agent
     _here(visit, hosts and launch.master_port is not None)
     ranks = number_of("rank", launch.world_size)

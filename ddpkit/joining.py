@@ -105,6 +105,17 @@ def denounce(address: str, port: int, reason: str) -> None:
             time.sleep(0.1)
 
 
+def call_off(store: dist.Store, world_size: int, reason: str) -> None:
+    """Tell the ranks that come to the store, which this rank 0 hosts, why it will not join them.
+
+    It stays until all have heard, at most 5 s.
+    """
+    generation = store.add("ddpkit/generation", 1)
+    room = dist.PrefixStore(f"ddpkit/{generation}", store)
+    _poison(room, reason)
+    _await_readers(room, world_size, 5.0)
+
+
 def refuse_child(address: str, port: int, world_size: int) -> bool:
     """Return whether a rank of the job there started this process, which is then a job of its own of one rank.
 
@@ -318,15 +329,17 @@ def _poison(room: dist.Store, reason: str) -> None:
 def _raise_if_poisoned(room: dist.Store, readers: int = 0) -> None:
     """Raises what somebody found wrong; the store's host first gives the other readers up to 2 s to see it."""
     if room.check(["failure"]):
-        record, heard, end = (
-            parse(room.get("failure"), "failure", FAILURE),
-            room.add("heard", 1),
-            time.monotonic() + 2.0,
-        )
-        while heard < readers and time.monotonic() < end:
-            time.sleep(0.01)
-            heard = room.add("heard", 0)
+        record = parse(room.get("failure"), "failure", FAILURE)
+        _await_readers(room, readers, 2.0)
         raise as_error(record)
+
+
+def _await_readers(room: dist.Store, readers: int, seconds: float) -> None:
+    """Count this rank among those that have heard why the job is off, and wait until so many have."""
+    heard, end = room.add("heard", 1), time.monotonic() + seconds
+    while heard < readers and time.monotonic() < end:
+        time.sleep(0.01)
+        heard = room.add("heard", 0)
 
 
 def _read_roster(room: dist.Store) -> list[Member]:

@@ -86,14 +86,14 @@ def test_a_mistyped_option_is_refused() -> None:
 
 def set_up_badly(ranks: list[int]) -> None:
     bad = int(os.environ["RANK"]) in ranks
-    ddpkit.setup(timeout=timedelta(seconds=20), device="gpu" if bad else None)
+    ddpkit.setup(timeout=timedelta(seconds=200), device="gpu" if bad else None)
 
 
-@pytest.mark.parametrize("ranks", [[1], [0, 1, 2]])
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1], [0, 1, 2]])
 def test_a_bad_option_of_some_ranks_ends_the_wait_of_the_others(ranks: list[int]) -> None:
     ended = run(set_up_badly, [platform_env(rank, 3, port) for port in [free_port()] for rank in range(3)], ranks)
     for rank, end in enumerate(ended):
-        assert end.code == 1 and end.seconds < 15, end
+        assert end.code == 1, end
         assert "'gpu' is no device" in end.output, end
         assert ("ValueError" in end.output) == (rank in ranks), end
 
