@@ -26,7 +26,7 @@ from .launchers import Launch, forgotten_launcher
 from .rendezvous import connect, find_master
 from .runtime import distributed
 from .spawning import spawn
-from .visits import MARK, Visit
+from .visits import MARK, Visit, read_checks
 from .waiting import exchange
 
 _TASKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
@@ -152,7 +152,7 @@ def _job(visit: Visit) -> None:
 def _together(visit: Visit, context: Context) -> None:
     """The checks of the joined job, and everybody's findings on every rank, so that all end with the same code."""
     visit.begin("ranks", "asking every rank where it is")
-    visit.places = [json.loads(text) for text in exchange(json.dumps(examination.place(context)))]
+    visit.places = examination.read_places(exchange(json.dumps(examination.place(context))))
     visit.hosts = [place["host"] for place in visit.places]
     visit.add(examination.roll_call(visit.places))
     visit.add(examination.same_versions(visit.places))
@@ -163,8 +163,8 @@ def _together(visit: Visit, context: Context) -> None:
     visit.begin("clocks", "comparing the clocks")
     visit.add(examination.clocks(visit.hosts))
     visit.begin("report", "gathering what the ranks have found")
-    reports = exchange(json.dumps([check.dump() for check in visit.checks]))
-    visit.peers = {rank: [Check(**entry) for entry in json.loads(text)] for rank, text in enumerate(reports)}
+    reports = exchange(visit.dump())
+    visit.peers = {rank: read_checks(text, f"report of rank {rank}") for rank, text in enumerate(reports)}
 
 
 def _open_store(visit: Visit, launch: Launch, hosts: bool, under_agent: bool) -> dist.Store:

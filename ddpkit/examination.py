@@ -8,6 +8,7 @@ import socket
 import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import combinations
 from typing import Any
@@ -21,9 +22,16 @@ from .checks import Check, number_of, say_ranks
 from .collectives import all_reduce, all_reduce_mean
 from .machine import installed
 from .runtime import distributed, get_device
+from .store import parse, refuse_text
 from .tables import table
 from .waiting import barrier, exchange
 
+_PLACE = {
+    **dict.fromkeys(("rank", "pid", "node_rank", "local_rank"), int),
+    **dict.fromkeys(("host", "device"), str),
+    "versions": dict[str, str],
+}
+_READINGS = 7  # of each clock
 _SLOW = 20e-3  # seconds; a small collective takes 0.1 to 1 ms, on several nodes up to a few
 
 
@@ -78,11 +86,20 @@ def latency() -> Check:
 def clocks(hosts: list[str]) -> Check:
     """Compares the nodes' clocks, read at the end of the same all-reduce. Collective."""
     value, readings = torch.zeros(1, device=get_device()), []
-    for _ in range(7):
+    for _ in range(_READINGS):
         dist.all_reduce(value)
         value.item()  # waits for an accelerator
         readings.append(time.time())
-    return compare_clocks([json.loads(text) for text in exchange(json.dumps(readings))], hosts)
+    texts = exchange(json.dumps({"readings": readings}))
+    return compare_clocks([_read_clock(text, rank) for rank, text in enumerate(texts)], hosts)
+
+
+def _read_clock(text: str, rank: int) -> list[float]:
+    key = f"clock of rank {rank}"
+    readings: list[float] = parse(text, key, {"readings": [float]})["readings"]
+    if len(readings) != _READINGS:
+        refuse_text(text, key)
+    return readings
 
 
 def compare_clocks(readings: list[list[float]], hosts: list[str]) -> Check:
@@ -106,6 +123,17 @@ def place(context: Context) -> dict[str, Any]:
     """What the others are told of this rank."""
     mine = {"rank": context.rank, "host": socket.gethostname(), "pid": os.getpid(), "node_rank": context.node_rank}
     return mine | {"local_rank": context.local_rank, "device": str(context.device), "versions": installed()}
+
+
+def read_places(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Read where every rank is, from what each has told; raise `LaunchError` if no rank wrote it."""
+    places = []
+    for rank, text in enumerate(texts):
+        found = parse(text, f"place of rank {rank}", _PLACE)
+        if found["rank"] != rank:
+            refuse_text(text, f"place of rank {rank}")
+        places.append(found)
+    return places
 
 
 def roll_call(places: list[dict[str, Any]]) -> Check:

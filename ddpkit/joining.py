@@ -25,7 +25,7 @@ from .errors import LaunchError
 from .launchers import Launch, detect_launch
 from .patience import Pause, aside
 from .rendezvous import client, knock
-from .store import FAILURE, as_error, failure_record, parse, refuse_text
+from .store import FAILURE, add, as_error, failure_record, parse, refuse_text
 
 _GRACE = 5.0  # seconds beyond the time-out in which the store must say that it is up
 PLACE = ("local_rank", "local_world_size", "node_rank", "num_nodes")  # what a launcher may leave untold
@@ -110,7 +110,7 @@ def call_off(store: dist.Store, world_size: int, reason: str) -> None:
 
     It stays until all have heard, at most 5 s.
     """
-    generation = store.add("ddpkit/generation", 1)
+    generation = add(store, "ddpkit/generation", 1)
     room = dist.PrefixStore(f"ddpkit/{generation}", store)
     _poison(room, reason)
     _await_readers(room, world_size, 5.0)
@@ -138,7 +138,7 @@ def _visit(address: str, port: int) -> dist.Store:
 
 
 def _last_room(store: dist.Store) -> dist.Store | None:
-    generation = store.add("ddpkit/generation", 0)
+    generation = add(store, "ddpkit/generation", 0)
     return dist.PrefixStore(f"ddpkit/{generation}", store) if generation else None
 
 
@@ -151,7 +151,7 @@ def _starter(room: dist.Store) -> Member | None:
 
 def _is_over(room: dist.Store) -> bool:
     """Return whether all ranks have left in good order: then nobody reads or writes here any more."""
-    return room.check(["roster", "left"]) and room.add("left", 0) >= len(_read_roster(room))
+    return room.check(["roster", "left"]) and add(room, "left", 0) >= len(_read_roster(room))
 
 
 def _inherited(starter: Member) -> str:
@@ -206,14 +206,14 @@ def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) ->
         if me.world_size > 1:
             raise StartedByRank(_inherited(starter))
         store = dist.HashStore()  # a job of its own, of one rank
-    generation = store.add("ddpkit/generation", 1)
+    generation = add(store, "ddpkit/generation", 1)
     room = dist.PrefixStore(f"ddpkit/{generation}", store)
     room.set("claim/0", me.dump())
     roster: dict[int, Member] = {0: me}
     readers = 0 if me.under_agent else me.world_size
     pause = Pause()
     while len(roster) < me.world_size:
-        for rank in set(range(me.world_size)) - roster.keys() if room.add("claims", 0) >= len(roster) else ():
+        for rank in set(range(me.world_size)) - roster.keys() if add(room, "claims", 0) >= len(roster) else ():
             if room.check([f"claim/{rank}"]):
                 roster[rank] = Member.load(room.get(f"claim/{rank}"), rank)
                 if problem := _disagreement(me, roster[rank]):
@@ -257,7 +257,7 @@ def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) 
 
     room, seen, pause = None, 0, Pause()  # the room in which this rank's claim stands
     while True:
-        generation = store.add("ddpkit/generation", 0)
+        generation = add(store, "ddpkit/generation", 0)
         if generation > seen:  # rank 0 may have drawn a newer one: those before it belong to dead attempts
             here, seen = dist.PrefixStore(f"ddpkit/{generation}", store), generation
             if starter := _starter(here):
@@ -265,7 +265,7 @@ def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) 
             holder = Member.load(here.compare_set(f"claim/{me.rank}", "", me.dump()), me.rank)
             room = here if holder.nonce == me.nonce else None
             if room:
-                room.add("claims", 1)
+                add(room, "claims", 1)
             elif (holder.pid, holder.born) != (me.pid, me.born):  # else it is our own from before a teardown
                 if (holder.is_alive() or unsure(holder)) and not _is_over(here):
                     _usurped(here, me, holder)
@@ -336,10 +336,10 @@ def _raise_if_poisoned(room: dist.Store, readers: int = 0) -> None:
 
 def _await_readers(room: dist.Store, readers: int, seconds: float) -> None:
     """Count this rank among those that have heard why the job is off, and wait until so many have."""
-    heard, end = room.add("heard", 1), time.monotonic() + seconds
+    heard, end = add(room, "heard", 1), time.monotonic() + seconds
     while heard < readers and time.monotonic() < end:
         time.sleep(0.01)
-        heard = room.add("heard", 0)
+        heard = add(room, "heard", 0)
 
 
 def _read_roster(room: dist.Store) -> list[Member]:

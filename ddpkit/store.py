@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 import traceback
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import NoneType, UnionType
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin
 
 import torch.distributed as dist
 
@@ -63,6 +64,42 @@ def refuse_text(text: bytes | str, key: str) -> NoReturn:
         f"The store holds {shown} under {key!r}, which no rank of this job wrote. "
         "Does another program use this MASTER_ADDR and MASTER_PORT? Give each job a port of its own."
     )
+
+
+def add(store: dist.Store, key: str, amount: int) -> int:
+    """Add to a counter of the store and return the sum.
+
+    The store drops the connection of whoever adds to a text. So that nobody takes it for the end of its host, the key
+    is read over another connection.
+
+    Raises:
+        LaunchError: If the key holds no number: no rank wrote it.
+    """
+    try:
+        return int(store.add(key, amount))
+    except (RuntimeError, ValueError):
+        text = _read_anew(store, key)
+        if text is not None and not re.match(rb"\s*[+-]?[0-9]{1,18}(?![0-9])", text):
+            refuse_text(text, key)
+        raise
+
+
+def _read_anew(store: dist.Store, key: str) -> bytes | None:
+    """Read a key over a connection of its own; None if there is none to be had, and in torch 2.6, which cannot."""
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+
+    def read() -> bytes | None:
+        again = cast(Any, store).clone()
+        return bytes(again.get(key)) if again.check([key]) else None
+
+    try:
+        if isinstance(base, dist.TCPStore):  # torch would go on trying for the whole time-out
+            socket.create_connection((base.host, base.port), timeout=2).close()
+        return aside(read, 3.0)
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        return None
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -259,7 +296,7 @@ class Session:
             return [rank for i, rank in enumerate(ranks) if not bits[i // _WORD] >> i % _WORD & 1]
 
         def look() -> list[int]:  # the first word last: it holds the flag
-            return [self.store.add(word, 0) for word in reversed(words)][::-1]
+            return [add(self.store, word, 0) for word in reversed(words)][::-1]
 
         name, note = key.rpartition("/")[0], f"waits/{self.rank}"
         noted, note_at = False, time.monotonic() + min(_LONG, timeout.total_seconds() / 2)
@@ -282,8 +319,8 @@ class Session:
             return bits == full or None
 
         def late() -> bool:
-            if self.store.add(f"{key}/broken", 1) == 1:  # the first reason stands
-                bits[:] = [self.store.add(word, 0 if i else _BROKEN) for i, word in enumerate(words)]
+            if add(self.store, f"{key}/broken", 1) == 1:  # the first reason stands
+                bits[:] = [add(self.store, word, 0 if i else _BROKEN) for i, word in enumerate(words)]
                 why = {"missing": absent(), "seconds": timeout.total_seconds(), "elsewhere": self._elsewhere(absent())}
                 self.store.set(f"{key}/why", json.dumps(why))
             return self._judge(key, ranks)
@@ -291,7 +328,7 @@ class Session:
         with self.bounded(timeout):
             if failure:  # without arriving, so that nobody finds the meeting complete
                 return self._break(key, failure)
-            bits = [self.store.add(words[place // _WORD], 1 << place % _WORD)]
+            bits = [add(self.store, words[place // _WORD], 1 << place % _WORD)]
             bits = bits if len(words) == 1 else look()
             if bits != full:
                 self.until(complete, timeout, late)
@@ -325,19 +362,19 @@ class Session:
         """Counts itself out; a rank that hosts the store lingers up to 2 s for those who still need it."""
 
         def count_out() -> None:
-            left = self.store.add("left", 1)
+            left = add(self.store, "left", 1)
             end, pause = time.monotonic() + 2.0, Pause()
             expected = len(self.hosts) - (self.told is not None and self.told["type"] == "lost")
             while linger and left < expected and time.monotonic() < end:
                 pause()
-                left = self.store.add("left", 0)
+                left = add(self.store, "left", 0)
 
         with suppress(RuntimeError, TimeoutError):  # the store has gone, or its host is stopped
             aside(count_out, 3.0)
 
     def _break(self, key: str, failure: dict[str, Any]) -> None:
-        if self.store.add(f"{key}/broken", 1) == 1:  # the first reason stands
-            self.store.add(f"{key}/0", _BROKEN)
+        if add(self.store, f"{key}/broken", 1) == 1:  # the first reason stands
+            add(self.store, f"{key}/0", _BROKEN)
             self.store.set(f"{key}/why", json.dumps(failure))
 
     def _judge(self, key: str, ranks: Sequence[int]) -> bool:

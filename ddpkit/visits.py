@@ -20,16 +20,19 @@ from typing import Any
 import torch.distributed as dist
 
 from . import examination, machine
-from .checks import Check, failure, merge, number_of, render, worst
+from .checks import STATUSES, Check, failure, merge, number_of, render, worst
 from .errors import LaunchError
 from .launchers import Launch
 from .patience import Pause
+from .store import parse, refuse_text
 from .tables import Progress
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
 MARK = "ddpkit/doctor"  # in the store of a doctor's job
 _GRACE = 20.0  # seconds beyond the time-out after which the process ends, wherever it stands
 _NOTICE = 5.0  # seconds from a launcher's signal to the report; torchrun kills after 30
+_TEXTS = dict.fromkeys(("name", "status", "found", "remedy"), str)
+_CHECK = {**_TEXTS, "details": [str], "measured": dict[str, int | float]}  # as the ranks tell each other
 _OF_A_JOB = ("master", "join", "ranks", "same versions", "mean", "latency", "clocks")
 _REMEDIES = {
     "master": "Set MASTER_ADDR to a name or address of rank 0's host that every node reaches, MASTER_PORT to a port "
@@ -41,6 +44,14 @@ _REMEDY = (
     "If it is about a connection, see interface above. If --backend gloo or --device cpu helps, it is the "
     "accelerators' backend: NCCL_DEBUG=INFO says more."
 )
+
+
+def read_checks(text: bytes | str, key: str) -> list[Check]:
+    """Read what another rank has found; raise `LaunchError` if no rank wrote it."""
+    entries = parse(text, key, {"host": str, "checks": [_CHECK]})["checks"]
+    if any(entry["status"] not in STATUSES for entry in entries):
+        refuse_text(text, key)
+    return [Check(**entry) for entry in entries]
 
 
 class Visit:
@@ -81,9 +92,12 @@ class Visit:
 
     def post(self) -> None:
         """Leaves in the store what this rank has found, so that rank 0 can report it even if the ranks cannot join."""
-        report = {"host": socket.gethostname(), "checks": [check.dump() for check in self.checks]}
         assert self.store is not None
-        self.store.set(f"{MARK}/{self.rank}", json.dumps(report))
+        self.store.set(f"{MARK}/{self.rank}", self.dump())
+
+    def dump(self) -> str:
+        """Return what this rank has found, for the others."""
+        return json.dumps({"host": socket.gethostname(), "checks": [check.dump() for check in self.checks]})
 
     def await_posts(self, world_size: int) -> None:
         """Waits for the posts of all ranks, and names those that do not come."""
@@ -94,6 +108,8 @@ class Visit:
             while time.monotonic() < self.end and not self.store.check(keys):
                 pause()
             missing = [rank for rank, key in enumerate(keys) if not self._read_post(rank, key)]
+        except LaunchError:
+            raise
         except RuntimeError as error:
             raise LaunchError("The store has gone with rank 0, which has given up or died: see its report.") from error
         if missing:
@@ -103,10 +119,10 @@ class Visit:
     def _read_post(self, rank: int, key: str) -> bool:
         if self.store is None or not self.store.check([key]):
             return False
-        report = json.loads(self.store.get(key))
-        mine = rank == self.rank
-        self.hosts[rank] = report["host"]
-        self.peers[rank] = self.checks if mine else [Check(**entry) for entry in report["checks"]]
+        text = self.store.get(key)
+        theirs = read_checks(text, key)
+        self.hosts[rank] = json.loads(text)["host"]
+        self.peers[rank] = self.checks if rank == self.rank else theirs
         return True
 
     @contextmanager

@@ -19,7 +19,7 @@ from . import ranks, runtime
 from .errors import DdpkitError
 from .patience import check_timeout
 from .sharded import UnshardedPickler
-from .store import FAILURE, Session, as_error, failure_record, parse
+from .store import FAILURE, Session, add, as_error, failure_record, parse
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -218,9 +218,9 @@ def stop_together(flag: bool) -> bool:
     key = session.count("stop_together")
     with session.bounded(session.timeout):
         if flag:
-            session.store.add(f"{key}/flags", 1)
+            add(session.store, f"{key}/flags", 1)
         session.meet(key, litter=[f"{key}/flags"] if session.rank == 0 else [])
-        return session.store.add(f"{key}/flags", 0) > 0
+        return add(session.store, f"{key}/flags", 0) > 0
 
 
 def _from_main(data: bytes) -> bytes:
@@ -262,7 +262,7 @@ def _outcome(session: Session, key: str, worker: int, readers: int) -> None:
     with session.bounded(_WORK):
         session.until(ready, _WORK, late)
         answer = session.store.get(key)
-        if session.store.add(f"{key}/read", 1) == readers:  # the last one out deletes the keys
+        if add(session.store, f"{key}/read", 1) == readers:  # the last one out deletes the keys
             session.store.delete_key(key)
             session.store.delete_key(f"{key}/read")
     if failure := parse(answer, key, {}, FAILURE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import json
@@ -21,14 +22,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import CLEAN, ROOT, TORCHRUN, free_port, platform_env
 
 import ddpkit
-from ddpkit import cli, machine, network
+from ddpkit import LaunchError, cli, detect_launch, machine, network
 from ddpkit.checks import Check, merge, render, worst
 from ddpkit.doctor import read_launch
-from ddpkit.examination import compare_clocks, roll_call, same_versions
+from ddpkit.examination import _read_clock, compare_clocks, read_places, roll_call, same_versions
 from ddpkit.tables import drawn, table
+from ddpkit.visits import MARK, Visit, read_checks
 
 MACHINE = ["launch", "versions", "devices", "interface", "master", "ports"]
 MACHINE += ["shm", "cores", "memory", "open files", "locked memory", "collective"]
@@ -501,6 +504,33 @@ def test_versions_that_differ_are_named_with_their_ranks() -> None:
         "NCCL: 2.27.5 on rank 4 (b); none elsewhere",
     ]
     assert roll_call(everybody).found == "3 ranks on 2 hosts; pairs on one host: 1, on different hosts: 2"
+
+
+GARBAGE = [
+    b"",
+    b"a word",
+    b"\x80\x04",
+    b"[]",
+    b"{}",
+    b"7",
+    b'{"host": 7, "checks": []}',
+    b'{"readings": [1.0]}',
+    b"[" * 10_000,
+]
+ODD_CHECK = {**Check("a", "ok", "b").dump(), "status": "well"}
+
+
+@pytest.mark.parametrize("garbage", [*GARBAGE, json.dumps({"host": "h", "checks": [ODD_CHECK]}).encode()])
+def test_what_a_stranger_wrote_in_place_of_a_report_is_refused(garbage: bytes) -> None:
+    for read in (read_checks, lambda text, key: read_places([text]), lambda text, key: _read_clock(text, 0)):
+        with pytest.raises(LaunchError, match="no rank of this job wrote"):
+            read(garbage, "report of rank 0")
+    visit = Visit(argparse.Namespace(timeout=60.0), detect_launch(platform_env(0, 2, 1)), Check("launch", "ok", "x"))
+    visit.store = dist.HashStore()
+    visit.post()
+    visit.store.set(f"{MARK}/1", garbage.decode("latin-1"))
+    with pytest.raises(LaunchError, match=f"under '{MARK}/1', which no rank of this job wrote"):
+        visit.await_posts(2)
 
 
 def test_a_clock_that_is_off_is_a_warning_with_its_node() -> None:

@@ -18,6 +18,7 @@ from processes import begin, free_port, platform_env, run
 from test_store import on_threads
 
 import ddpkit
+from ddpkit import runtime
 from ddpkit.joining import Member, join
 from ddpkit.store import Session
 
@@ -172,6 +173,50 @@ def test_a_counter_that_no_rank_made_is_not_a_meeting(count: int) -> None:
 
     results, _ = on_threads(2, meet)
     assert all(isinstance(error, ddpkit.DdpkitError) for error in results), results
+
+
+@pytest.mark.parametrize("text", ["", "a word", "\x80\x04", "9" * 40], ids=["nothing", "word", "pickle", "huge"])
+@pytest.mark.parametrize("key", ["x/1/0", "x/1/broken"])
+def test_a_text_in_place_of_a_counter_is_refused_with_its_key(key: str, text: str) -> None:
+    def meet(session: Session) -> None:
+        session.store.set(key, text)
+        if session.rank == 0:
+            session.meet("x/1", timedelta(seconds=0.1))
+
+    (error, _), _ = on_threads(2, meet)
+    assert isinstance(error, ddpkit.LaunchError) and f"under {key!r}, which no rank of this job wrote" in str(error)
+
+
+@pytest.mark.parametrize("key", ["ddpkit/generation", "ddpkit/1/claims", "ddpkit/1/heard"])
+def test_a_text_in_place_of_a_counter_ends_the_joining(key: str) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank = 0 if key.endswith("claims") else 1
+    if rank == 1:
+        server.add("ddpkit/generation", 1)
+    server.set(key, "a word")
+    if key.endswith("heard"):
+        server.set("ddpkit/1/failure", json.dumps(WHO | {"rank": 0}))
+    name = key.removeprefix("ddpkit/1/")
+    with pytest.raises(ddpkit.LaunchError, match=f"under '{name}', which no rank of this job wrote"):
+        join(server, Member(rank, 2, None, False), timedelta(seconds=5))
+
+
+def wait_where_a_stranger_wrote() -> str:
+    with ddpkit.distributed(timeout=timedelta(seconds=60)) as context:
+        store = runtime.current_session().store
+        if context.rank == 0:
+            store.set("stop_together/1/flags", "a word")
+        ddpkit.barrier()
+        try:
+            ddpkit.stop_together(True)
+        except ddpkit.DdpkitError as error:
+            return str(error)
+        return "nothing"
+
+
+def test_a_text_in_place_of_a_flag_is_refused_on_ranks() -> None:
+    for said in ddpkit.spawn(wait_where_a_stranger_wrote, 2):
+        assert "The store holds 'a word' under 'stop_together/1/flags'" in said.replace("b'", "'")
 
 
 def test_a_text_that_no_rank_wrote_is_refused() -> None:
