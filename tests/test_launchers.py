@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -639,12 +640,16 @@ def test_real_torchrun_inside_torchrun_is_seen_and_the_outer_one_is_fine(tmp_pat
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
     (pids := tmp_path / "pids").mkdir()
     (tmp_path / "hold.sh").write_text('>"pids/$$"\nuntil [ -e go ]; do sleep 0.05; done\n')
-    command = [*torchrun, "--nproc-per-node=2", *torchrun, "--nproc-per-node=1", "sh", "hold.sh"]
+    inner = shlex.join([*torchrun, "--nproc-per-node=1", "sh", "hold.sh"])
+    (tmp_path / "rank.sh").write_text(
+        f'if [ "$RANK" = 0 ]; then exec {inner}; fi\nuntil [ -e go ]; do sleep 0.05; done\n'
+    )
+    command = [*torchrun, "--nproc-per-node=2", "sh", "rank.sh"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
         try:
-            deadline = time.monotonic() + 100
-            while len(files := list(pids.iterdir())) < 2:
-                assert process.poll() is None and time.monotonic() < deadline, "the two inner jobs did not start"
+            deadline = time.monotonic() + 600
+            while not (files := list(pids.iterdir())):
+                assert process.poll() is None and time.monotonic() < deadline, "the inner job did not start"
                 time.sleep(0.05)
             for path in files:
                 pid = int(path.name)
