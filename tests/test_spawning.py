@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import run
 
 import ddpkit
-from ddpkit import PeerError, spawn
+from ddpkit import PeerError, spawn, testing
 
 
 def describe(word: str) -> tuple[str, int, int, str]:
@@ -155,6 +156,34 @@ def test_many_launches_in_parallel_do_not_meet() -> None:
     for thread in threads:
         thread.join()
     assert results == [[(number, [(number, 0), (number, 1)])] * 2 for number in range(20)]
+
+
+def make_torchs_own_group() -> tuple[int, str]:
+    dist.init_process_group("gloo")
+    dist.barrier()  # who destroys it at once closes connections that others still make
+    size = dist.get_world_size()
+    dist.destroy_process_group()
+    return size, os.environ["MASTER_PORT"]
+
+
+def test_launches_side_by_side_make_torchs_own_groups_on_ports_that_stay_held() -> None:
+    results: list[Any] = [None] * 4
+
+    def work(number: int) -> None:
+        results[number] = spawn(make_torchs_own_group, 2)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(sizes == [(2, sizes[0][1])] * 2 for sizes in results), results
+    assert len({sizes[0][1] for sizes in results}) == 4
+
+
+def test_a_function_on_warm_ranks_may_make_torchs_own_group() -> None:
+    found = testing.on_ranks(make_torchs_own_group, 2, join=False)
+    assert [size for size, _ in found] == [2, 2]
 
 
 def report_pid(folder: str) -> None:

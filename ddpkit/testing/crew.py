@@ -183,6 +183,7 @@ class Crew:
         size = str(len(self._ranks))
         env |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "DDPKIT_SPAWN": "1", _MARK: self._mark}
+        env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch's own init joins the store, too, and hosts none
         return env
 
 
