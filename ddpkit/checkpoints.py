@@ -117,7 +117,8 @@ class Checkpointer:
         Raises:
             CheckpointError: On every rank, if the ranks' states differ, if a tensor is sharded (`fully_shard`, FSDP,
                 tensor parallelism), if another job writes into the folder, if rank 0 cannot write, or if loading a
-                value would need code from the file. The checkpoints written before stay as they are.
+                value would need code from the file. The checkpoints written before stay as they are. If only `latest`
+                cannot be written, the message says that the checkpoint itself is complete.
             MismatchError: If the ranks pass other steps, scores or names; if another rank passes a bad argument.
             ValueError, TypeError: If an argument cannot be used.
         """
@@ -218,27 +219,40 @@ class Checkpointer:
         return None
 
     def _write(self, path: Path, score: float | None, content: Mapping[str, Any]) -> None:
+        """Write a checkpoint, list it in `latest`, and delete those that are not kept any more."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._claim = claim(self.folder)
-            for entry in os.listdir(self.folder):
-                if _LEFT_OVER.fullmatch(entry):
-                    with suppress(OSError):
-                        os.unlink(self.folder / entry)
+            self._delete_left_overs()
             write_durably(path, lambda file: dump(content, file))
-            listed = {path.name: score} | {name: old for name, old in self._listed().items() if name != path.name}
-            kept = {*list(listed)[: self.keep], *_best(listed)[: self.keep_best]}
-            lines = [name if listed[name] is None else f"{name} {listed[name]!r}" for name in listed if name in kept]
-            write_durably(self.folder / "latest", lambda file: file.write("".join(f"{x}\n" for x in lines).encode()))
         except OSError as error:
             raise CheckpointError(
                 f"Cannot write to {self.folder}: {error}. Earlier checkpoints are complete."
+            ) from error
+        listed = {path.name: score} | {name: old for name, old in self._listed().items() if name != path.name}
+        kept = {*list(listed)[: self.keep], *_best(listed)[: self.keep_best]}
+        lines = [name if listed[name] is None else f"{name} {listed[name]!r}" for name in listed if name in kept]
+        text = "".join(f"{line}\n" for line in lines)
+        try:
+            write_durably(self.folder / "latest", lambda file: file.write(text.encode()))
+        except OSError as error:
+            raise CheckpointError(
+                f"Saved {path}, which is complete, but cannot list it in {self.folder / 'latest'}: {error}. So "
+                "load_latest() and load_best() may take another checkpoint; load(path) takes this one. "
+                "No older one was deleted."
             ) from error
         for name in listed.keys() - kept:
             try:
                 (self.folder / name).unlink(missing_ok=True)
             except OSError as error:
                 _log.warning("Saved %s, but an old checkpoint stays: %s.", path, error)
+
+    def _delete_left_overs(self) -> None:
+        """Delete what a writer that was killed has left."""
+        for entry in os.listdir(self.folder):
+            if _LEFT_OVER.fullmatch(entry):
+                with suppress(OSError):
+                    os.unlink(self.folder / entry)
 
     def _names(self) -> list[str]:
         """Return the checkpoints' names, last written first; then those that `latest` does not list, by step."""
