@@ -19,6 +19,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+from .ancestry import born
 from .errors import CheckpointError
 
 try:
@@ -92,7 +93,7 @@ class Claim:
         """Whether a holder may still run although this process got the lock: where locks do not reach it."""
         if holder.get("machine") == self.me["machine"]:
             # the lock alone does not tell: a process loses it when it closes any other descriptor of the file
-            return holder.get("pid") != self.me["pid"] and _runs(holder.get("pid"))
+            return holder.get("pid") != self.me["pid"] and _runs(holder.get("pid"), holder.get("born"))
         if self.me["job"] and holder.get("job") == self.me["job"]:  # this job, started again
             return False
         with tempfile.TemporaryFile(dir=self.folder) as probe:  # its time is the file system's, as the claim's is
@@ -169,6 +170,7 @@ def _describe_this_job() -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": _machine(),
         "pid": os.getpid(),
+        "born": born(os.getpid()),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         "job": _job(os.environ),
         "token": os.urandom(8).hex(),
@@ -189,9 +191,12 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _runs(pid: Any) -> bool:
+def _runs(pid: Any, birth: Any) -> bool:
+    """Tell whether a process runs that a claim on this machine names, by its number and by when it started."""
     if os.name != "posix" or not isinstance(pid, int):
         return False
+    if birth:  # else /proc did not tell it
+        return born(pid) == birth
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -19,6 +19,7 @@ import torch
 from conftest import on_ranks
 from processes import CLEAN, ROOT
 
+from ddpkit.ancestry import born
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import CheckpointError
 
@@ -150,6 +151,49 @@ def test_a_dead_process_on_this_machine_holds_nothing_though_its_number_is_used_
     assert holder["pid"] == os.getpid()
     (tmp_path / ".writer").write_text(json.dumps(holder | {"token": "00", "host": "a container"}))
     save(tmp_path)
+
+
+@contextmanager
+def another_process() -> Iterator[int]:
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def claim_here(folder: Path, pid: int, **changed: Any) -> None:
+    """Leave the claim of a process of this machine whose lock somebody has lost."""
+    checkpoints = Checkpointer(folder)
+    checkpoints.save(1)
+    mine = json.loads((folder / ".writer").read_text())
+    del checkpoints
+    (folder / ".writer").write_text(json.dumps(mine | {"token": "00", "pid": pid} | changed))
+
+
+def test_a_process_that_has_the_number_of_a_dead_one_holds_nothing(tmp_path: Path) -> None:
+    with another_process() as pid:
+        claim_here(tmp_path, pid, born="1")
+        save(tmp_path)
+
+
+@pytest.mark.parametrize("known", [True, False])  # an older ddpkit did not note when a process had started
+def test_a_process_that_lost_its_lock_holds_its_claim_while_it_runs(tmp_path: Path, known: bool) -> None:
+    with another_process() as pid:
+        claim_here(tmp_path, pid, born=born(pid) if known else "")
+        with pytest.raises(CheckpointError, match=f"process {pid} on "):
+            save(tmp_path)
+    save(tmp_path)
+
+
+def test_a_holder_that_was_killed_and_not_yet_waited_for_holds_nothing(tmp_path: Path) -> None:
+    with another_process() as pid:
+        claim_here(tmp_path, pid, born=born(pid))
+        os.kill(pid, signal.SIGKILL)
+        while born(pid):
+            time.sleep(0.01)
+        save(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\0" * 50, '{"machine": 3}', '{"pid": "x", "machine": null}'])
