@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from types import MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
@@ -20,6 +24,8 @@ _DECIDED = {
     "generator": "it seeds one of its own, so that the global one is left alone",
     "in_order": "batches out of order could be neither counted nor resumed",
 }
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_SHORT = 100  # entries of a container that is searched for generators; longer ones hold samples
 
 
 def make_loader(
@@ -155,21 +161,29 @@ class Loader(DataLoader[Any]):
     def peek(self) -> Any:
         """Return the batch that the next loop begins with, and count nothing: to see its shapes, or trace a model.
 
-        It is loaded in this process, and the random numbers that this takes are put back. Where nothing is left of the
+        It is loaded in this process, and the random numbers that this takes are put back: those of `random`, NumPy and
+        torch, and of the generators that the sampler, the dataset and `collate_fn` hold. Where nothing is left of the
         epoch it is made of the dataset's first samples.
         """
-        saved, generator = get_rng_state(), torch.Generator("cpu")
+        saved = get_rng_state()
+        put_back = [_keep(generator) for generator in _generators_in(self.sampler, self.dataset, self.collate_fn)]
+        try:
+            return self._first_batch()
+        finally:
+            for restore in put_back:
+                restore()
+            set_rng_state(saved)
+
+    def _first_batch(self) -> Any:
         cuts: dict[str, Any] = {"batch_size": self.batch_size}
         if isinstance(self.batch_sampler, _Batches):
             first = range(len(self.dataset))[: self.batch_size]  # type: ignore[arg-type]
             cuts = {"batch_sampler": [next(iter(self.batch_sampler.batches), list(first))]}
         _tell_epoch(self.dataset, self.epoch)
-        try:
-            with torch.device("cpu"):
-                batches = iter(DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **cuts))
-            return next(batches)
-        finally:
-            set_rng_state(saved)
+        generator = torch.Generator("cpu")
+        with torch.device("cpu"):
+            batches = iter(DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **cuts))
+        return next(batches)
 
     def __repr__(self) -> str:
         place = f"epoch={self.epoch}"
@@ -310,6 +324,38 @@ def _shards_of(dataset: Any, seed: int) -> Any:
 def _tell_epoch(dataset: Any, epoch: int) -> None:
     if callable(getattr(dataset, "set_epoch", None)):
         dataset.set_epoch(epoch)
+
+
+def _generators_in(*owners: Any) -> Iterator[Any]:
+    """Yield the random number generators that objects hold in their attributes, or in short containers there."""
+    seen: set[int] = set()
+    waiting = [*owners]
+    while waiting:
+        owner = waiting.pop()
+        if id(owner) in seen or isinstance(owner, (type, ModuleType, torch.Tensor, np.ndarray)):
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, random.SystemRandom):  # has no state
+            continue
+        if isinstance(owner, _GENERATORS):
+            yield owner
+        elif isinstance(owner, MethodType):
+            waiting.append(owner.__self__)
+        elif isinstance(owner, (list, tuple, dict)):
+            if len(owner) <= _SHORT:
+                waiting += owner.values() if isinstance(owner, dict) else owner
+        else:
+            waiting += getattr(owner, "__dict__", {}).values()
+
+
+def _keep(generator: Any) -> Callable[[], None]:
+    """Return what puts a generator back into its present state."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(generator.set_state, generator.get_state())
 
 
 def _check_sampler(sampler: Sampler[int], batch_size: int) -> None:

@@ -320,6 +320,72 @@ def test_a_peek_draws_no_random_numbers_and_finds_something_where_nothing_is_lef
     assert make_loader(range(3), 8, train=False).peek().tolist() == [0, 1, 2]
 
 
+class OwnNoise(Noisy):
+    """Draws from generators of its own, one of them in a transform."""
+
+    def __init__(self):
+        self.numbers, self.old = np.random.default_rng(1), np.random.RandomState(2)
+        self.transforms = [Jitter()]
+        self.system = random.SystemRandom()  # cannot be put back
+
+    def __getitem__(self, index):
+        drawn = index, float(self.numbers.random()), float(self.old.rand())
+        return self.transforms[0](drawn)
+
+    def collate(self, samples):
+        return [(*sample, float(self.numbers.random())) for sample in samples]
+
+
+class Jitter:
+    def __init__(self):
+        self.random, self.torchs = random.Random(3), torch.Generator().manual_seed(4)
+
+    def __call__(self, sample):
+        return *sample, self.random.random(), float(torch.rand((), generator=self.torchs))
+
+
+class OwnOrder:
+    """A sampler of one rank's part of an order that a generator of its own draws."""
+
+    def __init__(self, n, generator):
+        self.num_replicas, self.rank = ddpkit.get_world_size(), ddpkit.get_rank()
+        self.inner = RandomSampler(range(n), generator=generator)
+
+    def __iter__(self):
+        return iter([*self.inner][self.rank :: self.num_replicas])
+
+    def __len__(self):
+        return len(range(self.rank, self.inner.num_samples, self.num_replicas))
+
+
+def two_epochs(seed, number, peeks):
+    """What two epochs give, and the global numbers after them."""
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    dataset = OwnNoise()
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    options = {"sampler": OwnOrder(len(dataset), generator), "collate_fn": dataset.collate, **workers(number)}
+    loader, epochs = make_loader(dataset, 5, **options), []
+    for _ in range(2):
+        seen = [loader.peek() for _ in range(peeks)]
+        epochs.append(list(loader))
+        assert all(batch == seen[0] for batch in seen)
+        assert number or not seen or seen[0] == epochs[-1][0]
+    return epochs, random.random(), np.random.rand(), float(torch.rand(()))
+
+
+def with_and_without_peeks():
+    kinds = [
+        (seed, number) for seed in (None, 7) for number in (0, 2)
+    ]  # torch's global generator, or the sampler's own
+    return [[two_epochs(seed, number, peeks) for peeks in (2, 0)] for seed, number in kinds]
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_a_peek_leaves_generators_of_sampler_and_dataset_as_they_were(w):
+    for found in on_ranks(with_and_without_peeks, w):
+        assert all(with_peeks == without for with_peeks, without in found)
+
+
 def test_a_loop_left_early_after_a_resume_is_not_silent():
     loader = resumed_at(20, 4, 12)
     next(iter(loader))
