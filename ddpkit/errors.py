@@ -5,14 +5,25 @@ Bad arguments are plain `ValueError` and `TypeError`; these are for the state of
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, TypeVar
+
+_Error = TypeVar("_Error", bound="DdpkitError")
 
 
 class DdpkitError(RuntimeError):
     """The root of ddpkit's own errors."""
 
+    _made: float  # when, in this process: so which job's it is, and for how long it has been on its way
+
+    def __new__(cls: type[_Error], *args: Any, **kwargs: Any) -> _Error:
+        error = super().__new__(cls, *args)
+        error._made = time.monotonic()
+        return error
+
     def __reduce__(self) -> tuple[Any, ...]:  # subclasses take keywords, so the default would not unpickle
-        return _rebuild, (type(self), self.args, self.__dict__.copy())
+        state = {name: value for name, value in self.__dict__.items() if name != "_made"}
+        return _rebuild, (type(self), self.args, state)
 
 
 class LaunchError(DdpkitError):

@@ -2,6 +2,7 @@
 
 A signal interrupts the main thread, also in a sleep, and its handler raises there. What it raises may get lost: in a
 task, a callback, a broad `except`. So it is raised again, except while an `except` or `finally` block deals with it.
+A `with` block that it leaves may wait for threads or processes that do not end: that is no dealing with it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +29,12 @@ _NEVER = float("inf")
 GRACE = 5.0  # seconds from the first try until a main thread that neither ends nor handles it is given up
 _PAUSE = 0.25  # seconds between tries, about
 _ASIDE = 0.03  # seconds, at most, until the next try where what is raised would get lost
-_ASYNCIO = os.path.join(os.path.dirname(os.__file__), "asyncio", "")  # importing it here would take time
+_PYTHON = os.path.dirname(os.__file__)
+_ASYNCIO = os.path.join(_PYTHON, "asyncio", "")  # importing it here would take time
+# whose `__exit__` waits for threads or processes
+_WAITING = tuple(
+    os.path.join(_PYTHON, name) for name in ("concurrent", "multiprocessing", "socketserver", "subprocess")
+)
 _FAILURES = (PeerError, BarrierTimeout, LaunchError, MismatchError, ReplicaMismatch)
 
 
@@ -44,8 +49,7 @@ class Interrupter:
     def __init__(self, session: Session, wake: Callable[[], None]) -> None:
         self._session, self._wake = session, wake
         self._main, self._caller = threading.main_thread(), threading.current_thread()
-        self._former: weakref.WeakSet[BaseException] = weakref.WeakSet()
-        self._former.update(self._failures())  # of an earlier job, if this one begins where they are handled
+        self._began = time.monotonic()  # failures that are older are those of an earlier job
         self.due = _NEVER  # when the next try is
         self._first = _NEVER  # when the first one was, since a failure was last handled
         self._answered = -_NEVER  # when the handler last ran
@@ -74,7 +78,7 @@ class Interrupter:
 
     def is_handled(self) -> bool:
         """Tell whether a block of the main thread's, or of the one that called `setup()`, deals with a failure."""
-        return any(error not in self._former for error in self._failures())
+        return any(self._is_handled_in(thread.ident or 0) for thread in (self._main, self._caller))
 
     def try_to_raise(self) -> None:
         """Interrupt the main thread, whose handler then raises."""
@@ -150,13 +154,14 @@ class Interrupter:
         self.due = time.monotonic() + _PAUSE
         raise as_error(session.told)
 
-    def _failures(self) -> Iterator[BaseException]:
-        """Yield the failures with which `except` and `finally` blocks of these threads are dealing."""
-        current = sys._current_exceptions()
-        for thread in (self._main, self._caller):
-            found: Any = current.get(thread.ident or 0)
-            error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
-            yield from (error for error in _chain(error) if isinstance(error, _FAILURES))
+    def _is_handled_in(self, thread: int) -> bool:
+        found: Any = sys._current_exceptions().get(thread)
+        error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+        for failure in _handled_with(error):
+            if isinstance(failure, _FAILURES) and failure._made > self._began:
+                is_new = time.monotonic() < failure._made + GRACE
+                return is_new or not _is_leaving(failure, sys._current_frames().get(thread))
+        return False
 
 
 def _signals() -> Iterator[int]:
@@ -166,16 +171,33 @@ def _signals() -> Iterator[int]:
         yield signal.SIGURG
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, those during whose handling it was raised, and its causes."""
+def _handled_with(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception, the members of a group, and those during whose handling it was raised.
+
+    Not its causes: a script may name one long after it has handled it.
+    """
     seen: set[int] = set()
     waiting = [error]
     while waiting:
-        error = waiting.pop()
+        error = waiting.pop(0)
         if error is not None and id(error) not in seen:
             seen.add(id(error))
             yield error
-            waiting += [error.__context__, error.__cause__]
+            waiting += [*getattr(error, "exceptions", ()), error.__context__]
+
+
+def _is_leaving(failure: BaseException, frame: FrameType | None) -> bool:
+    """Tell whether a failure is on its way out of a block of Python's own that waits, for example for threads."""
+    trace = failure.__traceback__
+    if trace is not None and trace.tb_frame.f_code.co_filename.startswith(_ASYNCIO):  # asyncio.run() closes its loop
+        return True
+    while frame is not None:
+        code = frame.f_code
+        waits = code.co_name == "__exit__" and code.co_filename.startswith(_WAITING)
+        if waits and any(argument is failure for argument in frame.f_locals.values()):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _random_below(seconds: float) -> float:
