@@ -191,7 +191,7 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _runs(pid: Any, birth: Any) -> bool:
+def _runs(pid: Any, birth: object) -> bool:
     """Tell whether a process runs that a claim on this machine names, by its number and by when it started."""
     if os.name != "posix" or not isinstance(pid, int):
         return False

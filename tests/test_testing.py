@@ -76,6 +76,14 @@ def test_one_is_killed(rank):
         os.kill(os.getpid(), signal.SIGKILL)
     ddpkit.barrier()
 
+@pytest.mark.ranks(2)
+def test_one_is_killed_when_the_other_is_done(rank):
+    if rank == 1:
+        ddpkit.barrier("first")
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    ddpkit.barrier("first")
+
 @pytest.fixture
 def broken(rank):
     if rank == 1:
@@ -111,12 +119,13 @@ def test_joins_by_itself(rank):
 """
 
 
-def test_failures_say_which_rank_and_why(pytester: pytest.Pytester) -> None:
+def test_failures_say_which_rank_and_why(pytester: pytest.Pytester, capfd: pytest.CaptureFixture[str]) -> None:
     outcomes, text = run(pytester, FAILURES)
     assert {name.split("[")[0]: outcome for name, outcome in outcomes.items()} == {
         "test_one_fails": "FAILED",
         "test_one_hangs": "FAILED",
         "test_one_is_killed": "FAILED",
+        "test_one_is_killed_when_the_other_is_done": "FAILED",
         "test_a_fixture_fails": "ERROR",
         "test_the_next_one_is_well": "PASSED",
         "test_one_skips": "FAILED",
@@ -128,7 +137,8 @@ def test_failures_say_which_rank_and_why(pytester: pytest.Pytester) -> None:
     assert re.search(r"Captured stdout call \(rank 2\) -+\nsaid by 2", text)
     hung = re.search(r"Rank 1 of 2 did not come to an end within 1 s\.\nIt was here:\n(.|\n)*?\nrank 0: passed", text)
     assert hung and "wait_for_godot" in hung[0] and "_pytest" not in hung[0]
-    assert "Rank 1 of 2 was killed by SIGKILL." in text
+    assert text.count("Rank 1 of 2 was killed by SIGKILL.") == 2
+    assert "INTERNALERROR" not in "".join(capfd.readouterr())
     assert re.search(
         r"LookupError: no such thing\n(.*\n)*?-+ That was rank 1 of 2 -+\nrank 0: failed: .*PeerError", text
     )
@@ -175,13 +185,15 @@ def test_fixtures_run_in_each_rank_and_tmp_path_is_shared(pytester: pytest.Pytes
     assert outcomes == {"test_a[2ranks]": "PASSED", "test_b[2ranks]": "PASSED"}, text
 
 
-DIRT = """
+SAME = """
 def same_processes(folder, rank):
     path = folder / f"pid{rank}"
     before = path.read_text() if path.exists() else str(os.getpid())
     path.write_text(str(os.getpid()))
     return before == str(os.getpid())
+"""
 
+DIRT = """
 @pytest.mark.ranks(2)
 def test_0(rank):
     assert same_processes(HERE, rank)
@@ -235,10 +247,106 @@ def test_7_asks_for_new_processes(rank):
 
 def test_ranks_are_used_again_when_a_test_left_them_as_they_were(pytester: pytest.Pytester, tmp_path: Path) -> None:
     (tmp_path / "pids").mkdir()
-    source = f"import pathlib\nHERE = pathlib.Path({str(tmp_path / 'pids')!r})\n" + DIRT
+    source = f"import pathlib\nHERE = pathlib.Path({str(tmp_path / 'pids')!r})\n" + SAME + DIRT
     outcomes, text = run(pytester, source)
     assert len(outcomes) == 8 and {*outcomes.values()} == {"PASSED"}, text
     assert processes_of(str(tmp_path)) == []
+
+
+def test_a_rank_that_hears_of_a_failure_outside_of_the_test_is_not_the_cause(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeconftest(
+        """
+import os, time
+import pytest
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    if os.environ.get("RANK") == "0":
+        time.sleep(600)  # the news comes while it is in a hook of pytest's
+    return (yield)
+"""
+    )
+    outcomes, text = run(pytester, "@pytest.mark.ranks(2)\ndef test_fails(rank):\n    assert rank == 0\n")
+    assert outcomes == {"test_fails[2ranks]": "FAILED"}, text
+    assert re.search(r"That was rank 1 of 2 -+\nrank 0: failed: PeerError: rank 1 .* AssertionError", text), text
+
+
+PATCHES = """
+class Mine:
+    def method(self):
+        return "mine"
+
+@pytest.mark.ranks(2)
+def test_0_patches_for_as_long_as_it_runs(rank, monkeypatch):
+    assert same_processes(HERE, rank)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "patched")
+    monkeypatch.setattr(Mine, "method", lambda self: "patched")
+    assert torch.cuda.is_available() == Mine().method() == "patched"
+
+@pytest.mark.ranks(2)
+def test_1_lets_torch_replace_its_own_and_set_a_signal_handler(rank):
+    assert same_processes(HERE, rank)
+    model = torch.nn.Linear(1, 1)
+    torch.optim.Adam(model.parameters()).step()
+    assert len([*torch.utils.data.DataLoader(range(4), num_workers=1, multiprocessing_context="fork")]) == 4
+
+@pytest.mark.ranks(2)
+def test_1_patches_torch(rank):
+    assert same_processes(HERE, rank)
+    if rank == 1:
+        torch.cuda.is_available = lambda: "patched"
+
+@pytest.mark.ranks(2)
+def test_2_has_new_processes_and_patches_a_class(rank):
+    assert not same_processes(HERE, rank) and torch.cuda.is_available() != "patched"
+    Mine.method = lambda self: "patched"
+
+@pytest.mark.ranks(2)
+def test_3_has_new_processes_and_deletes_a_function(rank):
+    assert not same_processes(HERE, rank) and Mine().method() == "mine"
+    del ddpkit.barrier
+
+@pytest.mark.ranks(2)
+def test_4_has_new_processes(rank):
+    assert not same_processes(HERE, rank)
+    ddpkit.barrier()
+"""
+
+
+def test_ranks_in_which_a_test_has_replaced_functions_are_not_used_again(
+    pytester: pytest.Pytester, tmp_path: Path
+) -> None:
+    outcomes, text = run(pytester, f"import pathlib\nHERE = pathlib.Path({str(tmp_path)!r})\n" + SAME + PATCHES)
+    assert len(outcomes) == 6 and {*outcomes.values()} == {"PASSED"}, text
+
+
+KILLED = """
+@pytest.mark.ranks(3)
+def test_a(rank):
+    (HERE / f"pid{rank}").write_text(str(os.getpid()))
+
+def test_b():
+    pids = [int((HERE / f"pid{rank}").read_text()) for rank in range(3)]
+    os.kill(pids[1], signal.SIGKILL)
+    while any(os.path.exists(f"/proc/{pid}/exe") for pid in pids):  # the others end as well
+        time.sleep(0.05)
+
+@pytest.mark.ranks(3)
+def test_c(rank):
+    assert (HERE / f"pid{rank}").read_text() != str(os.getpid())
+    assert ddpkit.all_reduce_mean(1.0) == 1.0
+"""
+
+
+def test_ranks_of_which_one_is_killed_between_tests_are_replaced_in_silence(
+    pytester: pytest.Pytester, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcomes, text = run(pytester, f"import pathlib\nHERE = pathlib.Path({str(tmp_path)!r})\n" + KILLED)
+    assert len(outcomes) == 3 and {*outcomes.values()} == {"PASSED"}, text
+    said = capfd.readouterr()
+    assert "Error" not in said.out + said.err and "ERROR" not in said.out + said.err, said
 
 
 def processes_of(word: str) -> list[str]:

@@ -103,7 +103,8 @@ def _outcome(answer: Answer) -> tuple[BaseException | None, Any]:
     if answer.done is None:
         return PeerError(answer.rank, host, "lost", answer.problem), None
     if isinstance(answer.done.value, str):
-        return PeerError(answer.rank, host, "lost", "could not begin", answer.done.value), None
+        rank = answer.rank if answer.done.heard_of is None else answer.done.heard_of
+        return PeerError(rank, host, "lost", "could not begin", answer.done.value), None
     error, value, text = pickle.loads(answer.done.value)
     if error is not None:
         error.__cause__ = PeerError(answer.rank, host, type(error).__name__, str(error), text)

@@ -10,8 +10,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,10 @@ from .. import interrupting
 
 _PATIENCE = 1.0  # seconds in which threads and processes that are ending may end
 _SEED = 0
+# ddpkit's while it has joined, and torch's, set for good by a loader with workers: it notices those that die
+_HANDLERS = {interrupting.__name__, "torch.utils.data._utils.signal_handling"}
+_CODE = (FunctionType, BuiltinFunctionType, type, classmethod, staticmethod, property)
+_LIBRARIES = sys.stdlib_module_names - {"sys"} | {"ddpkit", "numpy", "torch"}  # setup() sets a hook of sys
 
 
 @dataclass
@@ -92,9 +99,80 @@ def traces() -> Traces:
     """Look at what cannot be reset."""
     signals: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
     for number, handler in signals.items():
-        if getattr(handler, "__module__", None) == interrupting.__name__:  # ddpkit's own while it has joined
+        if getattr(handler, "__module__", None) in _HANDLERS:
             signals[number] = signal.SIG_DFL
     return Traces(_threads(), _children(), signals, [*logging.root.handlers], len(dist.distributed_c10d._world.pg_map))
+
+
+class Originals:
+    """The functions, classes and methods that tests may replace, as they were before.
+
+    Args:
+        root: The project's folder. Its modules are looked after, and what libraries show: not their inner modules.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = f"{root}{os.sep}"
+        self._seen: set[str] = set()
+        self._kept: dict[int, _Kept] = {}
+
+    def learn(self) -> None:
+        """Take in the modules that have been imported since."""
+        for name in sys.modules.keys() - self._seen:
+            self._seen.add(name)
+            module = sys.modules.get(name)
+            if not isinstance(module, ModuleType):
+                continue
+            file = getattr(module, "__file__", None) or ""
+            package = name.partition(".")[0]
+            if package == "ddpkit" or (file.startswith(self._root) and "site-packages" not in file):
+                self._learn(name, module, package="", classes=True)
+            elif package in _LIBRARIES and name.count(".") <= 1:
+                self._learn(name, module, package, classes=package == "torch")
+
+    def replaced(self) -> list[str]:
+        """Name the modules and classes in which something has been replaced."""
+        return [f"a replaced function in {kept.name}" for kept in self._kept.values() if kept.is_changed()]
+
+    def _learn(self, name: str, module: ModuleType, package: str, classes: bool) -> None:
+        self._kept[id(module)] = _Kept(name, package, vars(module))
+        for value in [*vars(module).values()]:
+            if classes and issubclass(type(value), type) and value.__module__.startswith(package or name):
+                self._kept[id(value)] = _Kept(f"{name}.{value.__qualname__}", package, vars(value))
+
+
+class _Kept:
+    """The functions and classes of a module, or the methods of a class; compared in some microseconds."""
+
+    def __init__(self, name: str, package: str, space: Mapping[str, Any]) -> None:
+        self.name = name
+        self._package = package  # that may replace its own; "" for none
+        self._space = space
+        self._keys = [key for key, value in [*space.items()] if issubclass(type(value), _CODE)]
+        self._remember()
+
+    def is_changed(self) -> bool:
+        """Tell whether somebody else has replaced or deleted something."""
+        try:
+            found = self._values_of(self._space)
+        except KeyError:
+            return True
+        if found == self._values:
+            return False
+        new = [value for value, old in zip(found, self._values, strict=True) if value is not old]
+        if any(not self._is_own(value) for value in new):
+            return True
+        self._remember()
+        return False
+
+    def _remember(self) -> None:
+        # a getter of one name would not return a tuple, and one of none does not exist
+        self._values_of = itemgetter("__doc__", "__doc__", *self._keys)
+        self._values = self._values_of(self._space)
+
+    def _is_own(self, value: Any) -> bool:
+        maker = getattr(getattr(value, "fget", value), "__module__", None) or ""
+        return bool(self._package) and f"{maker}.".startswith(f"{self._package}.")
 
 
 def _threads() -> set[int]:

@@ -15,6 +15,7 @@ _PHASES = ("setup", "call", "teardown")
 def merge(item: pytest.Item, answers: list[Answer]) -> list[pytest.TestReport]:
     """Report a test as one, from what became of it on its ranks."""
     reports = [_reports(item, answer) for answer in answers]
+    _add_echoes(item, answers, reports)
     lost = [answer for answer in answers if answer.done is None]
     if lost:
         return [_lost(item, lost, reports)]
@@ -37,13 +38,24 @@ Reports = dict[str, pytest.TestReport]
 
 def _reports(item: pytest.Item, answer: Answer) -> Reports:
     """The reports of one rank, by phase."""
-    if answer.done is None:
+    if answer.done is None or answer.done.heard_of is not None:
         return {}
     if isinstance(answer.done.value, str):  # it could not begin
         return {"setup": _made(item, "setup", answer.done.value)}
     hook = item.config.hook
     reports = [hook.pytest_report_from_serializable(config=item.config, data=data) for data in answer.done.value]
     return {report.when: report for report in reports}
+
+
+def _add_echoes(item: pytest.Item, answers: list[Answer], reports: list[Reports]) -> None:
+    """Report of ranks that another's failure kept from reporting themselves, in the phase in which that one failed."""
+    failed = {phase for own in reports for phase, report in own.items() if report.failed}
+    phase = next((phase for phase in _PHASES if phase in failed), "call")
+    for answer in answers:
+        if answer.done is not None and answer.done.heard_of is not None:
+            report = _made(item, phase, answer.done.value)
+            report.ddpkit_echo = True  # type: ignore[attr-defined]
+            reports[answer.rank] = {phase: report}
 
 
 def _one(phase: str, ranks: list[Reports]) -> pytest.TestReport | None:

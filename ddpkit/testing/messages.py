@@ -49,11 +49,13 @@ class Done:
         failed: Whether this rank's part of it failed.
         value: The test's reports, or the pickled outcome of the call.
         output: What a call has printed; a test's reports hold it themselves.
+        heard_of: The rank whose failure kept this one from coming to an end; `value` is then a text.
     """
 
     failed: bool
     value: Any
     output: str = ""
+    heard_of: int | None = None
 
 
 @dataclass

@@ -11,16 +11,19 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from .. import runtime
+from .. import runtime, watch
 from ..assembly import close_stores
+from ..errors import PeerError
 from . import cleaning
 from .calls import call
 from .items import Items
@@ -62,6 +65,7 @@ class Rank:
         self._meeting: str | None = None  # the port of the store where the group that is kept was made
         self._group: object = None
         self._capture: Any = None
+        self._originals = cleaning.Originals(Path())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -82,12 +86,28 @@ class Rank:
         items = Items(session, self)
         session.config.pluginmanager.register(items, "ddpkit items")
         cleaning.remember()
+        self._originals = cleaning.Originals(session.config.rootpath)
         threading.Thread(target=self._listen, name="ddpkit testing", daemon=True).start()
-        while (task := self._inbox.get()) is not None:
-            self._run(task, items)
+        try:
+            while (task := self._next_task()) is not None:
+                self._run(task, items)
+        except PeerError:  # one has died between tests, or after its part of one: the test process replaces all
+            runtime.teardown()
+            with suppress(Exception):
+                items.finalise()
+            return True
         items.finalise()
         runtime.teardown()
         return True
+
+    def _next_task(self) -> Task | None:
+        """Wait for the next task, in silence, for nobody asks what becomes of idle ranks."""
+        watch.log.disabled = True
+        try:
+            task: Task | None = self._inbox.get()
+        finally:
+            watch.log.disabled = False
+        return task
 
     def pytest_enter_pdb(self) -> None:
         """Wait for the terminal."""
@@ -108,6 +128,8 @@ class Rank:
             self._prepare(task)
             before = cleaning.traces()
             done = self._do(task, items)
+        except PeerError as error:  # between the parts of the test in which it would be reported
+            done = Done(True, f"PeerError: {error}", heard_of=error.rank)
         except Exception:  # it cannot join, for example
             done = Done(True, traceback.format_exc())
         self._say(done)
@@ -134,6 +156,7 @@ class Rank:
 
     def _do(self, task: Task, items: Items) -> Done:
         def begin() -> None:
+            self._originals.learn()  # now that the test's modules have been imported
             self._say(Started())
 
         if task.kind == "item":
@@ -147,7 +170,7 @@ class Rank:
 
     def _look_back(self, task: Task, before: cleaning.Traces) -> Left:
         joined = dist.group.WORLD is self._group and self._group is not None
-        found = before.compare(cleaning.traces())
+        found = before.compare(cleaning.traces()) + self._originals.replaced()
         if task.join and joined:
             found += self._meet()
         if not joined:
