@@ -41,6 +41,7 @@ def assert_recovered(ended: list[Ended], first: int, then: int, undisturbed: str
     assert said == [f"{first} ranks start after step 0", f"{then} ranks start after step {LAST_SAVED}", undisturbed]
 
 
+@pytest.mark.storm
 def test_a_restart_on_one_node_goes_on(tmp_path: Path, undisturbed: str) -> None:
     ended = on_one_node(ELASTIC, str(tmp_path), "raise", static=True)
     assert [end.code for end in ended] == [0], ended

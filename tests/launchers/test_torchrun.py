@@ -44,12 +44,14 @@ def test_torchrun_on_one_node() -> None:
     assert_joined(launch([*TORCHRUN, "--standalone", "--nproc-per-node=4", *PROGRAM]), "torchrun", 4)
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_torchrun_ends_the_other_rank_of_a_node(fault: str, tmp_path: Path) -> None:
     (end,) = launch([*TORCHRUN, "--standalone", "--nproc-per-node=2", *ending(tmp_path, fault, "got SIGTERM")])
     assert_ended(end, tmp_path, "got SIGTERM")
 
 
+@pytest.mark.storm
 def test_ranks_behind_a_wrapper_end_when_torchrun_is_killed(tmp_path: Path) -> None:
     stay = """
 import sys, time, ddpkit
@@ -78,6 +80,7 @@ with ddpkit.distributed() as context, open(sys.argv[1] + str(context.rank), "w",
     assert end.output.count("Exception raised from") < 8  # a C++ stack for each call of a dead store
 
 
+@pytest.mark.storm
 @needs(nodes=True)
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_ddpkit_alone_ends_the_rank_on_another_node(fault: str, nodes: list[Node], tmp_path: Path) -> None:
@@ -86,6 +89,7 @@ def test_ddpkit_alone_ends_the_rank_on_another_node(fault: str, nodes: list[Node
         assert_ended(end, tmp_path, "stayed")
 
 
+@pytest.mark.storm
 @needs(nodes=True)
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1)])
 def test_torchrun_on_several_nodes(sizes: tuple[int, ...], nodes: list[Node]) -> None:
@@ -96,6 +100,7 @@ def test_torchrun_on_several_nodes(sizes: tuple[int, ...], nodes: list[Node]) ->
     assert_joined(launch(*commands), "torchrun", *sizes)
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize("local", [True, False])
 def test_a_platform_that_sets_the_variables(local: bool) -> None:
     port = free_port()
@@ -124,12 +129,14 @@ def on_clones(nodes: list[Node], *program: str, local: bool = False) -> list[End
     return launch(*commands)
 
 
+@pytest.mark.storm
 @needs(nodes=True)
 @pytest.mark.parametrize("local", [True, False])
 def test_a_platform_on_two_nodes_with_one_host_name(local: bool, clones: list[Node]) -> None:
     assert_joined(on_clones(clones, *PROGRAM, local=local), "platform", 2, 2)
 
 
+@pytest.mark.storm
 @needs(nodes=True)
 def test_the_first_rank_of_each_node_goes_first_where_nodes_have_one_host_name(
     clones: list[Node], tmp_path: Path
@@ -138,6 +145,7 @@ def test_the_first_rank_of_each_node_goes_first_where_nodes_have_one_host_name(
     assert [end.code for end in ended] == [0] * 4, ended
 
 
+@pytest.mark.storm
 @needs(nodes=True)
 def test_containers_of_one_pod_are_one_node() -> None:
     """They share the host name and the network, and each has process numbers of its own."""
