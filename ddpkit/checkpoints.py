@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from . import runtime
 from .agreement import agree, all_raise, name_ranks, terms
 from .claims import Claim, claim
@@ -287,7 +289,7 @@ class _Draft(NamedTuple):
 
 def _count(value: Any, least: int, what: str) -> int:
     try:
-        if isinstance(value, bool):
+        if isinstance(value, (bool, np.bool_)):  # older versions of NumPy take theirs for an index
             raise TypeError
         number = operator.index(value)
     except TypeError:
