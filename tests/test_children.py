@@ -21,6 +21,7 @@ import ddpkit
 
 LONG = timedelta(seconds=300)  # a rank waits while the other one starts programs
 REFUSED = "of a running job"
+LAUNCHERS = ["platform", pytest.param("torchrun", marks=pytest.mark.storm)]
 CHILD = """
 import sys, datetime, ddpkit
 context = ddpkit.setup(timeout=datetime.timedelta(seconds=300))
@@ -116,8 +117,8 @@ def work(who: int | None, starts: list[str]) -> None:
     [
         ("platform", 0, ["a program", "forkserver", "a program with another rank", "a program with nonsense"]),
         ("platform", 1, ["a program", "a loader's worker", "a program that is told to be one of more"]),
-        ("torchrun", 0, ["a program", "spawn", "a program with another rank"]),
-        ("torchrun", 1, ["a program", "spawn", "a program with nonsense"]),
+        pytest.param("torchrun", 0, ["a program", "spawn", "a program with another rank"], marks=pytest.mark.storm),
+        pytest.param("torchrun", 1, ["a program", "spawn", "a program with nonsense"], marks=pytest.mark.storm),
     ],
 )
 def test_a_process_that_a_rank_starts_is_refused_and_the_job_goes_on(
@@ -127,7 +128,7 @@ def test_a_process_that_a_rank_starts_is_refused_and_the_job_goes_on(
     assert [(end.code, end.output) for end in ended] == [(0, "well\n")] * 2, ended
 
 
-@pytest.mark.parametrize("launcher", ["platform", "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_processes_that_all_ranks_start_are_refused(launcher: str) -> None:
     ended = run_job(3, launcher, work, None, ["a program"])
     assert [(end.code, end.output) for end in ended] == [(0, "well\n")] * 3, ended
@@ -141,7 +142,7 @@ def work_alone() -> None:
     print("well")
 
 
-@pytest.mark.parametrize("launcher", ["platform", "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_process_that_a_job_of_one_rank_starts_is_another_job_of_one_rank(launcher: str) -> None:
     (ended,) = run_job(1, launcher, work_alone)
     assert (ended.code, ended.output) == (0, "well\n"), ended

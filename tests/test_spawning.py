@@ -398,22 +398,3 @@ def test_ctrl_c_leaves_no_rank_behind(tmp_path: Path) -> None:
 def test_a_time_out_without_a_unit_is_refused(timeout: Any) -> None:
     with pytest.raises(TypeError, match="datetime.timedelta"):
         spawn(die, 1, timeout=timeout)
-
-
-USES = """
-import ddpkit
-
-def name(x: int) -> str:
-    return str(x)
-
-right: list[str] = ddpkit.spawn(name, 2, 3)
-wrong: list[int] = ddpkit.spawn(name, 2, 3)
-"""
-
-
-def test_a_type_checker_knows_the_results(tmp_path: Path) -> None:
-    (tmp_path / "uses.py").write_text(USES)
-    env = {**os.environ, "MYPYPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", str(tmp_path), "uses.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
-    assert re.findall(r"uses.py:(\d+): error", done.stdout) == ["8"], done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What a type checker sees of the collectives."""
+"""What a type checker sees of the collectives and of `spawn`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from typing_extensions import assert_type
-from ddpkit import all_gather, all_reduce, all_reduce_mean, broadcast, gather_exact
+from ddpkit import all_gather, all_reduce, all_reduce_mean, broadcast, gather_exact, spawn
+
+def name(x: int) -> str:
+    return str(x)
 
 @dataclass
 class Metrics:
@@ -37,6 +40,7 @@ def check(tensor: Tensor, floats: dict[str, float], ints: dict[str, int], metric
     assert_type(gather_exact({"a": tensor}, [0], 1), dict[str, Tensor])
     assert_type(gather_exact(["a"], range(1), 1), list[str])
     assert_type(broadcast(floats), dict[str, float])
+    assert_type(spawn(name, 2, 3), list[str])
 """
 
 WRONG = """
