@@ -40,10 +40,11 @@ def _missing(packages: list[str]) -> list[str]:
     return [package for package in packages if importlib.util.find_spec(package) is None]
 
 
-# files whose tests share what takes long to make, such as the runs of a trainer
+# files whose tests share what takes long to make, such as the runs of a trainer, or of programs side by side
 _TOGETHER = (
     "launchers/test_slurm.py",
     "launchers/test_torchrun.py",
+    "test_interrupting.py",
     "test_robot_trainer.py",
     "test_snakes_export.py",
     "test_snakes_trainer.py",

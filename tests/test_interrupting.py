@@ -25,7 +25,6 @@ from ddpkit.interrupting import Interrupter
 
 LONG = timedelta(seconds=500)
 FOREVER = 600.0  # seconds: longer than any test may take, so that only a rank that has not heard meets it
-pytestmark = pytest.mark.xdist_group("interrupting")  # for the programs that run side by side
 
 
 def beside_a_failure(program: Callable[[], None]) -> None:
@@ -52,7 +51,7 @@ def fail_and_stay(survivor: int) -> None:
 
 def survivor(program: Callable[[], None]) -> Ended:
     port = free_port()
-    return run(beside_a_failure, [platform_env(rank, 2, port) for rank in range(2)], program, timeout=400)[0]
+    return run(beside_a_failure, [platform_env(rank, 2, port) for rank in range(2)], program)[0]
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +305,7 @@ def in_a_thread() -> None:
 
 def test_a_rank_that_joined_in_another_thread_ends_with_the_true_reason() -> None:
     port = free_port()
-    end, _ = run(in_a_thread, [platform_env(rank, 2, port) for rank in range(2)], timeout=400)
+    end, _ = run(in_a_thread, [platform_env(rank, 2, port) for rank in range(2)])
     assert end.code == 1 and "Rank 0 ends: its main thread did not call setup()" in end.output, end
 
 
@@ -461,7 +460,7 @@ def keep_handlers() -> None:
 
 def test_handlers_are_given_back_unless_the_script_has_replaced_them() -> None:
     port = free_port()
-    for end in run(keep_handlers, [platform_env(rank, 2, port) for rank in range(2)], timeout=400):
+    for end in run(keep_handlers, [platform_env(rank, 2, port) for rank in range(2)]):
         assert end.code == 0 and end.output.count("kept") == 3, end.output
 
 
@@ -490,5 +489,5 @@ def join_while_handling(again: bool) -> None:
 @pytest.mark.parametrize("again", [False, True])  # whether the failure of the first job is raised in the second
 def test_a_job_joined_in_the_handler_of_another_hears_of_its_own_failures(again: bool) -> None:
     port = free_port()
-    end, _ = run(join_while_handling, [platform_env(rank, 2, port) for rank in range(2)], again, timeout=400)
+    end, _ = run(join_while_handling, [platform_env(rank, 2, port) for rank in range(2)], again)
     assert end.code == 1 and "ValueError: second" in end.output, end

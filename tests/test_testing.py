@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
+from processes import begin
 
 import ddpkit.testing.dispatch
 from ddpkit.testing import on_ranks
 
 ROOT = Path(__file__).parents[1]
 HEAD = "import os, signal, sys, threading, time, pytest, torch, ddpkit\n"
-COMMAND = [sys.executable, "-m", "pytest", "-p", "ddpkit.testing.hooks", "-p", "no:randomly", "-p", "no:xdist"]
+HANG = 400.0  # seconds: longer than any run may take, however loaded the machine is
 
 
 def run(pytester: pytest.Pytester, source: str, *options: str) -> tuple[dict[str, str], str]:
@@ -386,41 +390,93 @@ def test_mistakes_in_the_marker_are_said_when_tests_are_collected(pytester: pyte
     assert "The fixture rank is for tests marked with @pytest.mark.ranks" in text
 
 
-def start(folder: Path, source: str, *options: str, **streams: object) -> subprocess.Popen[str]:
+@dataclass
+class Run:
+    """A run of pytest in a process of its own, which may be interrupted, asked by a debugger, and killed."""
+
+    process: Any
+    stdin: IO[str]
+    output: Path
+
+    def wait_for(self, *signs: Callable[[], bool]) -> None:
+        """Wait until all of these are true."""
+        while not all(sign() for sign in signs):
+            assert self.process.is_alive(), self.text()
+            time.sleep(0.05)
+
+    def type(self, text: str) -> None:
+        self.stdin.write(text)
+        self.stdin.flush()
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def end(self) -> str:
+        self.process.join(HANG)
+        assert self.process.exitcode is not None, self.text()
+        return self.text()
+
+
+def run_pytest(folder: Path, arguments: list[str]) -> None:
+    os.chdir(folder)
+    with open("stdin") as stdin:
+        os.dup2(stdin.fileno(), 0)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.path[:0] = ["", str(ROOT)]
+    sys.exit(int(pytest.main([*arguments, "test_inner.py"])))
+
+
+@contextmanager
+def started(folder: Path, source: str, *options: str) -> Iterator[Run]:
+    """Run pytest beside this one, in a process that need not import torch."""
     (folder / "test_inner.py").write_text(HEAD + source)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-    environment |= {"PYTHONPATH": str(ROOT), "A_WORD": f"of {folder}"}
-    command = [*COMMAND, "-p", "no:cacheprovider", *options, "test_inner.py"]
-    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, **streams)  # type: ignore[call-overload]
+    os.mkfifo(folder / "stdin")
+    arguments = ["-p", "ddpkit.testing.hooks", "-p", "no:randomly", "-p", "no:cacheprovider", *options]
+    environment = {"PYTHONPATH": str(ROOT), "A_WORD": f"of {folder}"}
+    process = begin(run_pytest, environment, folder, arguments, output=str(folder / "output"))
+    with open(folder / "stdin", "w") as stdin:
+        try:
+            yield Run(process, stdin, folder / "output")
+        finally:
+            process.kill()
+            process.join()
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_outlives_a_run_that_is_interrupted_or_killed(tmp_path: Path, sign: signal.Signals) -> None:
+def test_no_process_outlives_a_run_that_is_interrupted_or_killed(tmp_path: Path) -> None:
     source = """
 @pytest.mark.ranks(2)
 def test_it(rank):
     open(f"begun{rank}", "w").close()
-    time.sleep(600)
+    time.sleep(6000)
 """
-    process = start(tmp_path, source, start_new_session=True)
-    while not {"begun0", "begun1"} <= {*os.listdir(tmp_path)}:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(sign)
-    output, _ = process.communicate(timeout=60)
-    assert sign == signal.SIGKILL or "KeyboardInterrupt" in output
-    end = time.monotonic() + 20
-    while processes_of(f"of {tmp_path}") and time.monotonic() < end:
-        time.sleep(0.1)
-    assert processes_of(f"of {tmp_path}") == []
+    folders = [tmp_path / "interrupted", tmp_path / "killed"]
+    for folder in folders:
+        folder.mkdir()
+    with started(folders[0], source) as interrupted, started(folders[1], source) as killed:
+        for run in (interrupted, killed):
+            folder = run.output.parent
+            run.wait_for((folder / "begun0").exists, (folder / "begun1").exists)
+        os.kill(interrupted.process.pid, signal.SIGINT)
+        os.kill(killed.process.pid, signal.SIGKILL)
+        assert "KeyboardInterrupt" in interrupted.end()
+        killed.end()
+        end = time.monotonic() + HANG
+        while processes_of(f"of {tmp_path}") and time.monotonic() < end:
+            time.sleep(0.1)
+        assert processes_of(f"of {tmp_path}") == []
 
 
-def test_a_debugger_can_be_used_on_a_chosen_rank_and_after_a_failure(tmp_path: Path) -> None:
+def test_a_debugger_can_be_used_on_a_chosen_rank_and_after_a_failure_and_coverage_counts(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_cov")
+    (tmp_path / "lib.py").write_text("def on_rank_1():\n    return 1\n\n\ndef nowhere():\n    return 2\n")
     source = """
+import lib
+
 @pytest.mark.ranks(2)
 def test_stops(rank):
     number = 40 + rank
     if rank == 1:
+        lib.on_rank_1()
         breakpoint()
     ddpkit.barrier()
 
@@ -430,47 +486,27 @@ def test_fails(rank):
     assert rank == 0
     ddpkit.barrier()
 """
-    process = start(tmp_path, source, "--pdb", stdin=subprocess.PIPE)
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write("p 'number', number\ncontinue\n")
-    process.stdin.flush()
-    begun = ""
-    while "post-mortem on rank 1" not in begun:  # a pipe is read ahead, by another process perhaps
-        line = process.stdout.readline()
-        assert line, begun
-        begun += line
-    output, _ = process.communicate("p 'number', number\ncontinue\n", timeout=120)
-    assert "('number', 41)" in begun and "('number', 51)" in output, begun + output
-    assert "1 failed, 1 passed" in output
-
-
-def test_coverage_counts_what_ranks_have_run(tmp_path: Path) -> None:
-    pytest.importorskip("pytest_cov")
-    (tmp_path / "lib.py").write_text("def on_rank_1():\n    return 1\n\n\ndef nowhere():\n    return 2\n")
-    source = """
-import lib
-
-@pytest.mark.ranks(2)
-def test_it(rank):
-    if rank == 1:
-        lib.on_rank_1()
-"""
-    process = start(tmp_path, source, "--cov=lib", "--cov-report=term-missing")
-    output, _ = process.communicate(timeout=120)
-    assert re.search(r"^lib\.py +4 +1 +75% +6$", output, re.MULTILINE), output
+    with started(tmp_path, source, "-p", "no:xdist", "--pdb", "--cov=lib", "--cov-report=term-missing") as run:
+        run.type("p 'number', number\ncontinue\n")
+        run.wait_for(lambda: "post-mortem on rank 1" in run.text())  # a pipe is read ahead, by another process perhaps
+        assert "('number', 41)" in run.text()
+        run.type("p 'number', number\ncontinue\n")
+        text = run.end()
+    assert "('number', 51)" in text and "1 failed, 1 passed" in text, text
+    assert re.search(r"^lib\.py +4 +1 +75% +6$", text, re.MULTILINE), text
 
 
 def test_several_workers_of_xdist_have_ranks_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     source = """
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", range(8))
 def test_it(rank, number):
     assert ddpkit.all_gather_object(number) == [number] * 2
 """
-    process = start(tmp_path, source, "-p", "xdist", "-n2")
-    output, _ = process.communicate(timeout=120)
-    assert "20 passed" in output, output
+    with started(tmp_path, source, "-n2") as run:
+        text = run.end()
+    assert "8 passed" in text, text
 
 
 def double(number: int) -> tuple[int, int]:
