@@ -7,66 +7,82 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import on_ranks
-from processes import CLEAN, ROOT
+from processes import begin
 
 from ddpkit.ancestry import born
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import CheckpointError
 
-JOB = """
-import os, sys, time, ddpkit
-checkpoints = ddpkit.Checkpointer(sys.argv[1])
-checkpoints.save(1, who=os.getpid())
-print("saved", flush=True)
-if sys.argv[2] == "stay":
-    sys.stdin.readline()
-    try:
+HANG = 400.0  # seconds: longer than a job may take, however loaded the machine is
+
+
+def save_and_stay(folder: Path, notes: Path, how: str) -> None:
+    checkpoints = Checkpointer(folder)
+    checkpoints.save(1, who=os.getpid())
+    (notes / "saved 1").touch()
+    if how == "stay":
+        while not (notes / "go on").exists():
+            time.sleep(0.02)
         checkpoints.save(2, who=os.getpid())
-        print("saved", flush=True)
-    except ddpkit.CheckpointError as error:
-        print("refused", error, flush=True)
-"""
+        (notes / "saved 2").touch()
+        time.sleep(HANG)
+
+
+@dataclass
+class Job:
+    """Another job, that writes into a folder and notes in another what it has done."""
+
+    process: Any
+    notes: Path
+
+    def wait_for(self, note: str) -> None:
+        while not (self.notes / note).exists():
+            assert self.process.is_alive(), (self.notes / "output").read_text()
+            time.sleep(0.02)
 
 
 @contextmanager
-def job(folder: Path, how: str = "stay") -> Iterator[subprocess.Popen[str]]:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(
-        [sys.executable, "-c", JOB, str(folder), how], env=CLEAN | {"PYTHONPATH": str(ROOT)}, **pipes
-    )
+def job(folder: Path, notes: Path, how: str = "stay") -> Iterator[Job]:
+    process = begin(save_and_stay, {}, folder, notes, how, output=str(notes / "output"))
     try:
-        assert process.stdout is not None and process.stdout.readline() == "saved\n"
-        yield process
+        yield Job(process, notes)
     finally:
         process.kill()
-        process.communicate()
+        process.join()
+
+
+@pytest.fixture
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("notes")
 
 
 def save(folder: Path, step: int = 9) -> None:
     Checkpointer(folder).save(step, fill=torch.full((3,), step))
 
 
-def test_the_second_of_two_jobs_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
-    with job(tmp_path) as first:
-        said = rf"process {first.pid} on \S+, since \d{{4}}-\d\d-\d\d .*is writing into .*give each a folder of its own"
+def test_the_second_of_two_jobs_is_refused_and_told_of_the_first(tmp_path: Path, notes: Path) -> None:
+    with job(tmp_path, notes) as first:
+        first.wait_for("saved 1")
+        since = rf"process {first.process.pid} on \S+, since \d{{4}}-\d\d-\d\d "
+        said = f"{since}.*is writing into .*give each a folder of its own"
         for _ in range(2):
             with pytest.raises(CheckpointError, match=said):
                 save(tmp_path)
         assert Checkpointer(tmp_path).load_latest()["step"] == 1, "reading is for everybody"
-        print("go on", file=first.stdin, flush=True)
-        assert first.stdout is not None and first.stdout.readline() == "saved\n"
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+        (notes / "go on").touch()
+        first.wait_for("saved 2")
+        first.process.kill()
+        first.process.join()
         save(tmp_path)  # killed, and gone
     assert Checkpointer(tmp_path).steps() == [1, 2, 9]
 
@@ -78,15 +94,17 @@ def refused(folder: str) -> str:
 
 
 @pytest.mark.parametrize("nprocs", [2, 3])
-def test_every_rank_of_the_second_job_is_refused(tmp_path: Path, nprocs: int) -> None:
-    with job(tmp_path) as first:
+def test_every_rank_of_the_second_job_is_refused(tmp_path: Path, notes: Path, nprocs: int) -> None:
+    with job(tmp_path, notes) as first:
+        first.wait_for("saved 1")
         said = on_ranks(refused, nprocs, str(tmp_path))
-        assert len(set(said)) == 1 and f"process {first.pid} " in said[0]
+        assert len(set(said)) == 1 and f"process {first.process.pid} " in said[0]
 
 
-def test_a_job_that_has_ended_leaves_nothing(tmp_path: Path) -> None:
-    with job(tmp_path, "end") as first:
-        first.wait()
+def test_a_job_that_has_ended_leaves_nothing(tmp_path: Path, notes: Path) -> None:
+    with job(tmp_path, notes, "end") as first:
+        first.process.join(HANG)
+        assert first.process.exitcode == 0
         assert sorted(os.listdir(tmp_path)) == ["latest", "step-000000001.pt"]
     save(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-000000001.pt", "step-000000009.pt"]
@@ -107,15 +125,16 @@ def test_a_process_may_use_its_folder_several_times(tmp_path: Path) -> None:
     assert (tmp_path / ".writer").exists() and not (tmp_path / "3" / ".writer").exists()
 
 
-def test_a_claim_that_somebody_deletes_is_made_again(tmp_path: Path) -> None:
+def test_a_claim_that_somebody_deletes_is_made_again(tmp_path: Path, notes: Path) -> None:
     checkpoints = Checkpointer(tmp_path)
     for step in range(3):
         checkpoints.save(step)
         (tmp_path / ".writer").unlink()
     checkpoints.save(3)
-    with pytest.raises(subprocess.CalledProcessError):
-        command = [sys.executable, "-c", JOB, str(tmp_path), "end"]
-        subprocess.run(command, env=CLEAN | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+    with job(tmp_path, notes, "end") as second:
+        second.process.join(HANG)
+        assert second.process.exitcode == 1
+    assert f"Another job (process {os.getpid()} on " in (notes / "output").read_text()
 
 
 def claim_of(**changed: Any) -> str:
