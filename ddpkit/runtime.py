@@ -185,7 +185,8 @@ def teardown() -> None:
         if failed and "nccl" in str(job.context.backend):
             abort_group()  # destroying would wait for operations that cannot end
         else:
-            time.sleep(0.01)  # torch 2.6 destroys with the GIL, which gloo may need to drop a tensor
+            if torch.__version__ < "2.13":  # 2.6 destroys with the GIL, which gloo may need to drop a tensor
+                time.sleep(0.1)
             dist.destroy_process_group()
         cut(job.session.connections)  # a DDP model holds the group until the process has ended
     job.session.leave(job.hosts_store)

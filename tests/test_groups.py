@@ -34,6 +34,11 @@ def make_group(rank: int, world_size: int, address: str, port: str, name: str) -
     dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world_size)
 
 
+def destroy_group() -> None:
+    time.sleep(0.1)  # torch 2.6 destroys with the interpreter's lock, which gloo may need to drop a tensor
+    dist.destroy_process_group()
+
+
 def told() -> tuple[Any, ...]:
     """What the library says of this process, and computes."""
     record = logging.makeLogRecord({"levelno": logging.INFO})
@@ -62,7 +67,7 @@ def single_then_group() -> list[Any]:
     after = told()
     again = ddpkit.setup()
     assert (context.world_size, again.world_size, again.backend) == (1, world_size, "gloo")
-    dist.destroy_process_group()
+    destroy_group()
     return [before, early, after]
 
 
@@ -80,7 +85,7 @@ def three_then_two(explicit: bool) -> list[Any]:
             if explicit and number == 0:
                 ddpkit.setup(timeout=SOON)
             results.append(told())
-            dist.destroy_process_group()
+            destroy_group()
     return results
 
 
@@ -118,13 +123,13 @@ def kept_over_groups() -> list[str]:
     make_group(rank, 3, *where, "three")
     made = make()
     try_all(made)
-    dist.destroy_process_group()
+    destroy_group()
     try_all(made)  # the last group's rank stays
     if rank < 2:
         make_group(rank, 2, *where, "two")
         try_all(made)
         try_all(make())
-        dist.destroy_process_group()
+        destroy_group()
     return found
 
 
@@ -146,7 +151,7 @@ def restarted_with_other_ranks() -> list[Any]:
     for number in range(2):
         make_group((rank + number) % 2, 2, *where, f"attempt {number}")
         results.append((ddpkit.get_rank(), ddpkit.is_main_process(), told()[0]))
-        dist.destroy_process_group()
+        destroy_group()
         results.append(ddpkit.is_main_process())
     return results
 
@@ -164,7 +169,7 @@ def destroy(make: str) -> list[str]:
     else:
         ddpkit.setup(timeout=SOON)
     rank = ddpkit.get_rank()
-    dist.destroy_process_group()
+    destroy_group()
     assert ddpkit.get_rank() == rank, "a script asks for it at its end"
     errors = []
     for call in (lambda: ddpkit.all_reduce_mean(1.0), ddpkit.barrier, lambda: ddpkit.broadcast(1)):
@@ -186,13 +191,13 @@ def ours_then_theirs() -> tuple[Any, ...]:
     where = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     ddpkit.setup(timeout=SOON)
     rank = ddpkit.get_rank()
-    dist.destroy_process_group()
+    destroy_group()
     make_group(1 - rank, 2, *where, "theirs")
     found = told()[:5]
     theirs = dist.group.WORLD
     ddpkit.teardown()
     assert dist.group.WORLD is theirs, "it is not ours to destroy"
-    dist.destroy_process_group()
+    destroy_group()
     return rank, found
 
 
@@ -206,9 +211,9 @@ def set_up_again() -> list[float]:
     for _ in range(3):
         with ddpkit.distributed(timeout=SOON):
             sums.append(ddpkit.all_reduce(1.0))
-            dist.destroy_process_group()
+            destroy_group()
         ddpkit.setup(timeout=SOON)
-        dist.destroy_process_group()
+        destroy_group()
     ddpkit.setup(timeout=SOON)
     sums.append(ddpkit.all_reduce(1.0))
     return sums
@@ -242,12 +247,12 @@ def replace_while_a_model_holds_it() -> list[float]:
     ddpkit.setup(timeout=SOON)
     model = ddpkit.wrap_model(torch.nn.Linear(1, 1))  # DDP keeps the group alive
     rank = ddpkit.get_rank()
-    dist.destroy_process_group()
+    destroy_group()
     with pytest.raises(ddpkit.NotSetUpError, match="destroyed"):
         ddpkit.barrier()
     make_group(rank, 2, *where, "theirs")
     total = ddpkit.all_reduce(1.0)
-    dist.destroy_process_group()
+    destroy_group()
     return [total, float(isinstance(model, torch.nn.Module))]
 
 
@@ -261,7 +266,7 @@ def say_what_was_adopted() -> None:
     make_group(where[0], 2, *where[1:], "theirs")
     ddpkit.all_reduce(1.0)
     ddpkit.all_reduce(1.0)
-    dist.destroy_process_group()
+    destroy_group()
 
 
 def test_an_adoption_without_setup_says_once_that_there_is_no_watch() -> None:
