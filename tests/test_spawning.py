@@ -281,7 +281,8 @@ ddpkit.spawn(train, 2, 3)
 
 def test_ranks_of_a_notebook_work_and_print_in_it() -> None:
     manager = pytest.importorskip("jupyter_client.manager")
-    kernel, client = manager.start_new_kernel(kernel_name="python3", startup_timeout=120)
+    env = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}  # which splits lines
+    kernel, client = manager.start_new_kernel(kernel_name="python3", startup_timeout=600, env=env)
     said: dict[str, str] = {"stdout": "", "stderr": "", "result": ""}
 
     def hear(message: dict[str, Any]) -> None:
@@ -292,7 +293,7 @@ def test_ranks_of_a_notebook_work_and_print_in_it() -> None:
             said["result"] += content["data"]["text/plain"]
 
     try:
-        reply = client.execute_interactive(CELL, output_hook=hear, timeout=120)
+        reply = client.execute_interactive(CELL, output_hook=hear, timeout=600)
     finally:
         client.stop_channels()
         kernel.shutdown_kernel(now=True)
