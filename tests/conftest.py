@@ -24,6 +24,10 @@ from ddpkit import runtime, testing
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+# several tests run at a time, on ranks: more threads than cores wait for each other, and make small work slow
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it was imported before
+
 # torch looks up the name of each connection's other end; a name server that does not answer costs 5 s each time
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 
