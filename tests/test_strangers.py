@@ -266,7 +266,7 @@ def has_loopback_6() -> bool:
 
 def test_one_node_under_torchrun_cannot_be_reached_from_outside() -> None:
     program = f"import sys; sys.path.insert(0, {TESTS!r}); import test_strangers as t; t.show_watch()"
-    ended = launch([*TORCHRUN, "--nnodes=1", "--nproc-per-node=2", "--no-python", "python", "-c", program], timeout=60)
+    ended = launch([*TORCHRUN, "--nnodes=1", "--nproc-per-node=2", "--no-python", "python", "-c", program])
     assert "the watch listens on 127.0.0.1" in ended[0].output, ended[0].output
 
 
@@ -285,7 +285,7 @@ def test_the_watch_of_several_nodes_listens_on_the_interface_between_them() -> N
             env = platform_env(rank, 2, 29_600, MASTER_ADDR="node1")
             words = [f"{name}={value}" for name, value in env.items()]
             commands.append(node.run("env", *words, "python", "-c", program))
-        ended = launch(*commands, timeout=60)
+        ended = launch(*commands)
         for end, node in zip(ended, nodes[1:], strict=True):
             assert end.code == 0, end.output
             assert end.output.partition("listens on")[2].split() == [node.address], end.output
