@@ -224,7 +224,9 @@ def _synced() -> dict[str, dict[str, list[float]]]:
         assert all(model.get_buffer(name) is buffer for name, buffer in given.items())
         assert {p.unique().item() for p in model.parameters()} == {get_rank()}  # not its business
         found[how] = _floats(model)
-    wrapped = wrap_model(_Statistics(), broadcast_buffers=False)
+    plain = _Statistics()
+    del plain.phase, plain.flags  # DDP of torch 2.6 cannot send them from a CPU
+    wrapped = wrap_model(plain, broadcast_buffers=False)
     compiled = torch.compile(_Statistics(), backend="eager")
     for p in compiled.parameters():
         nn.init.ones_(p)
