@@ -172,16 +172,18 @@ def warn_peers(error: Exception) -> None:
     """Tell the ranks that may wait for this process why it does not join them."""
     reason = f"A process on {socket.gethostname()} could not join: {error}"
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    patience = 2.0
     with suppress(LaunchError):
         launch = detect_launch(os.environ)
         address, port = launch.master_addr, str(launch.master_port)
+        patience = 20.0 if launch.world_size > 1 else 2.0  # rank 0 may still be starting
         if launch.rank == 0 and launch.world_size > 1 and address and not has_agent(launch):
             with suppress(OSError, RuntimeError):
                 store = connect(address, int(port), True, timedelta(seconds=5))
                 call_off(store, launch.world_size, reason)
                 return
     if address and port.isdecimal():
-        denounce(address, int(port), reason)
+        denounce(address, int(port), reason, patience)
 
 
 def has_agent(launch: Launch) -> bool:

@@ -90,17 +90,20 @@ class Member:
 _CLAIM = get_type_hints(Member)
 
 
-def denounce(address: str, port: int, reason: str) -> None:
+def denounce(address: str, port: int, reason: str, patience: float = 2.0) -> None:
     """Tell a job that this process does not belong to it, so that its ranks do not wait.
 
-    Not the job of a rank that started this process: it waits for nobody.
+    Not the job of a rank that started this process: it waits for nobody. `patience` in seconds, for the job to begin.
     """
+    deadline = time.monotonic() + patience
     with contextlib.suppress(OSError, RuntimeError):
-        store = _visit(address, port)
-        for _ in range(20):
+        store = _visit(address, port, deadline)
+        while True:
             if room := _last_room(store):
                 if not _starter(room):
                     _poison(room, reason)
+                return
+            if time.monotonic() > deadline:
                 return
             time.sleep(0.1)
 
@@ -123,7 +126,7 @@ def refuse_child(address: str, port: int, world_size: int) -> bool:
         StartedByRank: If this process is to be one of several ranks.
     """
     try:
-        room = _last_room(_visit(address, port))
+        room = _last_room(_visit(address, port, time.monotonic() + 2))
         starter = _starter(room) if room else None
     except (OSError, RuntimeError):  # it is no store, or does not answer
         return False
@@ -132,8 +135,8 @@ def refuse_child(address: str, port: int, world_size: int) -> bool:
     return starter is not None
 
 
-def _visit(address: str, port: int) -> dist.Store:
-    knock(address, port, time.monotonic() + 2)
+def _visit(address: str, port: int, deadline: float) -> dist.Store:
+    knock(address, port, deadline)
     return client(address, port, timedelta(seconds=3))
 
 

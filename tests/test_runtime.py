@@ -98,6 +98,14 @@ def test_a_bad_option_of_some_ranks_ends_the_wait_of_the_others(ranks: list[int]
         assert ("ValueError" in end.output) == (rank in ranks), end
 
 
+def test_a_bad_option_is_heard_by_a_rank_0_that_comes_later() -> None:
+    port = free_port()
+    ended = run(set_up_badly, [platform_env(rank, 3, port) for rank in (1, 2, 0)], [1], delays=[0, 0, 5])
+    for end in ended:
+        assert end.code == 1 and "'gpu' is no device" in end.output, end
+        assert end.seconds < 100, end
+
+
 def test_a_torch_that_is_too_old_is_named() -> None:
     check_torch("2.6.0a0+ecf3bae40a.nv25.01")  # a vendor's build
     check_torch("2.13.0+cpu")
