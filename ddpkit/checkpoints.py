@@ -258,11 +258,17 @@ class Checkpointer:
 
     def _names(self) -> list[str]:
         """Return the checkpoints' names, last written first; then those that `latest` does not list, by step."""
-        listed = list(self._listed())
-        with suppress(FileNotFoundError):
-            others = {name for name in os.listdir(self.folder) if _is_checkpoint(self.folder, name)}
-            listed += sorted(others.difference(listed), key=_step_of, reverse=True)
-        return listed
+        listed, others = list(self._listed()), self._written()
+        while (now := list(self._listed())) != listed:  # a writer has changed it meanwhile
+            listed, others = now, self._written()
+        return listed + sorted(others.difference(listed), key=_step_of, reverse=True)
+
+    def _written(self) -> set[str]:
+        """Return the names of all checkpoints in the folder, listed or not."""
+        try:
+            return {name for name in os.listdir(self.folder) if _is_checkpoint(self.folder, name)}
+        except FileNotFoundError:
+            return set()
 
     def _listed(self) -> dict[str, float | None]:
         """Return what this class wrote here, last written first, with the scores: nothing else is ever deleted."""

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ddpkit
-from ddpkit import ranks, states
+from ddpkit import checkpoints, ranks, states
 from ddpkit.checkpoints import Checkpointer
 from ddpkit.errors import CheckpointError, DdpkitError
 from ddpkit.files import dump
@@ -434,6 +434,22 @@ def write_alone(folder: str, pipe: int) -> None:
 def test_a_reader_beside_a_writer_always_finds_one(tmp_path: Path, nprocs: int) -> None:
     reads = on_ranks(read_beside_a_writer, nprocs, str(tmp_path), 3.0)
     assert reads[0] >= 10
+
+
+def test_a_list_that_changes_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / "here").mkdir()
+    Checkpointer(folder, keep=1).save(1)
+    next_one = Checkpointer(tmp_path / "elsewhere").save(3)
+
+    def write_meanwhile(here: Path, name: str) -> bool:
+        monkeypatch.undo()
+        Checkpointer(folder, keep=1).save(2)
+        shutil.copy(next_one, folder)  # as between writing and listing it
+        return checkpoints._is_checkpoint(here, name)
+
+    monkeypatch.setattr(checkpoints, "_is_checkpoint", write_meanwhile)
+    loaded = Checkpointer(folder).load_latest()
+    assert loaded is not None and loaded["step"] == 2
 
 
 class Bomb:
