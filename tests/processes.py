@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "RES_OPTIONS", "ATEN_CPU_CAPABILITY", "MKL_CBWR")  # what rounds, too
 CLEAN = {k: v for k, v in os.environ.items() if k in _KEPT}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+_tried = itertools.count(random.SystemRandom().randrange(2_500))
 
 
 @dataclass
@@ -34,9 +37,12 @@ class Ended:
 
 
 def free_port() -> int:
-    """A port that nobody listens on; another process may take it, so tests keep the time until its use short."""
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        return int(door.getsockname()[1])
+    """A port that nobody listens on, from a range of this worker's own below that of outgoing connections."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8
+    while True:
+        port = 10_000 + 2_500 * worker + next(_tried) % 2_500
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def platform_env(rank: int, world_size: int, port: int, **more: str) -> dict[str, str]:
