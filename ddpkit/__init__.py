@@ -20,6 +20,7 @@ from .gradients import accumulate, average_gradients, averaging, global_mean
 from .launchers import Launch, detect_launch
 from .loading import make_loader
 from .logs import RankFilter, get_logger
+from .models import unwrap_model
 from .ranks import (
     get_local_rank,
     get_local_world_size,
@@ -37,7 +38,7 @@ from .scaling import ScalePlan, rule_for, scale_lr, warmup_factor
 from .seeding import sample_seed, seed_everything
 from .spawning import spawn
 from .waiting import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
-from .wrapping import clean_state_dict, unwrap_model, wrap_model
+from .wrapping import clean_state_dict, wrap_model
 
 __version__ = "0.1.0"
 

@@ -176,7 +176,8 @@ def warn_peers(error: Exception) -> None:
     with suppress(LaunchError):
         launch = detect_launch(os.environ)
         address, port = launch.master_addr, str(launch.master_port)
-        patience = 20.0 if launch.world_size > 1 else 2.0  # rank 0 may still be starting
+        if launch.world_size > 1:
+            patience = 20.0  # rank 0 may still be starting
         if launch.rank == 0 and launch.world_size > 1 and address and not has_agent(launch):
             with suppress(OSError, RuntimeError):
                 store = connect(address, int(port), True, timedelta(seconds=5))

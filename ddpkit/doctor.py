@@ -26,7 +26,7 @@ from .launchers import Launch, forgotten_launcher
 from .rendezvous import connect, find_master
 from .runtime import distributed
 from .spawning import spawn
-from .visits import MARK, Visit, read_checks
+from .visits import MARK, Visit, read_report
 from .waiting import exchange
 
 _TASKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
@@ -164,7 +164,7 @@ def _together(visit: Visit, context: Context) -> None:
     visit.add(examination.clocks(visit.hosts))
     visit.begin("report", "gathering what the ranks have found")
     reports = exchange(visit.dump())
-    visit.peers = {rank: read_checks(text, f"report of rank {rank}") for rank, text in enumerate(reports)}
+    visit.peers = {rank: read_report(text, f"report of rank {rank}")[1] for rank, text in enumerate(reports)}
 
 
 def _open_store(visit: Visit, launch: Launch, hosts: bool, under_agent: bool) -> dist.Store:

@@ -24,7 +24,7 @@ from . import collectives, ranks, runtime
 from .agreement import agree, all_raise, terms, wire_device
 from .errors import MismatchError
 from .lanes import safe_scale
-from .models import check_module, check_tensors, child_of_wrapper, named_tensors, writable
+from .models import check_module, check_tensors, named_tensors, unwrap_model, writable
 from .sharded import is_sharded
 from .store import Session
 
@@ -266,9 +266,7 @@ def _begin(call: str, modules: tuple[nn.Module | torch.Tensor, ...]) -> tuple[_H
 def _parameters_of(call: str, modules: tuple[nn.Module | torch.Tensor, ...]) -> Iterator[tuple[str, torch.Tensor]]:
     for module in modules:
         if isinstance(module, nn.Module):
-            while child := child_of_wrapper(module):
-                module = module.get_submodule(child)
-            yield from module.named_parameters()
+            yield from unwrap_model(module).named_parameters()
         elif isinstance(module, torch.Tensor):
             yield "", module
         else:

@@ -67,8 +67,8 @@ _OF_PROCESSES = "(^|_)(WORLD|COMM|JOB|GLOBAL|CROSS|DIST|DDP|DP|TP|PP)(_|$)|MPI" 
 
 def processes(env: Mapping[str, str]) -> list[str]:
     """Name the variables that say that this is one of several processes."""
-    alone = env.get("WORLD_SIZE") == "1"
-    hints = [name for name in _ANY_RANK if name in env and not (alone and name in _told_alone(env))]
+    alone = _told_alone(env)
+    hints = [name for name in _ANY_RANK if name in env and name not in alone]
     hints += [name for name in _RANK_SIZES if env.get(name, "1") != "1"]
     hints += [name for name in _ABOVE_0 if number(env.get(name)) > 0]
     for name in _ending(env, "RANK", "RANKID"):
@@ -85,6 +85,8 @@ def _ending(env: Mapping[str, str], *ends: str) -> list[str]:
 
 def _told_alone(env: Mapping[str, str]) -> list[str]:
     """Name the ranks that a process may be told although it is the only one."""
+    if env.get("WORLD_SIZE") != "1":
+        return []
     return [name for name in ("RANK", "LOCAL_RANK") if env.get(name) == "0"]
 
 

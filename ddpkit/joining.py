@@ -113,8 +113,7 @@ def call_off(store: dist.Store, world_size: int, reason: str) -> None:
 
     It stays until all have heard, at most 5 s.
     """
-    generation = add(store, "ddpkit/generation", 1)
-    room = dist.PrefixStore(f"ddpkit/{generation}", store)
+    _, room = _new_room(store)
     _poison(room, reason)
     _await_readers(room, world_size, 5.0)
 
@@ -138,6 +137,11 @@ def refuse_child(address: str, port: int, world_size: int) -> bool:
 def _visit(address: str, port: int, deadline: float) -> dist.Store:
     knock(address, port, deadline)
     return client(address, port, timedelta(seconds=3))
+
+
+def _new_room(store: dist.Store) -> tuple[int, dist.Store]:
+    generation = add(store, "ddpkit/generation", 1)
+    return generation, dist.PrefixStore(f"ddpkit/{generation}", store)
 
 
 def _last_room(store: dist.Store) -> dist.Store | None:
@@ -209,8 +213,7 @@ def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) ->
         if me.world_size > 1:
             raise StartedByRank(_inherited(starter))
         store = dist.HashStore()  # a job of its own, of one rank
-    generation = add(store, "ddpkit/generation", 1)
-    room = dist.PrefixStore(f"ddpkit/{generation}", store)
+    generation, room = _new_room(store)
     room.set("claim/0", me.dump())
     roster: dict[int, Member] = {0: me}
     readers = 0 if me.under_agent else me.world_size

@@ -21,6 +21,21 @@ def child_of_wrapper(module: nn.Module) -> str:
     return "_orig_mod" if compiled is not None and isinstance(module, compiled) else ""
 
 
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the model itself, out of DDP, DataParallel and `torch.compile` in any nesting.
+
+    A submodule of its own that is called `module` stays where it is.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> unwrap_model(nn.DataParallel(net)) is net
+        True
+    """
+    while child := child_of_wrapper(model):
+        model = model.get_submodule(child)
+    return model
+
+
 def wrapped_paths(model: nn.Module) -> set[str]:
     """Find where a model's tensors have the name of a wrapper's attribute in theirs, such as "actor.module"."""
     found = set()

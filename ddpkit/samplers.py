@@ -46,7 +46,7 @@ class ResumableSampler(Sampler[int], ABC):
         drop_last: bool = False,
     ) -> None:
         self.num_replicas, self.rank = _shard(num_replicas, rank)
-        self._made_for = None if num_replicas is not None and rank is not None else current_place()
+        self._made_for = _place_unless_chosen(num_replicas, rank)
         self.n, self.seed, self.batch_size, self.drop_last = n, operator.index(seed), batch_size, drop_last
         self.epoch = self.start = self.consumed = 0
 
@@ -278,7 +278,7 @@ class DistributedEvalSampler(Sampler[int]):
 
     def __init__(self, dataset: Any, num_replicas: int | None = None, rank: int | None = None) -> None:
         self.num_replicas, self.rank = _shard(num_replicas, rank)
-        self._made_for = None if num_replicas is not None and rank is not None else current_place()
+        self._made_for = _place_unless_chosen(num_replicas, rank)
         self.n = _length(dataset)
 
     def __len__(self) -> int:
@@ -323,6 +323,10 @@ def check_place(name: str, made_for: tuple[int, int] | None) -> None:
             f"{name} was made for rank {made_for[0]} of {made_for[1]}, but this is rank {now[0]} of {now[1]} now: "
             "the process group was made, replaced or left since. Make it anew; its state_dict() may go on."
         )
+
+
+def _place_unless_chosen(num_replicas: int | None, rank: int | None) -> tuple[int, int] | None:
+    return current_place() if num_replicas is None or rank is None else None
 
 
 def _shard(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .digests import digest
 from .errors import CheckpointError
-from .models import strip, wrapped_paths
-from .wrapping import clean_state_dict, unwrap_model
+from .models import strip, unwrap_model, wrapped_paths
+from .wrapping import clean_state_dict
 
 _SHAPED = (Optimizer, LRScheduler)  # a state of another class of these loads without an error, and fails later
 

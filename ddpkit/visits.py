@@ -46,12 +46,12 @@ _REMEDY = (
 )
 
 
-def read_checks(text: bytes | str, key: str) -> list[Check]:
-    """Read what another rank has found; raise `LaunchError` if no rank wrote it."""
-    entries = parse(text, key, {"host": str, "checks": [_CHECK]})["checks"]
-    if any(entry["status"] not in STATUSES for entry in entries):
+def read_report(text: bytes | str, key: str) -> tuple[str, list[Check]]:
+    """Read another rank's host and what it has found; raise `LaunchError` if no rank wrote it."""
+    report = parse(text, key, {"host": str, "checks": [_CHECK]})
+    if any(entry["status"] not in STATUSES for entry in report["checks"]):
         refuse_text(text, key)
-    return [Check(**entry) for entry in entries]
+    return report["host"], [Check(**entry) for entry in report["checks"]]
 
 
 class Visit:
@@ -119,9 +119,7 @@ class Visit:
     def _read_post(self, rank: int, key: str) -> bool:
         if self.store is None or not self.store.check([key]):
             return False
-        text = self.store.get(key)
-        theirs = read_checks(text, key)
-        self.hosts[rank] = json.loads(text)["host"]
+        self.hosts[rank], theirs = read_report(self.store.get(key), key)
         self.peers[rank] = self.checks if rank == self.rank else theirs
         return True
 

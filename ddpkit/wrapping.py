@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from . import collectives, ranks, runtime
 from .agreement import agree, all_raise, terms
 from .errors import DdpkitError
-from .models import check_module, check_tensors, child_of_wrapper, named_tensors, writable
+from .models import check_module, check_tensors, named_tensors, writable
 
 logger = logging.getLogger(__name__)
 Compression = Literal["fp16", "bf16", "powersgd"]
@@ -118,21 +118,6 @@ def wrap_model(
     if gradient_compression:
         _compress(ddp, gradient_compression)
     return ddp
-
-
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model itself, out of DDP, DataParallel and `torch.compile` in any nesting.
-
-    A submodule of its own that is called `module` stays where it is.
-
-    Example:
-        >>> net = nn.Linear(2, 1)
-        >>> unwrap_model(nn.DataParallel(net)) is net
-        True
-    """
-    while child := child_of_wrapper(model):
-        model = model.get_submodule(child)
-    return model
 
 
 def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:

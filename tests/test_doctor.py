@@ -32,7 +32,7 @@ from ddpkit.checks import Check, merge, render, worst
 from ddpkit.doctor import read_launch
 from ddpkit.examination import _read_clock, compare_clocks, read_places, roll_call, same_versions
 from ddpkit.tables import drawn, table
-from ddpkit.visits import MARK, Visit, read_checks
+from ddpkit.visits import MARK, Visit, read_report
 
 MACHINE = ["launch", "versions", "devices", "interface", "master", "ports"]
 MACHINE += ["shm", "cores", "memory", "open files", "locked memory", "collective"]
@@ -521,7 +521,7 @@ ODD_CHECK = {**Check("a", "ok", "b").dump(), "status": "well"}
 
 @pytest.mark.parametrize("garbage", [*GARBAGE, json.dumps({"host": "h", "checks": [ODD_CHECK]}).encode()])
 def test_what_a_stranger_wrote_in_place_of_a_report_is_refused(garbage: bytes) -> None:
-    for read in (read_checks, lambda text, key: read_places([text]), lambda text, key: _read_clock(text, 0)):
+    for read in (read_report, lambda text, key: read_places([text]), lambda text, key: _read_clock(text, 0)):
         with pytest.raises(LaunchError, match="no rank of this job wrote"):
             read(garbage, "report of rank 0")
     visit = Visit(argparse.Namespace(timeout=60.0), detect_launch(platform_env(0, 2, 1)), Check("launch", "ok", "x"))

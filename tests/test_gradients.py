@@ -18,7 +18,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpkit import MismatchError, PeerError, all_reduce, get_rank, get_world_size
 from ddpkit.gradients import accumulate, average_gradients, averaging, global_mean
-from ddpkit.wrapping import unwrap_model, wrap_model
+from ddpkit.models import unwrap_model
+from ddpkit.wrapping import wrap_model
 
 F = nn.functional
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from ddpkit import DdpkitError, MismatchError, all_reduce_mean, get_rank
-from ddpkit.models import named_tensors
+from ddpkit.models import named_tensors, unwrap_model
 from ddpkit.replicas import check_replicas
-from ddpkit.wrapping import clean_state_dict, unwrap_model, wrap_model
+from ddpkit.wrapping import clean_state_dict, wrap_model
 
 compiled = functools.partial(torch.compile, backend="eager")  # wraps as any backend does, imports less
 

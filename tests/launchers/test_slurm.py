@@ -15,7 +15,7 @@ from jobs import MEET, ONE_EPOCH, PROGRAM, PYTHON, assert_ended, assert_joined, 
 from nodes import needs
 from processes import ROOT, TORCHRUN
 
-pytestmark = [needs("slurmctld", "slurmd", "srun", "munged", nodes=True), pytest.mark.xdist_group("slurm")]
+pytestmark = needs("slurmctld", "slurmd", "srun", "munged", nodes=True)
 
 
 @pytest.fixture(scope="module")
