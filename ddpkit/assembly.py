@@ -31,7 +31,8 @@ from .watch import Watch
 
 log = logging.getLogger(__name__)
 _OLDEST_TORCH = (2, 6)  # the first with torch.accelerator; also in pyproject.toml
-_stores: dict[tuple[str | None, int | None], tuple[dist.Store, str, int]] = {}  # stay open, to be joined again
+# what this process hosts stays open, to be joined again
+_stores: dict[tuple[str | None, int | None], tuple[dist.Store, str, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,8 @@ def _open_store(
             denounce(error.address, error.port, str(error))  # the other rank 0 and its peers, if they hold the port
             raise LaunchError(str(error)) from None
         opened = dist.HashStore(), error.address, error.port  # a job of its own, of one rank
-    _stores[launch.master_addr, launch.master_port] = opened
+    if hosts or address is None:  # others connect anew: by then, another host may be at this address
+        _stores[address, port] = opened
     return opened
 
 

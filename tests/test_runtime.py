@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on_ranks
-from processes import CLEAN, free_port, platform_env, run
+from processes import CLEAN, begin, free_port, platform_env, run
 
 import ddpkit
 from ddpkit import assembly, runtime
@@ -242,6 +242,27 @@ def setup_twice() -> list[float]:
 
 def test_a_job_can_be_joined_again_after_teardown() -> None:
     assert ddpkit.spawn(setup_twice, 2) == [[2.0, 2.0]] * 2
+
+
+def join_two_jobs(folder: str, rank: int) -> None:
+    """Rank 0 ends after each of them; rank 1 is one process, as a notebook or a warm worker is."""
+    for job in (1, 2) if rank else (1,):
+        while rank == 1 and not Path(folder, f"job{job}").exists():  # the host of the one before has ended
+            time.sleep(0.01)
+        with ddpkit.distributed(timeout=timedelta(seconds=60)):
+            print(ddpkit.all_reduce(1))
+
+
+def test_a_job_is_joined_at_the_port_of_one_whose_host_has_ended(tmp_path: Path) -> None:
+    port = free_port()
+    envs = [platform_env(rank, 2, port) for rank in range(2)]
+    stays = begin(join_two_jobs, envs[1], str(tmp_path), 1, output=f"{tmp_path}/stays")
+    for job in (1, 2):
+        (tmp_path / f"job{job}").touch()
+        (host,) = run(join_two_jobs, envs[:1], str(tmp_path), 0)
+        assert (host.code, host.output) == (0, "2\n"), (tmp_path / "stays").read_text()
+    stays.join()
+    assert (stays.exitcode, (tmp_path / "stays").read_text()) == (0, "2\n2\n")
 
 
 def count_what_stays(cycles: int) -> tuple[int, ...]:

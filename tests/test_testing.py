@@ -529,6 +529,17 @@ def die_on_1() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def join_and_count_connections() -> int:
+    with ddpkit.distributed():
+        files = Path("/proc/self/fd").iterdir()
+        return sum(os.readlink(file).startswith("socket:") for file in files if file.is_symlink())
+
+
+def test_ranks_that_join_by_themselves_keep_no_store_of_the_call_before() -> None:
+    _, second, third = (on_ranks(join_and_count_connections, 2, join=False) for _ in range(3))
+    assert third == second
+
+
 def test_functions_are_called_on_warm_ranks() -> None:
     for nprocs in (1, 2, 3):
         assert on_ranks(double, nprocs, 4) == [(8, nprocs)] * nprocs

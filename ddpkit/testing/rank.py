@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from .. import runtime, watch
-from ..assembly import close_stores
 from ..errors import PeerError
 from . import cleaning
 from .calls import call
@@ -146,7 +145,6 @@ class Rank:
         meeting = os.environ["MASTER_PORT"] if task.join else None
         if self._meeting != meeting:
             runtime.teardown()
-            close_stores()  # the next one may be at the same port
             self._meeting = None
         cleaning.reset()
         if task.join and self._meeting is None:
