@@ -2,7 +2,7 @@
 
 import sys
 
-from .cli import main
+from .tools.cli import main
 
 if __name__ == "__main__":  # the ranks that `spawn` starts import this module, too
     sys.exit(main())

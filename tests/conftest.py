@@ -18,7 +18,8 @@ from processes import import_once
 from xdist.scheduler import LoadScopeScheduling
 
 import ddpkit
-from ddpkit import runtime, testing
+from ddpkit import testing
+from ddpkit.process_group import lifecycle
 
 # a loaded machine draws and runs examples slowly
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,10 +34,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 
 # which tests need packages that the library does not
 _OF_EXAMPLES = {
-    "test_digits.py": ["sklearn", "tensorboard"],
-    "test_robot_*.py": ["gymnasium_robotics", "mujoco", "tensorboard", "PIL"],
-    "test_snakes_*.py": ["numba", "tensorboard", "PIL", "matplotlib"],
-    "test_video_*.py": ["av", "skvideo", "tensorboard", "PIL"],
+    "examples/digits/*": ["sklearn", "tensorboard"],
+    "examples/diffusion_policy/*": ["gymnasium_robotics", "mujoco", "tensorboard", "PIL"],
+    "examples/snakes_ddpg/*": ["numba", "tensorboard", "PIL", "matplotlib"],
+    "examples/video_deblurring/*": ["av", "skvideo", "tensorboard", "PIL"],
 }
 
 
@@ -48,7 +49,7 @@ def _missing(packages: list[str]) -> list[str]:
 _TOGETHER = (
     "launchers/test_slurm.py",
     "launchers/test_torchrun.py",
-    "test_interrupting.py",
+    "process_group/test_interrupt.py",
     "test_robot_trainer.py",
     "test_snakes_export.py",
     "test_snakes_trainer.py",
@@ -84,7 +85,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups | No
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what trains the digits under a launcher where their packages are not installed."""
-    missing = _missing(_OF_EXAMPLES["test_digits.py"])
+    missing = _missing(_OF_EXAMPLES["examples/digits/*"])
     for item in items:
         if missing and "digits" in item.name:
             item.add_marker(pytest.mark.skip(reason=f"needs {missing}"))
@@ -130,7 +131,7 @@ def nothing_left_behind() -> Iterator[None]:
     if "DDPKIT_TESTING_CREW" in os.environ:  # a rank of a marked test, after which the plugin looks itself
         return
     assert not dist.is_initialized(), "the test left a process group behind"
-    joined = runtime._job is not None
+    joined = lifecycle._job is not None
     ddpkit.teardown()  # or the tests after it would fail
     assert not joined, "the test left setup() behind, also where it is alone"
     assert _environment() == before, "the test changed the environment"

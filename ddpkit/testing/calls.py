@@ -6,14 +6,11 @@ import os
 import pickle
 import socket
 import sys
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-from .. import runtime
 from ..errors import PeerError
-from .messages import Answer, Done, Task
+from .messages import Answer, Task
 
 _NO_RUN = "on_ranks() needs a pytest run with ddpkit's plugin; outside of one use ddpkit.spawn()."
 
@@ -66,18 +63,6 @@ def on_ranks(
     return [value for _, value in outcomes.values()]
 
 
-def call(job: bytes, begin: Callable[[], None]) -> Done:
-    """Call the function on this rank, and tell the other ranks if it fails."""
-    try:
-        fn, args = pickle.loads(job)
-        begin()
-        return Done(False, pickle.dumps((None, fn(*args), "")))
-    except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
-            return Done(False, pickle.dumps((None, None, "")))
-        return Done(True, _packed(runtime.report(error)))
-
-
 def _config_of_this_run() -> Any:
     """The configuration of the run in this process: the plugin's module has one name installed and another here."""
     for name in ("ddpkit_pytest", f"{__package__}.hooks"):
@@ -85,17 +70,6 @@ def _config_of_this_run() -> Any:
         if config is not None:
             return config
     return None
-
-
-def _packed(error: BaseException) -> bytes:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    if isinstance(error, Exception):  # SystemExit would end the test process
-        with suppress(Exception):
-            packed = pickle.dumps((error, None, text))
-            pickle.loads(packed)
-            return packed
-    peer = PeerError(int(os.environ["RANK"]), socket.gethostname(), type(error).__name__, str(error), text)
-    return pickle.dumps((peer, None, text))
 
 
 def _outcome(answer: Answer) -> tuple[BaseException | None, Any]:

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .. import interrupting
+from ..process_group import interrupt
 
 _PATIENCE = 1.0  # seconds in which threads and processes that are ending may end
 _SEED = 0
 # ddpkit's while it has joined, and torch's, set for good by a loader with workers: it notices those that die
-_HANDLERS = {interrupting.__name__, "torch.utils.data._utils.signal_handling"}
+_HANDLERS = {interrupt.__name__, "torch.utils.data._utils.signal_handling"}
 _CODE = (FunctionType, BuiltinFunctionType, type, classmethod, staticmethod, property)
 _LIBRARIES = sys.stdlib_module_names - {"sys"} | {"ddpkit", "numpy", "torch"}  # setup() sets a hook of sys
 

@@ -10,7 +10,7 @@ import tempfile
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import reduction
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .messages import Answer, Debugging, Done, Left, Started, Task
+from .messages import Answer, Debugging, Done, Left, Plan, Started, Task
 
 _STARTING = 300.0  # seconds in which a rank starts, joins and imports the test, however loaded the machine is
 _SETTLING = 5.0  # seconds in which a rank cleans up after a test
@@ -26,25 +26,6 @@ _AFTER_FAILURE = 10.0  # seconds that the other ranks get after the first failur
 _ENDING = 20.0  # seconds in which ranks finalise their fixtures and leave
 _KEPT = 3  # crews that are kept warm
 _MARK = "DDPKIT_TESTING_CREW"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How the ranks of a run are started; the same for all.
-
-    Attributes:
-        arguments: pytest's command line in the ranks.
-        options: The values of pytest's options that the ranks take over.
-        basetemp: Below it the ranks keep their own temporary folders.
-        streams: Copies of this process's standard streams.
-        coverage: What `coverage.Coverage` is made with in a rank, None if coverage is not measured.
-    """
-
-    arguments: list[str]
-    options: dict[str, Any]
-    basetemp: str
-    streams: list[int | None]
-    coverage: dict[str, Any] | None
 
 
 class Pool:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from .crew import Plan, Pool
+from .crew import Pool
 from .merging import merge
-from .messages import Task
+from .messages import Plan, Task
 
 # what ranks do not take over: how tests are chosen and distributed, what is written once, and other plugins' work
 # fmt: off

@@ -6,23 +6,30 @@ import pdb
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from .. import runtime
 from ..errors import PeerError
+from ..process_group import lifecycle
 from .messages import Done
-
-if TYPE_CHECKING:
-    from .rank import Rank
 
 
 class Items:
-    """The tests that this rank has collected so far; a plugin of the rank's pytest."""
+    """The tests that this rank has collected so far; a plugin of the rank's pytest.
 
-    def __init__(self, session: pytest.Session, rank: Rank) -> None:
-        self._session, self._rank = session, rank
+    Args:
+        session: The rank's session.
+        take_terminal: Waits until no other rank's debugger has the terminal.
+        return_terminal: Gives it back.
+    """
+
+    def __init__(
+        self, session: pytest.Session, take_terminal: Callable[[], None], return_terminal: Callable[[], None]
+    ) -> None:
+        self._session = session
+        self._take_terminal = take_terminal
+        self._return_terminal = return_terminal
         self._items: dict[str, pytest.Item] = {}
         self._files: dict[Path, str] = {}
         self._reports: list[pytest.TestReport] = []
@@ -86,13 +93,13 @@ class Items:
         """Debug a failure where it happened, if the run is one with --pdb."""
         if not self._debug or call.excinfo is None or isinstance(call.excinfo.value, PeerError):
             return
-        self._rank.pytest_enter_pdb()
+        self._take_terminal()
         capture = node.config.pluginmanager.getplugin("capturemanager")
         capture.suspend(in_=True)
         print(f"\n{report.longreprtext}\n>>> post-mortem on rank {node.config.workerinput['ddpkit_rank']}")  # type: ignore[attr-defined]
         pdb.post_mortem(call.excinfo.tb)
         capture.resume()
-        self._rank.pytest_leave_pdb()
+        self._return_terminal()
 
     @pytest.fixture
     def tmp_path(self) -> Path:
@@ -113,7 +120,7 @@ class Items:
         except pytest.skip.Exception:
             raise
         except BaseException as error:
-            self._failing = cause = runtime.report(error)
+            self._failing = cause = lifecycle.report(error)
             if cause is error:
                 raise
             raise cause from error

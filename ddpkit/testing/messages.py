@@ -6,6 +6,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How the ranks of a run are started; the same for all.
+
+    Attributes:
+        arguments: pytest's command line in the ranks.
+        options: The values of pytest's options that the ranks take over.
+        basetemp: Below it the ranks keep their own temporary folders.
+        streams: Copies of this process's standard streams.
+        coverage: What `coverage.Coverage` is made with in a rank, None if coverage is not measured.
+    """
+
+    arguments: list[str]
+    options: dict[str, Any]
+    basetemp: str
+    streams: list[int | None]
+    coverage: dict[str, Any] | None
+
+
 @dataclass
 class Task:
     """Work for all ranks of a crew.

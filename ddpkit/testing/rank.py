@@ -15,21 +15,18 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from .. import runtime, watch
 from ..errors import PeerError
+from ..process_group import lifecycle, monitor
 from . import cleaning
-from .calls import call
 from .items import Items
-from .messages import Debugging, Done, Left, Started, Task
-
-if TYPE_CHECKING:
-    from .crew import Plan
+from .messages import Debugging, Done, Left, Plan, Started, Task
+from .rank_call import call
 
 
 def main(
@@ -82,7 +79,7 @@ class Rank:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run what arrives, until nothing more comes."""
         self._capture = session.config.pluginmanager.getplugin("capturemanager")
-        items = Items(session, self)
+        items = Items(session, self.pytest_enter_pdb, self.pytest_leave_pdb)
         session.config.pluginmanager.register(items, "ddpkit items")
         cleaning.remember()
         self._originals = cleaning.Originals(session.config.rootpath)
@@ -91,21 +88,21 @@ class Rank:
             while (task := self._next_task()) is not None:
                 self._run(task, items)
         except PeerError:  # one has died between tests, or after its part of one: the test process replaces all
-            runtime.teardown()
+            lifecycle.teardown()
             with suppress(Exception):
                 items.finalise()
             return True
         items.finalise()
-        runtime.teardown()
+        lifecycle.teardown()
         return True
 
     def _next_task(self) -> Task | None:
         """Wait for the next task, in silence, for nobody asks what becomes of idle ranks."""
-        watch.log.disabled = True
+        monitor.log.disabled = True
         try:
             task: Task | None = self._inbox.get()
         finally:
-            watch.log.disabled = False
+            monitor.log.disabled = False
         return task
 
     def pytest_enter_pdb(self) -> None:
@@ -133,7 +130,7 @@ class Rank:
             done = Done(True, traceback.format_exc())
         self._say(done)
         if done.failed:
-            runtime.teardown()  # the process will not be used again
+            lifecycle.teardown()  # the process will not be used again
         else:
             self._say(self._look_back(task, before))
 
@@ -144,11 +141,11 @@ class Rank:
         os.environ.update(task.environment)
         meeting = os.environ["MASTER_PORT"] if task.join else None
         if self._meeting != meeting:
-            runtime.teardown()
+            lifecycle.teardown()
             self._meeting = None
         cleaning.reset()
         if task.join and self._meeting is None:
-            runtime.setup(timeout=timedelta(seconds=task.timeout))
+            lifecycle.setup(timeout=timedelta(seconds=task.timeout))
             self._meeting = meeting
         self._group = dist.group.WORLD
 
@@ -172,13 +169,13 @@ class Rank:
         if task.join and joined:
             found += self._meet()
         if not joined:
-            runtime.teardown()
+            lifecycle.teardown()
             self._meeting = None
         return Left(joined, found)
 
     def _meet(self) -> list[str]:
         """Do a step together, which fails or hangs if the ranks are not where they should be in their group."""
-        if runtime.current_session().told:
+        if lifecycle.current_session().told:
             return ["a failure in the group"]
         number = torch.ones(1)
         try:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from torch.utils.data import DistributedSampler as TorchSampler
 
-from ddpkit.samplers import DistributedSampler
+from ddpkit.data.samplers import DistributedSampler
 
 FIRST_INDEX = """
 import resource, time
@@ -64,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
 
     print(f"{'first index':24}{'n':>12}{'ms':>10}{'MB':>10}")
-    cases = [("ddpkit.samplers", 10**8), ("ddpkit.samplers", 10**9)]
+    cases = [("ddpkit.data.samplers", 10**8), ("ddpkit.data.samplers", 10**9)]
     for module, n in [*cases, ("torch.utils.data", 10**8)] if options.torch else cases:
         ms, mb = first_index(module, n)
         print(f"{module:24}{n:>12}{ms:>10.2f}{mb:>10.2f}", flush=True)

@@ -27,7 +27,7 @@ No counterpart:
 | SyncBatchNorm, mixed precision, streams, NCCL | need an accelerator |
 | buckets, logging data, debug names, deprecations of DDP | internal to it |
 | `get_future`, hooks of one's own | `wrap_model` returns torch's DDP: register them there |
-| stores, rendezvous, elastic agents, DCP | torchrun's business; see `tests/test_launchers.py` |
+| stores, rendezvous, elastic agents, DCP | torchrun's business; see `tests/launch/test_launchers.py` |
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Move values between ranks, and wait for them."""

@@ -1,0 +1,218 @@
+"""Everything that moves values between ranks: any value, checked before it moves, and on one process too."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, SupportsFloat, TypeVar, overload
+
+from torch import Tensor
+
+from .gather import gather_objects, gather_trees, in_order, send
+from .reduce import combine
+
+T = TypeVar("T")
+K = TypeVar("K")
+Op = Literal["sum", "mean", "min", "max"]
+
+
+@overload
+def all_reduce_mean(value: float, weight: SupportsFloat | None = None, *, check: bool = True) -> float: ...
+@overload
+def all_reduce_mean(value: Tensor, weight: SupportsFloat | None = None, *, check: bool = True) -> Tensor: ...
+@overload
+def all_reduce_mean(
+    value: dict[K, int], weight: SupportsFloat | None = None, *, check: bool = True
+) -> dict[K, float]: ...
+@overload
+def all_reduce_mean(value: list[int], weight: SupportsFloat | None = None, *, check: bool = True) -> list[float]: ...
+@overload
+def all_reduce_mean(value: T, weight: SupportsFloat | None = None, *, check: bool = True) -> T: ...
+
+
+def all_reduce_mean(value: Any, weight: SupportsFloat | None = None, *, check: bool = True) -> Any:
+    """Average a number, tensor or nested structure over all ranks. Collective.
+
+    Up to 123 Python numbers or 495 elements of tensors cost one small all-reduce, check included. What is more goes in
+    one further all-reduce for half, bfloat16 and float32, added in float32, and one for the rest. The check makes the
+    host wait for an accelerator's tensors.
+
+    Args:
+        value: This rank's value: Python numbers, NumPy arrays and scalars, tensors, and dicts, lists, tuples and
+            dataclasses of them, which keep their types. Floating leaves keep their dtype; ints and bools come back
+            as floats: as float64, or as Python floats. Same structure, shapes, dtypes and kind of device on every rank.
+            It is not modified, and shares no memory with the result.
+        weight: This rank's share of the mean, for example its number of samples, of any size; 1 on every rank by
+            default. A rank of weight 0 may hold anything, NaN too.
+        check: False on every rank lets a single tensor without weight go unchecked, so that nothing waits for its
+            device. Ranks that differ then get wrong values, or hang, or abort.
+
+    Returns:
+        The same structure holding the means, equal on every rank. It carries no gradient.
+
+    Raises:
+        MismatchError: If structure, shape or dtype differ between ranks, or only some pass a weight; the message lists
+            what each rank passed. Also on the ranks whose peers raise one of the errors below.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+        OverflowError: If a Python int does not fit 64 bits.
+        TypeError: If `value` holds something else, such as a string, a sharded tensor, or an object that keeps more
+            than its fields; the message says where.
+        ValueError: If a weight is negative or not finite, or all are 0.
+
+    Example:
+        >>> all_reduce_mean({"loss": 2.0})   # one process: the value itself
+        {'loss': 2.0}
+
+        On two::
+
+            all_reduce_mean({"loss": 1.0}, weight=3)    # rank 0
+            all_reduce_mean({"loss": 5.0}, weight=1)    # rank 1; both get {'loss': 2.0}
+    """
+    return combine(value, "mean", weight, check)
+
+
+@overload
+def all_reduce(value: bool, op: Literal["sum"] = "sum", *, check: bool = True) -> int: ...
+@overload
+def all_reduce(value: float, op: Literal["mean"], *, check: bool = True) -> float: ...
+@overload
+def all_reduce(value: Tensor, op: Op = "sum", *, check: bool = True) -> Tensor: ...
+@overload
+def all_reduce(value: T, op: Op = "sum", *, check: bool = True) -> T: ...
+def all_reduce(value: Any, op: Op = "sum", *, check: bool = True) -> Any:
+    """Add, average or compare a number, tensor or nested structure over all ranks. Collective.
+
+    Args:
+        value: As for `all_reduce_mean`.
+        op: "sum", "mean", "min" or "max". Sums of ints and bools are ints, for arrays and tensors int64; "min" and
+            "max" keep the dtype, and give NaN where any rank has NaN. Python numbers of which some are floats give one,
+            and bools have a bool for their "min" and "max".
+        check: As for `all_reduce_mean`.
+
+    Returns:
+        The same structure holding the results, equal on every rank. It carries no gradient.
+
+    Raises:
+        MismatchError: If structure, shape, dtype or `op` differ between ranks; the message lists what each rank passed.
+            Also on the ranks whose peers raise one of the errors below.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+        OverflowError: If a Python int, or the sum of 64-bit tensors, does not fit 64 bits.
+        TypeError: If `value` holds something else, such as a string.
+        ValueError: If `op` is none of the four.
+
+    Example:
+        >>> all_reduce({"correct": 17, "worst": 0.5})
+        {'correct': 17, 'worst': 0.5}
+
+        On two::
+
+            all_reduce({"correct": 17}, "sum")    # rank 0
+            all_reduce({"correct": 20}, "sum")    # rank 1; both get {'correct': 37}
+    """
+    return combine(value, op, None, check)
+
+
+def all_gather(value: T) -> list[T]:
+    """Give every rank the tensors of all ranks, which may differ in length. Collective.
+
+    Args:
+        value: This rank's tensor, of any dtype, or dicts, lists, tuples and dataclasses of tensors. Same structure and
+            dtypes on every rank, and same shapes but for the first dimension.
+
+    Returns:
+        The values by rank, each with its own length, on this tensor's device. They carry no gradient. `torch.cat`
+        makes one of them.
+
+    Raises:
+        MismatchError: If structure, dtype, number of dimensions or trailing shape differ between ranks.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+        TypeError: If it holds something else than dense tensors.
+
+    Example:
+        >>> import torch
+        >>> all_gather(torch.tensor([1, 2]))
+        [tensor([1, 2])]
+
+        On two::
+
+            all_gather(torch.tensor([1, 2]))    # rank 0
+            all_gather(torch.tensor([3]))       # rank 1; both get [tensor([1, 2]), tensor([3])]
+    """
+    return gather_trees("all_gather(value)", value)
+
+
+def all_gather_object(obj: Any) -> list[Any]:
+    """Give every rank the objects of all ranks, as pickled copies. Collective.
+
+    Args:
+        obj: Anything that can be pickled. Move tensors to the CPU first: they arrive on the device they came from.
+
+    Returns:
+        The objects by rank.
+
+    Raises:
+        MismatchError: On the other ranks, if an object cannot be pickled; its own rank raises the reason.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+
+    Example:
+        >>> all_gather_object({"host": "a"})
+        [{'host': 'a'}]
+    """
+    return gather_objects("all_gather_object(obj)", obj)
+
+
+def broadcast(value: T, src: int = 0) -> T:
+    """Give every rank the value of one. Collective.
+
+    A value of up to 1.9 kB costs one small all-reduce, and each tensor in it one broadcast.
+
+    Args:
+        value: On rank `src`: tensors, numbers, strings, None, nested, or anything that can be pickled. On the others a
+            placeholder, for example None; it is ignored.
+        src: The rank whose value it is; the same on every rank.
+
+    Returns:
+        The value of rank `src`: there the value itself, elsewhere a copy, its tensors without gradient, and on this
+        rank's own device if they were on an accelerator.
+
+    Raises:
+        MismatchError: If `src` differs between ranks; on the other ranks, if the value cannot be pickled.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+        ValueError: If there is no rank `src`.
+
+    Example:
+        >>> broadcast({"run": "2024-05-01", "lr": 0.1})
+        {'run': '2024-05-01', 'lr': 0.1}
+    """
+    return send(value, src)  # type: ignore[no-any-return]
+
+
+def gather_exact(values: T, indices: Any, n: int) -> T:
+    """Put the ranks' results for a dataset into its order, and make sure that each sample is there once. Collective.
+
+    Args:
+        values: This rank's results, one for each index: a tensor or NumPy array, by its first dimension, or a list. Or
+            several such columns, in a dict, namedtuple or dataclass. Same structure, kind, dtype and trailing shape on
+            every rank that has any; a rank without samples may pass an empty list.
+        indices: Their places in the dataset, as ints: a list, range, tensor or array.
+        n: Length of the dataset.
+
+    Returns:
+        The n results in dataset order, equal on every rank, as `values` holds them: a tensor (on the device of its
+        part), array or list, or a dict of them.
+
+    Raises:
+        MismatchError: If structure, kind, dtype, trailing shape or n differ between ranks.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+        TypeError: If `values` are something else: a string, a set, or a tuple, which may be meant as columns or not.
+        ValueError: If the ranks' indices together are not exactly range(n), on every rank, naming what is missing,
+            repeated or out of range; if values and indices differ in length.
+
+    Example:
+        >>> gather_exact(["c", "a", "b"], [2, 0, 1], n=3)
+        ['a', 'b', 'c']
+
+        On two::
+
+            gather_exact({"loss": torch.tensor([1, 3])}, [0, 2], n=3)    # rank 0
+            gather_exact({"loss": torch.tensor([2])}, [1], n=3)    # rank 1; both get {"loss": tensor([1, 2, 3])}
+    """
+    return in_order(values, indices, n)  # type: ignore[no-any-return]

@@ -1,0 +1,270 @@
+"""Everything that waits for other ranks: always on the store, always with a bound, always saying for whom."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import DdpkitError
+from ..launch import ranks
+from ..process_group import lifecycle
+from ..process_group.polling import check_timeout
+from ..process_group.session import FAILURE, Session, add, as_error, failure_record, parse
+from .sharded import UnshardedPickler
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_NAME = 1000  # characters: names are keys of the store
+_WORK = timedelta(days=1)  # bound on work that one rank does while the others wait; a rank that dies is noticed at once
+
+
+def barrier(name: str | None = None, timeout: timedelta | None = None) -> None:
+    """Waits until every rank is here. Collective, on any backend; it leaves the accelerator's queue alone.
+
+    Args:
+        name: What to call it in errors, 1 to 1000 characters; it may be used again. Ranks meet at the same use of the
+            same name.
+        timeout: Bound on the wait; by default that of `setup()`.
+
+    Raises:
+        BarrierTimeout: If ranks are missing when the time is up; `.missing` and `.arrived` say which, on every rank,
+            also on those that come later. The message says where a missing rank waits instead.
+        PeerError: If a rank failed or left meanwhile, or passed a time-out that is none.
+        TypeError: If `timeout` is a number: write `timedelta(seconds=...)`.
+
+    Example:
+        >>> barrier()
+    """
+    _check_name(name)
+    joined = lifecycle.joined()
+    try:
+        if timeout is not None:
+            check_timeout(timeout)
+    except (TypeError, ValueError) as error:
+        if joined:  # the others come with a good one
+            session = lifecycle.current_session()
+            session.meet(_key(session, "barrier", name), failure=failure_record(session.rank, error))
+        raise
+    if joined:
+        session = lifecycle.current_session()
+        session.meet(_key(session, "barrier", name), timeout)
+
+
+def _check_name(name: object) -> None:
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, equal on every rank, got {name!r}.")
+    if not 0 < len(name) <= _NAME:
+        raise ValueError(f"name must have 1 to {_NAME} characters, got {len(name)}.")
+
+
+def _key(session: Session, call: str, name: str | None) -> str:
+    """Make the key of this use of a name; its quotes keep any name apart from all other keys."""
+    return session.count(call if name is None else f"{call} {str(name)!r}")
+
+
+def exchange(text: str) -> list[str]:
+    """Every rank's text, by rank, through the store; `[text]` on one process. Collective."""
+    return lifecycle.current_session().exchange(text) if lifecycle.joined() else [text]
+
+
+@contextmanager
+def together(name: str | None = None) -> Iterator[None]:
+    """A block after which either all ranks go on or all raise. Collective.
+
+    A rank that raises in the block keeps its exception and does not wait; the others raise when they come to the end.
+    So the block may hold no collective of its own, unless its failure ends the job.
+
+    Args:
+        name: What to call it in errors.
+
+    Raises:
+        PeerError: If the block raised on another rank; it holds that rank, its exception and traceback.
+        BarrierTimeout: If ranks do not come to the end in time.
+
+    Example:
+        >>> with together("read the index"):
+        ...     index = list(range(3))
+    """
+    _check_name(name)
+    if not lifecycle.joined():
+        yield
+        return
+    session = lifecycle.current_session()
+    key = _key(session, "together", name)
+    try:
+        yield
+    except BaseException as error:
+        session.meet(key, failure=failure_record(session.rank, error))
+        raise
+    session.meet(key)
+
+
+@contextmanager
+def main_process_first(local: bool = False) -> Iterator[None]:
+    """A block that rank 0 runs first, and the others when it is done: to download or prepare what the others then find.
+
+    Collective; but the block itself may hold no collective. The others wait on the store, so slow work trips no
+    time-out of a collective. If the first rank raises, all raise.
+
+    Args:
+        local: Whether the first rank of every node goes first, for work on node-local disks.
+
+    Raises:
+        PeerError: If the block raised on the first rank.
+
+    Example:
+        >>> with main_process_first():
+        ...     data = "read from the cache, or downloaded into it"
+    """
+    if not lifecycle.joined():
+        yield
+        return
+    session = lifecycle.current_session()
+    first = session.nodes.index(session.nodes[session.rank]) if local else 0
+    key = f"{session.count('main_process_first')} on {first}"
+    if session.rank != first:
+        near = session.nodes.count(session.nodes[first]) if local else len(session.hosts)
+        _outcome(session, key, first, near - 1)
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        _tell(session, key, error)
+        raise
+    _tell(session, key)
+
+
+def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run `fn` on rank 0 and give its value to every rank. Collective; `fn` itself may hold no collective.
+
+    The others wait on the store, so slow work trips no time-out of a collective. When all ranks are there the value
+    goes through the process group.
+
+    Args:
+        fn: Called with the arguments on rank 0 only.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What it returned, as a pickled copy on the other ranks.
+
+    Raises:
+        PeerError: On the other ranks, if it raised on rank 0; rank 0 keeps the exception.
+        BarrierTimeout: If rank 0 has its value and ranks do not come in time.
+
+    Example:
+        >>> run_on_main(sorted, [2, 1])
+        [1, 2]
+    """
+    if not lifecycle.joined():
+        return fn(*args, **kwargs)
+    session = lifecycle.current_session()
+    key = session.count("run_on_main")
+    if session.rank != 0:
+        session.meet(key, _WORK)
+        copy: T = pickle.loads(_from_main(b""))
+        return copy
+    try:
+        value = fn(*args, **kwargs)
+        UnshardedPickler(data := io.BytesIO(), "run_on_main()").dump(value)
+    except BaseException as error:
+        session.meet(key, failure=failure_record(session.rank, error))
+        raise
+    session.meet(key)  # in the store, so that nobody is late for the group
+    _from_main(data.getvalue())
+    return value
+
+
+def main_process_only(fn: Callable[P, T]) -> Callable[P, T | None]:
+    """Decorates a function to run on rank 0 only: it returns None elsewhere, and nobody waits.
+
+    Example:
+        >>> main_process_only(print)("once")
+        once
+    """
+
+    @functools.wraps(fn)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return fn(*args, **kwargs) if ranks.is_main_process() else None
+
+    return wrapped
+
+
+def stop_together(flag: bool) -> bool:
+    """Whether any rank wants to stop; every rank gets the same answer. Collective, about as cheap as a barrier.
+
+    Args:
+        flag: Whether this rank wants to stop, for example because its data or its time has run out.
+
+    Example:
+        >>> stop_together(False)
+        False
+    """
+    if not lifecycle.joined():
+        return bool(flag)
+    session = lifecycle.current_session()
+    key = session.count("stop_together")
+    with session.bounded(session.timeout):
+        if flag:
+            add(session.store, f"{key}/flags", 1)
+        session.meet(key, litter=[f"{key}/flags"] if session.rank == 0 else [])
+        return add(session.store, f"{key}/flags", 0) > 0
+
+
+def _from_main(data: bytes) -> bytes:
+    """Give rank 0's bytes to every rank through the group, where only ranks can write; it must not be empty."""
+    device = lifecycle.control_device()
+    with lifecycle.peer_errors():
+        size = torch.tensor([len(data)], device=device)
+        dist.broadcast(size, 0)
+        block = torch.zeros(int(size), dtype=torch.uint8, device=device)
+        if data:
+            block.copy_(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
+        dist.broadcast(block, 0)
+    return block.cpu().numpy().tobytes()
+
+
+def _tell(session: Session, key: str, error: BaseException | None = None) -> None:
+    """Publish what became of work that the others wait for."""
+    failure = failure_record(session.rank, error) if error else {}
+    with session.bounded(session.timeout):
+        session.store.set(key, json.dumps(failure))
+        session.store.check([key])  # set() does not wait: the news of our leaving must not overtake it
+
+
+def _outcome(session: Session, key: str, worker: int, readers: int) -> None:
+    """Wait for what another rank publishes; raise its failure."""
+
+    def ready() -> bool | None:
+        left = worker in session.left  # before the look, because it tells before it leaves
+        if session.store.check([key]):
+            return True
+        if left:
+            session.check()  # it may have left because another failed
+            raise session.departed(worker)
+        return None
+
+    def late() -> bool:
+        raise DdpkitError(f"Rank {worker} ({session.hosts[worker]}) did not finish {key!r} within {_WORK}.")
+
+    with session.bounded(_WORK):
+        session.until(ready, _WORK, late)
+        answer = session.store.get(key)
+        if add(session.store, f"{key}/read", 1) == readers:  # the last one out deletes the keys
+            session.store.delete_key(key)
+            session.store.delete_key(f"{key}/read")
+    if failure := parse(answer, key, {}, FAILURE):
+        raise as_error(failure)

@@ -1,0 +1,1 @@
+"""Deal samples to ranks."""

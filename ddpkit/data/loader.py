@@ -1,0 +1,376 @@
+"""Loading: torch's DataLoader with the right sampler, random numbers of its own and a place to resume from."""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from types import MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
+
+from ..launch import ranks
+from ..seeding.generator_states import get_rng_state, set_rng_state
+from ..seeding.hashing import hash_seeds
+from ..seeding.seeds import seed_cpu
+from .samplers import DistributedEvalSampler, DistributedSampler, ResumableSampler, check_place, current_place, positive
+
+_DECIDED = {
+    "batch_sampler": "it cuts the batches itself, so that every rank has as many",
+    "generator": "it seeds one of its own, so that the global one is left alone",
+    "in_order": "batches out of order could be neither counted nor resumed",
+}
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_SHORT = 100  # entries of a container that is searched for generators; longer ones hold samples
+
+
+def make_loader(
+    dataset: Any,
+    batch_size: int,
+    *,
+    train: bool = True,
+    shuffle: bool | None = None,
+    seed: int = 0,
+    num_workers: int = 0,
+    drop_last: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    sampler: Sampler[int] | None = None,
+    **options: Any,
+) -> Loader:
+    """Makes the loader of this rank's part of a dataset.
+
+    In training the ranks' batches of a step are together one batch of the global order, whatever the number of ranks;
+    the last, incomplete one is shared out as evenly as possible, and every rank gets as many batches. In evaluation
+    each sample comes exactly once, in order, so that some ranks may get a batch more.
+
+    A stream, that is an `IterableDataset` or anything without a length, needs a method `shard(index, num_shards)` that
+    returns an iterable: its shards are spread over ranks x workers. A dataset with `set_epoch(epoch)` is told the epoch
+    in every process that reads it, again and again: it should only keep the number.
+
+    Args:
+        dataset: Anything with a length and `__getitem__`, or a stream.
+        batch_size: Samples per step, per rank.
+        train: Whether it is for training; else for evaluation.
+        shuffle: Whether each epoch has an order of its own: by default in training. Never in evaluation.
+        seed: Any integer, the same on every rank: for the order and for the workers' random numbers.
+        num_workers: Processes per rank that load; 0 loads in this one and leaves its random numbers alone.
+        drop_last: Whether training leaves out the incomplete last global batch.
+        collate_fn: Makes a batch of a list of samples; torch's default by default.
+        sampler: A sampler of this rank's indices, instead of `shuffle`: any of ours, torch's DistributedSampler, or one
+            with attributes `num_replicas` and `rank`; on one rank any sampler. Told the epoch if it has `set_epoch`.
+        **options: More of torch's DataLoader's: `pin_memory`, `persistent_workers`, `prefetch_factor`, ...
+
+    Raises:
+        ValueError: If options contradict each other, or `drop_last` would leave nothing.
+        TypeError: On several ranks, if a stream has no `shard` or a sampler is not distributed; if the dataset is no
+            dataset; if an option is for `make_loader` to decide.
+
+    Example:
+        >>> loader = make_loader(range(10), batch_size=4)
+        >>> [len(batch) for batch in loader], loader.epoch
+        ([4, 4, 2], 1)
+    """
+    batch_size = positive(batch_size, "batch_size")
+    options |= {"num_workers": num_workers, "collate_fn": collate_fn}
+    for name in _DECIDED.keys() & options.keys():
+        raise TypeError(f"make_loader() takes no {name}: {_DECIDED[name]}.")
+    if not train and (shuffle or drop_last):
+        raise ValueError("With train=False each sample comes once, in order: leave out shuffle and drop_last.")
+    streamed = isinstance(dataset, IterableDataset) or (hasattr(dataset, "shard") and not hasattr(dataset, "__len__"))
+    if shuffle is not None and (sampler is not None or streamed):
+        raise ValueError("Leave out shuffle: the sampler, or the stream itself, decides the order.")
+    if streamed:
+        if sampler is not None:
+            raise ValueError("A stream is read in its own order: leave out the sampler.")
+        return Loader(_shards_of(dataset, seed), batch_size, None, seed, drop_last, **options)
+    if sampler is not None:
+        _check_sampler(sampler, batch_size)
+    elif train:
+        sampler = DistributedSampler(
+            dataset, shuffle=shuffle is not False, seed=seed, drop_last=drop_last, batch_size=batch_size
+        )
+    else:
+        sampler = DistributedEvalSampler(dataset)
+    return Loader(dataset, batch_size, sampler, seed, drop_last, **options)
+
+
+class Loader(DataLoader[Any]):
+    """What `make_loader` returns: torch's DataLoader that counts epochs and what the loop was given.
+
+    Each `iter()` is the next epoch, the first one epoch 0, unless `set_epoch` or a loaded state says otherwise. So
+    `next(iter(loader))` begins an epoch, and the next loop is over the one after it, with a warning: use `peek()`.
+
+    A state counts the batches that the loop was given, not those that workers have fetched ahead. So take it in the
+    loop after the optimiser step: the batch at hand is done, and the resumed run goes on with the next one. Taken at an
+    epoch's last batch, nothing is left: the resumed run goes through an empty loop once and so comes to what you do at
+    an epoch's end. Taken after the loop, the next epoch is left.
+
+    Workers seed `random`, NumPy and torch before every batch, from (seed, epoch, rank, position in the global order):
+    random augmentations are the same with any number of workers, persistent or not, and after a resume.
+    """
+
+    def __init__(
+        self, dataset: Any, batch_size: int, sampler: Sampler[int] | None, seed: int, drop_last: bool, **options: Any
+    ) -> None:
+        self._made_for = self._rank, world_size = current_place()
+        self._seed, self._global_batch = seed, batch_size * world_size
+        self._epoch = 0
+        self._begun: int | None = None  # the epoch that the loop is in, or has left early
+        options["generator"] = torch.Generator("cpu")
+        if sampler is None:
+            super().__init__(dataset, batch_size, drop_last=drop_last, **options)
+        else:
+            batches = _Batches(sampler, batch_size, drop_last, stride=self._global_batch)
+            super().__init__(dataset, batch_sampler=batches, **options)
+            # beside a batch sampler torch forgets these, which people read
+            self.__dict__.update(batch_size=batch_size, sampler=sampler, drop_last=drop_last)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the loop is in; outside of one, the next."""
+        return getattr(self.sampler, "epoch", self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch the next `iter()` is. It is needed only to leave the sequence 0, 1, 2, ..."""
+        self._epoch, self._begun = epoch, None
+        _tell_epoch(self.sampler, epoch)
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """Go through the epochs that are left of `n`; in a resumed run, from the interrupted one on.
+
+        In each of them loop over the loader once. Leaving that loop early is meant then, and gives no warning.
+
+        Args:
+            n: Number of epochs of the whole run.
+
+        Example:
+            >>> loader = make_loader(range(4), batch_size=2)
+            >>> for epoch in loader.epochs(2):
+            ...     print(epoch, len(list(loader)))
+            0 2
+            1 2
+        """
+        for epoch in range(self.epoch, n):
+            self.set_epoch(epoch)
+            yield epoch
+
+    def peek(self) -> Any:
+        """Return the batch that the next loop begins with, and count nothing: to see its shapes, or trace a model.
+
+        It is loaded in this process, and the random numbers that this takes are put back: those of `random`, NumPy and
+        torch, and of the generators that the sampler, the dataset and `collate_fn` hold. Where nothing is left of the
+        epoch it is made of the dataset's first samples.
+        """
+        saved = get_rng_state()
+        put_back = [_keep(generator) for generator in _generators_in(self.sampler, self.dataset, self.collate_fn)]
+        try:
+            return self._first_batch()
+        finally:
+            for restore in put_back:
+                restore()
+            set_rng_state(saved)
+
+    def _first_batch(self) -> Any:
+        cuts: dict[str, Any] = {"batch_size": self.batch_size}
+        if isinstance(self.batch_sampler, _Batches):
+            first = range(len(self.dataset))[: self.batch_size]  # type: ignore[arg-type]
+            cuts = {"batch_sampler": [next(iter(self.batch_sampler.batches), list(first))]}
+        _tell_epoch(self.dataset, self.epoch)
+        generator = torch.Generator("cpu")
+        with torch.device("cpu"):
+            batches = iter(DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **cuts))
+        return next(batches)
+
+    def __repr__(self) -> str:
+        place = f"epoch={self.epoch}"
+        if isinstance(self.sampler, ResumableSampler):
+            place += f", consumed={self.sampler.consumed} of {self.sampler.n}"
+        return f"Loader({type(self.dataset).__name__}, batch_size={self.batch_size}, rank={self._rank}, {place})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is, the batch at hand included: the same on every rank, plain numbers and text.
+
+        Raises:
+            TypeError: If the sampler cannot resume, or the dataset is a stream.
+        """
+        return self._resumable().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next `iter()` go on where `state` was taken, on any number of ranks.
+
+        Raises:
+            ValueError: If dataset length, seed or shuffling are not those of the state.
+            TypeError: If the sampler cannot resume, or the dataset is a stream.
+        """
+        self._resumable().load_state_dict(state)
+        self._begun = None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        check_place("The loader", self._made_for)
+        if self._begun == self.epoch:  # the loop left it early
+            self._warn_of_the_rest()
+            self.set_epoch(self.epoch + 1)
+        epoch = self._begun = self.epoch
+        start = self.sampler.start if isinstance(self.sampler, ResumableSampler) else 0
+        self.generator.manual_seed(hash_seeds("workers", self._seed, epoch, start, self._rank))
+        _tell_epoch(self.dataset, epoch)
+        if isinstance(self.batch_sampler, _Batches):
+            self.batch_sampler.begin(self._seed, epoch, self._rank, start)
+        with torch.device("cpu"):  # torch draws the seed of its workers on the default device
+            batches = super().__iter__()
+        return self._handed_out(batches, epoch)
+
+    def _handed_out(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
+        for batch in batches:
+            if self._begun == epoch and isinstance(self.sampler, ResumableSampler):
+                self.sampler.advance(self._global_batch)
+            yield batch
+        if self._begun == epoch:
+            self.set_epoch(epoch + 1)
+
+    def _warn_of_the_rest(self) -> None:
+        if not isinstance(self.sampler, ResumableSampler) or not self.sampler.remaining:
+            return
+        done = f"{self.sampler.consumed} of {self.sampler.n} samples"
+        warnings.warn(
+            f"The loop over epoch {self.epoch} was left after {done}; this one is over epoch {self.epoch + 1}, and the "
+            "rest goes unseen. To look at a batch use loader.peek(). If it was meant, loop over loader.epochs(n), or "
+            "call loader.set_epoch() before.",
+            stacklevel=3,
+        )
+
+    def _resumable(self) -> ResumableSampler:
+        if not isinstance(self.sampler, ResumableSampler):
+            raise TypeError(
+                f"{type(self.sampler).__name__} cannot say where it is. To resume inside an epoch use a dataset with a "
+                "length in training, or one of ddpkit's samplers; at an epoch's start set_epoch() is enough."
+            )
+        return self.sampler
+
+
+class _Batches(Sampler[list[int]]):
+    """Cuts a sampler's indices into batches, each with what the random numbers drawn for it depend on."""
+
+    def __init__(self, sampler: Sampler[int], batch_size: int, drop_last: bool, stride: int) -> None:
+        self.batches, self.stride = BatchSampler(sampler, batch_size, drop_last), stride
+        self.seed = self.epoch = self.rank = self.start = 0
+
+    def begin(self, seed: int, epoch: int, rank: int, start: int) -> None:
+        """Says whose batches the next pass makes, and from which global position on."""
+        self.seed, self.epoch, self.rank, self.start = seed, epoch, rank, start
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, indices in enumerate(self.batches):
+            batch = _Batch(indices)
+            batch.seeds = (self.seed, self.epoch, self.rank, self.start + number * self.stride)
+            yield batch
+
+
+class _Batch(list[int]):
+    """A batch's indices. A worker seeds its random numbers on receiving them: persistent ones hear of nothing else."""
+
+    seeds: tuple[int, int, int, int]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (list(self), *self.seeds)
+
+
+def _received(indices: list[int], seed: int, epoch: int, rank: int, position: int) -> list[int]:
+    if (worker := get_worker_info()) is not None:  # else somebody copies the list in the main process
+        seed_cpu(hash_seeds("batch", seed, epoch, rank, position))
+        _tell_epoch(worker.dataset, epoch)
+    return indices
+
+
+class _Stream(IterableDataset[Any]):
+    """A stream's shards, spread over ranks x workers."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed, self.rank, self.world_size = dataset, seed, ranks.get_rank(), ranks.get_world_size()
+        epoch = torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the default device
+        self.epoch = epoch.share_memory_()  # type: ignore[no-untyped-call]  # persistent workers read it, too
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch.fill_(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, index, count = int(self.epoch), self.rank, self.world_size
+        if (worker := get_worker_info()) is not None:
+            index, count = index * worker.num_workers + worker.id, count * worker.num_workers
+            seed_cpu(hash_seeds("stream", self.seed, epoch, index))
+        _tell_epoch(self.dataset, epoch)
+        return iter(self.dataset.shard(index=index, num_shards=count))
+
+
+def _shards_of(dataset: Any, seed: int) -> Any:
+    if hasattr(dataset, "shard"):
+        return _Stream(dataset, seed)
+    if ranks.is_distributed():
+        raise TypeError(
+            f"{type(dataset).__name__} has no shard(index, num_shards): each of {ranks.get_world_size()} ranks would "
+            "read all of it. Give it that method, which returns one part as an iterable; or, if it splits itself, use "
+            "torch's DataLoader."
+        )
+    return dataset
+
+
+def _tell_epoch(dataset: Any, epoch: int) -> None:
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(epoch)
+
+
+def _generators_in(*owners: Any) -> Iterator[Any]:
+    """Yield the random number generators that objects hold in their attributes, or in short containers there."""
+    seen: set[int] = set()
+    waiting = [*owners]
+    while waiting:
+        owner = waiting.pop()
+        if id(owner) in seen or isinstance(owner, (type, ModuleType, torch.Tensor, np.ndarray)):
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, random.SystemRandom):  # has no state
+            continue
+        if isinstance(owner, _GENERATORS):
+            yield owner
+        elif isinstance(owner, MethodType):
+            waiting.append(owner.__self__)
+        elif isinstance(owner, (list, tuple, dict)):
+            if len(owner) <= _SHORT:
+                waiting += owner.values() if isinstance(owner, dict) else owner
+        else:
+            waiting += getattr(owner, "__dict__", {}).values()
+
+
+def _keep(generator: Any) -> Callable[[], None]:
+    """Return what puts a generator back into its present state."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(generator.set_state, generator.get_state())
+
+
+def _check_sampler(sampler: Sampler[int], batch_size: int) -> None:
+    here = (ranks.get_world_size(), ranks.get_rank())
+    found = (getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None))
+    if found == (None, None):
+        if here[0] > 1:
+            raise TypeError(
+                f"{type(sampler).__name__} does not split its samples: each of {here[0]} ranks would load them all. "
+                "Pass DistributedSampler, DistributedWeightedSampler, or one with attributes num_replicas and rank."
+            )
+    elif found != here:
+        raise ValueError(f"The sampler is for rank {found[1]} of {found[0]}, but this is rank {here[1]} of {here[0]}.")
+    if isinstance(sampler, ResumableSampler) and sampler.batch_size not in (1, batch_size):
+        raise ValueError(
+            f"The sampler was made for batch_size={sampler.batch_size}, the loader for {batch_size}: ranks could get "
+            "different numbers of batches. Give both the same."
+        )

@@ -1,0 +1,345 @@
+"""Which samples a rank gets: index arithmetic, a pure function of (seed, epoch, n). Nothing here communicates.
+
+Every sampler deals one global order out like cards: rank r takes its positions r, r + world size, and so on. So any
+number of ranks uses that order up from the front, what is done is one number, and a run resumes on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from itertools import chain
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Sampler, get_worker_info
+
+from ..errors import DdpkitError
+from ..launch import ranks
+from ..seeding.hashing import hash_seeds
+from .permutation import Order, shuffled
+
+# Positions computed at a time: the first index comes quickly, the rest stays in the cache.
+_FIRST_BLOCK, _BLOCK = 2**10, 2**13
+
+
+class ResumableSampler(Sampler[int], ABC):
+    """One rank's part of a global order of `n` positions, from where the run left it.
+
+    Attributes:
+        epoch: The epoch whose order is drawn; see `set_epoch`.
+        start: Global position where this pass over the order starts: 0, or what a loaded state had consumed.
+        consumed: Samples of this epoch consumed so far by all ranks together, as told by `advance`.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        num_replicas: int | None,
+        rank: int | None,
+        seed: int,
+        batch_size: int = 1,
+        drop_last: bool = False,
+    ) -> None:
+        self.num_replicas, self.rank = _shard(num_replicas, rank)
+        self._made_for = _place_unless_chosen(num_replicas, rank)
+        self.n, self.seed, self.batch_size, self.drop_last = n, operator.index(seed), batch_size, drop_last
+        self.epoch = self.start = self.consumed = 0
+
+    @abstractmethod
+    def _order(self) -> Order:
+        """The global order of this epoch."""
+
+    @abstractmethod
+    def _identity(self) -> dict[str, Any]:
+        """What the order depends on besides the epoch: a state is loaded only where it is the same."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch whose order to deal: from its front, or for a loaded state's epoch from where that was."""
+        epoch = operator.index(epoch)
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+        self.consumed = self.start
+
+    def advance(self, samples: int) -> None:
+        """Counts `samples` more as consumed, of all ranks together.
+
+        `make_loader` does this. In a loop of your own call it once per step, on every rank, with the global batch size:
+        the sampler cannot count what it yields, since workers fetch ahead of the loop.
+        """
+        self.consumed = min(self.consumed + samples, self.n)
+
+    @property
+    def remaining(self) -> int:
+        """Samples of this epoch that are still to come, of all ranks together, without padding."""
+        return max(0, min(self._end(), self.n) - self.consumed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is: the same on every rank, plain numbers and text."""
+        return {"epoch": self.epoch, "consumed": self.consumed, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, on any number of ranks, with any batch size.
+
+        Raises:
+            ValueError: If the order is another one than the state's; the message names both values. Nothing is changed.
+            TypeError: If it is no state of a sampler.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"A sampler's state is a dict, got a {type(state).__name__}.")
+        for name, now in self._identity().items():
+            if state.get(name) != now:
+                raise ValueError(
+                    f"Cannot resume: {name} was {state.get(name)!r} when the state was saved and is {now!r} now: "
+                    "the samples would come in another order. Make the sampler as it was, or start a new epoch."
+                )
+        epoch, consumed = state.get("epoch"), state.get("consumed")
+        if type(epoch) is not int or epoch < 0 or type(consumed) is not int or not 0 <= consumed <= self.n:
+            raise ValueError(
+                f"Cannot resume: epoch {epoch!r} with {consumed!r} of {self.n} samples consumed is no place to go on "
+                "from. Start a new epoch."
+            )
+        self.epoch = epoch
+        self.start = self.consumed = consumed
+
+    def __len__(self) -> int:
+        """Samples of this pass on this rank."""
+        return len(range(self.start + self.rank, self._end(), self.num_replicas))
+
+    def __iter__(self) -> Iterator[int]:
+        check_place(type(self).__name__, self._made_for)
+        return chain.from_iterable(self._blocks(self._order(), self.start, self._end()))
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a whole epoch on this rank, padding included, as torch's samplers have it."""
+        return len(range(self.rank, self.total_size, self.num_replicas))
+
+    @property
+    def total_size(self) -> int:
+        """Samples of a whole epoch on all ranks together, padding included."""
+        return self._end(start=0)
+
+    def _end(self, start: int | None = None) -> int:
+        """Where the dealing stops, beyond n with padding: every rank must get the same number of batches."""
+        start = self.start if start is None else start
+        tail = (self.n - start) % (self.num_replicas * self.batch_size)
+        if self.drop_last:
+            return self.n - tail
+        return self.n + max(0, self.num_replicas - tail) if tail else self.n
+
+    def _blocks(self, order: Order, start: int, end: int) -> Iterator[list[int]]:
+        size = _FIRST_BLOCK
+        while start < end:
+            stop = min(start + size * self.num_replicas, end)
+            positions = np.arange(start + self.rank, stop, self.num_replicas, dtype=np.int64)
+            yield order(positions % self.n if stop > self.n else positions).tolist()
+            start, size = stop, min(2 * size, _BLOCK)
+
+
+class DistributedSampler(ResumableSampler):
+    """Deals a dataset's indices to the ranks in an order that a run can resume, in next to no memory.
+
+    A drop-in for `torch.utils.data.DistributedSampler` that needs no process group. The order is a pure function of
+    (seed, epoch, n); above 2**17 samples it is computed in blocks, so any number of samples starts in milliseconds.
+
+    Args:
+        dataset: Anything with a length.
+        num_replicas: Number of ranks; the world size by default.
+        rank: This rank, by default the process's own.
+        shuffle: Whether each epoch has an order of its own; else 0, 1, 2, ...
+        seed: Any integer, the same on every rank.
+        drop_last: Whether to leave out the end that does not fill a batch on every rank. By default the ranks share it.
+        batch_size: Samples per step, per rank, of the loader that takes the indices. All ranks get the same number of
+            batches; only where fewer samples than ranks are left for the last one, it is padded from the order's front.
+            The default, 1, is torch's padding: the same number of indices on every rank.
+
+    Raises:
+        ValueError: If the dataset is empty, `drop_last` would leave nothing, or a number is out of range.
+        TypeError: If the dataset has no length.
+
+    Example:
+        >>> sampler = DistributedSampler(range(10**9), num_replicas=8, rank=3)
+        >>> len(sampler)
+        125000000
+        >>> list(DistributedSampler(range(5), num_replicas=2, rank=1, shuffle=False))
+        [1, 3, 0]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        batch_size: int = 1,
+    ) -> None:
+        super().__init__(_length(dataset), num_replicas, rank, seed, positive(batch_size, "batch_size"), drop_last)
+        self.shuffle = shuffle
+        if not self._end():
+            raise ValueError(
+                f"drop_last=True leaves nothing of {self.n} samples: {self.num_replicas} ranks take "
+                f"{self.num_replicas * batch_size} per step. Use fewer ranks, a smaller batch, or drop_last=False."
+            )
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self.seed, "n": self.n, "shuffle": self.shuffle}
+
+    def _order(self) -> Order:
+        if not self.shuffle:
+            return lambda positions: positions
+        return shuffled(self.n, hash_seeds("order", self.seed, self.epoch, self.n))
+
+
+class DistributedWeightedSampler(ResumableSampler):
+    """Draws samples in proportion to weights, one global draw per (seed, epoch) dealt to the ranks.
+
+    `torch.utils.data.WeightedRandomSampler` for any number of ranks, resumable. It takes O(n) time and memory.
+
+    Args:
+        weights: Weight per sample, shape (n,), finite, not negative; they need not add up to one.
+        num_samples: Samples to draw per epoch by all ranks together; padded from the front to a multiple of the ranks.
+        num_replicas: Number of ranks; the world size by default.
+        rank: This rank, by default the process's own.
+        replacement: Whether a sample may come more than once.
+        seed: Any integer, the same on every rank.
+
+    Raises:
+        ValueError: If weights are no such vector, or, without replacement, fewer than `num_samples` are positive.
+
+    References:
+        Without replacement: Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006.
+
+    Example:
+        >>> list(DistributedWeightedSampler([0.0, 2.0, 0.0], num_samples=4, num_replicas=2, rank=0))
+        [1, 1]
+    """
+
+    def __init__(
+        self,
+        weights: npt.ArrayLike,
+        num_samples: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        replacement: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(positive(num_samples, "num_samples"), num_replicas, rank, seed)
+        self.weights, self.replacement = np.asarray(weights, dtype=np.float64), replacement
+        if (
+            self.weights.ndim != 1
+            or not np.all(np.isfinite(self.weights) & (self.weights >= 0))
+            or not self.weights.any()
+        ):
+            raise ValueError("weights must be a vector of finite numbers >= 0, at least one of them positive.")
+        if not replacement and num_samples > (possible := np.count_nonzero(self.weights)):
+            raise ValueError(f"Cannot draw {num_samples} different samples: only {possible} weights are positive.")
+
+    def _identity(self) -> dict[str, Any]:
+        digest = blake2b(self.weights.tobytes(), digest_size=8).hexdigest()
+        return {"seed": self.seed, "n": self.n, "replacement": self.replacement, "weights": digest}
+
+    def _order(self) -> Order:
+        key = hash_seeds("weighted", self.seed, self.epoch, len(self.weights))
+        count = self.n if self.replacement else len(self.weights)
+        uniform = (np.random.PCG64(key).random_raw(count) >> np.uint64(11)) * 2.0**-53  # in [0, 1)
+        if not self.replacement:
+            with np.errstate(divide="ignore"):  # a weight of 0 comes last
+                times = np.log(-np.log1p(-uniform)) - np.log(self.weights)  # logarithms, so that nothing overflows
+                return np.argsort(times, kind="stable")[: self.n].take
+        totals = np.cumsum(self.weights / self.weights.max())
+        last = np.flatnonzero(self.weights)[-1]  # uniform * total may round up to the total
+        return lambda at: np.minimum(np.searchsorted(totals, uniform[at] * totals[-1], side="right"), last)
+
+
+class DistributedEvalSampler(Sampler[int]):
+    """Deals every index exactly once, in order, without padding: the shards differ by at most one and may be empty.
+
+    Args:
+        dataset: Anything with a length.
+        num_replicas: Number of ranks; the world size by default.
+        rank: This rank, by default the process's own.
+
+    Raises:
+        ValueError: If the dataset is empty or the rank out of range.
+        TypeError: If the dataset has no length.
+
+    Example:
+        >>> [list(DistributedEvalSampler(range(5), num_replicas=3, rank=rank)) for rank in range(3)]
+        [[0, 3], [1, 4], [2]]
+    """
+
+    def __init__(self, dataset: Any, num_replicas: int | None = None, rank: int | None = None) -> None:
+        self.num_replicas, self.rank = _shard(num_replicas, rank)
+        self._made_for = _place_unless_chosen(num_replicas, rank)
+        self.n = _length(dataset)
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.n, self.num_replicas))
+
+    def __iter__(self) -> Iterator[int]:
+        check_place(type(self).__name__, self._made_for)
+        return iter(range(self.rank, self.n, self.num_replicas))
+
+
+def positive(number: int, name: str) -> int:
+    """`number` as an int.
+
+    Raises:
+        ValueError: If it is none, or not positive; the message calls it `name`.
+    """
+    if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"{name} must be a positive integer, not {number!r}.")
+    return int(number)
+
+
+def current_place() -> tuple[int, int]:
+    """Return this process's rank and the world size, now."""
+    return ranks.get_rank(), ranks.get_world_size()
+
+
+def check_place(name: str, made_for: tuple[int, int] | None) -> None:
+    """Refuse to go on with the share of another rank, or of another number of ranks.
+
+    Args:
+        name: What has the share.
+        made_for: The rank and world size that it was made for; None if the caller has chosen them.
+
+    Raises:
+        DdpkitError: If this process has another rank now, or the job another number of ranks.
+    """
+    if made_for is None or get_worker_info() is not None:  # a loader's worker may not know its rank
+        return
+    now = current_place()
+    if now != made_for:
+        raise DdpkitError(
+            f"{name} was made for rank {made_for[0]} of {made_for[1]}, but this is rank {now[0]} of {now[1]} now: "
+            "the process group was made, replaced or left since. Make it anew; its state_dict() may go on."
+        )
+
+
+def _place_unless_chosen(num_replicas: int | None, rank: int | None) -> tuple[int, int] | None:
+    return current_place() if num_replicas is None or rank is None else None
+
+
+def _shard(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    num_replicas = ranks.get_world_size() if num_replicas is None else num_replicas
+    rank = ranks.get_rank() if rank is None else rank
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank must be in [0, num_replicas), but rank is {rank} and num_replicas is {num_replicas}.")
+    return num_replicas, rank
+
+
+def _length(dataset: Any) -> int:
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(f"A sampler needs a dataset with a length; {type(dataset).__name__} has no __len__.")
+    if not len(dataset):
+        raise ValueError("The dataset is empty: there is nothing to sample.")
+    return len(dataset)

@@ -1,0 +1,110 @@
+"""Who am I: the one place that knows the current launch. Nothing here talks to other ranks.
+
+The launch belongs to the process group that exists. Where somebody makes a group, or replaces ours, the rank is that of
+the new group from then on. Where a group is destroyed the last one's rank stays, until `teardown()`: scripts ask for it
+at their end, and no two processes may believe to be rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import LaunchError, NotSetUpError
+from ..torch_internals import current_group, no_group, reference
+from .launchers import Launch, detect_launch
+
+_launch: Launch | None = None  # set by setup(), which fills in what the environment does not tell
+_group: Callable[[], Any] = no_group  # the group that it belongs to
+
+
+def current_launch() -> Launch:
+    """Return the launch of the group that exists or was the last; before there is one, what the environment says."""
+    group = current_group()
+    if group is not None and group is not _group():
+        set_launch(launch_of_group())
+    return _launch or detect_launch(os.environ)
+
+
+def set_launch(launch: Launch | None) -> None:
+    """Remember the launch and that it belongs to the group that exists now, or forget both."""
+    global _launch, _group
+    _launch, _group = launch, reference(current_group() if launch else None)
+
+
+def launch_of_group() -> Launch:
+    """Return the launch of a group that somebody else made: the environment's if it agrees, else the group's own."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    try:
+        launch = detect_launch(os.environ)
+        if (launch.rank, launch.world_size) == (rank, world_size):
+            return launch
+    except LaunchError:
+        pass
+    evidence = ("a process group that was there before",)
+    if world_size == 1:
+        return Launch("platform", 0, 1, 0, 1, 0, 1, evidence=evidence)
+    return Launch("platform", rank, world_size, evidence=evidence)
+
+
+def get_rank() -> int:
+    """This process's number in the job, from 0."""
+    return current_launch().rank
+
+
+def get_world_size() -> int:
+    """The number of processes in the job; 1 without a launcher."""
+    return current_launch().world_size
+
+
+def get_local_rank() -> int:
+    """This process's number on its node, from 0.
+
+    Raises:
+        NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
+    """
+    return _told(current_launch().local_rank, "local rank")
+
+
+def get_local_world_size() -> int:
+    """The number of this job's processes on this node.
+
+    Raises:
+        NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
+    """
+    return _told(current_launch().local_world_size, "local world size")
+
+
+def get_node_rank() -> int:
+    """This node's number in the job, from 0.
+
+    Raises:
+        NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
+    """
+    return _told(current_launch().node_rank, "node rank")
+
+
+def is_distributed() -> bool:
+    """Whether the job has more than one process."""
+    return get_world_size() > 1
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0."""
+    return get_rank() == 0
+
+
+def is_local_main_process() -> bool:
+    """Whether this is local rank 0, the first process on its node."""
+    return get_local_rank() == 0
+
+
+def _told(value: int | None, name: str) -> int:
+    if value is None:
+        raise NotSetUpError(
+            f"The launcher does not tell the {name}. Call ddpkit.setup() first: it asks the other ranks."
+        )
+    return value

@@ -1,0 +1,198 @@
+"""Models on several ranks: torch's own DDP, chosen and entered rightly, and the way back out of it.
+
+Nothing here is a wrapper of ours: `wrap_model` returns torch's DDP or the model itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..collectives import ops
+from ..collectives.consistency import agree, all_raise, terms
+from ..errors import DdpkitError
+from ..launch import ranks
+from ..process_group import lifecycle
+from .models import check_module, check_tensors, named_tensors, writable
+
+logger = logging.getLogger(__name__)
+Compression = Literal["fp16", "bf16", "powersgd"]
+
+
+def wrap_model(
+    model: nn.Module,
+    strategy: Literal["auto", "ddp", "dp"] = "auto",
+    *,
+    find_unused_parameters: bool = False,
+    static_graph: bool = False,
+    sync_batchnorm: bool = False,
+    broadcast_buffers: bool = True,
+    gradient_compression: Compression | None = None,
+) -> nn.Module:
+    """Move a model to this rank's device and wrap it in what the job needs: DDP on several ranks. Collective.
+
+    After it every rank holds rank 0's parameters and buffers. Call it before the optimizer is built, and before
+    `torch.compile`. The keyword options only matter where DDP is used.
+
+    Args:
+        model: A plain module, the same on every rank. It is moved in place to `get_device()`; one that spans several
+            devices needs torch's DDP directly, one that is sharded needs nothing.
+        strategy: "auto" is DDP on several ranks and the model itself on one process, or if nothing in it is trainable.
+            "ddp" insists on a process group. "dp" is `torch.nn.DataParallel`: one process, several GPUs, slow.
+        find_unused_parameters: Set it if a forward may leave out parameters; it walks the graph at every step.
+        static_graph: Set it if every step uses the same parameters in the same way; cheaper than the former.
+        sync_batchnorm: Batch statistics over all ranks' samples; accelerators only.
+        broadcast_buffers: Whether rank 0's buffers (BatchNorm statistics) are sent to all before every forward; if not,
+            each rank keeps its own after the first.
+        gradient_compression: "fp16", or on accelerators "bf16", halves the traffic and rounds the gradients;
+            "powersgd" (Vogels et al. 2019, arXiv:1905.13727) sends rank-1 factors, after 1000 plain steps.
+
+    Returns:
+        The wrapped model, or `model` itself. `unwrap_model` gives `model` back.
+
+    Raises:
+        MismatchError: If names, shapes or dtypes of the model's tensors, or the options, differ between ranks, on every
+            rank; also on the ranks whose peers raise one of the errors below.
+        DdpkitError: If `strategy` insists on what the job has not got.
+        TypeError: If the model is no module, or is sharded (FSDP, `fully_shard`, tensor parallelism).
+        ValueError: If the model is already wrapped, or has tensors that are lazy and not initialised yet, on the meta
+            device, expanded, or made in inference mode; if an option is unknown or impossible on this device.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> wrap_model(net) is net  # on one process
+        True
+    """
+    device, world_size = lifecycle.get_device(), ranks.get_world_size()
+    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    with all_raise("wrap_model()"):
+        _check_model(model)
+        if strategy not in ("auto", "ddp", "dp"):
+            raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}.")
+        if gradient_compression not in (None, "fp16", "bf16", "powersgd"):
+            raise ValueError(
+                f"gradient_compression must be None, fp16, bf16 or powersgd, got {gradient_compression!r}."
+            )
+        if strategy == "dp" and (world_size > 1 or gpus < 2):
+            raise DdpkitError(f"strategy='dp' is for 1 process on several GPUs; here are {world_size} and {gpus} GPUs.")
+        several = lifecycle.joined() or (strategy == "ddp" and dist.is_initialized())
+        if strategy == "ddp" and not several:
+            raise DdpkitError(
+                "strategy='ddp' needs a process group. Start the script with torchrun --nproc_per_node=N."
+            )
+        if several and device.type == "cpu" and (sync_batchnorm or gradient_compression == "bf16"):
+            what = "sync_batchnorm=True" if sync_batchnorm else "gradient_compression='bf16'"
+            raise ValueError(f"{what} needs an accelerator: torch has it for NCCL and XCCL only.")
+    if strategy == "dp":
+        return DataParallel(model.to(device))
+    if not several:
+        if gpus > 1:
+            logger.warning("One process uses one of %d GPUs; torchrun --nproc_per_node=%d uses them all.", gpus, gpus)
+        return model.to(device)
+    options = {
+        "find_unused_parameters": find_unused_parameters,
+        "static_graph": static_graph,
+        "sync_batchnorm": sync_batchnorm,
+        "broadcast_buffers": broadcast_buffers,
+        "gradient_compression": gradient_compression,
+    }
+    agree(terms("wrap_model", {name: str(value) for name, value in options.items()} | _describe(model)))
+    model = model.to(device)
+    if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP refuses it
+        return _broadcast(model)
+    if sync_batchnorm:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    with lifecycle.peer_errors():
+        ddp = DistributedDataParallel(
+            model,
+            device_ids=None if device.index is None or device.type == "cpu" else [device.index],
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+        )
+    ddp.broadcast_buffers = broadcast_buffers  # as an argument, False would skip the first broadcast too
+    if gradient_compression:
+        _compress(ddp, gradient_compression)
+    return ddp
+
+
+def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Rename the keys of a wrapped or compiled model's state dict to those of the model itself.
+
+    It is for files of others, of which only the keys are known: `unwrap_model(model).state_dict()` has the right names
+    of a model at hand. `module.` and `_orig_mod.` go wherever they stand in a key, if everything at that place lies
+    under them, which is how wrappers look; so does an only child that was called `module`. One with a sibling keeps its
+    name. The versions that torch keeps beside come along.
+
+    Args:
+        state_dict: A whole state dict; it is not modified.
+
+    Returns:
+        A new `OrderedDict` with the same values in the same order.
+
+    Example:
+        >>> dict(clean_state_dict({"module._orig_mod.0.weight": 1, "module._orig_mod.1.module.bias": 2}))
+        {'0.weight': 1, '1.bias': 2}
+    """
+    children: dict[str, set[str]] = {}
+    for key in state_dict:
+        for path, name in _walk(key):
+            children.setdefault(path, set()).add(name)
+
+    def clean(key: str) -> str:
+        return ".".join(name for path, name in _walk(key) if not is_wrapper(path, name))
+
+    def is_wrapper(path: str, name: str) -> bool:
+        return name in ("module", "_orig_mod") and children.get(path) == {name} and f"{path}{name}." in children
+
+    cleaned = OrderedDict((clean(key), value) for key, value in state_dict.items())
+    if versions := getattr(state_dict, "_metadata", {}):  # by module; load_state_dict() migrates what has no version
+        cleaned._metadata = {clean(f"{path}.x".lstrip("."))[:-2]: value for path, value in versions.items()}  # type: ignore[attr-defined]
+    return cleaned
+
+
+def _check_model(model: nn.Module) -> None:
+    call = "wrap_model()"
+    check_module(call, model)
+    if any(isinstance(module, DataParallel | DistributedDataParallel) for module in model.modules()):
+        raise ValueError("The model is already wrapped, in whole or in part. Wrap the plain model, once.")
+    tensors = list(named_tensors(model))
+    check_tensors(call, tensors)
+    for name, tensor in tensors:
+        if not writable(tensor):
+            raise ValueError(f"{name} cannot be written to: it was expanded, or made in inference mode. Clone it.")
+
+
+def _describe(module: nn.Module) -> dict[str, str]:
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: f"{t.dtype}{list(t.shape)}{', frozen' * (name in frozen)}" for name, t in tensors.items()}
+
+
+def _broadcast(model: nn.Module) -> nn.Module:
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    for tensor, value in zip(tensors, ops.broadcast(tensors), strict=True):
+        tensor.copy_(value)
+    return model
+
+
+def _compress(ddp: DistributedDataParallel, name: Compression) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if name == "powersgd":
+        ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    else:
+        ddp.register_comm_hook(None, getattr(default_hooks, f"{name}_compress_hook"))
+
+
+def _walk(key: str) -> Iterable[tuple[str, str]]:
+    path = ""
+    for name in key.split("."):
+        yield path, name
+        path += f"{name}."

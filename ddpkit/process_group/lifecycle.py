@@ -1,0 +1,366 @@
+"""Starts and ends the job in this process: the only code that makes or destroys a process group."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing.util
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from numbers import Integral
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import DdpkitError, LaunchError, NotSetUpError
+from ..launch import ranks
+from ..torch_internals import abort_group, current_group
+from .devices import choose_device, count_accelerators
+from .on_failure import cause_of, ended_well, fill_error_file, publish
+from .polling import check_timeout
+from .rendezvous import StartedByRank
+from .session import Session, as_error
+from .sockets import SETTLE, cut
+from .startup import Context, Job, Options, assemble, checked_launch, close_stores, context_of, set_threads, warn_peers
+
+log = logging.getLogger(__name__)
+
+
+_job: Job | None = None
+_FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
+
+
+def setup(
+    *,
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    num_threads: int | None = None,
+    watch: bool = True,
+) -> Context:
+    """Joins the job that the environment describes, binds this rank's device and makes the process group. Collective.
+
+    On one process it only chooses the device. A second call returns what the first made; a group that somebody else
+    made is adopted, and left alone by `teardown()`.
+
+    Args:
+        backend: Backend of the process group, as torch names it; by default what suits the device: "gloo" on CPUs, for
+            example "cpu:gloo,cuda:nccl" on GPUs.
+        device: This rank's device. By default the accelerator whose index is the local rank, the only visible one, or
+            the CPU where there is none. Ranks may share an accelerator only if they name it here. The default device of
+            torch (`torch.set_default_device`) does not tell ranks apart: it is neither asked nor changed.
+        timeout: Bound on joining, on each later wait, and the group's time-out for collectives.
+        num_threads: Threads of each rank's CPU operators. By default the launcher's choice (`OMP_NUM_THREADS`), else
+            the cores that this rank may use divided among the ranks that share them.
+        watch: Whether a thread learns of failures on other ranks while this one computes or sits in a collective.
+
+    Returns:
+        Where this process stands.
+
+    Raises:
+        LaunchError: If the environment's hints are incomplete or contradictory, the launch is nested, or the ranks do
+            not fit together: on every rank that can be reached.
+        ValueError: If an argument cannot be used.
+
+    Example:
+        >>> context = setup()
+        >>> context.rank, context.world_size
+        (0, 1)
+        >>> teardown()
+    """
+    try:
+        asked = _checked_options(backend, device, timeout, num_threads, watch)
+    except (TypeError, ValueError) as error:
+        if _job is None and not dist.is_initialized():
+            warn_peers(error)
+        raise
+    if _job is None or not _is_current(_job):
+        return _join(asked).context
+    _refuse_forked(_job)
+    if asked.backend not in (None, _job.asked.backend, _job.context.backend):
+        raise ValueError(f"setup() was called before, with another backend:\n{_job.context}")
+    if asked.device not in (None, _job.asked.device, _job.context.device):
+        raise ValueError(f"setup() was called before, with another device:\n{_job.context}")
+    return _job.context
+
+
+def _checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, watch: Any) -> Options:
+    check_timeout(timeout)
+    if num_threads is not None and not (isinstance(num_threads, Integral) and int(num_threads) >= 1):
+        raise ValueError(f"num_threads must be a positive integer, got {num_threads!r}.")
+    if not (backend is None or isinstance(backend, str)):
+        raise ValueError(f"backend must be a name such as 'gloo', got {backend!r}.")
+    unknown = {part.rpartition(":")[2].lower() for part in (backend or "gloo").split(",")} - set(
+        dist.Backend.backend_list
+    )
+    if unknown:
+        known = ", ".join(name for name in dist.Backend.backend_list if name not in ("undefined", "fake"))
+        raise ValueError(f"backend={backend!r} is none that torch knows here: {known}, or cpu:gloo,cuda:nccl.")
+    if not isinstance(watch, bool):
+        raise ValueError(f"watch must be True or False, got {watch!r}.")
+    if not (device is None or isinstance(device, (str, torch.device))):
+        raise ValueError(f"device must be a torch.device or a name such as 'cuda:0', got {device!r}.")
+    try:
+        device = None if device is None else torch.device(device)
+    except RuntimeError as error:  # torch lists its kinds of device
+        raise ValueError(f"device={device!r} is no device: {error}") from error
+    return Options(backend, device, timeout, None if num_threads is None else int(num_threads), watch)
+
+
+def _is_current(job: Job) -> bool:
+    """Return whether the group that the job belongs to is the one that exists; one process needs none."""
+    group = current_group()
+    if group is None:
+        return job.session is None
+    return job.group() is group
+
+
+def _refuse_forked(job: Job) -> None:
+    if job.session is not None and job.session.pid != os.getpid():
+        raise LaunchError(_FORKED)
+
+
+def _join(asked: Options) -> Job:
+    """Join the job that there is now, and leave the one before it, whose group has gone."""
+    global _job
+    teardown()
+    launch = ranks.launch_of_group() if dist.is_initialized() else checked_launch()
+    job = Job(context_of(launch, torch.device("cpu")), asked)
+    try:
+        if launch.world_size == 1 and launch.master_addr is None and not dist.is_initialized():
+            job.context = context_of(launch, choose_device(asked.device, 0, 1))
+            set_threads(asked.num_threads, 1, 1)
+        else:
+            assemble(job, launch)
+            job.former_hook, sys.excepthook = sys.excepthook, _excepthook
+            atexit.register(teardown)
+            job.finalizer = multiprocessing.util.Finalize(None, _at_child_exit, exitpriority=100)
+    except BaseException as error:
+        _job = job
+        cause = error if isinstance(error, StartedByRank) else report(error)  # it is not the rank that failed
+        teardown()
+        close_stores()
+        if cause is not error:
+            raise cause from error
+        raise
+    _job = job
+    ranks.set_launch(job.launch or launch)
+    if ranks.is_main_process():
+        log.info("joined\n%s", job.context)
+    return job
+
+
+def teardown() -> None:
+    """Leaves the job and destroys the group that `setup()` made; harmless when there is none. Runs at exit by itself.
+
+    It waits for nobody, but rank 0 stays for at most 2 s if it hosts the store and others are still leaving.
+    """
+    global _job
+    if _job is not None and _job.session is not None:
+        _job.session.handled = True  # nothing is raised in here
+    job, _job = _job, None
+    ranks.set_launch(None)
+    if job is None or job.session is None or job.session.pid != os.getpid():
+        return
+    atexit.unregister(teardown)
+    if job.finalizer:
+        job.finalizer.cancel()
+    if sys.excepthook is _excepthook:
+        sys.excepthook = job.former_hook
+    failed = job.session.told is not None
+    if failed:
+        cut(job.session.connections, after=SETTLE)
+        if not job.hosts_store:  # a DDP model may hold its port
+            close_stores()
+    if job.watch:
+        job.watch.close()
+    if job.owns_group and dist.is_initialized() and _is_current(job):  # before lingering: it frees ranks stuck with us
+        if failed and "nccl" in str(job.context.backend):
+            abort_group()  # destroying would wait for operations that cannot end
+        else:
+            if torch.__version__ < "2.13":  # 2.6 destroys with the GIL, which gloo may need to drop a tensor
+                time.sleep(0.1)
+            dist.destroy_process_group()
+        cut(job.session.connections)  # a DDP model holds the group until the process has ended
+    job.session.leave(job.hosts_store)
+
+
+def _at_child_exit() -> None:
+    """What ends a rank that is a child of multiprocessing, where the interpreter's own hooks do not run."""
+    if error := sys.exc_info()[1]:
+        report(error)
+    teardown()
+
+
+@contextmanager
+def distributed(
+    *,
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    num_threads: int | None = None,
+    watch: bool = True,
+) -> Iterator[Context]:
+    """`setup()` and `teardown()` around a block; takes the arguments of `setup()`. Collective.
+
+    When the block raises, the other ranks are told first, torchrun's error file is filled, and nothing waits for the
+    group. When it raises because a peer failed, a `PeerError` that names the peer takes the place of the connection
+    error.
+
+    Example:
+        >>> with distributed() as context:
+        ...     print(context.world_size)
+        1
+    """
+    outermost = _job is None or not _is_current(_job)
+    context = setup(backend=backend, device=device, timeout=timeout, num_threads=num_threads, watch=watch)
+    try:
+        yield context
+    except BaseException as error:
+        cause = report(error) if outermost else error  # else the block around it may handle it
+        if cause is not error:
+            raise cause from error
+        raise
+    finally:
+        if outermost:
+            teardown()
+
+
+def get_device() -> torch.device:
+    """This rank's device: the one that `setup()` bound, before it the one that it would.
+
+    Raises:
+        NotSetUpError: If there are several accelerators and the launcher does not tell the local rank; `setup()` finds
+            it out by asking the other ranks.
+    """
+    asked = None
+    if _job is not None:
+        if _is_current(_job) or current_group() is None:
+            return _job.context.device
+        asked = _job.asked.device
+    launch = ranks.current_launch()
+    if launch.local_rank is None and count_accelerators() > 1:
+        ranks.get_local_rank()  # raises
+    return choose_device(asked, launch.local_rank or 0, launch.local_world_size or 1)
+
+
+def joined() -> bool:
+    """Return whether there are peers to talk to. Adopts a group that somebody else made, or made anew. Collective then.
+
+    Raises:
+        NotSetUpError: If several processes were launched but not set up, or their group has been destroyed.
+    """
+    job = _job
+    if job is None or not _is_current(job):
+        job = _join_group()
+    if job is None:
+        return False
+    _refuse_forked(job)
+    return job.context.world_size > 1
+
+
+def _join_group() -> Job | None:
+    """Join the group that exists, which is not the one that was joined; return None on one process without a group."""
+    if dist.is_initialized():
+        if _job is None:
+            job = _join(Options(watch=False))
+            advice = "call ddpkit.setup() on every rank, and a rank that fails is named at once on the others"
+            news = f"adopted a process group that was there before, without a watch: {advice}"
+        else:
+            job = _join(replace(_job.asked, backend=None))
+            news = f"adopted the process group that has taken the place of another: {job.context.world_size} ranks"
+        if ranks.is_main_process():
+            log.info("%s", news)
+        return job
+    if _job is not None and _job.context.world_size > 1:
+        maker = "setup()" if _job.owns_group else "somebody else"
+        raise NotSetUpError(
+            f"The process group that {maker} made, of {_job.context.world_size} ranks, has been destroyed. Call "
+            "ddpkit.teardown() where the job ends, instead of dist.destroy_process_group(); to go on, make a group on "
+            "every rank or call ddpkit.setup() again."
+        )
+    if _job is not None:  # its group had one rank
+        teardown()
+    if (world_size := ranks.get_world_size()) > 1:
+        raise NotSetUpError(
+            f"{world_size} processes were launched ({ranks.current_launch().kind}), but this one has not joined them. "
+            "Call ddpkit.setup() first, or wrap main() in `with ddpkit.distributed():`."
+        )
+    return None
+
+
+def current_session() -> Session:
+    """The session of the joined job; call it only where `joined()` is true."""
+    assert _job is not None and _job.session is not None
+    return _job.session
+
+
+def control_device() -> torch.device:
+    """Where small control messages travel: the CPU if the group reaches it (gloo), else this rank's accelerator."""
+    return (_job and _job.control) or torch.device("cpu")
+
+
+@contextmanager
+def peer_errors() -> Iterator[None]:
+    """Raise the `PeerError` that names the peer where a torch call in this block breaks because a peer failed.
+
+    ddpkit's own calls do this by themselves. A collective of torch's, or the `backward` of a DDP model, may raise a
+    plain `RuntimeError` about a connection before the news of the failure has come: put those in this block to catch
+    `PeerError`. All other errors leave the block as they are, and on one process nothing changes.
+
+    Raises:
+        PeerError: If another rank failed, left or did not come; at the start of the block, too, if that is known.
+        MismatchError: If the ranks were in different collectives.
+
+    Example:
+        >>> import torch
+        >>> from ddpkit import PeerError
+        >>> model = torch.nn.Linear(1, 1)
+        >>> try:
+        ...     with peer_errors():
+        ...         model(torch.ones(1)).backward()
+        ... except PeerError as error:
+        ...     print(f"rank {error.rank} failed")  # save what there is, then end
+    """
+    if _job and _job.session and _job.session.told:  # also if the error that said so was swallowed
+        raise as_error(_job.session.told)
+    try:
+        yield
+    except RuntimeError as error:
+        if _job and _job.session and (cause := cause_of(error, _job.session)):
+            raise cause from error
+        raise
+
+
+def report(error: BaseException) -> BaseException:
+    """Tells the peers that this rank is failing; returns the error to show, which is a peer's if that was the cause."""
+    try:
+        return _report(error)
+    except DdpkitError as heard:  # raised meanwhile by the watch, which does so once
+        return _report(heard)
+
+
+def _report(error: BaseException) -> BaseException:
+    if ended_well(error):
+        return error
+    if _job is not None and _job.session is not None and _job.session.pid == os.getpid():
+        error = cause_of(error, _job.session) or error
+        publish(error, _job.session, _job.watch)
+    fill_error_file(error)
+    return error
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    former = _job.former_hook if _job else sys.__excepthook__
+    shown = report(error)
+    if shown is not error:
+        shown.__cause__ = error
+        kind, trace = type(shown), shown.__traceback__
+    former(kind, shown, trace)

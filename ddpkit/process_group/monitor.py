@@ -1,0 +1,258 @@
+"""Notices at once when a rank dies or fails, also while the others compute or sit in a collective.
+
+Every rank holds one plain TCP connection to rank 0, silent while all is well. A rank that fails says so on it; for one
+that dies the kernel does (keep-alive finds a cut link in about 9 s). Rank 0 passes the news on. A rank that hears it
+raises in its main thread; if that cannot be, the verdict is printed and the process ends. There is no heartbeat: a
+thread cannot send one while a C call holds the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from ..errors import (
+    BarrierTimeout,
+    CheckpointError,
+    DdpkitError,
+    LaunchError,
+    MismatchError,
+    PeerError,
+    ReplicaMismatch,
+)
+from .interrupt import GRACE, Interrupter
+from .monitor_connections import Event, Star
+from .monitor_messages import checked_failure, encode
+from .polling import aside
+from .session import Session, as_error, failure_record
+from .sockets import cut
+
+log = logging.getLogger(__name__)
+_TICK = 1.0  # seconds between looks at the main thread's own wait, and at torchrun
+_TICK_FAILED = 0.05  # the same once a rank has failed
+# seconds in which a rank may raise by itself what another has raised: in our waits; elsewhere, where torchrun's SIGTERM
+# may come first; and an error that all ranks find together, which a busy one finds later
+_IN_WAIT, _ELSEWHERE, _TOGETHER = 0.5, 0.05, 3.0
+_OF_ALL = {kind.__name__ for kind in (BarrierTimeout, CheckpointError, MismatchError, ReplicaMismatch)}
+_LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
+
+
+class Watch(threading.Thread):
+    """This rank's end of the watch.
+
+    Args:
+        session: Whose `told` and `left` are kept up to date.
+        token: A secret of this start of the job; other visitors are ignored.
+        end: Rank 0's listening socket; on the other ranks their connection to it.
+        ending: Called with the verdict before the process is ended.
+    """
+
+    def __init__(self, session: Session, token: str, end: socket.socket, ending: Callable[[DdpkitError], None]) -> None:
+        super().__init__(name="ddpkit watch", daemon=True)
+        self._session, self._ending = session, ending
+        self._star = Star(session.rank, len(session.hosts), token, end, _warn)
+        self._interrupter = Interrupter(session, self._star.wake)
+        self._closing = False
+        self._passed_on = False  # whether this rank has told the others of a failure
+        self._announced = False  # that a failure was logged
+        _stars().add(self._star)
+        self.start()
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait on rank 0 until all ranks are connected: from then on, every end of a connection means something."""
+
+        def late() -> bool:
+            raise LaunchError(f"Ranks {self._star.absent()} did not connect to the watch of rank 0 within {timeout}.")
+
+        if self._session.rank == 0:
+            self._session.until(lambda: self._star.full.is_set() or None, timeout, late)
+
+    def tell(self, failure: dict[str, Any]) -> None:
+        """Tell the other ranks that this one has failed."""
+        self._session.told, self._session.handled = failure, True
+        self._pass_on(failure)
+        self._star.settle(_LAST_WORDS)
+
+    def close(self) -> None:
+        """Leave in good order: after this, no end of a connection is a failure. First set the session's `handled`."""
+        word: dict[str, Any] = {"left": self._session.rank}
+        if self._session.told:
+            word["failure"] = self._session.told
+        self._star.post(encode(**word))
+        self._closing = True  # only now: the thread then parts from all connections
+        self._star.wake()
+        self.join(_LAST_WORDS)
+        self._interrupter.close()
+
+    def run(self) -> None:
+        """Listen until the watch is closed; if that fails, the rank does."""
+        try:
+            while not self._closing:
+                self._listen()
+            for event in self._star.part(1.0):
+                self._hear(event)
+        except BaseException as error:
+            if not self._closing:
+                self._break_down(error)
+        self._star.close()
+
+    def _listen(self) -> None:
+        """Hear what comes until the next look at this rank itself."""
+        for event in self._star.poll(self._pause()):
+            self._hear(event)
+        if self._session.told is not None and self._session.rank == 0:
+            self._pass_on(self._session.told)  # the main thread may have found it in the store
+        if self._session.told is None and (orphan := self._session.orphan()):
+            self._learn(failure_record(self._session.rank, orphan))
+        self._look_after_main()
+
+    def _pause(self) -> float:
+        if self._session.told is None or self._session.handled:
+            return _TICK
+        return min(_TICK_FAILED, max(0.0, self._interrupter.due - time.monotonic()))
+
+    def _hear(self, event: Event) -> None:
+        if event.message is None:
+            self._lose(event.rank or 0)
+            return
+        message = event.message
+        if message.left is not None:
+            self._note_departure(message.left, event.rank)
+        if message.failure is not None:
+            self._learn(message.failure, event.rank)
+
+    def _note_departure(self, rank: int, teller: int | None) -> None:
+        if rank in self._session.left:
+            return
+        self._session.left.append(rank)
+        if self._session.rank == 0:
+            self._star.post(encode(left=rank), besides=teller)
+
+    def _lose(self, rank: int) -> None:
+        if rank in self._session.left or self._session.told or self._closing:
+            return
+        words = "its connection closed without a word: the process was killed or crashed, or the network was cut"
+        failure = failure_record(rank, PeerError(rank, self._session.hosts[rank], "lost", words))
+        self._learn(failure)
+        if self._session.rank == 0:
+            self._session.announce(failure, patience=0.0)  # for those that come later
+
+    def _learn(self, failure: dict[str, Any], teller: int | None = None) -> None:
+        """Take note of a failure and pass it on, first of all: the main thread may leave when it hears of it."""
+        if self._session.rank == 0 or teller is None:
+            self._pass_on(failure, besides=teller)
+        if self._session.told is None:
+            self._session.told = failure
+
+    def _pass_on(self, failure: dict[str, Any], besides: int | None = None) -> None:
+        if not self._passed_on:  # the first counts
+            self._passed_on = True
+            self._star.post(encode(failure=failure), besides)
+
+    def _look_after_main(self) -> None:
+        """See to it that the main thread hears of a failure, or the process ends."""
+        session, interrupter = self._session, self._interrupter
+        deadline = session.deadline  # the main thread may clear it meanwhile
+        if deadline is not None and time.monotonic() > deadline + GRACE and session.told is None:
+            words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
+            self._learn(failure_record(0, PeerError(0, session.hosts[0], "silent", words)))
+        if session.told is None:
+            return
+        if session.handled or interrupter.has_ended():
+            interrupter.rest()
+            return
+        if checked_failure(session.told, len(session.hosts)) is None:
+            words = f"What the store tells of a failure is none: {session.told!r}"  # strangers can write there
+            session.told = failure_record(-1, LaunchError(words))
+        interrupter.prepare(self._courtesy(session.told))
+        if interrupter.is_handled():
+            interrupter.leave_in_peace()
+        elif interrupter.has_failed():
+            self._end(as_error(session.told))
+        elif time.monotonic() >= interrupter.due:
+            self._announce(session.told)
+            interrupter.try_to_raise()
+        elif interrupter.is_stuck():  # the rank that failed has cut them, if it lives
+            cut(session.connections)
+
+    def _courtesy(self, failure: dict[str, Any]) -> float:
+        """Return the seconds in which this rank may find by itself what the other has found."""
+        if failure["type"] == "lost":
+            return 0.0
+        if failure["type"] in _OF_ALL:
+            return _TOGETHER
+        return _ELSEWHERE if self._session.deadline is None else _IN_WAIT
+
+    def _announce(self, failure: dict[str, Any]) -> None:
+        if not self._announced:
+            self._announced = True
+            headline = str(as_error(failure)).partition("\n")[0]  # its traceback comes when it is raised
+            _log(logging.ERROR, headline)
+
+    def _break_down(self, error: BaseException) -> None:
+        """Tell all ranks that this one is no longer watched, and see to it that it ends."""
+        session = self._session
+        words = f"its watch broke down, so it would hear of no failure: {type(error).__name__}: {error}"
+        failure = failure_record(session.rank, PeerError(session.rank, session.hosts[session.rank], "unwatched", words))
+        _log(logging.CRITICAL, f"Rank {session.rank} fails: {words}", error)
+        with suppress(Exception):
+            self._learn(failure)
+            session.announce(failure)
+        while not self._closing:
+            time.sleep(_TICK_FAILED)
+            try:
+                self._look_after_main()
+            except Exception:
+                self._end(as_error(failure))
+
+    def _end(self, verdict: DdpkitError) -> None:
+        """End the process, whatever the main thread and its files are doing."""
+
+        def say() -> None:
+            words = f"Rank {self._session.rank} ends: its main thread {self._interrupter.reason()}. {verdict}\n"
+            with suppress(OSError):
+                os.write(2, words.encode(errors="backslashreplace"))
+            self._ending(verdict)
+            sys.stdout.flush()
+
+        try:
+            with suppress(Exception):
+                aside(say, _LAST_WORDS)  # the main thread may hold a lock of these files
+            for child in multiprocessing.active_children():
+                child.kill()
+        finally:
+            os._exit(1)
+
+
+def _log(level: int, text: str, error: BaseException | None = None) -> None:
+    """Log a text without waiting for those who hold the log: the main thread may hold it for good."""
+    with suppress(Exception):
+        aside(lambda: log.log(level, "%s", text, exc_info=error), _LOG_WORDS)
+
+
+def _warn(text: str) -> None:
+    _log(logging.WARNING, text)
+
+
+@functools.cache
+def _stars() -> weakref.WeakSet[Star]:
+    """Return those whose connections a forked child closes, for it would hold them open after this process's death."""
+    stars: weakref.WeakSet[Star] = weakref.WeakSet()
+
+    def close_all() -> None:
+        for star in list(stars):
+            star.close()
+
+    os.register_at_fork(after_in_child=close_all)
+    return stars

@@ -1,0 +1,327 @@
+"""The connections of the watch: a star around rank 0, open to its ranks and shut to everybody else.
+
+Nothing here blocks, so that no peer, slow, stopped or hostile, keeps the others from being heard. A stranger must show
+the token in its first line; until then it has little time and room, and nothing that it says is interpreted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from .monitor_messages import Lines, Message, encode, parse, shows_token
+from .sockets import keep_alive
+
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+_STRANGERS = 64  # connections, beyond those of the ranks, that may be open before they have said who they are
+_PATIENCE = 30.0  # seconds in which they must
+_ROOM = 200_000  # bytes in which they must
+_RATE = 100  # connections that are accepted in a second, beyond those of the ranks
+_AGAIN = 1.0  # seconds until connections are accepted again
+_FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+@dataclass(frozen=True)
+class Event:
+    """What has come: a rank's message, or its end; `rank` is None for a visitor that knows the token."""
+
+    rank: int | None
+    message: Message | None  # None when the connection has ended
+
+
+@dataclass(eq=False)
+class _Connection:
+    socket: socket.socket
+    rank: int | None = None
+    since: float = field(default_factory=time.monotonic)
+    lines: Lines = field(default_factory=Lines)
+    taken: int = 0  # bytes
+    unsent: bytearray = field(default_factory=bytearray)
+    open: bool = True
+
+
+class Star:
+    """This rank's part of the star: on rank 0 all connections, elsewhere the one to rank 0.
+
+    One thread polls; any thread may post.
+
+    Args:
+        rank: This process's rank.
+        world_size: Number of ranks in the job.
+        token: The secret of this start of the job.
+        end: Rank 0's listening socket; on the other ranks their connection to it. It is closed with the star.
+        say: Called with a text for the log.
+    """
+
+    def __init__(self, rank: int, world_size: int, token: str, end: socket.socket, say: Callable[[str], None]) -> None:
+        self._world_size, self._token, self._say = world_size, token, say
+        self._ranks: dict[int, _Connection] = {}
+        self._strangers: dict[_Connection, None] = {}  # in the order in which they came
+        self._behind: set[_Connection] = set()  # with something unsent
+        self._writing: set[_Connection] = set()  # for which the selector waits until there is room
+        self._lock = threading.Lock()  # around what is sent
+        self._listener = end if rank == 0 else None
+        self._accepts = False
+        self._accept_again = 0.0
+        self._second, self._accepted = 0.0, 0  # how many were accepted since when
+        self._complained = False  # that nothing can be accepted
+        self._refused: set[int] = set()  # ranks that somebody else has claimed to be
+        self._leaving = False
+        self.full = threading.Event()  # set when all ranks hold their connections
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, _READ)
+        end.setblocking(False)
+        if rank == 0:
+            self._accept_or_not(time.monotonic())
+        else:
+            self._adopt(self._begin(end), 0)
+            self._send(self._ranks[0], encode(token=token, rank=rank))
+        if world_size == 1:
+            self.full.set()
+
+    def absent(self) -> list[int]:
+        """Return the ranks that are not connected to rank 0."""
+        return [rank for rank in range(1, self._world_size) if rank not in self._ranks]
+
+    def post(self, line: bytes, besides: int | None = None) -> None:
+        """Send a line to all ranks that are connected here: at once what the kernel takes, the rest later."""
+        for rank, connection in list(self._ranks.items()):
+            if rank != besides:
+                self._send(connection, line)
+        if self._behind:
+            self.wake()
+
+    def settle(self, seconds: float) -> None:
+        """Wait until all that was posted is on its way, at most so long; another thread must be polling."""
+        end = time.monotonic() + seconds
+        while self._behind and time.monotonic() < end:
+            time.sleep(0.005)
+
+    def wake(self) -> None:
+        """End the poll of the other thread."""
+        with contextlib.suppress(OSError):  # full, or closed
+            self._wake.send(b"x")
+
+    def poll(self, seconds: float) -> list[Event]:
+        """Wait for what comes, at most so long; send what is still unsent."""
+        if self._behind or self._writing:
+            self._watch_for_room()
+        if self._listener is not None and not self._accepts:
+            self._accept_or_not(time.monotonic())
+            seconds = min(seconds, _AGAIN)
+        events: list[Event] = []
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._woken:
+                self._woken.recv(4096)
+            elif key.fileobj is self._listener:
+                self._accept()
+            else:
+                events += self._serve(key.data)
+        if self._strangers:
+            self._dismiss()
+        return events
+
+    def part(self, seconds: float) -> Iterator[Event]:
+        """Take leave: send what is unsent, then read until the others have closed, at most so long.
+
+        Closing over unread data would destroy our last words on their way to the other side.
+        """
+        self._leaving = True
+        if self._listener is not None:
+            self._stop_listening(until=float("inf"))
+        for connection in list(self._ranks.values()):
+            self._send(connection, b"")
+        end = time.monotonic() + seconds
+        while self._ranks and (left := end - time.monotonic()) > 0:
+            yield from self.poll(left)
+
+    def close(self) -> None:
+        """Close this process's ends of all connections."""
+        for connection in (*self._ranks.values(), *self._strangers):
+            connection.socket.close()
+        for end in (self._listener, self._wake, self._woken):
+            if end is not None:
+                end.close()
+        self._selector.close()
+
+    # Accepting
+
+    def _accept_or_not(self, now: float) -> None:
+        assert self._listener is not None
+        if not self._accepts and now >= self._accept_again:
+            self._selector.register(self._listener, _READ)
+            self._accepts = True
+
+    def _stop_listening(self, until: float) -> None:
+        assert self._listener is not None
+        if self._accepts:
+            self._selector.unregister(self._listener)
+        self._accepts, self._accept_again = False, until
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        now = time.monotonic()
+        if now > self._second + _AGAIN:
+            self._second, self._accepted = now, 0
+        self._accepted += 1
+        if self._accepted > _RATE + self._world_size:
+            return self._stop_listening(self._second + _AGAIN)
+        try:
+            visitor, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in _FULL:
+                self._refuse_all(error, now)
+            return None  # else it has gone again
+        self._complained = False
+        try:
+            visitor.setblocking(False)
+            self._strangers[self._begin(visitor)] = None
+        except OSError:
+            visitor.close()
+        return None
+
+    def _refuse_all(self, error: OSError, now: float) -> None:
+        self._stop_listening(now + _AGAIN)
+        if not self._complained:
+            self._complained = True
+            self._say(f"The watch cannot accept a connection: {error}. Raise the limit on open files (ulimit -n).")
+
+    def _begin(self, end: socket.socket) -> _Connection:
+        connection = _Connection(end)
+        self._selector.register(end, _READ, connection)
+        return connection
+
+    def _dismiss(self) -> None:
+        """Close the connections of strangers that take too long, or the oldest of too many."""
+        late = time.monotonic() - _PATIENCE
+        while self._strangers:
+            oldest = next(iter(self._strangers))
+            if oldest.since > late and len(self._strangers) <= _STRANGERS + self._world_size:
+                break
+            self._end(oldest)
+
+    # Receiving
+
+    def _serve(self, connection: _Connection) -> list[Event]:
+        try:
+            self._send(connection, b"")
+            return self._read(connection)
+        except Exception:
+            if connection.rank is not None:
+                raise
+            self._end(connection)  # no stranger shall end the watch
+            return []
+
+    def _read(self, connection: _Connection) -> list[Event]:
+        if not connection.open:  # since the selector saw it
+            return []
+        try:
+            data = connection.socket.recv(65536)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        events = []
+        for line in connection.lines.feed(data):
+            event = self._receive(connection, line)
+            if event is not None:
+                events.append(event)
+            if not connection.open:
+                return events
+        connection.taken += len(data)
+        if not data:
+            self._end(connection)
+            if connection.rank is not None:
+                events.append(Event(connection.rank, None))
+        elif connection.rank is None and connection.taken > _ROOM:
+            self._end(connection)
+        return events
+
+    def _receive(self, connection: _Connection, line: bytes) -> Event | None:
+        if connection.rank is None:
+            return self._admit(connection, line)
+        message = parse(line, self._world_size)
+        if message is None or message.rank is not None:
+            return None
+        speaks_for = (None, connection.rank)
+        if connection.rank != 0 and message.left not in speaks_for:  # only rank 0 passes on what others say
+            return None
+        return Event(connection.rank, message)
+
+    def _admit(self, connection: _Connection, line: bytes) -> Event | None:
+        message = parse(line, self._world_size) if shows_token(line, self._token) else None
+        if message is not None and message.rank in self.absent() and not self.full.is_set():
+            self._adopt(connection, message.rank)
+            return None
+        self._end(connection)
+        if message is None:
+            return None
+        if message.rank is not None:
+            self._refuse(message.rank)
+            return None
+        if message.failure is None or message.failure["rank"] >= 0:  # of a rank only a rank may speak
+            return None
+        return Event(None, Message(failure=message.failure))
+
+    def _refuse(self, rank: int) -> None:
+        if rank not in self._refused:
+            self._refused.add(rank)
+            self._say(f"The watch refuses a second connection that claims to be rank {rank}.")
+
+    def _adopt(self, connection: _Connection, rank: int) -> None:
+        self._strangers.pop(connection, None)
+        connection.rank = rank
+        self._ranks[rank] = connection
+        with contextlib.suppress(OSError):  # it may have gone already; reading will tell
+            keep_alive(connection.socket)
+        if len(self._ranks) == self._world_size - 1:
+            self.full.set()
+
+    def _end(self, connection: _Connection) -> None:
+        with self._lock:
+            connection.open = False
+            self._behind.discard(connection)
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+        self._strangers.pop(connection, None)
+        if connection.rank is not None:
+            del self._ranks[connection.rank]
+
+    # Sending
+
+    def _send(self, connection: _Connection, line: bytes) -> None:
+        with self._lock:
+            if not connection.open:
+                return
+            connection.unsent += line
+            try:
+                while connection.unsent:
+                    sent = connection.socket.send(connection.unsent)
+                    del connection.unsent[:sent]
+            except BlockingIOError:
+                self._behind.add(connection)
+                return
+            except OSError:  # it has gone; reading will tell
+                connection.unsent.clear()
+            self._behind.discard(connection)
+            if self._leaving:
+                with contextlib.suppress(OSError):
+                    connection.socket.shutdown(socket.SHUT_WR)
+
+    def _watch_for_room(self) -> None:
+        """Ask the selector for those connections on which something is unsent, and only for those."""
+        behind = set(self._behind)
+        for connection in behind ^ self._writing:
+            if connection.open:
+                mask = _READ | _WRITE if connection in behind else _READ
+                self._selector.modify(connection.socket, mask, connection)
+        self._writing = behind

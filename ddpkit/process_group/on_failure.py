@@ -1,0 +1,119 @@
+"""What a rank does when it fails: it asks whether another was the cause, tells the others, and informs torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..errors import BarrierTimeout, DdpkitError, MismatchError, PeerError
+from .monitor import Watch
+from .session import Session, as_error, failure_record, message_of, trace_of
+
+# torch raises plain RuntimeErrors too: those of gloo begin with a source file in brackets
+_BROKEN = re.compile(r"^\[.*gloo|^Gloo |NCCL (error|communicator)|ncclRemoteError|^\[.*ProcessGroup")
+_BY_PEERS = re.compile("timed? ?out|connection|closed|reset|remote|abort|pipe", re.IGNORECASE)
+_PATIENCE = timedelta(seconds=3)  # in which all ranks notice that a collective broke: its end closes their connections
+_SHOWN = 100_000  # characters of a message in torchrun's report: a peer's holds its traceback
+_LIBRARIES = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
+_OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own
+_BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
+
+
+def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
+    """Find what other ranks did to break a collective of torch's: which one failed, left or did not come, or that all
+    came, but not to the same. None if that cannot be told. Looks into exception groups.
+    """
+    for inner in getattr(error, "exceptions", ()):
+        if isinstance(inner, PeerError):
+            return as_error(failure_record(session.rank, inner))  # a new one, for the group becomes its cause
+        if cause := cause_of(inner, session):
+            return cause
+    if not isinstance(error, RuntimeError) or isinstance(error, DdpkitError):
+        return None
+    text = message_of(error)
+    if not isinstance(error, dist.DistError) and not _BROKEN.search(text):
+        return None
+    if error is session.judged:  # on its way up
+        return None
+    session.judged = error
+    call, place = _called(error)
+    no_part = call in _BETWEEN_TWO or _groups_were_made() or isinstance(error, _OF_A_STORE)
+    local = not _BY_PEERS.search(text)
+    if session.told or session.compared or no_part or local or not dist.is_initialized():
+        return session.verdict()  # who is absent from the meeting below may have had no part in what broke
+    session.compared = True  # once: ranks that meet a second time may not mean the same collective
+    try:
+        places = session.exchange(f"{call} {place}", "broken collective", _PATIENCE)
+    except BarrierTimeout as late:
+        return _absent(error, late, session.rank)
+    except DdpkitError as cause:
+        return cause
+    calls = {text.partition(" ")[0] for text in places}
+    if len(calls) == 1 or "?" in calls:
+        return None
+    lines = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(places))
+    return MismatchError(f"A collective broke because the ranks were not in the same one: {error}{lines}")
+
+
+def _groups_were_made() -> bool:
+    world = dist.distributed_c10d._world
+    return world.group_count > 1 or len(world.pg_map) > 1  # the first counts those too that this rank is not in
+
+
+def _absent(error: BaseException, late: BarrierTimeout, me: int) -> PeerError | None:
+    (rank, host), *more = late.missing
+    if more or rank == me:  # one of them may have kept the others waiting; or another collective broke before
+        return None
+    here = ", ".join(str(rank) for rank, _ in late.arrived)
+    words = f"it did not come to where rank {here} gave up a collective ({error}). Is it stopped, stuck or elsewhere?"
+    return PeerError(rank, host, "silent", words)
+
+
+def _called(error: BaseException) -> tuple[str, str]:
+    """The function of torch.distributed that an error comes from, or "?", and the line of the script before it."""
+    frames = [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]
+    calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
+    theirs = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    place = f"at {os.path.basename(theirs[-1].filename)}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
+    return (calls[-1] if calls else "?"), place
+
+
+def publish(error: BaseException, session: Session, watch: Watch | None) -> None:
+    """Tell the other ranks that this one is failing, or which peer it fails for, unless they know."""
+    if session.told is None:
+        failure = failure_record(session.rank, error)
+        if watch:
+            watch.tell(failure)
+        session.announce(failure)
+        session.told = failure
+    session.handled = True
+
+
+def ended_well(error: BaseException) -> bool:
+    """Say whether this is an exit that Python does not count as a failure: without a code, or with 0."""
+    if not isinstance(error, SystemExit):
+        return False
+    return error.code is None or (isinstance(error.code, int) and error.code == 0)
+
+
+def fill_error_file(error: BaseException) -> None:
+    """Let torchrun show this error, as its `@record` decorator would."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    seconds = int(time.time()) + isinstance(error, PeerError)  # torchrun calls the earliest one the root cause
+    message = {
+        "message": f"{type(error).__name__}: {message_of(error, _SHOWN)}",
+        "extraInfo": {"py_callstack": trace_of(error), "timestamp": f"{seconds}"},
+    }
+    with suppress(OSError), open(path, "w") as file:
+        json.dump({"message": message}, file)

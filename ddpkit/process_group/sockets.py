@@ -1,0 +1,106 @@
+"""Connections: those of the watch, which are kept alive, and those of gloo's group, cut when the job has failed.
+
+A collective of gloo's waits for its peers and cannot be called off; destroying the group waits for it, and a DDP model
+keeps the group until the process has ended. A connection that is cut ends the collective, at both ends. What is just
+being written may be lost then, and waited for without end; so what the ranks are in gets time to end by itself first.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+from ..errors import LaunchError
+
+SETTLE = 0.5  # seconds in which collectives that can still end do
+
+
+def listen(address: str, one_node: bool) -> tuple[socket.socket, tuple[str, int]]:
+    """Open the listener to which the watches of all other ranks connect; return it and its address.
+
+    On one node it listens on the loopback interface, which nobody else reaches. On several it listens on the interface
+    of `address` alone, and on all of them only if that is a name, so that the interface is not known.
+    """
+    interfaces = ["127.0.0.1", "::1"] if one_node else [address]
+    for interface in interfaces:
+        with suppress(OSError):
+            listener = _listen_on(interface)
+            host, port = listener.getsockname()[:2]
+            return listener, (host, port)
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+            return listener, (address, listener.getsockname()[1])
+    listener = socket.create_server(("", 0), backlog=1024)
+    return listener, (address, listener.getsockname()[1])
+
+
+def _listen_on(interface: str) -> socket.socket:
+    numeric = socket.getaddrinfo(interface, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    family, _, _, _, address = numeric[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def is_loopback(address: str | None) -> bool:
+    """Tell whether an address, written as the user wrote it, reaches this machine alone."""
+    if address is None or address == "localhost":
+        return address is not None
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def dial(address: str, port: int, timeout: float) -> socket.socket:
+    """Connects to that door; raises `LaunchError` if it cannot be reached."""
+    try:
+        return socket.create_connection((address, port), timeout=timeout)
+    except OSError as error:
+        raise LaunchError(
+            f"The watch cannot connect to rank 0 at {address}:{port}: {error}. Open the ports between the nodes, which "
+            "the group needs as well, or do without the watch: setup(watch=False)."
+        ) from error
+
+
+def keep_alive(wire: socket.socket) -> None:
+    """Lets the kernel find a dead link: it asks after 3 s of silence, 3 times, 2 s apart."""
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def sockets() -> set[int]:
+    """The sockets of this process, as inode numbers; none where the system does not tell."""
+    return {number for _, number in _open_sockets()}
+
+
+def cut(some: set[int], after: float = 0.0) -> None:
+    """Ends the connections among these sockets, so many seconds later; whoever uses them will find that out."""
+    time.sleep(after if some else 0.0)
+    for descriptor, number in _open_sockets() if some else ():
+        if number in some:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as ours:
+                ours.getpeername()  # raises for a listener, which gloo would abort the process over
+                if os.fstat(ours.fileno()).st_ino in some:  # it may have been closed meanwhile
+                    ours.shutdown(socket.SHUT_RDWR)
+
+
+def _open_sockets() -> Iterator[tuple[int, int]]:
+    with suppress(OSError):
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):
+                if stat.S_ISSOCK((state := os.fstat(descriptor)).st_mode):
+                    yield descriptor, state.st_ino

@@ -1,0 +1,1 @@
+"""Seed random number generators, and save their states."""

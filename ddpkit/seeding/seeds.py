@@ -1,0 +1,69 @@
+"""Where random numbers start: one seed for `random`, NumPy and torch, or one per rank or per sample."""
+
+from __future__ import annotations
+
+import operator
+import random
+
+import numpy as np
+import torch
+
+from ..launch import ranks
+from .hashing import hash_seeds
+
+
+def seed_everything(seed: int, per_rank: bool = False) -> int:
+    """Seeds `random`, NumPy and torch, with its accelerators.
+
+    Call it with the same seed on every rank before the model is built, so that ranks start from equal weights; with
+    `per_rank=True` after that, so that dropout and exploration noise differ between ranks.
+
+    Args:
+        seed: An integer of any kind in [0, 2**63).
+        per_rank: Whether to mix in the rank. It is hashed, not added: (seed 0, rank 1) and (seed 1, rank 0) differ.
+
+    Returns:
+        The seed used on this rank: `seed` itself, or its mixture with the rank.
+
+    Raises:
+        ValueError: If the seed is out of range.
+        TypeError: If it is no integer.
+
+    Example:
+        >>> seed_everything(7)
+        7
+    """
+    seed = operator.index(seed)  # of NumPy's kinds, too, which random.seed() refuses
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"A seed is a number in [0, 2**63), not {seed}.")
+    used = hash_seeds("rank", seed, ranks.get_rank()) if per_rank else seed
+    seed_cpu(used)
+    torch.manual_seed(used)  # and the accelerators: too slow for what workers do before every batch
+    return used
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """The seed for one sample's augmentation: it depends on no rank, worker or batch size.
+
+    Seed a generator of the sample's own with it, in `__getitem__`: then any number of ranks augments alike.
+
+    Args:
+        seed: The run's seed.
+        epoch: The epoch. A dataset with `set_epoch(epoch)` is told it by `make_loader`.
+        index: The sample's index in the dataset.
+
+    Returns:
+        A number in [0, 2**63), the same on every platform.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(sample_seed(0, epoch=3, index=41))
+        >>> noise = torch.randn(2, generator=generator)
+    """
+    return hash_seeds("sample", seed, epoch, index)
+
+
+def seed_cpu(seed: int) -> None:
+    """Seeds the global CPU generators of `random`, NumPy and torch; `seed` is a number in [0, 2**63)."""
+    random.seed(seed)
+    np.random.seed(seed if seed < 2**32 else [seed % 2**32, seed >> 32])  # NumPy takes no number beyond 32 bits
+    torch.default_generator.manual_seed(seed)

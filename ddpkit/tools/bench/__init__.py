@@ -1,0 +1,1 @@
+"""Measure how fast a job communicates and trains."""

@@ -1,0 +1,232 @@
+"""Two jobs and one folder: real processes, and files as another machine would have left them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import on_ranks
+from processes import begin
+
+from ddpkit.checkpoint.checkpointer import Checkpointer
+from ddpkit.errors import CheckpointError
+from ddpkit.launch.process_tree import born
+
+HANG = 400.0  # seconds: longer than a job may take, however loaded the machine is
+
+
+def save_and_stay(folder: Path, notes: Path, how: str) -> None:
+    checkpoints = Checkpointer(folder)
+    checkpoints.save(1, who=os.getpid())
+    (notes / "saved 1").touch()
+    if how == "stay":
+        while not (notes / "go on").exists():
+            time.sleep(0.02)
+        checkpoints.save(2, who=os.getpid())
+        (notes / "saved 2").touch()
+        time.sleep(HANG)
+
+
+@dataclass
+class Job:
+    """Another job, that writes into a folder and notes in another what it has done."""
+
+    process: Any
+    notes: Path
+
+    def wait_for(self, note: str) -> None:
+        while not (self.notes / note).exists():
+            assert self.process.is_alive(), (self.notes / "output").read_text()
+            time.sleep(0.02)
+
+
+@contextmanager
+def job(folder: Path, notes: Path, how: str = "stay") -> Iterator[Job]:
+    process = begin(save_and_stay, {}, folder, notes, how, output=str(notes / "output"))
+    try:
+        yield Job(process, notes)
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.fixture
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("notes")
+
+
+def save(folder: Path, step: int = 9) -> None:
+    Checkpointer(folder).save(step, fill=torch.full((3,), step))
+
+
+def test_the_second_of_two_jobs_is_refused_and_told_of_the_first(tmp_path: Path, notes: Path) -> None:
+    with job(tmp_path, notes) as first:
+        first.wait_for("saved 1")
+        since = rf"process {first.process.pid} on \S+, since \d{{4}}-\d\d-\d\d "
+        said = f"{since}.*is writing into .*give each a folder of its own"
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=said):
+                save(tmp_path)
+        assert Checkpointer(tmp_path).load_latest()["step"] == 1, "reading is for everybody"
+        (notes / "go on").touch()
+        first.wait_for("saved 2")
+        first.process.kill()
+        first.process.join()
+        save(tmp_path)  # killed, and gone
+    assert Checkpointer(tmp_path).steps() == [1, 2, 9]
+
+
+def refused(folder: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        save(Path(folder))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_every_rank_of_the_second_job_is_refused(tmp_path: Path, notes: Path, nprocs: int) -> None:
+    with job(tmp_path, notes) as first:
+        first.wait_for("saved 1")
+        said = on_ranks(refused, nprocs, str(tmp_path))
+        assert len(set(said)) == 1 and f"process {first.process.pid} " in said[0]
+
+
+def test_a_job_that_has_ended_leaves_nothing(tmp_path: Path, notes: Path) -> None:
+    with job(tmp_path, notes, "end") as first:
+        first.process.join(HANG)
+        assert first.process.exitcode == 0
+        assert sorted(os.listdir(tmp_path)) == ["latest", "step-000000001.pt"]
+    save(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-000000001.pt", "step-000000009.pt"]
+
+
+def test_a_process_may_use_its_folder_several_times(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    first, second = Checkpointer(tmp_path), Checkpointer(tmp_path / "link")
+    for step, checkpoints in enumerate((first, second, first)):
+        checkpoints.save(step)
+    del first
+    second.save(3)
+    open_files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for step in range(20):
+        save(tmp_path / f"{step}", step)
+    if open_files:
+        assert len(os.listdir("/proc/self/fd")) <= open_files + 1
+    assert (tmp_path / ".writer").exists() and not (tmp_path / "3" / ".writer").exists()
+
+
+def test_a_claim_that_somebody_deletes_is_made_again(tmp_path: Path, notes: Path) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    for step in range(3):
+        checkpoints.save(step)
+        (tmp_path / ".writer").unlink()
+    checkpoints.save(3)
+    with job(tmp_path, notes, "end") as second:
+        second.process.join(HANG)
+        assert second.process.exitcode == 1
+    assert f"Another job (process {os.getpid()} on " in (notes / "output").read_text()
+
+
+def claim_of(**changed: Any) -> str:
+    holder = {"host": "elsewhere", "machine": "other", "pid": os.getpid(), "since": "2024-01-01 00:00:00", "job": ""}
+    return json.dumps(holder | {"token": "00"} | changed)
+
+
+def test_a_claim_of_another_machine_holds_as_long_as_it_is_fresh(tmp_path: Path, monkeypatch: Any) -> None:
+    claim = tmp_path / ".writer"
+    claim.write_text(claim_of())
+    said = rf"process {os.getpid()} on elsewhere, since 2024.*within the last 5 minutes.*delete {re.escape(str(claim))}"
+    with pytest.raises(CheckpointError, match=said):
+        save(tmp_path)
+    assert json.loads(claim.read_text())["host"] == "elsewhere"
+    long_ago = time.time() - 400
+    os.utime(claim, (long_ago, long_ago))
+    save(tmp_path)
+
+    claim.write_text(claim_of(job="SLURM_JOB_ID=7"))
+    with pytest.raises(CheckpointError, match="elsewhere"):
+        save(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # the same job, started again on another machine
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    save(tmp_path)
+    assert not claim.exists()
+
+
+def test_a_dead_process_on_this_machine_holds_nothing_though_its_number_is_used_again(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1)
+    holder = json.loads((tmp_path / ".writer").read_text())
+    del checkpoints
+    assert holder["pid"] == os.getpid()
+    (tmp_path / ".writer").write_text(json.dumps(holder | {"token": "00", "host": "a container"}))
+    save(tmp_path)
+
+
+@contextmanager
+def another_process() -> Iterator[int]:
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def claim_here(folder: Path, pid: int, **changed: Any) -> None:
+    """Leave the claim of a process of this machine whose lock somebody has lost."""
+    checkpoints = Checkpointer(folder)
+    checkpoints.save(1)
+    mine = json.loads((folder / ".writer").read_text())
+    del checkpoints
+    (folder / ".writer").write_text(json.dumps(mine | {"token": "00", "pid": pid} | changed))
+
+
+def test_a_process_that_has_the_number_of_a_dead_one_holds_nothing(tmp_path: Path) -> None:
+    with another_process() as pid:
+        claim_here(tmp_path, pid, born="1")
+        save(tmp_path)
+
+
+@pytest.mark.parametrize("known", [True, False])  # an older ddpkit did not note when a process had started
+def test_a_process_that_lost_its_lock_holds_its_claim_while_it_runs(tmp_path: Path, known: bool) -> None:
+    with another_process() as pid:
+        claim_here(tmp_path, pid, born=born(pid) if known else "")
+        with pytest.raises(CheckpointError, match=f"process {pid} on "):
+            save(tmp_path)
+    save(tmp_path)
+
+
+def test_a_holder_that_was_killed_and_not_yet_waited_for_holds_nothing(tmp_path: Path) -> None:
+    with another_process() as pid:
+        claim_here(tmp_path, pid, born=born(pid))
+        os.kill(pid, signal.SIGKILL)
+        while born(pid):
+            time.sleep(0.01)
+        save(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\0" * 50, '{"machine": 3}', '{"pid": "x", "machine": null}'])
+def test_a_claim_that_cannot_be_read_holds_no_longer_than_its_lock(tmp_path: Path, text: str) -> None:
+    (tmp_path / ".writer").write_text(text)
+    long_ago = time.time() - 400
+    os.utime(tmp_path / ".writer", (long_ago, long_ago))
+    save(tmp_path)
+
+
+def test_a_folder_that_another_machine_took_over_is_noticed(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1)
+    (tmp_path / ".writer").write_text(claim_of())  # where locks end at the machine
+    with pytest.raises(CheckpointError, match="elsewhere, since 2024-01-01 00:00:00.* has begun to write into"):
+        checkpoints.save(2)
+    assert checkpoints.steps() == [1]

@@ -1,0 +1,147 @@
+"""Lanes: what ranks add, here on one process, against exact arithmetic with fractions."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ddpkit.collectives import packing
+
+INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+HALVES = {torch.float16: (11, -24), torch.bfloat16: (8, -133)}  # significant bits, exponent of the smallest number
+
+
+def rounded(x: Fraction, dtype: torch.dtype) -> float:
+    """The nearest number of a half precision, ties to even."""
+    bits, least = HALVES[dtype]
+    if not x:
+        return 0.0
+    exponent = max(math.floor(math.log2(abs(x))) + 1 - bits, least)
+    return float(round(x / Fraction(2) ** exponent) * Fraction(2) ** exponent)
+
+
+def over_ranks(packed: list[Tensor], op: str) -> Tensor:
+    return reduce(torch.maximum if op in packing.EXTREMES else torch.add, packed)
+
+
+def reduced(each: list[Tensor], op: str, wire: torch.dtype = torch.float64, weights: Any = None) -> Tensor:
+    """What ranks that hold these tensors would get."""
+    packed = [packing.pack(x.reshape(-1).clone(), op, wire, weights is not None) for x in each]
+    for mine, weight in zip(packed, weights or [1] * len(each), strict=True):
+        packing.scale(mine, weight)
+    total = over_ranks(packed, op)
+    wide = packing.lanes_per_element(each[0].dtype, weights is not None) == 2
+    divisor = float(sum(weights or [1] * len(each))) if op == "mean" else 1.0
+    return packing.unpack(total, each[0].dtype, op, divisor, wide).reshape(each[0].shape)
+
+
+def reduced_numbers(each: list[list[Any]], op: str) -> list[Any]:
+    kind = torch.int64 if op in packing.EXTREMES else torch.float64
+    total = over_ranks([torch.tensor(packing.pack_numbers(numbers, op), dtype=kind) for numbers in each], op)
+    return packing.unpack_numbers(total.tolist(), op, len(each), float(len(each)) if op == "mean" else 1.0)
+
+
+@given(st.data(), st.sampled_from(INTS), st.integers(1, 9))
+def test_integers_are_added_averaged_and_compared_exactly(data: Any, dtype: torch.dtype, world: int) -> None:
+    info = torch.iinfo(dtype)
+    values = data.draw(st.lists(st.integers(info.min, info.max), min_size=world, max_size=world))
+    each = [torch.tensor([value], dtype=dtype) for value in values]
+    assert reduced(each, "mean").tolist() == [sum(values) / world]  # Python's int / int is correctly rounded
+    assert reduced(each, "mean").dtype == torch.float64
+    for op, best in (("min", min), ("max", max)):
+        assert reduced(each, op).tolist() == [best(values)] and reduced(each, op).dtype == dtype
+    if -(2**63) <= sum(values) < 2**63:
+        assert reduced(each, "sum").tolist() == [sum(values)] and reduced(each, "sum").dtype == torch.int64
+    else:
+        with pytest.raises(OverflowError, match="does not fit 64 bits"):
+            reduced(each, "sum")
+
+
+@given(st.data(), st.sampled_from(list(HALVES)), st.integers(1, 9))
+def test_halves_are_averaged_with_one_rounding(data: Any, dtype: torch.dtype, world: int) -> None:
+    raw = st.integers(-(2**15), 2**15 - 1).map(lambda bits: torch.tensor([bits], dtype=torch.int16).view(dtype))
+    moderate = raw.filter(lambda x: 2**-24 <= abs(x.item()) < 2**17)  # of which float64 sums are exact
+    each = data.draw(st.lists(moderate, min_size=world, max_size=world))
+    exact = Fraction(0)
+    for x in each:
+        exact += Fraction(x.item())
+    assert reduced(each, "mean").tolist() == [rounded(exact / world, dtype)]
+    assert reduced(each, "mean").dtype == dtype
+
+
+def test_a_half_just_above_a_tie_is_rounded_up() -> None:
+    each = [torch.tensor([x], dtype=torch.float16) for x in (1024.0, 0.5, 2.0**-24, 0.0)]
+    assert reduced(each, "mean").tolist() == [256.25]  # by way of float32: the tie 256.125, hence 256
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=9), st.sampled_from([torch.float64, torch.float32, torch.float16]))
+def test_extremes_of_floats_are_those_of_numpy_and_nan_wins(values: list[float], dtype: torch.dtype) -> None:
+    each = [torch.tensor([value], dtype=torch.float64).to(dtype) for value in values]
+    with np.errstate(invalid="ignore"):
+        columns = torch.stack(each).numpy()
+        for op, reference in (("min", np.min), ("max", np.max)):
+            np.testing.assert_array_equal(reduced(each, op).numpy(), reference(columns, axis=0))
+
+
+numbers = st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False))
+
+
+@given(st.lists(numbers, min_size=1, max_size=9))
+@example([False, False, False, 2.2250738585e-313])
+def test_python_numbers_follow_python(values: list[Any]) -> None:
+    each = [[value] for value in values]
+    exact = sum(Fraction(value) for value in values)
+    for op, reference in (("min", min), ("max", max)):
+        (got,) = reduced_numbers(each, op)
+        all_ints = all(isinstance(value, int) for value in values)
+        assert got == (reference(values) if all_ints else reference(map(float, values)))
+        kind = bool if all(isinstance(value, bool) for value in values) else int
+        assert type(got) is (kind if all_ints else float)
+    (total,), (mean,) = reduced_numbers(each, "sum"), reduced_numbers(each, "mean")
+    if all(isinstance(value, int) for value in values):
+        assert total == exact and type(total) is int
+        assert mean == exact.numerator / (exact.denominator * len(values))
+    else:
+        size = float(sum(abs(Fraction(value)) for value in values)) if abs(exact) < 1e308 else math.inf
+        assert type(total) is float and type(mean) is float
+        rounding = 1e-14 * size + len(values) * math.ulp(0.0)  # no mean is finer than the smallest number
+        assert size == math.inf or (abs(total - exact) <= rounding and abs(mean * len(values) - exact) <= rounding)
+
+
+def test_a_number_that_is_nan_anywhere_has_no_extreme() -> None:
+    for op in packing.EXTREMES:
+        for numbers in ([math.nan, 1.0], [2, math.nan], [math.nan, -math.inf, math.inf]):
+            (got,) = reduced_numbers([[number] for number in numbers], op)
+            assert math.isnan(got)
+
+
+def test_minus_zero_is_kept() -> None:
+    zeros = [torch.tensor([-0.0])] * 3
+    for op in ("mean", "sum"):
+        assert math.copysign(1, reduced(zeros, op).item()) == -1
+        assert math.copysign(1, reduced_numbers([[-0.0]] * 3, op)[0]) == -1
+    assert math.copysign(1, reduced([*zeros, torch.ones(1)], "mean", weights=[1, 2, 3, 0]).item()) == -1
+    assert math.copysign(1, reduced_numbers([[0], [0]], "mean")[0]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("wire", [torch.float32, torch.float64])
+def test_a_weight_of_zero_silences_anything(dtype: torch.dtype, wire: torch.dtype) -> None:
+    bad = torch.tensor([math.nan, math.inf]).to(dtype) if dtype.is_floating_point else torch.ones(2, dtype=dtype)
+    each = [torch.tensor([1, 0], dtype=dtype), bad, torch.tensor([0, 1], dtype=dtype)]
+    assert reduced(each, "mean", wire, weights=[3.0, 0.0, 1.0]).tolist() == [0.75, 0.25]
+
+
+def test_an_int_beyond_64_bits_is_refused() -> None:
+    for op in ("sum", "mean", "min", "max"):
+        with pytest.raises(OverflowError, match=f"got {2**63}. Pass it as a float"):
+            packing.pack_numbers([1.0, 2**63], op)

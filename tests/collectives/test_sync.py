@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import on_ranks
+
+import ddpkit
+from ddpkit import BarrierTimeout, PeerError, get_rank
+from ddpkit.process_group import lifecycle
+
+
+def caught(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `fn` raised, or None, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        fn(*args, **kwargs)
+    except Exception as error:
+        return error, time.monotonic() - start
+    return None, time.monotonic() - start
+
+
+SOON = 30.0  # seconds, of which a machine under load may need many; the time-outs that would else end a wait are longer
+NEVER = timedelta(seconds=90)
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    """Wait for what another rank does."""
+    end = time.monotonic() + NEVER.total_seconds()
+    while not happened():
+        assert time.monotonic() < end, "another rank never did this"
+        time.sleep(0.01)
+
+
+def late_for_barrier() -> Any:
+    store, timeout = lifecycle.current_session().store, NEVER
+    if get_rank() == 1:
+        wait_until(lambda: store.add("barrier 'epoch end'/1/0", 0) == 1 << 3)  # rank 3 is there
+        timeout = timedelta(seconds=1)
+    elif get_rank() != 3:
+        wait_until(lambda: store.check(["gave up"]))
+    error, seconds = caught(ddpkit.barrier, "epoch end", timeout)
+    store.set("gave up", "")
+    ddpkit.barrier()  # the ranks are still usable
+    return error, seconds
+
+
+def test_a_barrier_names_the_missing_on_every_rank_also_on_the_late_ones() -> None:
+    results = on_ranks(late_for_barrier, 4)
+    for rank, (error, seconds) in enumerate(results):
+        assert isinstance(error, BarrierTimeout)
+        assert [rank for rank, _ in error.missing] == [0, 2]
+        assert [rank for rank, _ in error.arrived] == [1, 3]
+        assert "barrier 'epoch end': 2 of 4 ranks" in str(error)
+        assert ("came too late" in str(error)) is (rank in (0, 2))
+        assert "within 1 s" in str(error) and seconds < SOON
+        assert rank != 1 or seconds > 0.9
+
+
+def test_a_barrier_refuses_a_time_out_that_is_not_positive() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        ddpkit.barrier(timeout=timedelta(0))
+
+
+@pytest.mark.parametrize("name", ["", "x" * 1001, 5, b"x", object(), ("a", 1)])
+def test_a_name_that_is_no_short_text_is_refused(name: Any) -> None:
+    for call in (ddpkit.barrier, ddpkit.together(name).__enter__):
+        with pytest.raises((TypeError, ValueError), match="name must"):
+            call(*[name] if call is ddpkit.barrier else [])
+
+
+ODD_NAMES = [
+    "failure",
+    "x/1",
+    "x",
+    "x/1/0",
+    "left",
+    "a\nb",
+    "'",
+    "\"'",
+    "caf\udce9",
+    "é/🏖️",
+    "barrier",
+    "x/1/why",
+    "run_on_main/1",
+]
+
+
+def meet_at_odd_names() -> int:
+    for name in [*ODD_NAMES, np.str_("numpy")]:
+        for _ in range(2):
+            ddpkit.barrier(name, NEVER)
+            with ddpkit.together(name):
+                pass
+    return ddpkit.run_on_main(lambda: 7)
+
+
+def test_a_name_may_be_any_text_and_collides_with_nothing() -> None:
+    assert on_ranks(meet_at_odd_names, 2) == [7, 7]
+
+
+def wait_elsewhere() -> Any:
+    ddpkit.barrier()  # a rank notes where it waits after a second
+    error, seconds = caught(ddpkit.barrier, "one" if get_rank() else "other", timedelta(seconds=4))
+    ddpkit.barrier()
+    return str(error), seconds
+
+
+def test_a_rank_that_waits_elsewhere_is_named_with_its_place() -> None:
+    (zero, _), (one, _) = on_ranks(wait_elsewhere, 2)
+    assert "barrier 'other': 1 of 2 ranks" in zero and "Rank 1 waits in barrier 'one' instead." in zero
+    assert "barrier 'one': 1 of 2 ranks" in one and "Rank 0 waits in barrier 'other' instead." in one
+
+
+def pass_a_number(everybody: bool) -> Any:
+    timeout: Any = 5 if everybody or get_rank() == 1 else NEVER
+    out = [caught(ddpkit.barrier, "x", timeout), caught(ddpkit.barrier, "x", np.timedelta64(5, "s"))]
+    ddpkit.barrier("x")
+    return out
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+def test_a_time_out_without_a_unit_is_an_error_on_every_rank(everybody: bool) -> None:
+    for rank, ((error, seconds), (other, _)) in enumerate(on_ranks(pass_a_number, 2, everybody)):
+        assert "timeout must be a datetime.timedelta" in str(error) and seconds < SOON
+        assert isinstance(error, TypeError if everybody or rank == 1 else PeerError)
+        assert isinstance(other, TypeError)
+
+
+def raise_in_together() -> Any:
+    def block() -> None:
+        with ddpkit.together("load"):
+            if get_rank() == 1:
+                raise ValueError("bad file")
+
+    error, seconds = caught(block)
+    with ddpkit.together("load"):  # all caught it, so all can go on
+        pass
+    return error, seconds
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_if_one_rank_raises_in_together_all_raise_and_name_it(world_size: int) -> None:
+    for rank, (error, seconds) in enumerate(on_ranks(raise_in_together, world_size)):
+        assert seconds < SOON
+        if rank == 1:
+            assert isinstance(error, ValueError)
+        else:
+            assert isinstance(error, PeerError)
+            assert (error.rank, error.error_type, error.message) == (1, "ValueError", "bad file")
+            assert "in block" in error.traceback and "bad file" in error.traceback
+
+
+def helpers() -> dict[str, Any]:
+    rank, out = get_rank(), {}
+    out["value"] = ddpkit.run_on_main(lambda: {"rank": get_rank()})
+    out["error"] = caught(ddpkit.run_on_main, int, "seven")[0]
+    out["unpicklable"] = caught(ddpkit.run_on_main, lambda: lambda: 0)[0]
+    out["only"] = ddpkit.main_process_only(lambda: "main")()
+    out["stop"] = [ddpkit.stop_together(rank == ddpkit.get_world_size() - 1), ddpkit.stop_together(False)]
+    with ddpkit.main_process_first():
+        if rank == 0:
+            time.sleep(0.5)
+        out["time"] = time.time()
+    with ddpkit.main_process_first(local=True):
+        if rank == 0:
+            time.sleep(0.3)
+        out["local time"] = time.time()
+
+    def first_raises() -> None:
+        with ddpkit.main_process_first():
+            if rank == 0:
+                raise OSError("disk")
+            out["others ran"] = True
+
+    out["first"] = caught(first_raises)[0]
+    ddpkit.barrier()
+    return out
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_rank_zero_does_reaches_every_rank(world_size: int) -> None:
+    results = on_ranks(helpers, world_size)
+    for rank, out in enumerate(results):
+        assert out["value"] == {"rank": 0}
+        assert out["only"] == ("main" if rank == 0 else None)
+        assert out["stop"] == [True, False]
+        assert out["time"] >= results[0]["time"] and out["local time"] >= results[0]["local time"]
+        for name, kind in (("error", ValueError), ("first", OSError)):
+            if rank == 0:
+                assert type(out[name]) is kind
+            else:
+                assert isinstance(out[name], PeerError) and out[name].error_type == kind.__name__
+        assert out["unpicklable"] is not None or world_size == 1, "what cannot be sent is an error on every rank"
+        assert "others ran" not in out
+
+
+def extremes() -> dict[str, Any]:
+    store, out = lifecycle.current_session().store, {}
+    out["size"] = len(ddpkit.run_on_main(bytes, 9 << 20))
+    before = store.num_keys()
+    for number in range(30):
+        ddpkit.run_on_main(str, number)
+        with ddpkit.main_process_first():
+            pass
+    ddpkit.barrier()
+    out["keys"] = store.num_keys() - before
+    ddpkit.barrier()
+
+    def block() -> None:
+        with ddpkit.together():
+            if get_rank() == 0:
+                raise SystemExit(2)
+
+    start = time.monotonic()
+    try:
+        block()
+    except BaseException as error:
+        out["exit"] = type(error), str(error), time.monotonic() - start
+    ddpkit.barrier()
+    return out
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_large_values_many_rounds_and_exits_are_carried_too(world_size: int) -> None:
+    for rank, out in enumerate(on_ranks(extremes, world_size)):
+        assert out["size"] == 9 << 20
+        assert out["keys"] < 10
+        kind, text, seconds = out["exit"]
+        assert kind is (PeerError if rank else SystemExit) and seconds < SOON
+        assert not rank or ("rank 0" in text and "SystemExit: 2" in text)
+
+
+@pytest.mark.parametrize("name", ["barrier", "stop_together", "all_reduce_mean", "broadcast", "check_replicas"])
+def test_a_collective_before_setup_is_an_error_that_says_so(name: str) -> None:
+    with pytest.raises(ddpkit.NotSetUpError, match=r"2 processes were launched.*ddpkit.setup\(\)"):
+        ddpkit.spawn(call_before_setup, 2, name)
+
+
+def call_before_setup(name: str) -> None:
+    import torch
+
+    arguments = {"barrier": (), "stop_together": (True,), "check_replicas": (torch.nn.Linear(1, 1),)}
+    getattr(ddpkit, name)(*arguments.get(name, (1.0,)))

@@ -1,0 +1,583 @@
+"""Loaders on real ranks against one process that goes through the same global order."""
+
+import random
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from conftest import on_ranks
+from torch.utils.data import DistributedSampler as TorchSampler
+from torch.utils.data import IterableDataset, RandomSampler
+
+import ddpkit
+from ddpkit.data.loader import make_loader
+from ddpkit.data.samplers import DistributedSampler, DistributedWeightedSampler
+from ddpkit.seeding.seeds import sample_seed
+
+WORLDS = (1, 2, 3)
+GLOBAL_BATCH = 6
+LENGTHS = (1, 2, 5, 6, 7, 8, 17, 18, 20)
+
+
+def workers(number):
+    """Options for so many workers; in a spawned rank the default would have each of them import torch again."""
+    return {"num_workers": number, "multiprocessing_context": "fork" if number else None}
+
+
+class Noisy:
+    """Each sample comes with the draws that a random augmentation would take, and the worker that took them."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return index, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+class Augmented(Noisy):
+    """Its noise depends on seed, epoch and index alone."""
+
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return index, self.epoch, sample_seed(0, self.epoch, index) % 2**31
+
+
+class Stream:
+    """Numbers in files of three; it knows its epoch."""
+
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def shard(self, index, num_shards):
+        for file in range(index, 8, num_shards):
+            for line in range(3):
+                yield 3 * file + line, self.epoch, random.random()
+
+
+class Whole(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+def plain(batches):
+    return [batch.tolist() for batch in batches]
+
+
+def rows(batches):
+    """The samples as tuples, of batches of tuples of tensors."""
+    return [row for batch in batches for row in zip(*(column.tolist() for column in batch), strict=True)]
+
+
+def one_epoch(n, batch_size=GLOBAL_BATCH, epoch=0, **options):
+    loader = make_loader(range(n), batch_size, **options)
+    loader.set_epoch(epoch)
+    return plain(loader)
+
+
+def union(shards, step):
+    return sorted(chain(*(shard[step] for shard in shards if step < len(shard))))
+
+
+def of_all_lengths(batch_size):
+    return [
+        (
+            one_epoch(n, batch_size),
+            one_epoch(n, batch_size, drop_last=True) if n >= GLOBAL_BATCH else [],
+            one_epoch(n, batch_size, train=False),
+        )
+        for n in LENGTHS
+    ]
+
+
+def test_any_number_of_ranks_takes_the_same_samples_at_each_step():
+    per_world = {w: on_ranks(of_all_lengths, w, GLOBAL_BATCH // w) for w in WORLDS}
+    for which, n in enumerate(LENGTHS):
+        alone, dropped, evaluated = per_world[1][0][which]
+        assert sorted(chain(*alone)) == sorted(chain(*evaluated)) == list(range(n))
+        assert dropped == [batch for batch in alone if len(batch) == GLOBAL_BATCH]
+        for w in WORLDS:
+            train, drop, evaluation = zip(*(per_world[w][rank][which] for rank in range(w)), strict=True)
+            assert {len(shard) for shard in train} == {len(alone)}  # nobody waits for a step the others do not take
+            for step, batch in enumerate(alone):
+                sizes = [len(shard[step]) for shard in train]
+                assert max(sizes) - min(sizes) <= 1
+                padding = max(0, w - len(batch))
+                assert union(train, step) == sorted(batch + (alone[0] * w)[:padding])
+            assert [union(drop, step) for step in range(len(drop[0]))] == [sorted(batch) for batch in dropped]
+            assert sorted(chain(*chain(*evaluation))) == list(range(n))
+
+
+def cut_everywhere(n, batch_size):
+    """The state inside the loop at every step, and after it."""
+    loader, states = make_loader(range(n), batch_size, seed=5), []
+    loader.set_epoch(3)
+    states.append(loader.state_dict())
+    for _ in loader:
+        states.append(loader.state_dict())
+    return [*states, loader.state_dict()]
+
+
+def after_each_cut(n, batch_size, states):
+    """What is left of the epoch, and the epoch after it."""
+    rests = []
+    for state in states:
+        loader = make_loader(range(n), batch_size, seed=5)
+        loader.load_state_dict(state)
+        epoch = loader.epoch
+        loader.set_epoch(epoch)  # torch's habit: no harm
+        length, rest = len(loader), plain(loader)
+        assert length == len(rest)
+        rests.append((epoch, rest, plain(loader)))
+        assert loader.epoch == epoch + 2
+    return rests
+
+
+def test_after_a_resume_on_any_number_of_ranks_come_exactly_the_samples_that_were_left():
+    n = 20
+    alone = {epoch: one_epoch(n, epoch=epoch, seed=5) for epoch in (3, 4, 5)}
+    states = {w: on_ranks(cut_everywhere, w, n, GLOBAL_BATCH // w) for w in WORLDS}
+    for w in WORLDS:
+        assert all(state == states[1][0] for state in states[w])  # every rank saves the same, and any number of ranks
+    consumed = [(state["epoch"], state["consumed"]) for state in states[1][0]]
+    assert consumed == [(3, 0), (3, 6), (3, 12), (3, 18), (3, 20), (4, 0)]
+    for w in WORLDS:
+        resumed = on_ranks(after_each_cut, w, n, GLOBAL_BATCH // w, states[1][0])
+        for cut, (epoch, done) in enumerate(consumed):
+            left = alone[epoch][-(-done // GLOBAL_BATCH) :]
+            shards = [rank[cut][1] for rank in resumed]
+            padding = max(0, w - len(left[-1])) if left else 0
+            assert {len(shard) for shard in shards} == {len(left)}
+            for step, batch in enumerate(left):
+                extra = padding if step == len(left) - 1 else 0
+                got = union(shards, step)
+                assert len(got) == len(batch) + extra and set(got) >= set(batch)
+                assert extra or got == sorted(batch)
+            following = [rank[cut][2] for rank in resumed]
+            assert union(following, 0) == sorted(alone[epoch + 1][0])
+
+
+def after_a_cut_with_workers(cut):
+    """With two workers that fetch ahead: the state at a cut, then the rest, uninterrupted and resumed."""
+    options = {**workers(2), "prefetch_factor": 3, "seed": 8}
+    loader, rest = make_loader(Noisy(), 2, **options), []
+    for step, batch in enumerate(loader, start=1):
+        if step == cut:
+            state = loader.state_dict()
+        elif step > cut:
+            rest.append(batch)
+    resumed = make_loader(Noisy(), 2, **options)
+    resumed.load_state_dict(state)
+    return state["consumed"], rows(rest), rows(resumed)
+
+
+def test_two_workers_with_prefetch_skip_nothing_and_repeat_the_augmentations():
+    for w, cut in [(1, 5), (2, 3)]:
+        for consumed, rest, resumed in on_ranks(after_a_cut_with_workers, w, cut):
+            assert consumed == cut * 2 * w
+            assert len(rest) == (24 - consumed) // w
+            assert resumed == rest
+
+
+def noise(num_workers, epochs=2, **options):
+    loader = make_loader(Noisy(), 3, seed=1, shuffle=False, **workers(num_workers), **options)
+    return [rows(loader) for _ in range(epochs)]
+
+
+def noise_on_ranks():
+    return noise(2, persistent_workers=True)
+
+
+def test_random_numbers_of_workers_differ_between_ranks_workers_and_epochs():
+    drawn = on_ranks(noise_on_ranks, 2)
+    for which in (1, 2, 3):  # random, NumPy, torch
+        numbers = [row[which] for rank in drawn for epoch in rank for row in epoch]
+        assert len(set(numbers)) == len(numbers) == 48
+
+
+def test_random_numbers_of_workers_depend_on_neither_their_number_nor_persistence():
+    once = noise(1)
+    assert noise(2) == once and noise(2, persistent_workers=True) == once
+    assert make_noise_of_epoch_one() == once[1]
+    assert noise(2, worker_init_fn=seed_badly) == once
+    assert rows(make_loader(Noisy(), 3, num_workers=2, seed=2, shuffle=False)) != once[0]
+
+
+def make_noise_of_epoch_one():
+    loader = make_loader(Noisy(), 3, num_workers=1, seed=1, shuffle=False)
+    loader.set_epoch(1)
+    return rows(loader)
+
+
+def seed_badly(worker):
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_global_random_numbers_are_left_alone(num_workers):
+    def states():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before = states()
+    loader = make_loader(list(range(10)), 2, num_workers=num_workers)
+    for _ in range(2):
+        list(loader)
+    assert states() == before
+
+
+def test_without_workers_samples_draw_from_the_process():
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append([row[3] for row in rows(make_loader(Noisy(), 24))])
+    torch.manual_seed(3)
+    assert drawn[0] == drawn[1] == [float(torch.rand(())) for _ in range(24)]
+
+
+def augmented(batch_size, num_workers):
+    loader = make_loader(Augmented(), batch_size, **workers(num_workers), persistent_workers=num_workers > 0)
+    return [rows(loader) for _ in range(2)]
+
+
+def test_sample_seeds_augment_alike_on_any_number_of_ranks_and_workers():
+    alone = augmented(6, 0)
+    assert [{row[1] for row in epoch} for epoch in alone] == [{0}, {1}]
+    for w, number in [(1, 2), (2, 0), (3, 1)]:
+        shards = on_ranks(augmented, w, 6 // w, number)
+        for epoch in (0, 1):
+            assert sorted(chain(*(rank[epoch] for rank in shards))) == sorted(alone[epoch])
+
+
+def test_each_iteration_is_the_next_epoch():
+    loader = make_loader(range(20), 4)
+    epochs = [one_epoch(20, 4, epoch=epoch) for epoch in range(6)]
+    assert plain(loader) == epochs[0] and loader.epoch == 1
+    for _ in loader:
+        assert (loader.epoch, len(loader)) == (1, 5)  # steady while the loop runs
+        break
+    assert (loader.epoch, loader.state_dict()["consumed"]) == (1, 4)  # a state after break counts the batch, too
+    with pytest.warns(UserWarning, match="The loop over epoch 1 was left after 4 of 20 samples; this one is over epoc"):
+        assert plain(loader) == epochs[2]
+    loader.set_epoch(5)
+    assert plain(loader) == epochs[5] and loader.epoch == 6
+    loader.set_epoch(0)
+    next(iter(loader))
+    loader.set_epoch(0)
+    assert plain(loader) == epochs[0]
+    loader.sampler.set_epoch(3)  # torch's way
+    assert plain(loader) == epochs[3] and loader.epoch == 4
+    next(iter(loader))
+    loader.sampler.set_epoch(5)
+    assert plain(loader) == epochs[5]
+
+
+def test_an_iterator_that_was_left_counts_nothing_anymore():
+    loader = make_loader(range(20), 4)
+    old = iter(loader)
+    with pytest.warns(UserWarning, match="was left after 0 of 20 samples"):
+        new = iter(loader)
+    next(new), next(new), list(old)
+    assert (loader.epoch, loader.state_dict()["consumed"]) == (1, 8)
+
+
+def resumed_at(n, batch_size, consumed, **options):
+    loader = make_loader(range(n), batch_size, seed=5, **options)
+    loader.load_state_dict({**loader.state_dict(), "epoch": 3, "consumed": consumed})
+    return loader
+
+
+def peek_and_go_on(n, batch_size, consumed, num_workers):
+    """What a peek at a resumed loader shows, and what comes after it; and both without one."""
+    options = workers(num_workers)
+    with_peek, without = resumed_at(n, batch_size, consumed, **options), resumed_at(n, batch_size, consumed, **options)
+    peeked = with_peek.peek().tolist()
+    states = [with_peek.state_dict(), without.state_dict()]
+    return peeked, [plain(with_peek) for _ in range(2)], [plain(without) for _ in range(2)], states
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_a_peek_shows_the_next_batch_and_counts_nothing(w):
+    for number in (0, 2):
+        for peeked, after, expected, states in on_ranks(peek_and_go_on, w, 20, GLOBAL_BATCH // w, 6, number):
+            assert peeked == expected[0][0] and after == expected and states[0] == states[1]
+
+
+def test_a_peek_draws_no_random_numbers_and_finds_something_where_nothing_is_left():
+    torch.manual_seed(0)
+    random.seed(0)
+    before = torch.get_rng_state(), random.getstate()
+    assert [len(column) for column in make_loader(Noisy(), 4).peek()] == [4] * 4
+    assert torch.equal(before[0], torch.get_rng_state()) and random.getstate() == before[1]
+    done = resumed_at(20, 8, 20)
+    assert done.peek().tolist() == list(range(8)) and plain(done) == []
+    assert [len(column) for column in make_loader(Stream(), 4).peek()] == [4] * 3
+    assert make_loader(range(3), 8, train=False).peek().tolist() == [0, 1, 2]
+
+
+class OwnNoise(Noisy):
+    """Draws from generators of its own, one of them in a transform."""
+
+    def __init__(self):
+        self.numbers, self.old = np.random.default_rng(1), np.random.RandomState(2)
+        self.transforms = [Jitter()]
+        self.system = random.SystemRandom()  # cannot be put back
+
+    def __getitem__(self, index):
+        drawn = index, float(self.numbers.random()), float(self.old.rand())
+        return self.transforms[0](drawn)
+
+    def collate(self, samples):
+        return [(*sample, float(self.numbers.random())) for sample in samples]
+
+
+class Jitter:
+    def __init__(self):
+        self.random, self.torchs = random.Random(3), torch.Generator().manual_seed(4)
+
+    def __call__(self, sample):
+        return *sample, self.random.random(), float(torch.rand((), generator=self.torchs))
+
+
+class OwnOrder:
+    """A sampler of one rank's part of an order that a generator of its own draws."""
+
+    def __init__(self, n, generator):
+        self.num_replicas, self.rank = ddpkit.get_world_size(), ddpkit.get_rank()
+        self.inner = RandomSampler(range(n), generator=generator)
+
+    def __iter__(self):
+        return iter([*self.inner][self.rank :: self.num_replicas])
+
+    def __len__(self):
+        return len(range(self.rank, self.inner.num_samples, self.num_replicas))
+
+
+def two_epochs(seed, number, peeks):
+    """What two epochs give, and the global numbers after them."""
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    dataset = OwnNoise()
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    options = {"sampler": OwnOrder(len(dataset), generator), "collate_fn": dataset.collate, **workers(number)}
+    loader, epochs = make_loader(dataset, 5, **options), []
+    for _ in range(2):
+        seen = [loader.peek() for _ in range(peeks)]
+        epochs.append(list(loader))
+        assert all(batch == seen[0] for batch in seen)
+        assert number or not seen or seen[0] == epochs[-1][0]
+    return epochs, random.random(), np.random.rand(), float(torch.rand(()))
+
+
+def with_and_without_peeks():
+    kinds = [
+        (seed, number) for seed in (None, 7) for number in (0, 2)
+    ]  # torch's global generator, or the sampler's own
+    return [[two_epochs(seed, number, peeks) for peeks in (2, 0)] for seed, number in kinds]
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_a_peek_leaves_generators_of_sampler_and_dataset_as_they_were(w):
+    for found in on_ranks(with_and_without_peeks, w):
+        assert all(with_peeks == without for with_peeks, without in found)
+
+
+def test_a_loop_left_early_after_a_resume_is_not_silent():
+    loader = resumed_at(20, 4, 12)
+    next(iter(loader))
+    with pytest.warns(
+        UserWarning, match=r"epoch 3 was left after 16 of 20 samples; .* epoch 4, .*peek\(\).*epochs\(n\)"
+    ):
+        assert plain(loader) == one_epoch(20, 4, epoch=4, seed=5)
+
+
+def test_a_loop_that_had_its_last_batch_was_not_left_early():
+    for options, batches in (({}, 7), ({"drop_last": True}, 6)):
+        loader = make_loader(range(20), 3, **options)
+        assert len([batch for _, batch in zip(range(batches), loader, strict=False)]) == batches
+        assert len(plain(loader)) == batches and loader.epoch == 2
+
+
+def test_evaluation_and_streams_may_be_left_at_any_time():
+    for loader in (make_loader(range(20), 4, train=False), make_loader(Stream(), 4)):
+        next(iter(loader))
+        assert len(list(loader)) >= 5
+
+
+def all_epochs(n, batch_size, consumed):
+    loader = resumed_at(n, batch_size, consumed)
+    next(iter(loader))  # undone by the loop over epochs
+    return [(epoch, plain(loader)) for epoch in loader.epochs(6)]
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_the_loop_over_epochs_goes_on_where_the_state_was(w):
+    for (epoch, rest), *later in on_ranks(all_epochs, w, 20, GLOBAL_BATCH // w, 12):
+        assert epoch == 3 and len(rest) == 2
+        assert [number for number, _ in later] == [4, 5] and {len(batches) for _, batches in later} == {4}
+
+
+def test_epochs_may_be_cut_short_on_purpose():
+    loader = make_loader(range(20), 4)
+    seen = []
+    for epoch in loader.epochs(3):
+        for batch in loader:
+            seen.append((epoch, batch.tolist()))
+            break
+    assert seen == [(epoch, one_epoch(20, 4, epoch=epoch)[0]) for epoch in range(3)]
+    assert list(loader.epochs(np.int64(2))) == []
+
+
+def test_a_loader_says_what_it_is():
+    loader = resumed_at(20, 4, 12)
+    assert repr(loader) == "Loader(range, batch_size=4, rank=0, epoch=3, consumed=12 of 20)"
+    assert repr(make_loader(Stream(), 4)) == "Loader(_Stream, batch_size=4, rank=0, epoch=0)"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [[], {}, {"epoch": "3"}, {"epoch": -1}, {"epoch": True}, {"consumed": 21}, {"consumed": -1}, {"consumed": None}],
+)
+def test_a_state_that_leads_nowhere_is_refused_and_changes_nothing(state):
+    loader = make_loader(range(20), 4)
+    before = loader.state_dict()
+    with pytest.raises((ValueError, TypeError)):
+        loader.load_state_dict({**before, **state} if state else state)
+    assert loader.state_dict() == before and plain(loader) == one_epoch(20, 4)
+
+
+def on_a_default_device(device):
+    torch.set_default_device(device)
+    try:
+        data = torch.utils.data.TensorDataset(torch.arange(20, device="cpu"))
+        loader = make_loader(data, 4, seed=5)
+        batches = [batch.tolist() for (batch,) in loader]
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        peeked = loader.peek()[0].tolist()
+        weighted = make_loader(data, 4, sampler=DistributedWeightedSampler(np.ones(20), 8))
+        streamed = [len(batch) for batch in make_loader(Stream(), 4, collate_fn=list)]
+        return batches, peeked, [batch.tolist() for (batch,) in weighted], streamed
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("w", [1, 2])
+def test_the_default_device_does_not_matter(w):
+    assert on_ranks(on_a_default_device, w, "meta") == on_ranks(on_a_default_device, w, "cpu")
+
+
+def test_a_state_of_the_last_batch_leaves_an_empty_loop():
+    loader = make_loader(range(20), 8)
+    states = [loader.state_dict() for _ in loader]
+    resumed = make_loader(range(20), 8)
+    resumed.load_state_dict(states[-1])
+    assert (resumed.epoch, len(resumed), plain(resumed)) == (0, 0, [])
+    assert (resumed.epoch, len(resumed)) == (1, 3)
+    assert plain(resumed) == one_epoch(20, 8, epoch=1)
+
+
+def test_a_state_of_other_data_is_refused():
+    state = make_loader(range(20), 4).state_dict()
+    with pytest.raises(ValueError, match="n was 20 when the state was saved and is 21 now"):
+        make_loader(range(21), 4).load_state_dict(state)
+    with pytest.raises(ValueError, match="shuffle was True when the state was saved and is False now"):
+        make_loader(range(20), 4, shuffle=False).load_state_dict(state)
+
+
+def test_it_shows_what_a_data_loader_shows():
+    loader = make_loader(range(20), 4, drop_last=True)
+    assert isinstance(loader, torch.utils.data.DataLoader)
+    assert (loader.batch_size, loader.drop_last, loader.dataset, len(loader)) == (4, True, range(20), 5)
+    assert isinstance(loader.sampler, DistributedSampler)
+
+
+def with_samplers():
+    n, world_size = 20, ddpkit.get_world_size()
+    weighted = make_loader(range(n), 3, sampler=DistributedWeightedSampler(np.arange(n), 12))
+    first = plain(weighted)
+    for _ in weighted:
+        break
+    state = weighted.state_dict()
+    torchs = make_loader(range(n), 3, sampler=TorchSampler(range(n), world_size, ddpkit.get_rank()))
+    if world_size == 1:
+        assert len(plain(make_loader(range(n), 3, sampler=RandomSampler(range(n))))) == 7
+        with pytest.raises(ValueError, match="The sampler is for rank 1 of 2, but this is rank 0 of 1"):
+            make_loader(range(n), 3, sampler=DistributedSampler(range(n), 2, 1))
+    else:
+        with pytest.raises(TypeError, match="RandomSampler does not split its samples: each of 2 ranks would load"):
+            make_loader(range(n), 3, sampler=RandomSampler(range(n)))
+        with pytest.raises(TypeError, match=r"Whole has no shard\(index, num_shards\): each of 2 ranks"):
+            make_loader(Whole(), 2)
+    return first, state, plain(torchs), plain(torchs), torchs.epoch
+
+
+def test_a_sampler_of_ones_own_is_used_as_it_is():
+    alone, together = on_ranks(with_samplers, 1), on_ranks(with_samplers, 2)
+    (draws, _, *_), (halves, states, first, second, epochs) = alone[0], zip(*together, strict=True)
+    assert sorted(chain(*chain(*halves))) == sorted(chain(*draws))
+    assert states[0] == states[1] and states[0]["consumed"] == 6
+    assert sorted(chain(*chain(*first))) == list(range(20)) and first != second and epochs == (2, 2)
+    sampler = TorchSampler(range(9), 1, 0)
+    with pytest.raises(TypeError, match="DistributedSampler cannot say where it is"):
+        make_loader(range(9), 2, sampler=sampler).state_dict()
+
+
+def streamed(num_workers, **options):
+    loader = make_loader(Stream(), 2, **workers(num_workers), **options)
+    return [rows(loader) for _ in range(2)]
+
+
+def test_a_stream_is_spread_over_ranks_and_workers():
+    assert [row[0] for row in streamed(0)[0]] == list(range(24))
+    for w, number in [(1, 2), (2, 0), (3, 2)]:
+        for options in [{}, {"persistent_workers": True}] if number else [{}]:
+            shards = on_ranks(streamed_with, w, number, options)
+            drawn = []
+            for epoch in (0, 1):
+                read = list(chain(*(rank[epoch] for rank in shards)))
+                assert sorted(row[0] for row in read) == list(range(24))
+                assert {row[1] for row in read} == {epoch}
+                drawn += [row[2] for row in read]
+            assert not number or len(set(drawn)) == 48
+
+
+def streamed_with(num_workers, options):
+    return streamed(num_workers, **options)
+
+
+def test_on_one_rank_any_stream_will_do():
+    loader = make_loader(Whole(), 2, train=False)
+    assert plain(loader) == [[0, 1], [2, 3], [4]] and loader.epoch == 1
+    with pytest.raises(TypeError, match="_InfiniteConstantSampler cannot say where it is"):
+        loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "message"),
+    [
+        (ValueError, {"batch_size": 0}, "batch_size must be a positive integer, not 0"),
+        (ValueError, {"batch_size": 2.0}, "batch_size must be a positive integer, not 2.0"),
+        (ValueError, {"batch_size": True}, "batch_size must be a positive integer, not True"),
+        (ValueError, {"dataset": []}, "The dataset is empty"),
+        (ValueError, {"dataset": [], "train": False}, "The dataset is empty"),
+        (ValueError, {"batch_size": 9, "drop_last": True}, "drop_last=True leaves nothing of 8 samples"),
+        (ValueError, {"train": False, "shuffle": True}, "leave out shuffle and drop_last"),
+        (ValueError, {"train": False, "drop_last": True}, "leave out shuffle and drop_last"),
+        (ValueError, {"sampler": RandomSampler(range(8)), "shuffle": True}, "Leave out shuffle"),
+        (ValueError, {"sampler": DistributedSampler(range(8), 1, 0, batch_size=4)}, "made for batch_size=4, the load"),
+        (ValueError, {"dataset": Stream(), "shuffle": False}, "Leave out shuffle"),
+        (ValueError, {"dataset": Stream(), "sampler": RandomSampler(range(8))}, "leave out the sampler"),
+        (TypeError, {"dataset": (i for i in range(3))}, "generator has no __len__"),
+        (TypeError, {"generator": torch.Generator()}, "takes no generator: it seeds one of its own"),
+        (TypeError, {"batch_sampler": [[1]]}, "takes no batch_sampler: it cuts the batches itself"),
+        (TypeError, {"in_order": False}, "takes no in_order: batches out of order could be neither"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(error, arguments, message):
+    with pytest.raises(error, match=message):
+        make_loader(**{"dataset": range(8), "batch_size": 2, **arguments})

@@ -1,0 +1,123 @@
+"""Settings of the robot's trainer: what outranks what, and what is said about those that are wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from robot.config import SETTINGS, ConfigError, flat, nested, read_config
+
+FOLDER = Path(__file__).parents[3] / "examples" / "diffusion_policy"
+LR = "algo.optim_params.policy.learning_rate.initial"
+
+
+def write(path: Path, content: object) -> str:
+    path.write_text(json.dumps(content))
+    return f"load_from={path}"
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_config(arguments)
+    return str(caught.value)
+
+
+def test_the_command_line_outranks_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.json", {"train": {"batch_size": 32, "seed": 5}})
+    config = read_config(["train.batch_size=64", file])  # wherever load_from stands
+    assert (config["train.batch_size"], config["train.seed"], config["train.num_epochs"]) == (64, 5, 20)
+
+
+def test_the_example_file_holds_every_setting_and_its_default() -> None:
+    assert read_config([f"load_from={FOLDER / 'config.json'}"]) == read_config([])
+    assert dict(flat(json.loads((FOLDER / "config.json").read_text()))).keys() == SETTINGS.keys()
+
+
+def test_sections_and_dotted_names_are_the_same() -> None:
+    config = read_config([])
+    assert dict(flat(nested(config))) == config
+    assert nested(config)["algo"]["ema"] == {"enabled": True, "power": 0.75}
+
+
+def test_the_guides_spelling_of_the_optimizers_settings_works_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = read_config(["train.optim_params.policy.learning_rate.initial=4e-4"])
+    assert config[LR] == 4e-4 and type(config[LR]) is float
+    assert f"stands for {LR}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        (f"{LR}=1", 1.0),
+        ("train.gradient_checkpointing=True", True),
+        ("train.prefetch_factor=null", None),
+        ("algo.unet.down_dims=[16, 32]", [16, 32]),
+        ("train.data_path=here", ["here"]),
+        ('train.data_path=["a", "b"]', ["a", "b"]),
+        ("train.data_path=[a, b]", ["a", "b"]),  # as a shell leaves it that takes quotes away
+        ("algo.ema.power=.5", 0.5),
+        ("experiment.name=3", "3"),
+    ],
+)
+def test_values_get_the_type_of_their_setting(argument: str, value: object) -> None:
+    found = read_config([argument])[argument.partition("=")[0]]
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("train.batchsize=3", "no setting train.batchsize; the nearest is train.batch_size"),
+        ("algo.horizon.action=3", "nearest is algo.horizon.action_horizon"),
+        ("learning_rate=3", f"nearest is {LR}"),
+        ("train=3", "there is no setting train;"),
+        ("train.batch_size=many", "train.batch_size must be a whole number of at least 1, not 'many'"),
+        ("train.batch_size=1e3", "whole number"),
+        ("train.batch_size=true", "whole number"),
+        ("train.num_epochs=0", "at least 1"),
+        (f"{LR}=nan", "above 0"),
+        (f"{LR}=-1e-3", "above 0"),
+        ("experiment.rollout.enabled=yes", "true or false"),
+        ("train.strategy=fsdp", "'auto' or 'ddp' or 'dp'"),
+        ("algo.unet.down_dims=[]", "a list, not empty"),
+        ("algo.unet.down_dims=[32, 60]", "n_groups, 8, must divide"),
+        ("algo.unet.kernel_size=4", "odd"),
+        ("algo.horizon.prediction_horizon=8", "at least observation_horizon - 1 + action_horizon = 9"),
+        ("algo.horizon.prediction_horizon=17", "2 must divide 17"),
+        ("algo.ddim.num_inference_timesteps=101", "must not exceed"),
+        ("train.persistent_workers=true", "needs train.num_data_workers"),
+        ("train.sample_weights=[1, 2]", "a number for each of 1"),
+        ("algo.optim_params.policy.learning_rate.epoch_schedule=[3]", "multistep, not cosine"),
+        ("--batch_size", "key=value"),
+        ("load_from=/nowhere/x.json", "/nowhere/x.json: No such file"),
+        ("load_from=", "load_from= takes a JSON file"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_would_be_right(argument: str, expected: str) -> None:
+    assert expected in refusal(argument)
+
+
+def test_everything_wrong_is_said_at_once_with_where_it_stands(tmp_path: Path) -> None:
+    said = refusal(write(tmp_path / "a.json", {"train": {"sed": 1, "batch_size": "64"}}), "algo.emma.power=1")
+    assert re.findall(r"train\.seed|train\.batch_size must|algo\.ema\.power", said) == [
+        "train.seed",
+        "train.batch_size must",  # text in a file is no number
+        "algo.ema.power",
+    ]
+    assert said.count(f"({tmp_path}/a.json)") == 2 and said.count("(the command line)") == 1
+
+
+def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{'train': 1}")
+    assert f"{tmp_path}/a.json is not valid JSON" in refusal(f"load_from={tmp_path}/a.json")
+
+
+def test_a_resumed_run_begins_with_its_own_settings(tmp_path: Path) -> None:
+    write(tmp_path / "config.json", {"train": {"batch_size": 32}})
+    config = read_config([f"train.resume={tmp_path}", "train.num_epochs=7"])
+    assert (config["train.batch_size"], config["train.num_epochs"]) == (32, 7)
+    assert "/nowhere is not the folder of a run" in refusal("train.resume=/nowhere")
+    example = f"load_from={FOLDER / 'config.json'}"  # whose batch size would take the place of the run's
+    assert "leave out load_from" in refusal(example, f"train.resume={tmp_path}")

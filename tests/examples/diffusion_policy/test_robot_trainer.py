@@ -1,0 +1,365 @@
+"""The robot's trainer as people run it, on tiny budgets with the arm that only has to reach a place."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import on_ranks, same
+from PIL import Image
+from processes import CLEAN, free_port, platform_env, run
+from robot import checkpoints, collect, drawing, program, rollout, train
+from robot.config import ConfigError, read_config
+from robot.environments import EXPERTS, Arena, Expert, Learned, Random
+from robot.evaluation import UNSEEN, evaluate
+from robot.policy import EMA, DiffusionPolicy
+from robot.program import arguments
+from robot.shards import read_episode, scan, write_shard
+from test_robot_parts import SMALL, make_batch
+
+import ddpkit
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "examples" / "diffusion_policy"
+ENV = CLEAN | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+ENV["CUDA_VISIBLE_DEVICES"] = ""
+EPISODES = 10
+TINY = ["experiment.epoch_every_n_steps=4", "train.batch_size=8", "train.shuffle_buffer_size=50", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of ten episodes in five shards."""
+    folder = tmp_path_factory.mktemp("data") / "reach"
+    options = {"episodes": EPISODES, "per_shard": 2, "horizon": 12, "noise": 0.1, "seed": 0}
+    with ddpkit.distributed() as context:
+        collect.main(Namespace(env="FetchReach-v4", folder=folder, **options), context)
+    return folder
+
+
+def settings(data: Path, runs: Path, *more: str) -> list[str]:
+    return [*TINY, f"train.data_path={data}", f"train.output_dir={runs}", "experiment.name=reach", *more]
+
+
+def shell(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, cwd=FOLDER
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """What a rank does."""
+    sys.argv = ["train.py", *arguments]
+    with ddpkit.distributed(num_threads=1) as job:
+        train.main(job)
+
+
+def only_run(runs: Path) -> Path:
+    (folder,) = (runs / "reach").iterdir()
+    return folder
+
+
+def states(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "last.pth")["state"]
+
+
+def test_demonstrations_hold_what_the_expert_meant_not_what_the_noise_made_of_it(demonstrations: Path) -> None:
+    index = scan([str(demonstrations)], "error")
+    assert len(index.folders[0]) == EPISODES and index.steps == [12 * EPISODES] and index.env_id == "FetchReach-v4"
+    for episode in index.folders[0]:
+        observations, actions = read_episode(episode.path, episode.number)
+        meant = np.stack([EXPERTS["FetchReach-v4"](observation) for observation in observations]).clip(-1, 1)
+        assert actions == pytest.approx(meant.astype(np.float32), abs=1e-6)
+        moved = np.diff(observations[:, :3], axis=0)  # by noisy actions, which are other ones
+        assert np.abs(moved[-1]).max() > 1e-4
+    with pytest.raises(collect.DataError, match=f"{demonstrations} holds episodes already"):
+        collect.prepare(demonstrations)
+
+
+def test_the_experts_reach_their_goals_with_trembling_hands() -> None:
+    for env_id in EXPERTS:
+        assert all(Arena(env_id, 50).play(collect.Demonstrator(env_id, 0.1), range(UNSEEN, UNSEEN + 5))), env_id
+    assert sum(Arena("FetchPickAndPlace-v4", 50).play(Random(), range(UNSEEN, UNSEEN + 5))) <= 1
+
+
+@pytest.mark.storm
+def test_two_processes_train_and_leave_everything_in_place(demonstrations: Path, tmp_path: Path) -> None:
+    more = "train.amp=bf16 train.gradient_accumulation_steps=2 train.gradient_checkpointing=true"
+    more += " experiment.check_replicas_every_n_steps=3 train.num_epochs=3"
+    more += " train.num_data_workers=1 train.persistent_workers=true train.prefetch_factor=3"
+    more += " train.optim_params.policy.learning_rate.initial=4e-4 train.lr_scaling=sqrt"
+    more += " experiment.rollout.n=3 experiment.rollout.horizon=12 experiment.rollout.rate=2"
+    more += " experiment.save.every_n_epochs=2"
+    (tmp_path / "config.json").write_text(json.dumps({"train": {"seed": 9, "batch_size": 999}}))
+    arguments = settings(demonstrations, tmp_path / "runs", f"load_from={tmp_path / 'config.json'}", *more.split())
+    ended = shell(["env", "NPROC=2", "scripts/train_multi_gpu.sh", *arguments])
+    assert ended.returncode == 0, ended.stdout
+    output = ended.stdout
+    assert output.count("world size: 2") == 1
+    assert "4 x the base of 8" in output and "0.0004 -> 0.0008 (sqrt)" in output
+    assert output.count("stands for algo.optim_params.policy.learning_rate.initial") == 1
+    lines = re.findall(r"^Train Epoch (\d): loss (\d\.\d+), learning rate (\S+),", output, re.MULTILINE)
+    assert [int(epoch) for epoch, _, _ in lines] == [1, 2, 3]
+    assert all(0.5 < float(loss) < 2 for _, loss, _ in lines)
+    assert re.findall(r"^Epoch (\d) rollouts: success \d\.\d\d ± \d\.\d\d \(\d of 3\)", output, re.MULTILINE) == [
+        "2",
+        "3",
+    ]
+
+    folder = only_run(tmp_path / "runs")
+    assert re.fullmatch(r"\d{14}", folder.name)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["train"]["seed"], config["train"]["batch_size"]) == (9, 8)
+    models = sorted(path.name for path in (folder / "models").iterdir())
+    assert models == ["model_epoch_2.pth", "model_epoch_3.pth"]
+    assert (folder / "models" / "model_epoch_3.pth").read_bytes() == (folder / "last.pth").read_bytes()
+    assert "Train Epoch 3: " in (folder / "logs" / "log.txt").read_text()
+    assert len([*(folder / "videos").iterdir()]) == 2
+    saved = torch.load(folder / "last.pth")
+    assert saved["step"] == 12 and saved["state"]["ema"]["updates"] == 12 and len(saved["rng"]) == 2
+    assert not same(saved["rng"][0]["torch"], saved["rng"][1]["torch"])  # ranks draw noise of their own
+    events = logged(folder)
+    assert events["train/loss"] == pytest.approx({int(epoch): float(loss) for epoch, loss, _ in lines}, abs=1e-4)
+    assert [*events["rollout/success_rate"]] == [2, 3]
+
+
+def logged(folder: Path) -> dict[str, dict[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "logs" / "tb")).Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def step_on(batch: dict[str, torch.Tensor], accumulation: int) -> tuple[list[float], list[int]]:
+    """Gradients of this rank's share of the batch after DDP, and who reached the goal in evaluations of all ranks."""
+    config = read_config([*TINY, "algo.horizon.action_horizon=4"])
+    torch.manual_seed(3)
+    policy = DiffusionPolicy(config, 4, np.zeros(13), np.ones(13))
+    model = ddpkit.wrap_model(policy)
+    share = {key: value.chunk(ddpkit.get_world_size())[ddpkit.get_rank()] for key, value in batch.items()}
+    for number in range(accumulation):
+        part = {key: value.chunk(accumulation)[number] for key, value in share.items()}
+        with ddpkit.accumulate(model, number, accumulation):
+            (model(part).mean() / accumulation).backward()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]).tolist()
+    players = Learned(policy), Random(), Expert("FetchReach-v4")
+    return gradients, [evaluate("FetchReach-v4", player, 5, horizon=8).successes for player in players]
+
+
+def test_two_ranks_give_what_one_gives(demonstrations: Path) -> None:
+    batch = make_batch(12, observations=13)
+    alone, scores = step_on(batch, accumulation=1)
+    assert scores[2] > scores[1]  # so that they are worth comparing
+    for gradients, mine in on_ranks(step_on, 2, batch, 3):
+        assert gradients == pytest.approx(alone, abs=1e-6) and max(map(abs, alone)) > 1e-3
+        assert mine == scores
+
+
+def note_the_beginning(arguments: list[str], folder: Path) -> None:
+    """Trains, and leaves in `beginning<rank>.pt` what policy, optimizer and average are before the first step."""
+    step, update, noted = torch.optim.AdamW.step, EMA.update, {}
+
+    def first_step(self: torch.optim.AdamW, *args: Any) -> Any:
+        if not noted:
+            noted["optimizer"] = copy.deepcopy(self.state_dict())
+            noted["weights"] = [parameter.clone() for parameter in self.param_groups[0]["params"]]
+        return step(self, *args)
+
+    def first_update(self: EMA, policy: DiffusionPolicy) -> None:
+        if "ema" not in noted:
+            noted["ema"] = {key: value.clone() for key, value in self.state_dict().items()}
+            torch.save(noted, folder / f"beginning{ddpkit.get_rank()}.pt")
+        update(self, policy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", first_step)
+        patch.setattr(EMA, "update", first_update)
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        train.main(ddpkit.setup())
+
+
+def test_a_run_goes_on_as_if_it_had_not_stopped_also_on_other_ranks(
+    demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    constant = "algo.optim_params.policy.learning_rate.scheduler_type=constant"
+    quiet = [constant, "experiment.rollout.enabled=false", "experiment.logging.log_tb=false"]
+    for runs, epochs in (("whole", 4), ("halves", 2)):
+        main(settings(demonstrations, tmp_path / runs, *quiet, f"train.num_epochs={epochs}"))
+    whole, halves = only_run(tmp_path / "whole"), only_run(tmp_path / "halves")
+    shutil.copytree(halves, tmp_path / "moved")
+    main([f"train.resume={halves}", "train.num_epochs=4"])
+    one, other = states(whole), states(halves)
+    assert one["epoch"] == other["epoch"] == 4 and int(one["ema"]["updates"]) == 16
+    for part in ("policy", "ema", "optimizer"):  # to the last bit on as many ranks
+        assert same(one[part], other[part]), part
+
+    moved = tmp_path / "moved"
+    before = states(moved)
+    rate = "algo.optim_params.policy.learning_rate.initial=0.25"
+    decay = "algo.optim_params.policy.regularization.L2=0.125"
+    again = [f"train.resume={moved}", "train.num_epochs=3", rate, decay]
+    on_ranks(note_the_beginning, 2, again, tmp_path)
+    for rank in range(2):
+        beginning = torch.load(tmp_path / f"beginning{rank}.pt")
+        parameters = [before["policy"][key] for key in before["policy"] if key not in ("mean", "std")]
+        assert same(beginning["weights"], parameters) and same(beginning["ema"], before["ema"])
+        assert same(beginning["optimizer"]["state"], before["optimizer"]["state"]) and len(parameters) > 20
+        group = beginning["optimizer"]["param_groups"][0]
+        assert (group["lr"], group["weight_decay"]) == (0.25, 0.125)  # of the command line
+    after = torch.load(moved / "last.pth")
+    assert after["step"] == 12 and after["state"]["ema"]["updates"] == 12 and len(after["rng"]) == 2
+    varied = read_config([f"load_from={moved / 'config.json'}"])  # to vary them begins a new run
+    assert varied["train.resume"] is None and varied["train.num_epochs"] == 3
+
+
+def train_again_and_again(cases: list[list[str]]) -> None:
+    """Runs the trainer with one set of arguments after another, as the same rank."""
+    with ddpkit.distributed(num_threads=1):
+        for case in cases:
+            sys.argv = ["train.py", *case]
+            code = program.run("robot.train", train.main)
+            sys.stderr.flush()
+            print(f"exit status {code}", flush=True)
+
+
+def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Path, tmp_path: Path) -> None:
+    broken, run_folder = tmp_path / "broken", tmp_path / "a_run"
+    shutil.copytree(demonstrations, broken)
+    (broken / "episodes-00003.npz").write_bytes(b"PK")
+    (tmp_path / "nothing").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    write_shard(elsewhere / "episodes-0.npz", "Nowhere-v4", [(np.zeros((3, 13)), np.zeros((3, 4)))] * 4)
+    index = scan([str(demonstrations)], "error")
+    policy = DiffusionPolicy(read_config(TINY), 4, index.mean, index.std)
+    parts = {"policy": policy, "optimizer": torch.optim.AdamW(policy.parameters()), "ema": EMA(policy, 0.75)}
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    ddpkit.Checkpointer(run_folder / "checkpoints").save(1, **parts, scaler=scaler, epoch=1)
+    (run_folder / "logs").mkdir()
+    (tmp_path / "empty_run").mkdir()
+    for folder in (run_folder, tmp_path / "empty_run"):
+        (folder / "config.json").write_text("{}")
+    cases = {
+        "train.batch_sise=3": "there is no setting train.batch_sise; the nearest is train.batch_size",
+        "train.batch_size=x": "train.batch_size must be a whole number of at least 1, not 'x'",
+        "load_from=/nowhere.json": "cannot read /nowhere.json",
+        "train.keep_batch_size=global train.batch_size=9": "train.batch_size: A global batch of 9 .* 8 and 10",
+        f"train.data_path={tmp_path}/nothing": f"no demonstrations in {tmp_path}/nothing.*robot.collect --folder",
+        f"train.data_path={broken}": f"{broken}/episodes-00003.npz is broken: .*on_broken_shard=skip",
+        f"train.resume={tmp_path}/nothing": f"{tmp_path}/nothing is not the folder of a run",
+        f"train.resume={tmp_path}/empty_run": f"no checkpoint in {tmp_path}/empty_run",
+        f"train.resume={run_folder} algo.unet.down_dims=[16,16]": "does not fit; nothing was loaded",
+        "train.num_data_workers=6": "10 episodes, but 12 readers",
+        f"train.output_dir={tmp_path}/a_run/config.json": "train.output_dir: cannot make .*config.json",
+        f"train.output_dir={tmp_path}/other algo.optim_params.policy.learning_rate.initial=1e30": "loss is no number",
+        f"train.data_path={elsewhere}": "Nowhere-v4 cannot be simulated here .NameNotFound",
+    }
+    arguments = [settings(demonstrations, tmp_path / "runs", *case.split()) for case in cases]
+    port = free_port()
+    ended = run(train_again_and_again, [platform_env(rank, 2, port) for rank in range(2)], arguments, timeout=600.0)
+    for rank, process in enumerate(ended):
+        assert process.code == 0, process.output
+        said = re.split(r"^exit status (\d)\n", process.output, flags=re.MULTILINE)
+        assert said[1::2] == ["2"] * len(cases), process.output
+        for (case, expected), output in zip(cases.items(), said[::2], strict=False):
+            errors = re.findall("^robot.train: error: .*", output, re.MULTILINE)
+            assert len(errors) == (rank == 0), (case, output)
+            assert all(re.search(expected, error) for error in errors), (case, output)
+            assert "Traceback" not in output
+    assert [*(tmp_path / "other").rglob("log.txt")] and not [*(tmp_path / "other").rglob("*.p*t*")]
+    assert not (tmp_path / "runs").exists()  # no folder was made for a run that cannot begin
+    assert (run_folder / "config.json").read_text() == "{}"
+
+
+def fail(arguments: list[str]) -> None:
+    sys.argv = ["train.py", *arguments]
+    sys.exit(program.run("robot.train", train.main))
+
+
+def test_with_bad_input_every_process_exits_with_status_2(tmp_path: Path) -> None:
+    port = free_port()
+    ended = run(fail, [platform_env(rank, 2, port) for rank in range(2)], [f"train.data_path={tmp_path}/none"])
+    for rank, process in enumerate(ended):
+        assert process.code == 2 and "Traceback" not in process.output and process.seconds < 100
+        assert process.output.count("robot.train: error: there are no demonstrations") == (rank == 0)
+
+
+@pytest.mark.parametrize("added", ["--local-rank=1", "--local_rank=1"])
+def test_what_the_old_launcher_adds_is_passed_over(added: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["program.py", added, "last.pth"])
+    assert arguments() == ["last.pth"] and rollout.read_settings().checkpoint == Path("last.pth")
+    monkeypatch.setattr(sys, "argv", ["program.py", added, "--episodes=3"])
+    assert collect.read_settings().episodes == 3
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "expected"),
+    [
+        (collect, "--episode 3 --x", "unrecognized arguments: --x"),
+        (collect, "--episodes 0", "count from 1"),
+        (collect, "--noise nan", "--noise is at least 0"),
+        (collect, "--seed 999999", "seeds are at least 0 and below 1000000"),
+        (rollout, "last.pth --episodes x", "invalid int value: 'x'"),
+        (rollout, "last.pth --strip a.png", "give --film too"),
+        (rollout, "last.pth --json /nowhere/scores.json", "there is no folder /nowhere"),
+    ],
+)
+def test_bad_arguments_are_errors_that_all_ranks_raise(
+    program: Any, given: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program.py", *given.split()])
+    with pytest.raises(ConfigError, match=expected):
+        program.read_settings()
+
+
+def test_a_policy_is_read_from_its_checkpoint_or_refused(tmp_path: Path) -> None:
+    config = read_config(TINY)
+    policy = DiffusionPolicy(config, 4, np.arange(13.0), np.ones(13))
+    saver, ema = ddpkit.Checkpointer(tmp_path), EMA(policy, 0.75)
+    about = {"config": train.nested(config), "env_id": "FetchReach-v4", "action_size": 4}
+    policies, saved = checkpoints.load_policies(saver.save(1, policy=policy, ema=ema, **about))
+    assert [*policies] == ["ema", "raw"] and saved["env_id"] == "FetchReach-v4"
+    assert all(same(dict(found.state_dict()), dict(policy.state_dict())) for found in policies.values())
+    about["config"]["algo"]["unet"]["kernel_size"] = 5
+    with pytest.raises(ddpkit.CheckpointError, match="holds no policy of this program"):
+        checkpoints.load_policies(saver.save(2, policy=policy, ema=ema, **about))
+    with pytest.raises(ddpkit.CheckpointError, match="holds no policy of this program"):
+        checkpoints.load_policies(saver.save(3, weights={"a": 1}))
+    with pytest.raises(ddpkit.CheckpointError, match="No such file"):
+        checkpoints.load_policies(tmp_path / "nothing.pth")
+
+
+def test_a_global_batch_must_divide() -> None:
+    config = read_config(["train.keep_batch_size=global"])
+    assert train.make_plan(config, 4).per_rank_batch_size == 32
+    with pytest.raises(ConfigError, match="does not divide"):
+        train.make_plan(config, 3)
+
+
+def test_where_nothing_can_render_the_paths_are_plotted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_a_screen(env_id: str, horizon: int, **view: Any) -> Arena:
+        if view:
+            raise OSError("no EGL here")
+        return Arena(env_id, horizon)
+
+    monkeypatch.setattr(drawing, "Arena", without_a_screen)
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    for env_id in EXPERTS:
+        written = drawing.film(env_id, Expert(env_id), UNSEEN, 5, tmp_path / env_id)
+        with Image.open(written) as picture:
+            assert written.suffix == ".png" and picture.width > 500
+    assert caplog.text.count("MuJoCo cannot render here (OSError: no EGL here): plotting paths") == 2

@@ -1,0 +1,297 @@
+"""The submission plays as the model it was made of, with NumPy alone, on what the original game tells its players."""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import json
+import pickle
+import runpy
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import export
+import numpy as np
+import pytest
+import snakes.submission_template as template
+import torch
+from snakes.features import DIRECTION, FEATURES, observe
+from snakes.game import NEXT, SNAKES, Game
+from snakes.networks import Actor
+from snakes.opponents import OPPONENTS
+from snakes.policy import Policy
+
+GAMES = Path(__file__).with_name("reference_games.json.gz")
+NAMES = ["up", "down", "left", "right"]
+# Runs a submission on recorded observations, far from the project's files and from all that is heavy
+ALONE = """
+import json, pickle, re, runpy, sys, time
+sys.modules.update(dict.fromkeys(["torch", "numba", "ddpkit", "snakes"]))  # importing these fails
+start = time.thread_time()
+controller = runpy.run_path(sys.argv[1])["my_controller"]
+moves, seconds = [], []
+with open(sys.argv[2], "rb") as file:
+    for observation in pickle.load(file):
+        moves.append(controller(observation, None, False))
+        seconds.append(time.thread_time() - start)
+        start = time.thread_time()
+with open("/proc/self/status") as file:
+    kilobytes = int(re.search(r"VmHWM:\\s+(\\d+) kB", file.read())[1])
+print(json.dumps([moves, seconds, kilobytes / 1000]))
+"""
+
+
+@pytest.fixture(scope="module")
+def policy() -> Iterator[Policy]:
+    """Untrained, but of strong opinions on all that it sees."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # one state at a time is not worth a second one, which waits for others' processes
+    torch.manual_seed(5)
+    actor = Actor(hidden=32)
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter *= 3
+    yield Policy(actor)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "actor_1.pth"
+    torch.save(policy.actor.state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def submission(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("submission") / "submission.py"
+    export.main(Namespace(model=str(model), output=path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[list[dict[str, Any]]]:
+    """The states of whole games of the original: bodies and beans as [row, column], and headings."""
+    with gzip.open(GAMES) as file:
+        return [[game["start"], *game["steps"]] for game in json.load(file)]
+
+
+def ask(state: dict[str, Any], before: dict[str, Any] | None, s: int) -> dict[Any, Any]:
+    """What the original tells a snake; the last directions are the headings of the state before."""
+    last = None if before is None else [NAMES[heading] for heading in before["headings"]]
+    return {
+        1: state["beans"],
+        **{2 + i: body for i, body in enumerate(state["bodies"])},
+        "board_width": 20,
+        "board_height": 10,
+        "last_direction": last,
+        "controlled_snake_index": 2 + s,
+    }
+
+
+def numbers(cells: list[list[int]]) -> list[int]:
+    return [20 * row + column for row, column in cells]
+
+
+def put(states: list[dict[str, Any]]) -> Game:
+    """A game with a board for each state."""
+    game = Game(len(states))
+    for b, state in enumerate(states):
+        game.put(b, [numbers(body) for body in state["bodies"]], state["headings"], numbers(state["beans"]))
+    return game
+
+
+def wanted(policy: Policy, game: Game) -> np.ndarray:
+    """The moves of both teams, (n, 6)."""
+    actions = np.zeros((len(game.done), SNAKES), np.uint8)
+    policy(game.boards, 0, actions)
+    policy(game.boards, 1, actions)
+    return actions
+
+
+def assert_looks_as_compiled(game: Game) -> None:
+    seen = np.empty((2, len(game.done), 3, FEATURES), np.float32)
+    observe(game.boards, 0, seen[0])
+    observe(game.boards, 1, seen[1])
+    for b in range(len(game.done)):
+        bodies, beans = game.bodies(b), [int(bean) for bean in game.boards.beans[b] if bean != 255]
+        for s in range(SNAKES):
+            looked = template.look(bodies, beans, s, int(game.boards.headings[b, s]))
+            assert np.array_equal(np.array(looked, np.float32), seen[s // 3, b, s % 3])
+
+
+@pytest.mark.parametrize("name", ["random", "greedy"])
+def test_a_submission_sees_what_the_compiled_features_show_all_through_a_game(name):
+    game, actions = Game(2, seed=3), np.zeros((2, SNAKES), np.uint8)
+    deaths = 0
+    while not game.done[0]:
+        assert_looks_as_compiled(game)
+        OPPONENTS[name](game.boards, 0, actions)
+        OPPONENTS[name](game.boards, 1, actions)
+        game.step(actions)
+        deaths += game.died.sum()
+    assert deaths > 10
+
+
+def wander(free: np.ndarray, rng: np.random.Generator) -> list[int]:
+    """A snake of 3 to 40 cells at random, which it takes from the free ones."""
+    while True:
+        body = [int(rng.choice(np.flatnonzero(free)))]
+        for _ in range(rng.integers(2, 40)):
+            ahead = [int(cell) for cell in NEXT[body[0]] if free[cell] and cell not in body]
+            body = [int(rng.choice(ahead)), *body] if ahead else body
+        if len(body) >= 3:
+            free[body] = False
+            return body
+
+
+def test_long_snakes_and_few_beans_look_alike_too():
+    rng = np.random.default_rng(4)
+    game = Game(200)
+    for b in range(200):
+        free = np.ones(200, bool)
+        bodies = [wander(free, rng) for _ in range(SNAKES)]
+        beans = rng.choice(np.flatnonzero(free), rng.integers(6), replace=False)
+        game.put(b, bodies, rng.integers(4, size=SNAKES).tolist(), beans.tolist())
+    assert np.mean(game.boards.lengths) > 12
+    assert_looks_as_compiled(game)
+
+
+def test_headings_are_found_in_all_states_of_the_original(recorded):
+    into_the_neck = 0
+    for states in recorded:
+        for before, state in zip([None, *states], states, strict=False):
+            for s, body in enumerate(map(numbers, state["bodies"])):
+                heading = template.find_heading(body, before and numbers(before["bodies"][s]))
+                assert heading == state["headings"][s]
+                into_the_neck += NEXT[body[0], heading] == body[1]
+    assert into_the_neck > 5  # put back after a death, across the border
+
+
+def test_a_submission_alone_in_a_process_moves_as_the_policy(submission, policy, recorded, tmp_path):
+    observations, moves = [], []
+    for states in recorded[:4]:  # one after the other in the same process
+        states = [{**state, "beans": state["beans"][: b % 11]} for b, state in enumerate(states)]
+        befores = [None, *states[:-1]]
+        observations += [ask(*pair, s) for pair in zip(states, befores, strict=True) for s in range(SNAKES)]
+        moves += wanted(policy, put(states)).reshape(-1).tolist()
+
+    (tmp_path / "observations").write_bytes(pickle.dumps(observations))
+    command = [sys.executable, "-I", "-c", ALONE, submission, tmp_path / "observations"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "")
+    played, seconds, megabytes = json.loads(done.stdout)
+    assert played == np.eye(4, dtype=int)[moves][:, None].tolist()
+    # the platform allows 2 s, which the first call may need, and 500 MB; of the CPU's time, as this machine is not idle
+    assert max(seconds) < 2 and megabytes < 200
+    assert np.median(seconds) < 0.02
+
+    headings = [heading for states in recorded[:4] for state in states for heading in state["headings"]]
+    ways = np.argmax(DIRECTION[headings] == np.array(moves)[:, None], axis=1)
+    assert min(np.bincount(ways)) > 400  # the policy goes all ways
+
+
+@pytest.mark.parametrize("team", [0, 1])
+def test_a_submission_plays_whole_games_of_ours_as_the_policy(submission, policy, team):
+    player = runpy.run_path(str(submission))
+    game, actions = Game(1, seed=6), np.zeros((1, SNAKES), np.uint8)
+    for _ in range(2):  # the second starts over in the same process
+        before = None
+        while before is None or not game.done[0]:
+            OPPONENTS["random"](game.boards, 1 - team, actions)
+            told = export.observations(game, 0, before)
+            for s in range(3 * team, 3 * team + 3):
+                actions[0, s] = player["choose"](told[s])
+            assert np.array_equal(actions[:, 3 * team :][:, :3], wanted(policy, game)[:, 3 * team :][:, :3])
+            before = game.boards.headings[0].copy()
+            game.step(actions)
+        game.reset()
+
+
+def test_observations_are_made_as_the_original_makes_them(recorded):
+    first, second = recorded[0][:2]
+    game = put([first, second])
+    assert export.observations(game, 0, None) == [ask(first, None, s) for s in range(SNAKES)]
+    assert export.observations(game, 1, np.array(first["headings"])) == [ask(second, first, s) for s in range(SNAKES)]
+
+
+def state_with(body: list[list[int]], heading: int = 0) -> dict[str, Any]:
+    """A state in which snake 0 has a body, and the others lie in columns 10 to 14."""
+    bodies = [body, *([[row, column] for row in (3, 4, 5)] for column in range(10, 15))]
+    return {"bodies": bodies, "headings": [heading] * SNAKES, "beans": [[0, 18]]}
+
+
+def test_a_heading_into_the_neck_lasts_for_the_step_of_the_respawn_alone(monkeypatch):
+    headings = []
+    monkeypatch.setattr(template, "look", lambda bodies, beans, snake, heading: headings.append(heading))
+    monkeypatch.setattr(template, "think", lambda seen: np.zeros(3))
+    alive, back = state_with([[5, 5], [5, 6], [5, 7]]), state_with([[9, 0], [0, 0], [0, 19]])
+    moved = state_with([[8, 0], [9, 0], [0, 0]])
+    template.choose(ask(alive, alive, 0))
+    template.choose(ask(back, alive, 0))  # compared without wrap: row 9 is below row 0
+    template.choose(ask(moved, back, 0))
+    template.choose(ask(back, None, 0))  # a new game, which starts in the same place
+    template.choose(ask(alive, back, 0))  # put back where nothing wraps
+    assert headings == [2, 1, 0, 0, 2]
+
+
+def test_without_memory_a_snake_is_taken_to_have_moved():
+    assert template.find_heading([180, 0, 19], None) == 0
+    assert template.find_heading([180, 0, 20, 40], [77, 78, 79]) == 0  # none is put back so long
+
+
+def test_on_another_board_a_submission_goes_where_nothing_is(submission, caplog):
+    controller = runpy.run_path(str(submission))["my_controller"]
+    state = state_with([[0, 0], [1, 0], [2, 0]])
+    state["bodies"][1] = [[11, 0], [11, 19], [0, 19]]
+    assert controller({**ask(state, None, 0), "board_height": 12}, None, False) == [[0, 0, 0, 1]]
+    assert "knows boards of 10 x 20 cells, not of 12 x 20" in caplog.text
+
+
+@pytest.mark.parametrize("observation", [None, {}, {2: [], "controlled_snake_index": 2}])
+def test_in_a_match_nothing_raises(submission, observation, caplog):
+    controller = runpy.run_path(str(submission))["my_controller"]
+    assert controller(observation, None, False) == [[1, 0, 0, 0]]
+    assert "flee() cannot play" in caplog.text  # but it is told
+
+
+def test_a_snake_without_a_free_cell_goes_up():
+    state = state_with([[0, 0], [1, 0], [2, 0]])
+    state["bodies"][1] = [[9, 0], [9, 1], [0, 1]]
+    state["bodies"][2] = [[0, 19], [1, 19], [2, 19]]
+    assert template.flee(ask(state, None, 0)) == 0
+
+
+def test_a_submission_may_be_read_by_an_older_python(submission):
+    ast.parse(submission.read_text(), feature_version=(3, 7))
+
+
+def test_a_submission_that_does_not_play_as_the_model_is_not_written(model, tmp_path, monkeypatch):
+    wrong = tmp_path / "template.py"
+    wrong.write_text(export.TEMPLATE.read_text().replace("DEPTH = 10", "DEPTH = 8"))
+    monkeypatch.setattr(export, "TEMPLATE", wrong)
+    with pytest.raises(ValueError, match=r"\d+ of 1200 moves of the submission are not the model's"):
+        export.main(Namespace(model=str(model), output=tmp_path / "submission.py"))
+    assert list(tmp_path.iterdir()) == [wrong]
+
+
+def test_what_cannot_be_exported_is_told_on_one_line(model, tmp_path, monkeypatch, capsys):
+    other = tmp_path / "actor_2.pth"
+    torch.save(torch.nn.Linear(3, 3).state_dict(), other)
+    for arguments, message in [
+        ([tmp_path / "actor_3.pth"], f"there is no file {tmp_path / 'actor_3.pth'}"),
+        ([other], f"{other} does not hold an actor"),
+        (
+            [model, "--output", tmp_path / "none" / "s.py"],
+            f"cannot write {tmp_path / 'none' / 's.py'}: there is no folder",
+        ),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
+        with pytest.raises(SystemExit, match="2"):
+            runpy.run_path(export.__file__, run_name="__main__")
+        told = capsys.readouterr().err
+        assert told.startswith(f"export.py: {message}") and told.count("\n") == 1

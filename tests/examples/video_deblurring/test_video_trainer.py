@@ -1,0 +1,399 @@
+"""The video trainer as people run it, on tiny clips: by `launch_train.sh` and torchrun, and rank by rank.
+
+One launch trains several times, as starting a process takes longer than a tiny run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import video
+from deblurring.networks import TinyClip, as_float, restore
+from PIL import Image
+from processes import CLEAN, Ended, free_port, platform_env, run
+
+import ddpkit
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "examples" / "video_deblurring"
+# as for somebody who has installed ddpkit, on a machine without a GPU
+ENV = CLEAN | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+ENV["CUDA_VISIBLE_DEVICES"] = ""
+PATIENCE = 600.0  # seconds for a launch, which takes 10 on an idle machine
+TRAIN, TEST = "main_train_vrt.py", "main_test_vrt.py"
+LINE = re.compile(
+    r"^<epoch:( *\d+), iter:( *[\d,]+), lr:(\d\.\d{3}e-\d\d)> G_loss: (\d\.\d{3}e-\d\d) images/s: \d", re.M
+)
+
+
+def programs(calls: list[tuple[str, str]]) -> None:
+    """Runs programs with option files, where there are such, one after another, as the same rank."""
+    sys.path.insert(0, str(FOLDER))
+    with ddpkit.distributed(num_threads=1):
+        for name, options in calls:
+            sys.argv = [name, "--opt", options] if Path(options).exists() else [name]
+            try:
+                runpy.run_path(str(FOLDER / name), run_name="__main__")
+            except SystemExit as end:
+                sys.stderr.flush()
+                print(f"== {Path(options).stem}: exit status {end.code}", flush=True)
+
+
+def launch(ranks: int, calls: list[tuple[str, str]]) -> list[Ended]:
+    """Runs them as every rank, started by hand; without a launcher's variables if there is one rank."""
+    port = free_port()
+    envs = [platform_env(rank, ranks, port) for rank in range(ranks)] if ranks > 1 else [{"OMP_NUM_THREADS": "1"}]
+    more = {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "offline"}
+    return run(programs, [env | more for env in envs], calls, timeout=PATIENCE)
+
+
+def outputs(ended: list[Ended]) -> list[dict[str, str]]:
+    """By rank, what each call printed, by the option file's name; all calls have ended well."""
+    found = []
+    for process in ended:
+        assert process.code == 0, process.output
+        pieces = re.split(r"^== (\w+): exit status (\d+)\n", process.output, flags=re.M)
+        assert set(pieces[2::3]) == {"0"}, process.output
+        found.append(dict(zip(pieces[1::3], pieces[0::3], strict=False)))
+    return found
+
+
+def weights(folder: Path, iteration: int, letter: str = "G") -> dict[str, torch.Tensor]:
+    return torch.load(folder / "tiny" / "models" / f"{iteration}_{letter}.pth")
+
+
+def near(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Equal but for the order in which floats were added; an optimiser step moves a weight by about 1e-3."""
+    return one.keys() == other.keys() and all(torch.allclose(one[name], other[name], atol=2e-5) for name in one)
+
+
+def picture(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.array(image)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return video.write_clips(tmp_path_factory.mktemp("clips"))
+
+
+Runs = tuple[Path, dict[int, list[dict[str, str]]]]
+
+
+@pytest.fixture(scope="module")
+def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs on one, two and three ranks; the folder above theirs, and what they printed by number of ranks and rank.
+
+    On two ranks `whole` trains for 12 iterations. `half` stops after 7 and goes on on three ranks, a copy of it on one.
+    """
+    root = tmp_path_factory.mktemp("runs")
+
+    def call(name: str, folder: str, program: str = TRAIN, **changes: Any) -> tuple[str, str]:
+        opt = video.options(clips, root / folder, **changes)
+        return program, video.write_options(root / f"{name}.json", opt)
+
+    workers = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 2, "dataloader_persistent_workers": True}
+    workers = {f"datasets__train__{key}": value for key, value in workers.items()}
+    frozen = {"train__fix_iter": 5, "train__fix_keys": ["body"], "use_static_graph": True}
+    printed = {
+        2: outputs(
+            launch(
+                2,
+                [
+                    call(
+                        "whole2", "whole2", val__save_img=True, logging__use_wandb=True, logging__wandb_api_key="s3cret"
+                    ),
+                    call("half", "half", train__total_iter=7),
+                    call("frozen", "frozen", **frozen, train__total_iter=10),
+                    call("accumulated", "accumulated", train__accumulation=3, train__total_iter=5),
+                    call("workers", "workers", **workers, train__total_iter=5),
+                    call(
+                        "per_rank",
+                        "per_rank",
+                        datasets__train__dataloader_batch_size_is="per_rank",
+                        train__total_iter=1,
+                    ),
+                    call("rgb", "rgb", **RGB, train__total_iter=2),
+                    call("test2", "whole2", TEST),
+                ],
+            )
+        )
+    }
+    for copy in ("half1", "slower"):
+        shutil.copytree(root / "half", root / copy)
+    printed[3] = outputs(launch(3, [call("resumed3", "half"), call("test3", "whole2", TEST)]))
+    one = [call("resumed1", "half1"), call("whole1", "whole1"), call("test1", "whole2", TEST)]
+    one += [call(f"amp_{kind}", f"amp_{kind}", train__amp=kind, train__total_iter=2) for kind in ("bf16", "fp16")]
+    one += [call("slower", "slower", train__G_optimizer_lr=1e-4, train__total_iter=8)]
+    one += [call("gpus", "gpus", gpu_ids=[0, 2], train__total_iter=1)]
+    one += [call(f"unseeded{i}", "unseeded", train__manual_seed=None, train__total_iter=i) for i in (1, 2)]
+    printed[1] = outputs(launch(1, one))
+    return root, printed
+
+
+RGB = {
+    f"datasets__{split}__{key}": value
+    for split in ("train", "test")
+    for key, value in (("dataset_type", f"VideoRecurrent{split.title()}Dataset"), ("dataroot_spike", None))
+}
+
+
+def test_two_ranks_give_what_one_gives(runs: Runs) -> None:
+    root, printed = runs
+    for letter in "GE":
+        one, two = (weights(root / f"whole{ranks}", 12, letter) for ranks in (1, 2))
+        assert near(one, two)
+    start = TinyClip(3, 4, 1, spikes=True).state_dict()
+    assert not near(start | {"last.weight": one["last.weight"]}, one) and one["last.weight"].abs().max() > 1e-3
+    lines = [LINE.findall(printed[ranks][0][f"whole{ranks}"]) for ranks in (1, 2)]
+    assert [line[:3] for line in lines[0]] == [line[:3] for line in lines[1]]
+    for first, second in zip(*lines, strict=True):
+        assert float(first[3]) == pytest.approx(float(second[3]), rel=2e-3)  # the loss is that of all ranks
+
+
+@pytest.mark.parametrize(("folder", "ranks"), [("half", 3), ("half1", 1)])
+def test_a_run_goes_on_exactly_where_it_was_on_another_number_of_ranks(runs: Runs, folder: str, ranks: int) -> None:
+    root, printed = runs
+    assert "period of the schedule: the first, so it ends at a high lr" in printed[2][0]["half"]
+    assert "period of the schedule" not in printed[2][0]["whole2"]
+    assert re.search(r"goes on after iteration 7 of 12, with .*/7_optimizerG.pth", printed[ranks][0][f"resumed{ranks}"])
+    for letter in "GE":
+        assert near(weights(root / folder, 12, letter), weights(root / "whole2", 12, letter))
+    states = [ddpkit.Checkpointer(root).load(root / f / "tiny/models/12_optimizerG.pth") for f in (folder, "whole2")]
+    assert states[0]["loader"] == states[1]["loader"]
+    moments = [[state["optimizer"]["state"][i]["exp_avg"] for i in range(8)] for state in states]
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*moments, strict=True))
+
+
+def test_a_run_goes_on_with_the_learning_rate_of_its_options(runs: Runs) -> None:
+    (line,) = LINE.findall(runs[1][1][0]["slower"])
+    assert float(line[2]) == pytest.approx(1e-4 * (1 + np.cos(np.pi * 7 / 12)) / 2, rel=1e-3)
+
+
+def test_what_has_been_set_free_moves_and_what_is_frozen_does_not(runs: Runs) -> None:
+    root, printed = runs
+    ddpkit.seed_everything(3)
+    before = TinyClip(3, 4, 1, spikes=True).state_dict()
+    then, after = (weights(root / "frozen", iteration) for iteration in (5, 10))
+    for name, value in before.items():
+        assert torch.equal(then[name], value) == name.startswith("body"), name
+        assert not torch.equal(after[name], then[name]), name
+    assert "['body'] fixed until iteration 5" in printed[2][0]["frozen"]
+
+
+def test_batches_in_pieces_and_from_workers_are_the_same_batches(runs: Runs) -> None:
+    root, printed = runs
+    whole = weights(root / "whole2", 5)
+    assert near(weights(root / "accumulated", 5), whole)
+    assert all(torch.equal(value, whole[name]) for name, value in weights(root / "workers", 5).items())
+    assert "2 x 3" in printed[2][0]["accumulated"] and "1 samples per forward" in printed[2][0]["accumulated"]
+
+
+def test_per_rank_and_global_batch_are_printed(runs: Runs) -> None:
+    printed = runs[1][2][0]
+    assert "3 samples per forward" in printed["whole2"] and "6 samples per optimiser step" in printed["whole2"]
+    assert "6 samples per forward" in printed["per_rank"] and "12 samples per optimiser step" in printed["per_rank"]
+
+
+def test_the_scores_are_exact_on_any_number_of_ranks(runs: Runs, clips: Path) -> None:
+    root, printed = runs
+    rows = [
+        re.findall(r"^(?:Testing .*|.*Average .*|\| .*)$", printed[ranks][0][f"test{ranks}"], re.M)
+        for ranks in (1, 2, 3)
+    ]
+    assert rows[0] == rows[1] == rows[2] and len(rows[0]) == 3 + 1 + 5
+    report = json.loads((root / "whole2/tiny/test.json").read_text())
+    net = TinyClip(3, 4, 1, spikes=True)
+    net.load_state_dict(weights(root / "whole2", 12, "E"))  # of E and G it is E
+    decibels = []
+    for name, (frames, _, _) in video.SIZES["test"].items():
+        paths = [[clips / f"test_{part}" / name / f"{i:06d}" for i in range(frames)] for part in video.PARTS.values()]
+        sharp, blurred = (
+            torch.stack([torch.from_numpy(picture(Path(f"{p}.png"))).permute(2, 0, 1) for p in paths[i]])
+            for i in (0, 1)
+        )
+        spikes = torch.from_numpy(np.stack([np.load(f"{p}.npy") for p in paths[2]]))
+        batch = as_float({"L": blurred, "S": spikes}, torch.device("cpu"))
+        val = {"num_frame_testing": 3, "num_frame_overlapping": 1, "size_patch_testing": 0}
+        pixels = (restore(net, batch["L"], batch["S"], val).clamp(0, 1) * 255).round().numpy()
+        errors = ((pixels - sharp.numpy()) ** 2).mean((1, 2, 3))
+        decibels.append(float((10 * np.log10(255**2 / errors)).mean()))
+        assert report["clips"][name]["restored"]["psnr"] == pytest.approx(decibels[-1], abs=1e-3)
+    average = re.search(r"Average PSNR: (.*) dB; SSIM: (0\.\d{4}); PSNR_Y: (.*) dB; SSIM_Y: ", rows[0][3])
+    assert average and float(average[1]) == pytest.approx(np.mean(decibels), abs=0.006)
+
+
+def test_a_run_leaves_the_folders_of_the_original(runs: Runs) -> None:
+    root, _ = runs
+    folder = root / "whole2" / "tiny"
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    for iteration in (5, 10, 12):
+        assert {f"models/{iteration}_{kind}.pth" for kind in ("G", "E", "optimizerG")} <= names
+    images = {f"images/{name}/12.png" for name in video.SIZES["test"]}
+    images |= {f"images/{name}/{i:06d}_12.png" for name, (n, _, _) in video.SIZES["test"].items() for i in range(n)}
+    assert images == {name for name in names if name.startswith("images/")}
+    options = [name for name in names if name.startswith("options/")]
+    assert options and all(re.fullmatch(r"options/tiny_\d{6}_\d{6}.json", name) for name in options)
+    rest = names - images - set(options)
+    assert {name for name in rest if not name.startswith("models/")} >= {"train.log", "test.json"}
+    assert len(list(folder.glob("tb_logger/events.out.tfevents.*"))) == 1
+    state = weights(root / "whole2", 12)
+    assert {value.device.type for value in state.values()} == {"cpu"} and "first.weight" in state
+    height, width = video.SIZES["test"]["x"][1:]
+    assert picture(folder / "images/x/12.png").shape == (height, 3 * width, 3)  # blurred | restored | sharp
+
+
+def test_tensorboard_gets_what_the_log_says(runs: Runs) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    root, printed = runs
+    events = EventAccumulator(str(root / "whole2/tiny/tb_logger")).Reload()
+    lines = LINE.findall(printed[2][0]["whole2"])
+    assert [int(line[1]) for line in lines] == [4, 8, 12] == [event.step for event in events.Scalars("G_loss")]
+    for line, loss, lr in zip(lines, events.Scalars("G_loss"), events.Scalars("lr"), strict=True):
+        assert float(line[2]) == pytest.approx(lr.value, rel=1e-3)
+        assert float(line[3]) == pytest.approx(loss.value, rel=1e-3)
+    assert [event.step for event in events.Scalars("test/psnr")] == [12]
+    assert "G_loss" in (root / "whole2/tiny/train.log").read_text()
+
+
+def test_each_process_reports_itself_and_only_the_first_says_more(runs: Runs) -> None:
+    _, printed = runs
+    for rank, said in enumerate(printed[2]):
+        line, title, *place = said["whole2"].splitlines()[:9]
+        assert title == f"Distributed training: process {rank} of 2" and line == "=" * 60
+        assert [name.split(":")[0].strip() for name in place] == [
+            "launcher",
+            "backend",
+            "world size",
+            "rank",
+            "local rank",
+            "device",
+            "master",
+        ]
+    assert all(len(text.splitlines()) == 10 for text in printed[2][1].values())
+
+
+def test_a_secret_in_the_options_is_seen_nowhere(runs: Runs) -> None:
+    root, printed = runs
+    assert "wandb_api_key is ignored: put the key into the environment" in printed[2][0]["whole2"]
+    assert "s3cret" not in printed[2][0]["whole2"]
+    assert importlib.util.find_spec("wandb") or "wandb is not installed, so nothing goes" in printed[2][0]["whole2"]
+    files = [path for path in (root / "whole2/tiny").rglob("*") if path.is_file()]
+    assert not [path for path in files if b"s3cret" in path.read_bytes()]
+
+
+def test_without_spikes_and_in_mixed_precision_it_trains_too(runs: Runs) -> None:
+    root, printed = runs
+    report = json.loads((root / "rgb/tiny/test.json").read_text())
+    assert set(report["clips"]["x"]) == {"blurred", "restored"}
+    plain = float(LINE.findall(printed[1][0]["whole1"])[0][3])
+    for kind in ("bf16", "fp16"):
+        ((*_, loss),) = LINE.findall(printed[1][0][f"amp_{kind}"])
+        assert float(loss) == pytest.approx(plain, rel=0.5)
+        state = weights(root / f"amp_{kind}", 2)
+        assert {value.dtype for value in state.values()} == {torch.float32}
+        assert all(value.isfinite().all() for value in state.values()) and state["last.weight"].any()
+
+
+def test_without_a_seed_a_run_goes_on_with_the_one_it_drew(runs: Runs) -> None:
+    assert "goes on after iteration 1 of 2" in runs[1][1][0]["unseeded2"]
+
+
+def test_gpus_that_are_not_there_are_warned_of(runs: Runs) -> None:
+    assert "gpu_ids names 2 GPUs, but 0 can be used: this process has cpu" in runs[1][1][0]["gpus"]
+    assert "gpu_ids" not in re.sub('"gpu_ids": null', "", runs[1][1][0]["whole1"])
+
+
+def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: Path, tmp_path: Path) -> None:
+    root = tmp_path
+    shutil.copytree(runs[0] / "half1", root / "kept")
+    (root / "foreign.pth").write_bytes((root / "kept/tiny/models/12_G.pth").read_bytes()[:2000])
+    cases: dict[str, tuple[str, dict[str, Any] | None, str]] = {
+        "nothing": (TRAIN, None, "the following arguments are required: --opt\nusage: main_train_vrt.py"),
+        "typo": (TRAIN, {"train__totl_iter": 3}, "train.totl_iter is unknown; did you mean train.total_iter"),
+        "nodata": (TRAIN, {"datasets__train__dataroot_lq": "/nowhere"}, "no folder /nowhere .*dataroot_lq.*prepare.py"),
+        "batch": (TRAIN, {"datasets__train__dataloader_batch_size": 7}, "batch of 7 does not divide into 2 ranks"),
+        "large": (TRAIN, {"datasets__train__dataloader_batch_size": 600}, "crops do not fill one batch"),
+        "fixed": (TRAIN, {"train__fix_iter": 2, "train__fix_keys": ["deform"]}, "no parameter has 'deform'"),
+        "pretrained": (TRAIN, {"path__pretrained_netG": "/no.pth"}, "Cannot read /no.pth: .*No such file"),
+        "foreign": (TRAIN, {"path__pretrained_netG": str(root / "foreign.pth")}, "Cannot read .*foreign.pth"),
+        "sizes": (TRAIN, {"netG__embed_dim": 6}, r"12_G.pth does not fit the network.*\n  body.0.one.bias has shape"),
+        "seed": (TRAIN, {"train__manual_seed": 4}, "seed was 3 when the state was saved and is 4 now"),
+        "untrained": (TEST, {}, "there are no checkpoints in .*untrained/tiny/models and no path.pretrained_netG"),
+    }
+    calls = []
+    for name, (program, changes, _) in cases.items():
+        folder = root / ("kept" if name in ("sizes", "seed") else name)
+        if changes is not None:
+            video.write_options(root / f"{name}.json", video.options(clips, folder, **changes))
+        calls.append((program, str(root / f"{name}.json")))
+    first, second = launch(2, calls)
+    said, silence = (re.split(r"^== (\w+): exit status 2\n", process.output, flags=re.M) for process in (first, second))
+    assert first.code == second.code == 0 and said[1::2] == silence[1::2] == list(cases), first.output + second.output
+    for (name, (program, _, message)), text, nothing in zip(cases.items(), said[::2], silence[::2], strict=False):
+        assert len(re.findall(rf"^{program}: error: ", text, re.M)) == 1, text
+        assert re.search(message, text.partition("error: ")[2]), (name, text)
+        assert "Traceback" not in text + nothing and "error" not in nothing
+
+
+def test_a_frame_that_one_rank_cannot_read_is_named_on_all_and_all_end(clips: Path, tmp_path: Path) -> None:
+    shutil.copytree(clips, tmp_path / "clips")
+    (tmp_path / "clips/train_GT/a/000003.png").write_bytes(b"")
+    opt = video.options(tmp_path / "clips", tmp_path, datasets__train__cache_data=False)
+    for process in launch(2, [(TRAIN, video.write_options(tmp_path / "opt.json", opt))]):
+        assert process.code == 1, process.output
+        assert re.search("Error: .*cannot read .*train_GT/a/000003.png", process.output), process.output
+
+
+def test_a_damaged_or_incomplete_newest_set_is_passed_over(runs: Runs, clips: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs[0] / "whole2", tmp_path / "kept")
+    models = tmp_path / "kept/tiny/models"
+    (models / "12_optimizerG.pth").unlink()
+    (models / "10_E.pth").write_bytes((models / "10_E.pth").read_bytes()[:2000])
+    opt = video.options(clips, tmp_path / "kept", train__total_iter=6, val__size_patch_testing=32)
+    calls = [(program, video.write_options(tmp_path / f"{program[:9]}.json", opt)) for program in (TEST, TRAIN)]
+    tested, trained = outputs(launch(1, calls))[0].values()
+    assert "Cannot read" in tested and "10_E.pth" in tested and "testing" in tested and "models/5_E.pth" in tested
+    assert "goes on after iteration 5 of 6" in trained
+    assert near(weights(tmp_path / "kept", 5), weights(runs[0] / "whole2", 5))
+
+
+def shell(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.run(command, env=ENV | env, cwd=FOLDER, text=True, timeout=PATIENCE, **pipes)
+
+
+def test_launch_train_sh_trains_on_two_processes_by_torchrun(clips: Path, tmp_path: Path) -> None:
+    opt = video.write_options(tmp_path / "opt.json", video.options(clips, tmp_path, train__total_iter=4))
+    ended = shell(["./launch_train.sh", "2", opt])
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("launcher: torchrun") == 2 and len(LINE.findall(ended.stdout)) == 1
+    assert "done: 4 iterations" in ended.stdout and "Traceback" not in ended.stdout
+    assert len(weights(tmp_path, 4)) == 8
+
+
+def test_launch_train_sh_leaves_a_platforms_processes_alone(clips: Path, tmp_path: Path) -> None:
+    opt = video.write_options(tmp_path / "opt.json", video.options(clips, tmp_path, train__totl_iter=4))
+    ended = shell(["./launch_train.sh", "4", opt], **platform_env(0, 1, free_port()))
+    assert "process 0 of 1, started by a platform: no torchrun" in ended.stdout
+    assert "Distributed training: process 0 of 1" in ended.stdout
+    assert ended.returncode == 2 and "did you mean train.total_iter?" in ended.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["two"], ["0"]])
+def test_launch_train_sh_wants_a_number_of_processes(arguments: list[str]) -> None:
+    ended = shell(["./launch_train.sh", *arguments])
+    assert ended.returncode == 2 and "usage: ./launch_train.sh N" in ended.stdout

@@ -1,0 +1,285 @@
+"""Models on real ranks: what wrap_model makes of them, and the way back."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import on_ranks
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from ddpkit import DdpkitError, MismatchError, all_reduce_mean, get_rank
+from ddpkit.parallel.models import named_tensors, unwrap_model
+from ddpkit.parallel.replicas import check_replicas
+from ddpkit.parallel.wrap import clean_state_dict, wrap_model
+
+compiled = functools.partial(torch.compile, backend="eager")  # wraps as any backend does, imports less
+
+
+def _net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def _message(error: type[Exception], call: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+@functools.cache  # one launch per world size: a rank's first forward imports torch._dynamo, which takes seconds
+def _results(world_size: int) -> list[tuple[dict[str, Any], dict[str | None, list[float]]]]:
+    return on_ranks(_everything, world_size)
+
+
+def _everything() -> tuple[dict[str, Any], dict[str | None, list[float]]]:
+    return _wrap(), _compressed()
+
+
+class _Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.unused = nn.Linear(2, 1), nn.Linear(2, 1)
+        self.register_buffer("seen", torch.full((), float(get_rank())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += get_rank() + 1
+        return self.linear(x)
+
+
+def _wrap() -> dict[str, Any]:
+    warnings.simplefilter("error")
+    found: dict[str, Any] = {}
+    torch.manual_seed(get_rank())
+    for broadcast in (True, False):
+        inner = _Buffered()
+        model = wrap_model(inner, broadcast_buffers=broadcast, find_unused_parameters=True)
+        check_replicas(model)  # weights and buffers are rank 0's
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        found[f"seen, {broadcast}"] = inner.seen.item()
+    found["type"] = type(model).__name__
+    found["unwrapped"] = unwrap_model(model) is inner
+    frozen = _Buffered().requires_grad_(False)
+    found["frozen"] = wrap_model(frozen) is frozen
+    check_replicas(frozen)
+    found["again"] = _message(ValueError, lambda: wrap_model(nn.Sequential(model)))
+    found["batchnorm"] = _message(ValueError, lambda: wrap_model(nn.BatchNorm1d(2), sync_batchnorm=True))
+    found["bf16"] = _message(ValueError, lambda: wrap_model(_net(), gradient_compression="bf16"))
+    found["dp"] = _message(DdpkitError, lambda: wrap_model(_net(), "dp"))
+    different = nn.Linear(2 + get_rank(), 1)
+    different.bias.requires_grad_(get_rank() == 0)
+    found["different"] = _message(MismatchError, lambda: wrap_model(different))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_on_several_ranks_a_model_becomes_ddp_with_rank_0s_weights_and_buffers(world_size):
+    for rank, found in enumerate(wrapped for wrapped, _ in _results(world_size)):
+        assert found["type"] == "DistributedDataParallel"
+        assert found["unwrapped"] and found["frozen"]
+        assert found["seen, True"] == 1.0 + (rank + 1)  # rank 0's after its first forward, then this rank's own
+        assert found["seen, False"] == 2.0 * (rank + 1)  # rank 0's at the start, then each rank's own
+        assert "already wrapped, in whole or in part" in found["again"]
+        assert "sync_batchnorm=True needs an accelerator" in found["batchnorm"]
+        assert "gradient_compression='bf16' needs an accelerator" in found["bf16"]
+        assert "1 process on several GPUs" in found["dp"]
+        assert "weight: torch.float32[1, 2] on rank 0; torch.float32[1, 3] on rank 1" in found["different"]
+        assert "bias: torch.float32[1] on rank 0; torch.float32[1], frozen on rank" in found["different"]
+
+
+def _compressed() -> dict[str | None, list[float]]:
+    gradients = {}
+    for kind in (None, "fp16", "powersgd"):
+        net = _net().float()
+        model = wrap_model(net, gradient_compression=kind)
+        model(torch.full((2, 3), get_rank() + 1.0)).sum().backward()
+        gradients[kind] = torch.cat([p.grad.reshape(-1) for p in net.parameters()]).tolist()
+    return gradients
+
+
+def test_compressed_gradients_are_close_and_equal_on_all_ranks():
+    first, second = (compressed for _, compressed in _results(2))
+    assert first == second
+    for kind, accuracy in (("fp16", 1e-3), ("powersgd", 1e-6)):
+        assert first[kind] == pytest.approx(first[None], rel=accuracy, abs=1e-6)
+    assert first["fp16"] != first[None]
+
+
+def test_one_process_keeps_the_model_itself(caplog):
+    net = _net()
+    for options in ({}, {"sync_batchnorm": True, "broadcast_buffers": False, "gradient_compression": "fp16"}):
+        assert wrap_model(net, **options) is net
+    assert "torchrun --nproc_per_node" in _message(DdpkitError, lambda: wrap_model(net, "ddp"))
+    assert "auto, ddp or dp, got 'fsdp'" in _message(ValueError, lambda: wrap_model(net, "fsdp"))
+    assert "fp16, bf16 or powersgd, got 'int8'" in _message(
+        ValueError, lambda: wrap_model(net, gradient_compression="int8")
+    )
+    assert "already wrapped" in _message(ValueError, lambda: wrap_model(DataParallel(net)))
+
+
+def test_one_process_with_several_gpus_is_pointed_at_torchrun(caplog, monkeypatch):
+    if not torch.accelerator.is_available():  # no GPUs here: say there are four, and let the model stay where it is
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+        monkeypatch.setattr("ddpkit.process_group.lifecycle.get_device", lambda: torch.device("cpu"))
+        with caplog.at_level(logging.WARNING):
+            wrap_model(_net())
+        assert "torchrun --nproc_per_node=4" in caplog.text
+
+
+def test_unwrapping_goes_through_compile_and_parallel_wrappers_in_any_nesting():
+    net = nn.Linear(2, 1)
+    for wrapped in (DataParallel(net), compiled(net), DataParallel(compiled(net)), compiled(DataParallel(net))):
+        assert unwrap_model(wrapped) is net
+        assert list(clean_state_dict(wrapped.state_dict())) == ["weight", "bias"]
+    assert unwrap_model(net) is net
+
+
+def test_cleaned_keys_load_into_the_model_wherever_the_wrappers_were():
+    net = nn.ModuleDict({"actor": nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "critic": nn.BatchNorm1d(2)})
+    plain = net.state_dict()
+    net["actor"], net["critic"] = DataParallel(compiled(net["actor"])), DataParallel(net["critic"])
+    wrapped = DataParallel(net).state_dict()
+    assert next(iter(wrapped)) == "module.actor.module._orig_mod.0.weight"
+    cleaned = clean_state_dict(wrapped)
+    assert list(cleaned) == list(plain)
+    assert all(cleaned[key] is wrapped[old] for key, old in zip(cleaned, wrapped, strict=True))
+    assert cleaned._metadata == plain._metadata  # versions, by which load_state_dict() migrates
+
+
+def test_a_submodule_called_module_is_no_wrapper_if_it_has_siblings():
+    averaged = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 1))
+    assert list(clean_state_dict(averaged.state_dict())) == ["n_averaged", "module.weight", "module.bias"]
+    assert clean_state_dict({"module": 1}) == {"module": 1}  # a parameter of that name
+    assert clean_state_dict({}) == {}
+
+
+class _Own(nn.Module):
+    """A model whose only child is called as a wrapper's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+def test_an_only_child_called_module_is_no_wrapper_for_unwrap_model():
+    own = _Own()
+    for wrapped in (own, DataParallel(own), compiled(own), compiled(DataParallel(own))):
+        assert unwrap_model(wrapped) is own
+        assert list(unwrap_model(wrapped).state_dict()) == ["module.weight", "module.bias"]
+
+
+class _OwnOriginal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+
+
+def test_a_child_of_its_own_that_is_called_as_that_of_compiled_models_is_no_wrapper():
+    own = _OwnOriginal()
+    for wrapped in (own, DataParallel(own), compiled(own)):
+        assert unwrap_model(wrapped) is own
+        assert [name for name, _ in named_tensors(wrapped)] == [name for name, _ in own.named_parameters()]
+
+
+def _expanded() -> nn.Module:
+    net = nn.Linear(2, 1)
+    net.weight = nn.Parameter(torch.zeros(1, 1).expand(1, 2))
+    return net
+
+
+def _of_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(2, 1)
+
+
+def _half_moved() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, device="meta"))
+
+
+UNFIT: dict[str, Callable[[], Any]] = {
+    "takes a torch.nn.Module, got list": lambda: [nn.Linear(2, 1)],
+    "takes a torch.nn.Module, got type": lambda: nn.Linear,
+    "1.weight is on the meta device": _half_moved,
+    "0.weight is lazy": lambda: nn.Sequential(nn.LazyLinear(1), nn.BatchNorm1d(1)),
+    "weight cannot be written to": _expanded,
+    "cannot be written to": _of_inference_mode,
+    "already wrapped": lambda: nn.Sequential(DataParallel(nn.Linear(2, 1))),
+}
+
+
+def _refused() -> dict[str, str]:
+    """The error for every unfit model, on all ranks and on rank 1 alone."""
+    found = {}
+    for words, make in UNFIT.items():
+        for alone in (False, True):
+            model = nn.Linear(2, 1) if alone and get_rank() != 1 else make()
+            with pytest.raises((TypeError, ValueError, MismatchError)) as caught:
+                wrap_model(model)
+            found[f"{words}, {alone}"] = f"{type(caught.value).__name__}: {caught.value}"
+    for options in ({"static_graph": True}, {"gradient_compression": "fp16"}, {"broadcast_buffers": False}):
+        mine = options if get_rank() == 1 else {}
+        found[next(iter(options))] = _message(MismatchError, lambda mine=mine: wrap_model(nn.Linear(2, 1), **mine))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_models_that_cannot_be_wrapped_are_refused_on_every_rank(world_size):
+    for rank, found in enumerate(on_ranks(_refused, world_size)):
+        for words in UNFIT:
+            assert words in found[f"{words}, False"] and words in found[f"{words}, True"]
+            assert not found[f"{words}, False"].startswith("MismatchError")
+            assert found[f"{words}, True"].startswith("MismatchError") == (rank != 1)
+        assert "static_graph: False on rank" in found["static_graph"]
+        assert "fp16 on rank 1" in found["gradient_compression"]
+        assert "broadcast_buffers" in found["broadcast_buffers"]
+
+
+@pytest.mark.parametrize("words", UNFIT)
+def test_one_process_refuses_the_same_models(words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        wrap_model(UNFIT[words]())
+
+
+def _fit() -> list[Any]:
+    """Odd models that are right: what they become, and their gradient on inputs of rank + 1."""
+    found: list[Any] = []
+    x = torch.full((1, 2), get_rank() + 1.0)
+    nothing = wrap_model(nn.Identity())
+    found.append(type(nothing).__name__)
+    half = nn.Linear(2, 1, bias=False)
+    tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    tied[1].weight = tied[0].weight
+    for net in (compiled(half), tied, _Own()):
+        model = wrap_model(net)
+        model(x).sum().backward()
+        check_replicas(model)
+        gradient = next(model.parameters()).grad
+        found.append(torch.allclose(gradient, all_reduce_mean(gradient)) and bool(gradient.any()))
+    for setting in (torch.device("meta"), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu")):
+        with setting:
+            model = wrap_model(nn.Linear(2, 1, device="cpu"))
+        model(x).sum().backward()
+        found.append(model.module.weight.grad.tolist())
+    frozen = nn.BatchNorm1d(2, affine=False)
+    frozen.running_mean.fill_(get_rank())
+    found.append(wrap_model(frozen).running_mean.tolist())
+    wrap_model(unwrap_model(model))(x)  # again, once it was unwrapped
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_odd_models_that_can_be_wrapped_are_and_train(world_size):
+    mean = [[(world_size + 1) / 2] * 2]
+    for found in on_ranks(_fit, world_size):
+        assert found == ["Identity", True, True, True, *[mean] * 4, [0, 0]]

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpkit.process_group import monitor_connections
+from ddpkit.process_group.monitor_connections import Event, Star
+from ddpkit.process_group.monitor_messages import Message, encode, parse
+from ddpkit.process_group.session import failure_record
+from ddpkit.process_group.sockets import is_loopback, listen
+
+TOKEN = "secret"
+PATIENCE = 60.0  # seconds, which only a hang needs
+
+
+class Hub:
+    """Rank 0's star of three ranks, and how others come to it."""
+
+    def __init__(self, world_size: int = 3) -> None:
+        listener, self.address = listen("127.0.0.1", one_node=True)
+        self.said: list[str] = []
+        self.star = Star(0, world_size, TOKEN, listener, self.said.append)
+        self.world_size = world_size
+
+    def knock(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=PATIENCE)
+
+    def join(self, rank: int) -> Star:
+        spoke = Star(rank, self.world_size, TOKEN, self.knock(), self.said.append)
+        while rank in self.star.absent():
+            assert not self.star.poll(1.0)
+        return spoke
+
+    def hear(self, number: int = 1, seconds: float = PATIENCE) -> list[Event]:
+        """What comes until there are as many events."""
+        events: list[Event] = []
+        end = time.monotonic() + seconds
+        while len(events) < number and time.monotonic() < end:
+            events += self.star.poll(0.05)
+        return events
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub()
+    with contextlib.closing(hub.star):
+        yield hub
+
+
+def is_closed(wire: socket.socket) -> bool:
+    wire.settimeout(0.01)
+    try:
+        return wire.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def closes(hub: Hub, wire: socket.socket, seconds: float = PATIENCE) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        hub.star.poll(0.01)
+        if is_closed(wire):
+            return True
+    return False
+
+
+def test_ranks_are_heard_by_their_numbers_and_an_end_is_an_event(hub: Hub) -> None:
+    with contextlib.closing(hub.join(1)) as one, contextlib.closing(hub.join(2)) as two:
+        assert hub.star.full.is_set() and hub.star.absent() == []
+        one.post(encode(left=1))
+        assert hub.hear() == [Event(1, Message(left=1))]
+        hub.star.post(encode(left=1), besides=1)
+        assert two.poll(PATIENCE) == [Event(0, Message(left=1))]
+        assert one.poll(0.0) == []
+    assert set(hub.hear(2)) == {Event(1, None), Event(2, None)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\n",
+        b"GET / HTTP/1.1\r\n",
+        b"\xff\xfe\n",
+        encode(token="another", rank=1),
+        encode(rank=1),
+        encode(token=TOKEN, rank=0),
+        encode(token=TOKEN, rank=3),
+        encode(token=TOKEN, rank=True),
+        encode(token=TOKEN, left=1),
+        encode(token=TOKEN, failure=failure_record(1, ValueError())),
+    ],
+)
+def test_whoever_does_not_belong_to_the_job_is_shown_out(hub: Hub, line: bytes) -> None:
+    with hub.knock() as wire:
+        wire.sendall(line)
+        assert closes(hub, wire)
+    assert hub.star.absent() == [1, 2] and not hub.hear(seconds=0.2)
+
+
+def test_whoever_knows_the_token_may_say_that_the_job_is_wrong(hub: Hub) -> None:
+    failure = failure_record(-1, ValueError("two processes are rank 1"))
+    with hub.knock() as wire:
+        wire.sendall(encode(token=TOKEN, failure=failure))
+        assert hub.hear() == [Event(None, Message(failure=failure))]
+        assert closes(hub, wire)
+
+
+def test_a_second_connection_that_claims_a_rank_is_refused(hub: Hub) -> None:
+    with contextlib.closing(hub.join(1)) as one, hub.knock() as other:
+        other.sendall(encode(token=TOKEN, rank=1))
+        assert closes(hub, other)
+        one.post(encode(left=1))
+        assert hub.hear() == [Event(1, Message(left=1))]
+    assert hub.said == ["The watch refuses a second connection that claims to be rank 1."]
+
+
+def test_a_rank_speaks_of_departures_for_itself_alone(hub: Hub) -> None:
+    with contextlib.closing(hub.join(1)) as one:
+        for rank in (0, 2):
+            one.post(encode(left=rank))
+        one.post(encode(rank=2))
+        one.post(b"no message\n")
+        one.post(encode(left=1))
+        assert hub.hear() == [Event(1, Message(left=1))]
+
+
+def test_a_line_is_understood_wherever_it_is_split(hub: Hub) -> None:
+    line = encode(token=TOKEN, rank=1) + encode(left=1)
+    with hub.knock() as wire:
+        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in line:
+            assert not hub.star.poll(0.0)
+            wire.sendall(bytes([byte]))
+        assert hub.hear() == [Event(1, Message(left=1))]
+
+
+def test_a_stranger_has_little_room(hub: Hub) -> None:
+    with hub.knock() as wire:
+        wire.settimeout(0.01)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 50_000_000:
+                with contextlib.suppress(TimeoutError):
+                    sent += wire.send(b"x" * 65536)
+                hub.star.poll(0.0)
+        assert sent < 50_000_000
+
+
+def test_a_stranger_has_little_time(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_connections, "_PATIENCE", 0.3)
+    with hub.knock() as silent, hub.knock() as slow:
+        slow.sendall(b"{")
+        assert closes(hub, silent) and closes(hub, slow)
+
+
+def test_a_flood_of_strangers_keeps_no_rank_out(hub: Hub) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(hub.knock())
+            hub.star.poll(0.0)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        stack.enter_context(contextlib.closing(hub.join(1)))
+        stack.enter_context(contextlib.closing(hub.join(2)))
+        hub.star.poll(0.0)
+        assert hub.star.full.is_set()
+        assert len(list(Path("/proc/self/fd").iterdir())) < before + 80, "of 300 strangers a few are let wait"
+
+
+def test_a_peer_that_does_not_read_keeps_nobody_waiting(hub: Hub) -> None:
+    line = encode(failure=failure_record(0, ValueError("x" * 10_000)) | {"traceback": "\U0001f600" * 50_000})
+    with hub.knock() as deaf, contextlib.closing(hub.join(2)) as two:
+        deaf.sendall(encode(token=TOKEN, rank=1))
+        while hub.star.absent():
+            hub.star.poll(0.05)
+        for _ in range(10):
+            hub.star.post(line)
+        heard: list[Event] = []
+        while len(heard) < 10:
+            hub.star.poll(0.01)
+            heard += two.poll(0.01)
+        hub.star.settle(0.1)  # returns although the other does not read
+        received = b""
+        deaf.settimeout(0.01)
+        while received.count(b"\n") < 10:
+            hub.star.poll(0.0)
+            with contextlib.suppress(TimeoutError):
+                received += deaf.recv(1_000_000)
+        assert all(parse(line, 3) for line in received.splitlines()), "in the end it has got everything"
+
+
+def test_last_words_arrive_however_long_they_are(hub: Hub) -> None:
+    line = encode(failure=failure_record(1, ValueError()) | {"traceback": "\U0001f600" * 50_000})
+    with contextlib.closing(hub.join(1)) as one:
+        for _ in range(10):
+            one.post(line)
+        leaving = threading.Thread(target=lambda: list(one.part(PATIENCE)))
+        leaving.start()
+        heard = hub.hear()
+        while heard[-1].message is not None:
+            heard += hub.star.poll(0.01)
+        hub.star.close()
+        leaving.join()
+        assert len(heard) == 11
+        assert heard[-1] == Event(1, None)
+
+
+@pytest.mark.parametrize(
+    ("address", "alone"),
+    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True), ("10.0.0.1", False)]
+    + [("node1", False), ("::", False), ("0.0.0.0", False), ("", False), (None, False)],
+)
+def test_which_addresses_reach_this_machine_alone(address: str | None, alone: bool) -> None:
+    assert is_loopback(address) is alone
+
+
+@pytest.mark.parametrize(
+    ("address", "one_node", "found"),
+    [("10.9.8.7", True, "127.0.0.1"), ("127.0.0.1", False, "127.0.0.1"), ("node1", False, "node1")],
+)
+def test_where_rank_0_listens(address: str, one_node: bool, found: str) -> None:
+    listener, (host, port) = listen(address, one_node)
+    with listener:
+        assert (host, port) == (found, listener.getsockname()[1])
+        everywhere = listener.getsockname()[0] in ("::", "0.0.0.0")
+        assert everywhere is (found == "node1")

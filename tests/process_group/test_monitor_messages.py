@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpkit.process_group.monitor_messages import LONGEST, Lines, Message, checked_failure, encode, parse, shows_token
+from ddpkit.process_group.session import failure_record
+
+WORLD_SIZE = 4
+FAILURE = failure_record(1, ValueError("boom"))
+BAD_RANKS = ["1", True, None, -2, 4, 99, 1.0, 10**30, [1], {}, float("nan"), float("inf")]
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([1, -1, 99]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+failures = st.fixed_dictionaries(
+    {}, optional={name: values | st.just(FAILURE[name]) for name in ("rank", "host", "type", "message", "traceback")}
+)
+messages = st.fixed_dictionaries(
+    {}, optional={"token": values, "rank": values, "left": values, "failure": values | failures | st.just(FAILURE)}
+)
+
+
+def believable(message: Message | None) -> bool:
+    """Whether each field of a message is of the kind that the watch relies on."""
+    if message is None:
+        return True
+    for rank in (message.rank, message.left):
+        if rank is not None and (type(rank) is not int or not 0 <= rank < WORLD_SIZE):
+            return False
+    failure = message.failure
+    if failure is None:
+        return True
+    texts = [failure.pop(name) for name in ("host", "type", "message", "traceback")]
+    rank = failure.pop("rank")
+    return type(rank) is int and -1 <= rank < WORLD_SIZE and all(type(text) is str for text in texts) and not failure
+
+
+@given(messages)
+def test_no_message_of_wrong_types_is_believed(fields: dict[str, Any]) -> None:
+    assert believable(parse(json.dumps(fields).encode(), WORLD_SIZE))
+
+
+@given(st.binary())
+def test_no_garbage_is_believed(line: bytes) -> None:
+    assert believable(parse(line, WORLD_SIZE))
+    shows_token(line, "secret")
+
+
+@pytest.mark.parametrize("field", ["rank", "left"])
+@pytest.mark.parametrize("rank", BAD_RANKS, ids=str)
+def test_what_is_no_rank_is_not_believed(field: str, rank: object) -> None:
+    assert parse(encode(**{field: rank}), WORLD_SIZE) is None
+    assert parse(encode(failure=FAILURE | {"rank": 99 if rank == -2 else rank}), WORLD_SIZE) is None
+
+
+@pytest.mark.parametrize("name", ["host", "type", "message", "traceback"])
+@pytest.mark.parametrize("value", [None, 1, ["text"], {"a": 1}, True], ids=str)
+def test_a_failure_consists_of_text(name: str, value: object) -> None:
+    assert checked_failure(FAILURE | {name: value}, WORLD_SIZE) is None
+    without = {key: FAILURE[key] for key in FAILURE if key != name}
+    assert checked_failure(without, WORLD_SIZE) is None
+
+
+@pytest.mark.parametrize("record", [None, [], [FAILURE], "lost", 1, True, {}], ids=str)
+def test_a_failure_is_a_record(record: object) -> None:
+    assert parse(encode(failure=record), WORLD_SIZE) is None
+
+
+def test_a_failure_arrives_as_it_was_sent() -> None:
+    for rank in (-1, 0, 3):
+        failure = FAILURE | {"rank": rank}
+        assert parse(encode(failure=failure), WORLD_SIZE) == Message(failure=failure)
+
+
+def test_the_longest_failure_fits_into_a_line() -> None:
+    error = ValueError("\U0001f600" * 20_000)
+    failure = failure_record(1, error) | {"traceback": "\U0001f600" * 50_000}
+    line = encode(token="t", failure=failure)
+    assert len(line) < LONGEST
+    assert parse(line, WORLD_SIZE) == Message(failure=failure)
+
+
+def test_text_that_cannot_be_written_is_escaped() -> None:
+    line = encode(failure=FAILURE | {"message": "half a pair: \ud800"})
+    message = parse(line, WORLD_SIZE)
+    assert message is not None and message.failure is not None
+    assert message.failure["message"] == "half a pair: \\ud800"
+
+
+@pytest.mark.parametrize(
+    "line", [b"[" * 100_000, b'{"rank":' * 50_000, b"1" * 100_000, b"\xff\xfe", b'{"rank": 1', b"null", b"[]", b"1"]
+)
+def test_odd_json_is_no_message(line: bytes) -> None:
+    assert parse(line, WORLD_SIZE) is None
+
+
+@given(st.lists(st.binary(max_size=8).map(lambda line: line.replace(b"\n", b"")), max_size=5), st.data())
+def test_lines_are_the_same_wherever_the_stream_is_split(lines: list[bytes], data: st.DataObject) -> None:
+    stream = b"".join(line + b"\n" for line in lines) + b"rest"
+    splitter, found = Lines(), []
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        found += splitter.feed(stream[:size])
+        stream = stream[size:]
+    assert found == lines
+
+
+def test_a_line_that_is_too_long_is_left_out_and_the_next_is_heard() -> None:
+    splitter = Lines(longest=10)
+    pieces = [b"a" * 6, b"a" * 6, b"a" * 1000, b"a\nshort\n", b"b" * 11 + b"\n", b"0123456789\n"]
+    assert [splitter.feed(piece) for piece in pieces] == [[], [], [], [b"short"], [], [b"0123456789"]]
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"{", b"\xff", b'{"token": "other"}', b'{"rank": 1, "token": "secret"}', b"\x00" * 9]
+)
+def test_only_a_line_that_begins_with_the_token_is_read(line: bytes) -> None:
+    assert not shows_token(line, "secret")
+    assert shows_token(encode(token="secret", rank=1), "secret")

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from nodes import needs
+from processes import Ended, free_port, launch, platform_env, run
+
+import ddpkit
+from ddpkit.process_group import rendezvous
+
+SOON = timedelta(seconds=100)
+
+
+def join_and_reduce() -> None:
+    with ddpkit.distributed(timeout=SOON) as context:
+        total = torch.tensor([context.rank + 1.0])
+        dist.all_reduce(total)
+        print(f"rank {context.rank} of {context.world_size} local {context.local_rank} sum {total.item():g}")
+
+
+def join_and_stay() -> None:
+    with ddpkit.distributed(timeout=SOON):
+        print("joined", flush=True)
+        time.sleep(100)
+
+
+def join_or_end_early() -> None:
+    if "END_EARLY" in os.environ:
+        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    join_and_stay()
+
+
+def all_name(ended: list[Ended], text: str) -> None:
+    """Every process failed, long before its time-out, and says why."""
+    for end in ended:
+        assert end.code == 1, end
+        assert text in end.output, end
+        assert end.seconds < 0.5 * SOON.total_seconds(), end
+
+
+def test_a_platform_without_local_ranks_gives_one_world_and_fills_them_in() -> None:
+    port = free_port()
+    ended = run(join_and_reduce, [platform_env(rank, 2, port) for rank in range(2)])
+    assert [end.code for end in ended] == [0, 0], ended
+    assert [end.output.strip() for end in ended] == [f"rank {rank} of 2 local {rank} sum 3" for rank in range(2)]
+
+
+def test_a_rank_that_is_claimed_twice_is_refused_on_every_rank() -> None:
+    port = free_port()
+    ended = run(join_and_stay, [platform_env(rank, 3, port) for rank in (0, 1, 1)])
+    all_name(ended, "Two processes claim rank 1")
+    assert "count nodes or pods" in ended[1].output  # both on one host: perhaps one claim for each pod
+
+
+def test_duplicates_that_wait_for_rank_zero_are_refused_on_every_rank() -> None:
+    port = free_port()
+    ended = run(join_and_stay, [platform_env(rank, 2, port) for rank in (1, 1, 0)], delays=[0, 0, 1])
+    all_name(ended, "Two processes claim rank 1")
+
+
+def test_a_refusal_that_comes_while_rank_zero_writes_the_roster_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, (me, other) = dist.HashStore(), (rendezvous.Member(rank, 2, None, True) for rank in range(2))
+    room = dist.PrefixStore("ddpkit/1", store)
+    room.set("claim/1", other.dump())
+    room.add("claims", 1)
+
+    def refuse_then_write(member: rendezvous.Member) -> dict:
+        if room.check(["claim/0"]):
+            rendezvous._poison(room, "there are two of rank 1")
+        return asdict(member)
+
+    monkeypatch.setattr(rendezvous, "asdict", refuse_then_write)
+    with pytest.raises(ddpkit.LaunchError, match="two of rank 1"):
+        rendezvous.join(store, me, SOON)
+
+
+def test_a_rank_that_takes_the_place_of_one_that_ended_while_joining_ends_the_wait_of_the_others() -> None:
+    port = free_port()
+    envs = [platform_env(rank, 3, port, **more) for rank, more in ((0, {}), (1, {"END_EARLY": "yes"}), (1, {}))]
+    first, dead, second = run(join_or_end_early, envs, delays=[0, 0, 4])
+    assert dead.code == -signal.SIGKILL, dead
+    assert "ended while the ranks joined. Start all of them anew." in first.output, first
+    all_name([first, second], "LaunchError")
+
+
+def join_and_tell(folder: str) -> None:
+    while "COMES_LATE" in os.environ and len(os.listdir(folder)) < 2:
+        time.sleep(0.05)
+    with ddpkit.distributed(timeout=SOON) as context:
+        Path(folder, f"{context.rank}").touch()
+        print("joined", flush=True)
+        time.sleep(100)
+
+
+def test_a_duplicate_that_comes_late_ends_the_running_job(tmp_path: Path) -> None:
+    port = free_port()
+    envs = [platform_env(0, 2, port), platform_env(1, 2, port), platform_env(1, 2, port, COMES_LATE="yes")]
+    ended = run(join_and_tell, envs, str(tmp_path))
+    all_name(ended, "Two processes claim rank 1")
+    assert "joined" in ended[0].output and "joined" in ended[1].output
+
+
+def test_two_rank_zeros_are_refused_on_every_rank() -> None:
+    port = free_port()
+    ended = run(join_and_stay, [platform_env(rank, 2, port) for rank in (0, 1, 0)], delays=[0, 0, 2])
+    all_name(ended, f"port {port} of 127.0.0.1 is taken")
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+def test_two_opinions_of_the_world_size_are_named_on_every_rank(sizes: tuple[int, int]) -> None:
+    port = free_port()
+    ended = run(join_and_stay, [platform_env(rank, size, port) for rank, size in enumerate(sizes)])
+    all_name(ended, f"Rank 0 on {socket.gethostname()}")
+    assert all(f"WORLD_SIZE={size}" in end.output for end in ended for size in sizes)
+
+
+def test_a_rank_beyond_the_world_size_stops_those_who_wait_for_it() -> None:
+    port = free_port()
+    ended = run(join_and_stay, [platform_env(0, 2, port), platform_env(2, 2, port)])
+    all_name(ended, "RANK")
+
+
+def watch_on_rank_zero_only() -> None:
+    ddpkit.setup(timeout=SOON, watch=os.environ["RANK"] == "0")
+
+
+def test_ranks_that_disagree_on_the_watch_all_hear_of_it() -> None:
+    port = free_port()
+    all_name(run(watch_on_rank_zero_only, [platform_env(rank, 2, port) for rank in range(2)]), "has watch=True")
+
+
+def test_two_jobs_with_identities_do_not_become_one_world() -> None:
+    port = free_port()
+    ended = run(join_and_stay, [platform_env(rank, 2, port, DDPKIT_RUN_ID=name) for rank, name in enumerate("ab")])
+    all_name(ended, "two jobs meet at one MASTER_ADDR:MASTER_PORT")
+
+
+def test_a_missing_rank_is_named_when_the_time_is_up() -> None:
+    port = free_port()
+    ended = run(join_briefly, [platform_env(rank, 3, port) for rank in (0, 2)])
+    all_name(ended, "Ranks [1] of 3 did not join within 0:00:02")
+
+
+def join_briefly() -> None:
+    ddpkit.setup(timeout=timedelta(seconds=2))
+
+
+def test_a_master_that_does_not_answer_is_an_error_within_the_time_out() -> None:
+    (end,) = run(join_briefly, [platform_env(1, 2, free_port())])
+    all_name([end], "Nobody answers at MASTER_ADDR:MASTER_PORT")
+
+
+@pytest.mark.parametrize(
+    ("address", "words"), [("no.such.host.invalid", "did not resolve"), ("http://x", "neither a host name")]
+)
+def test_a_master_address_that_cannot_be_used_is_named(address: str, words: str) -> None:
+    (end,) = run(join_briefly, [platform_env(0, 2, free_port(), MASTER_ADDR=address)])
+    all_name([end], words)
+
+
+def test_a_port_that_something_else_listens_on_is_named_on_every_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        ended = run(join_briefly, [platform_env(rank, 2, port) for rank in range(2)])
+    assert [end.code for end in ended] == [1, 1]
+    assert f"port {port} of 127.0.0.1 is taken" in ended[0].output
+    assert f"127.0.0.1:{port} is not the store of a job" in ended[1].output
+
+
+@needs(nodes=True)
+def test_a_process_of_another_container_is_neither_alive_nor_dead_from_here() -> None:
+    claim = [sys.executable, "-c", "from ddpkit import joining; print(joining.Member(0, 1, None, False).dump())"]
+    ended, contained = launch(claim, ["unshare", "--pid", "--fork", "--mount-proc", *claim])
+    mine = rendezvous.Member(0, 1, None, False)
+    claims = [mine.dump(), ended.output, contained.output]
+    assert [rendezvous.Member.load(claim, 0).is_alive() for claim in claims] == [True, False, None]
+    assert {rendezvous.Member.load(claim, 0).node for claim in claims} == {mine.node}
+
+
+def test_a_restarted_job_on_the_same_store_forms_a_world_of_its_own() -> None:
+    """As under torchrun with max_restarts: the agent keeps the store, with all keys of the dead ranks."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2"}
+    for attempt in range(3):
+        more = agent | {"TORCHELASTIC_RESTART_COUNT": f"{attempt}", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+        envs = [platform_env(rank, 2, store.port, LOCAL_RANK=f"{rank}", **more) for rank in range(2)]
+        # a rank that comes before the new rank 0 finds the dead generation complete, and must wait for the next
+        ended = run(die_or_reduce, envs[::-1], attempt, delays=[0, 0.5])
+        if attempt < 2:
+            assert all(end.code != 0 for end in ended), ended
+        else:
+            assert [end.output.strip()[-5:] for end in ended] == ["sum 3", "sum 3"], ended
+
+
+def die_or_reduce(attempt: int) -> None:
+    if attempt == 0 and os.environ["RANK"] == "1":
+        ddpkit.setup(timeout=SOON)
+        os.kill(os.getpid(), 9)
+    if attempt == 1 and os.environ["RANK"] == "0":
+        os._exit(1)  # dies before it draws a generation
+    if attempt == 1:
+        ddpkit.setup(timeout=timedelta(seconds=3))
+    join_and_reduce()
+
+
+def join_or_stop() -> None:
+    if os.environ["RANK"] == "0":
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    with ddpkit.distributed(timeout=timedelta(seconds=4)):
+        pass
+
+
+def test_a_host_of_the_store_that_stops_does_not_keep_those_that_join() -> None:
+    port = free_port()
+    _, other = run(join_or_stop, [platform_env(rank, 3, port) for rank in range(2)], timeout=20)
+    assert other.code == 1 and "the store does not answer" in other.output, other

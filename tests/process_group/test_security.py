@@ -1,0 +1,259 @@
+"""A stranger who knows host and port of the store: it has no authentication, so he may write what he likes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import begin, free_port, platform_env, run
+from test_session import on_threads
+
+import ddpkit
+from ddpkit.process_group import lifecycle
+from ddpkit.process_group.rendezvous import Member, join
+from ddpkit.process_group.session import Session
+
+JOINING = ["ddpkit/1/claim/1", "ddpkit/1/roster", "ddpkit/1/failure", "ddpkit/1/claims", "ddpkit/generation"]
+JOINED = [
+    "ddpkit/1/failure",
+    "ddpkit/1/barrier/1/0",
+    "ddpkit/1/together/1/why",
+    "ddpkit/1/run_on_main/1",
+    "ddpkit/1/run_on_main/1/0",
+    "ddpkit/1/main_process_first/1 on 0",
+    "ddpkit/1/exchange/1/from/0",
+    "ddpkit/1/stop_together/1/flags",
+]
+
+
+class Payload:
+    """What runs a command on whoever unpickles it."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.folder}/ran-$$",)
+
+
+def wait_for(*paths: str) -> None:
+    end = time.monotonic() + 120
+    while not all(map(os.path.exists, paths)):
+        assert time.monotonic() < end, paths
+        time.sleep(0.01)
+
+
+def train(folder: str, joins_late: bool) -> None:
+    """Calls everything that waits, once the stranger is ready for it."""
+    rank = os.environ["RANK"]
+    if joins_late and rank == "1":
+        wait_for(f"{folder}/planted")
+    with ddpkit.distributed(timeout=timedelta(seconds=45)):
+        Path(folder, f"joined-{rank}").touch()
+        wait_for(f"{folder}/planted")
+        assert ddpkit.run_on_main(lambda: [1, 2]) == [1, 2]
+        ddpkit.barrier()
+        with ddpkit.together():
+            pass
+        with ddpkit.main_process_first():
+            pass
+        ddpkit.stop_together(False)
+        model = torch.nn.Linear(1, 1)
+        ddpkit.wrap_model(model)
+        ddpkit.check_replicas(model)
+        print("done")
+
+
+def attack(port: int, folder: str, keys: list[str], after: list[str]) -> None:
+    """Writes a payload under these keys and all that there are; then, until the job has gone, in place of values."""
+    wait_for(*(f"{folder}/{name}" for name in after))
+    store = _open(port)
+    payload = pickle.dumps(Payload(folder))
+    for key in [*keys, *_listed(store)]:
+        store.set(key, payload)
+    Path(folder, "planted").touch()
+    with contextlib.suppress(dist.DistError):
+        while True:
+            for key in (key for key in _listed(store) if "run_on_main" in key):
+                store.set(key, b"=" + payload)
+            for number in range(1, 4):  # a whole value, as it once travelled
+                store.set(f"ddpkit/1/run_on_main/{number}/0", b"=" + payload)
+                store.set(f"ddpkit/1/run_on_main/{number}", b"1")
+
+
+def _open(port: int) -> dist.TCPStore:
+    end = time.monotonic() + 120
+    while True:
+        try:
+            return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        except dist.DistNetworkError:
+            assert time.monotonic() < end
+
+
+def _listed(store: Any) -> list[str]:
+    keys = store.list_keys() if hasattr(store, "list_keys") else []  # torch 2.6 has no such call
+    return [key for key in keys if "group" not in key]  # torch's own: addresses
+
+
+@pytest.mark.parametrize("joins_late", [True, False], ids=["before the ranks join", "when they have joined"])
+@pytest.mark.parametrize("all_keys", [True, False], ids=["every key", "values"])
+def test_nothing_that_a_stranger_writes_is_executed(tmp_path: Path, joins_late: bool, all_keys: bool) -> None:
+    port, folder = free_port(), str(tmp_path)
+    keys: list[str] = []
+    if all_keys:
+        keys = JOINING if joins_late else JOINED
+    after = [] if joins_late else ["joined-0", "joined-1"]
+    stranger = begin(attack, {}, port, folder, keys, after, output=f"{folder}/log")
+    ended = run(train, [platform_env(rank, 2, port) for rank in range(2)], folder, joins_late)
+    stranger.join(120)
+    assert stranger.exitcode == 0, Path(folder, "log").read_text()
+    assert not list(tmp_path.glob("ran-*")), "the stranger's command ran"
+    for end in ended:
+        assert end.code is not None, end.output
+        assert ("done" if end.code == 0 else "ddpkit.errors.") in end.output, end.output
+
+
+WHO = {"host": "h", "type": "t", "message": "m", "traceback": ""}
+GARBAGE = {
+    "a pickle": pickle.dumps(Payload("/nowhere")),
+    "deep": b"[" * 100_000,
+    "null": b"null",
+    "a list": b"[]",
+    "a huge number": b"1" * 5_000,
+    "a word for a number": json.dumps(WHO | {"rank": "0"}).encode(),
+    "a truth for a number": json.dumps(WHO | {"rank": True}).encode(),
+    "a field too many": json.dumps(WHO | {"rank": 0, "more": 0}).encode(),
+    "megabytes": b'"' + b"x" * 4_000_000 + b'"',
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+@pytest.mark.parametrize("key", ["failure", "x/1/why"])
+def test_garbage_in_the_store_ends_a_wait_with_its_key(key: str, garbage: bytes) -> None:
+    def meet(session: Session) -> None:
+        if session.rank == 1:
+            session.store.set(key, garbage)
+            if key == "x/1/why":
+                session.store.add("x/1/0", 1 << 61)  # somebody has given up, and this is why
+        else:
+            session.meet("x/1", timedelta(seconds=120))
+
+    (error, _), _ = on_threads(2, meet)
+    assert isinstance(error, ddpkit.LaunchError) and f"under {key!r}, which no rank" in str(error)
+    assert len(str(error)) < 500
+
+
+def test_the_failure_that_a_stranger_reports_may_be_long() -> None:
+    def meet(session: Session) -> None:
+        if session.rank == 0:
+            long = {"message": "x" * 3_000_000, "traceback": "y" * 3_000_000}
+            session.store.set("failure", json.dumps(WHO | {"rank": 99} | long))
+            session.meet("x/1")
+
+    (error, _), _ = on_threads(2, meet)
+    assert isinstance(error, ddpkit.PeerError) and len(str(error)) < 120_000
+
+
+@pytest.mark.parametrize("count", [4, -1, 1 << 62, (1 << 63) - 1])
+def test_a_counter_that_no_rank_made_is_not_a_meeting(count: int) -> None:
+    def meet(session: Session) -> None:
+        if session.rank == 1:
+            session.store.set("x/1/0", f"{count}")
+        time.sleep(0.1)
+        session.meet("x/1", timedelta(seconds=2))
+
+    results, _ = on_threads(2, meet)
+    assert all(isinstance(error, ddpkit.DdpkitError) for error in results), results
+
+
+@pytest.mark.parametrize("text", ["", "a word", "\x80\x04", "9" * 40], ids=["nothing", "word", "pickle", "huge"])
+@pytest.mark.parametrize("key", ["x/1/0", "x/1/broken"])
+def test_a_text_in_place_of_a_counter_is_refused_with_its_key(key: str, text: str) -> None:
+    def meet(session: Session) -> None:
+        session.store.set(key, text)
+        if session.rank == 0:
+            session.meet("x/1", timedelta(seconds=0.1))
+
+    (error, _), _ = on_threads(2, meet)
+    assert isinstance(error, ddpkit.LaunchError) and f"under {key!r}, which no rank of this job wrote" in str(error)
+
+
+@pytest.mark.parametrize("key", ["ddpkit/generation", "ddpkit/1/claims", "ddpkit/1/heard"])
+def test_a_text_in_place_of_a_counter_ends_the_joining(key: str) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank = 0 if key.endswith("claims") else 1
+    if rank == 1:
+        server.add("ddpkit/generation", 1)
+    server.set(key, "a word")
+    if key.endswith("heard"):
+        server.set("ddpkit/1/failure", json.dumps(WHO | {"rank": 0}))
+    name = key.removeprefix("ddpkit/1/")
+    with pytest.raises(ddpkit.LaunchError, match=f"under '{name}', which no rank of this job wrote"):
+        join(server, Member(rank, 2, None, False), timedelta(seconds=5))
+
+
+def wait_where_a_stranger_wrote() -> str:
+    with ddpkit.distributed(timeout=timedelta(seconds=60)) as context:
+        store = lifecycle.current_session().store
+        if context.rank == 0:
+            store.set("stop_together/1/flags", "a word")
+        ddpkit.barrier()
+        try:
+            ddpkit.stop_together(True)
+        except ddpkit.DdpkitError as error:
+            return str(error)
+        return "nothing"
+
+
+def test_a_text_in_place_of_a_flag_is_refused_on_ranks() -> None:
+    for said in ddpkit.spawn(wait_where_a_stranger_wrote, 2):
+        assert "The store holds 'a word' under 'stop_together/1/flags'" in said.replace("b'", "'")
+
+
+def test_a_text_that_no_rank_wrote_is_refused() -> None:
+    def exchange(session: Session) -> list[str]:
+        if session.rank == 0:
+            return session.exchange("zero")
+        session.store.set("exchange/1/from/1", b"\x80\x04")
+        session.meet("exchange/1")
+        return []
+
+    results, _ = on_threads(2, exchange)
+    assert "exchange/1/from/1" in str(results[0]) and isinstance(results[0], ddpkit.LaunchError)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+@pytest.mark.parametrize("key", ["claim/0", "claim/1", "roster", "failure"])
+def test_garbage_in_the_store_ends_the_joining(key: str, garbage: bytes) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank = 0 if key in ("claim/1", "failure") else 1
+    if rank == 1:
+        server.add("ddpkit/generation", 1)
+    generation = dist.PrefixStore("ddpkit/1", server)
+    generation.set(key, garbage)
+    generation.add("claims", 1)
+    if key == "claim/0":  # what rank 1 reads of rank 0 is in the roster
+        claim = json.loads(Member(0, 2, None, False).dump())
+        generation.set("roster", json.dumps({"members": [claim | {"rank": garbage.hex()[:50]}, claim]}))
+        key = "roster"
+    with pytest.raises(ddpkit.LaunchError, match=f"under '{key}', which no rank"):
+        join(server, Member(rank, 2, None, False), timedelta(seconds=60))
+
+
+@pytest.mark.parametrize("ranks", [[], [0], [0, 0], [1, 0], [0, 1, 2]])
+def test_a_roster_that_is_not_of_this_job_is_refused(ranks: list[int]) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.add("ddpkit/generation", 1)
+    members = [json.loads(Member(rank, len(ranks), None, False).dump()) for rank in ranks]
+    dist.PrefixStore("ddpkit/1", server).set("roster", json.dumps({"members": members}))
+    with pytest.raises(ddpkit.LaunchError, match="'roster', which no rank"):
+        join(server, Member(1, 2, None, False), timedelta(seconds=60))

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddpkit.errors import BarrierTimeout, PeerError
+from ddpkit.process_group.session import Session, failure_record
+
+
+def on_threads(world_size: int, fn: Callable[[Session], Any]) -> tuple[list[Any], dist.TCPStore]:
+    """Runs `fn(session)` for each rank on a thread with a client of its own; returns results or exceptions."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results: list[Any] = [None] * world_size
+
+    def work(rank: int) -> None:
+        client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+        hosts = [f"host{rank}" for rank in range(world_size)]
+        try:
+            results[rank] = fn(Session(client, rank, hosts, timedelta(seconds=120)))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results, server
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 60, 61, 70, 130])
+def test_nobody_leaves_a_meeting_before_everybody_has_come(world_size: int) -> None:
+    arrived: list[int] = []
+
+    def meet(session: Session) -> int:
+        arrived.append(session.rank)
+        session.meet(session.count("x"))
+        return len(arrived)
+
+    results, _ = on_threads(world_size, meet)
+    assert results == [world_size] * world_size
+
+
+def test_those_who_miss_a_meeting_are_named_beyond_the_first_counter_too() -> None:
+    def meet(session: Session) -> None:
+        if session.rank in (0, 59, 60, 69):
+            return
+        if session.rank != 1:
+            session.meet("here/1")
+            return
+        while arrived(session) < 65:  # all but this one
+            time.sleep(0.01)
+        session.meet("here/1", timedelta(seconds=0.1))
+
+    def arrived(session: Session) -> int:
+        return sum(session.store.add(f"here/1/{first}", 0).bit_count() for first in (0, 60))
+
+    results, _ = on_threads(70, meet)
+    errors = [result for result in results if result is not None]
+    assert len(errors) == 66
+    for error in errors:
+        assert isinstance(error, BarrierTimeout)
+        assert error.missing == [(rank, f"host{rank}") for rank in (0, 59, 60, 69)]
+        assert len(error.arrived) == 66
+
+
+def test_a_meeting_ends_alike_for_the_one_who_gives_up_and_the_one_who_just_comes() -> None:
+    gave_up = threading.Event()
+
+    def meets(session: Session, timeout: timedelta) -> bool:
+        try:
+            session.meet(session.count("x"), timeout)
+        except BarrierTimeout:
+            gave_up.set()
+            return False
+        return True
+
+    def meet(session: Session) -> list[bool]:
+        long, short = timedelta(seconds=120), timedelta(milliseconds=10)
+        outcomes = [meets(session, long)]
+        session.meet(session.count("between"))
+        if session.rank == 1:
+            gave_up.wait()
+        outcomes.append(meets(session, short))
+        for number in range(60):
+            session.meet(session.count("between"))
+            if session.rank == 1:
+                time.sleep(0.005 + number * 1e-3)  # before, about when, or after the other gives up
+            outcomes.append(meets(session, short))
+        return outcomes
+
+    (one, other), _ = on_threads(2, meet)
+    assert one == other
+    assert one[:2] == [True, False]
+
+
+def test_meetings_and_exchanges_leave_a_bounded_number_of_keys() -> None:
+    def meet(session: Session) -> None:
+        for number in range(50):
+            assert session.exchange(f"{session.rank}-{number}") == [f"{rank}-{number}" for rank in range(3)]
+            session.meet(session.count("barrier"))
+
+    results, server = on_threads(3, meet)
+    assert results == [None] * 3
+    assert server.num_keys() < 10
+
+
+def test_a_wait_ends_with_the_first_recorded_failure() -> None:
+    def meet(session: Session) -> None:
+        if session.rank == 1:
+            time.sleep(0.1)
+            assert session.record(failure_record(1, KeyError("a")))["message"] == "'a'"
+            assert session.record(failure_record(1, KeyError("b")))["message"] == "'a'", "the first failure stands"
+        else:
+            session.meet("x/1")
+
+    results, _ = on_threads(3, meet)
+    assert results[1] is None
+    for error in (results[0], results[2]):
+        assert isinstance(error, PeerError) and (error.rank, error.error_type) == (1, "KeyError")
+
+
+def test_a_wait_for_a_rank_that_has_left_ends_at_once() -> None:
+    def meet(session: Session) -> None:
+        session.left.append(1)  # what the watch does
+        if session.rank == 0:
+            session.meet("x/1")
+
+    results, _ = on_threads(2, meet)
+    assert isinstance(results[0], PeerError) and results[0].error_type == "left"

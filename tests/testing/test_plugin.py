@@ -1,0 +1,558 @@
+"""The pytest plugin, tried as its users have it: small runs of pytest inside the tests, with ranks of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+from processes import begin
+
+import ddpkit.testing.dispatch
+from ddpkit.testing import on_ranks
+
+ROOT = Path(__file__).parents[2]
+HEAD = "import os, signal, sys, threading, time, pytest, torch, ddpkit\n"
+HANG = 400.0  # seconds: longer than any run may take, however loaded the machine is
+
+
+def run(pytester: pytest.Pytester, source: str, *options: str) -> tuple[dict[str, str], str]:
+    """What became of each test, and what pytest printed."""
+    pytester.makepyfile(HEAD + source)
+    result = pytester.runpytest_inprocess("-p", "no:randomly", "-rA", "-v", *options)
+    text = result.stdout.str()
+    found = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) \S*?::(\S+)", text, re.MULTILINE)
+    return {name: outcome for outcome, name in found}, text
+
+
+def test_the_body_runs_on_so_many_ranks_that_have_joined(pytester: pytest.Pytester) -> None:
+    outcomes, text = run(
+        pytester,
+        """
+@pytest.mark.ranks(1, 2, 3)
+def test_mean(rank, world_size):
+    assert ddpkit.all_gather_object(rank) == list(range(world_size))
+    assert torch.distributed.get_world_size() == world_size
+
+@pytest.mark.ranks(2)
+class TestTogether:
+    @pytest.mark.parametrize("word", ["a", "b"])
+    def test_of_a_class_with_parameters(self, rank, word):
+        assert ddpkit.all_gather_object(word) == [word, word]
+
+def test_elsewhere():
+    assert not torch.distributed.is_initialized()
+""",
+    )
+    names = ["test_mean[1ranks]", "test_mean[2ranks]", "test_mean[3ranks]", "test_elsewhere"]
+    names += [f"TestTogether::test_of_a_class_with_parameters[{p}]" for p in ("2ranks-a", "2ranks-b")]
+    assert outcomes == dict.fromkeys(names, "PASSED"), text
+
+
+FAILURES = """
+@pytest.mark.ranks(3)
+def test_one_fails(rank):
+    seen = [1, 2, rank]
+    print("said by", rank)
+    if rank == 1:
+        assert seen == [1, 2, 3]
+    ddpkit.barrier()
+
+@pytest.mark.ranks(2, timeout=1)
+def test_one_hangs(rank):
+    if rank == 1:
+        wait_for_godot()
+
+def wait_for_godot():
+    time.sleep(60)
+
+@pytest.mark.ranks(2)
+def test_one_is_killed(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ddpkit.barrier()
+
+@pytest.mark.ranks(2)
+def test_one_is_killed_when_the_other_is_done(rank):
+    if rank == 1:
+        ddpkit.barrier("first")
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    ddpkit.barrier("first")
+
+@pytest.fixture
+def broken(rank):
+    if rank == 1:
+        raise LookupError("no such thing")
+
+@pytest.mark.ranks(2)
+def test_a_fixture_fails(broken):
+    ddpkit.barrier()
+
+@pytest.mark.ranks(2)
+def test_the_next_one_is_well(rank):
+    ddpkit.barrier()
+
+@pytest.mark.ranks(2)
+def test_one_skips(rank):
+    if rank == 1:
+        pytest.skip("not here")
+
+@pytest.mark.ranks(2)
+def test_all_skip(rank):
+    pytest.skip("nowhere")
+
+@pytest.mark.xfail(strict=True)
+@pytest.mark.ranks(2)
+def test_is_expected_to_fail(rank):
+    assert rank == 0
+
+@pytest.mark.ranks(2, join=False)
+def test_joins_by_itself(rank):
+    assert not torch.distributed.is_initialized()
+    with ddpkit.distributed():
+        ddpkit.barrier()
+"""
+
+
+def test_failures_say_which_rank_and_why(pytester: pytest.Pytester, capfd: pytest.CaptureFixture[str]) -> None:
+    outcomes, text = run(pytester, FAILURES)
+    assert {name.split("[")[0]: outcome for name, outcome in outcomes.items()} == {
+        "test_one_fails": "FAILED",
+        "test_one_hangs": "FAILED",
+        "test_one_is_killed": "FAILED",
+        "test_one_is_killed_when_the_other_is_done": "FAILED",
+        "test_a_fixture_fails": "ERROR",
+        "test_the_next_one_is_well": "PASSED",
+        "test_one_skips": "FAILED",
+        "test_is_expected_to_fail": "XFAIL",
+        "test_joins_by_itself": "PASSED",
+    }, text
+    assert "At index 2 diff: 1 != 3" in text and "That was rank 1 of 3" in text
+    assert re.search(r"rank 0: failed: .*PeerError: rank 1 .* AssertionError: assert \[1, 2, 1\] == \[1, 2, 3\]", text)
+    assert re.search(r"Captured stdout call \(rank 2\) -+\nsaid by 2", text)
+    hung = re.search(r"Rank 1 of 2 did not come to an end within 1 s\.\nIt was here:\n(.|\n)*?\nrank 0: passed", text)
+    assert hung and "wait_for_godot" in hung[0] and "_pytest" not in hung[0]
+    assert text.count("Rank 1 of 2 was killed by SIGKILL.") == 2
+    assert "INTERNALERROR" not in "".join(capfd.readouterr())
+    assert re.search(
+        r"LookupError: no such thing\n(.*\n)*?-+ That was rank 1 of 2 -+\nrank 0: failed: .*PeerError", text
+    )
+    assert "Rank 1 skipped the test and others did not; all ranks must, or none." in text
+    assert re.search(r"^SKIPPED .*: nowhere", text, re.MULTILINE)
+
+
+FIXTURES = """
+@pytest.fixture(scope="session")
+def once(world_size_of_session):
+    return os.getpid(), ddpkit.all_gather_object(ddpkit.get_rank())
+
+@pytest.fixture(scope="session")
+def world_size_of_session():
+    return int(os.environ["WORLD_SIZE"])
+
+pids = []
+
+@pytest.fixture
+def noted(once):
+    pids.append(once[0])
+    yield once[1]
+    pids.append("end")
+
+@pytest.mark.ranks(2)
+def test_a(noted, tmp_path, monkeypatch, capsys, rank):
+    assert noted == [0, 1] and ddpkit.all_gather_object(str(tmp_path)) == [str(tmp_path)] * 2
+    (tmp_path / str(rank)).write_text("")
+    ddpkit.barrier()
+    assert len(list(tmp_path.iterdir())) == 2
+    monkeypatch.setenv("A_WORD", "set")
+    print("hello")
+    assert capsys.readouterr().out == "hello\\n"
+
+@pytest.mark.ranks(2)
+def test_b(noted, tmp_path, rank):
+    assert pids == [os.getpid(), "end", os.getpid()] and not list(tmp_path.iterdir())
+    assert "A_WORD" not in os.environ
+"""
+
+
+def test_fixtures_run_in_each_rank_and_tmp_path_is_shared(pytester: pytest.Pytester) -> None:
+    outcomes, text = run(pytester, FIXTURES)
+    assert outcomes == {"test_a[2ranks]": "PASSED", "test_b[2ranks]": "PASSED"}, text
+
+
+SAME = """
+def same_processes(folder, rank):
+    path = folder / f"pid{rank}"
+    before = path.read_text() if path.exists() else str(os.getpid())
+    path.write_text(str(os.getpid()))
+    return before == str(os.getpid())
+"""
+
+DIRT = """
+@pytest.mark.ranks(2)
+def test_0(rank):
+    assert same_processes(HERE, rank)
+    os.environ["LEFT"] = "behind"
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(rank + 5)
+    os.chdir("/")
+    sys.argv.append("more")
+
+@pytest.mark.ranks(2)
+def test_1_is_reset(rank):
+    assert same_processes(HERE, rank)
+    assert "LEFT" not in os.environ and "more" not in sys.argv and os.getcwd() != "/"
+    assert torch.get_default_dtype() == torch.float32
+    assert len({*ddpkit.all_gather_object(torch.rand(()).item())}) == 1
+
+@pytest.mark.ranks(2)
+def test_2_leaves(rank):
+    assert same_processes(HERE, rank)
+    ddpkit.teardown()
+
+@pytest.mark.ranks(2)
+def test_3_joins_again_and_leaves_a_thread(rank):
+    assert same_processes(HERE, rank)
+    ddpkit.barrier()
+    if rank == 1:
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+@pytest.mark.ranks(2)
+def test_4_has_new_processes_and_leaves_a_child(rank):
+    assert not same_processes(HERE, rank)
+    if rank == 0:
+        os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")
+
+@pytest.mark.ranks(2)
+def test_5_has_new_processes_and_does_a_step_alone(rank):
+    assert not same_processes(HERE, rank)
+    if rank == 0:
+        work = torch.distributed.all_reduce(torch.ones(1), async_op=True)
+
+@pytest.mark.ranks(2)
+def test_6_has_new_processes(rank):
+    assert not same_processes(HERE, rank)
+    assert ddpkit.all_reduce_mean(1.0) == 1.0
+
+@pytest.mark.ranks(2, fresh=True)
+def test_7_asks_for_new_processes(rank):
+    assert not same_processes(HERE, rank)
+"""
+
+
+def test_ranks_are_used_again_when_a_test_left_them_as_they_were(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    (tmp_path / "pids").mkdir()
+    source = f"import pathlib\nHERE = pathlib.Path({str(tmp_path / 'pids')!r})\n" + SAME + DIRT
+    outcomes, text = run(pytester, source)
+    assert len(outcomes) == 8 and {*outcomes.values()} == {"PASSED"}, text
+    assert processes_of(str(tmp_path)) == []
+
+
+def test_a_rank_that_hears_of_a_failure_outside_of_the_test_is_not_the_cause(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeconftest(
+        """
+import os, time
+import pytest
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    if os.environ.get("RANK") == "0":
+        time.sleep(600)  # the news comes while it is in a hook of pytest's
+    return (yield)
+"""
+    )
+    outcomes, text = run(pytester, "@pytest.mark.ranks(2)\ndef test_fails(rank):\n    assert rank == 0\n")
+    assert outcomes == {"test_fails[2ranks]": "FAILED"}, text
+    assert re.search(r"That was rank 1 of 2 -+\nrank 0: failed: PeerError: rank 1 .* AssertionError", text), text
+
+
+PATCHES = """
+class Mine:
+    def method(self):
+        return "mine"
+
+@pytest.mark.ranks(2)
+def test_0_patches_for_as_long_as_it_runs(rank, monkeypatch):
+    assert same_processes(HERE, rank)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "patched")
+    monkeypatch.setattr(Mine, "method", lambda self: "patched")
+    assert torch.cuda.is_available() == Mine().method() == "patched"
+
+@pytest.mark.ranks(2)
+def test_1_lets_torch_replace_its_own_and_set_a_signal_handler(rank):
+    assert same_processes(HERE, rank)
+    model = torch.nn.Linear(1, 1)
+    torch.optim.Adam(model.parameters()).step()
+    assert len([*torch.utils.data.DataLoader(range(4), num_workers=1, multiprocessing_context="fork")]) == 4
+
+@pytest.mark.ranks(2)
+def test_1_patches_torch(rank):
+    assert same_processes(HERE, rank)
+    if rank == 1:
+        torch.cuda.is_available = lambda: "patched"
+
+@pytest.mark.ranks(2)
+def test_2_has_new_processes_and_patches_a_class(rank):
+    assert not same_processes(HERE, rank) and torch.cuda.is_available() != "patched"
+    Mine.method = lambda self: "patched"
+
+@pytest.mark.ranks(2)
+def test_3_has_new_processes_and_deletes_a_function(rank):
+    assert not same_processes(HERE, rank) and Mine().method() == "mine"
+    del ddpkit.barrier
+
+@pytest.mark.ranks(2)
+def test_4_has_new_processes(rank):
+    assert not same_processes(HERE, rank)
+    ddpkit.barrier()
+"""
+
+
+def test_ranks_in_which_a_test_has_replaced_functions_are_not_used_again(
+    pytester: pytest.Pytester, tmp_path: Path
+) -> None:
+    outcomes, text = run(pytester, f"import pathlib\nHERE = pathlib.Path({str(tmp_path)!r})\n" + SAME + PATCHES)
+    assert len(outcomes) == 6 and {*outcomes.values()} == {"PASSED"}, text
+
+
+KILLED = """
+@pytest.mark.ranks(3)
+def test_a(rank):
+    (HERE / f"pid{rank}").write_text(str(os.getpid()))
+
+def test_b():
+    pids = [int((HERE / f"pid{rank}").read_text()) for rank in range(3)]
+    os.kill(pids[1], signal.SIGKILL)
+    while any(os.path.exists(f"/proc/{pid}/exe") for pid in pids):  # the others end as well
+        time.sleep(0.05)
+
+@pytest.mark.ranks(3)
+def test_c(rank):
+    assert (HERE / f"pid{rank}").read_text() != str(os.getpid())
+    assert ddpkit.all_reduce_mean(1.0) == 1.0
+"""
+
+
+def test_ranks_of_which_one_is_killed_between_tests_are_replaced_in_silence(
+    pytester: pytest.Pytester, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcomes, text = run(pytester, f"import pathlib\nHERE = pathlib.Path({str(tmp_path)!r})\n" + KILLED)
+    assert len(outcomes) == 3 and {*outcomes.values()} == {"PASSED"}, text
+    said = capfd.readouterr()
+    assert "Error" not in said.out + said.err and "ERROR" not in said.out + said.err, said
+
+
+def processes_of(word: str) -> list[str]:
+    """The commands of processes whose environment or command line has this word in it, but for this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if word.encode() in text and folder.name != str(os.getpid()):
+            found.append((folder / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+def test_x_ends_the_run_and_last_failed_repeats_what_failed(pytester: pytest.Pytester) -> None:
+    source = """
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("number", range(4))
+def test_it(rank, number):
+    assert number != 1 or rank != 1
+"""
+    outcomes, text = run(pytester, source, "-x")
+    assert list(outcomes.values()) == ["PASSED", "FAILED"] and "stopping after 1 failures" in text
+    outcomes, text = run(pytester, source, "--lf")
+    assert outcomes == {"test_it[2ranks-1]": "FAILED"}, text
+    outcomes, text = run(pytester, source, "-k", "2ranks-3")
+    assert outcomes == {"test_it[2ranks-3]": "PASSED"}, text
+
+
+def test_mistakes_in_the_marker_are_said_when_tests_are_collected(pytester: pytest.Pytester) -> None:
+    _, text = run(pytester, "@pytest.mark.ranks()\ndef test_it(): pass\n")
+    assert "ranks() takes numbers of ranks, for example ranks(1, 2, 3)" in text
+    _, text = run(pytester, "@pytest.mark.ranks(2, limit=3)\ndef test_it(): pass\n")
+    assert "ranks() knows ['fresh', 'join', 'timeout'], not ['limit']" in text
+    _, text = run(pytester, "def test_it(rank): pass\n")
+    assert "The fixture rank is for tests marked with @pytest.mark.ranks" in text
+
+
+@dataclass
+class Run:
+    """A run of pytest in a process of its own, which may be interrupted, asked by a debugger, and killed."""
+
+    process: Any
+    stdin: IO[str]
+    output: Path
+
+    def wait_for(self, *signs: Callable[[], bool]) -> None:
+        """Wait until all of these are true."""
+        while not all(sign() for sign in signs):
+            assert self.process.is_alive(), self.text()
+            time.sleep(0.05)
+
+    def type(self, text: str) -> None:
+        self.stdin.write(text)
+        self.stdin.flush()
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def end(self) -> str:
+        self.process.join(HANG)
+        assert self.process.exitcode is not None, self.text()
+        return self.text()
+
+
+def run_pytest(folder: Path, arguments: list[str]) -> None:
+    os.chdir(folder)
+    with open("stdin") as stdin:
+        os.dup2(stdin.fileno(), 0)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.path[:0] = ["", str(ROOT)]
+    sys.exit(int(pytest.main([*arguments, "test_inner.py"])))
+
+
+@contextmanager
+def started(folder: Path, source: str, *options: str) -> Iterator[Run]:
+    """Run pytest beside this one, in a process that need not import torch."""
+    (folder / "test_inner.py").write_text(HEAD + source)
+    os.mkfifo(folder / "stdin")
+    arguments = ["-p", "ddpkit.testing.hooks", "-p", "no:randomly", "-p", "no:cacheprovider", *options]
+    environment = {"PYTHONPATH": str(ROOT), "A_WORD": f"of {folder}"}
+    process = begin(run_pytest, environment, folder, arguments, output=str(folder / "output"))
+    with open(folder / "stdin", "w") as stdin:
+        try:
+            yield Run(process, stdin, folder / "output")
+        finally:
+            process.kill()
+            process.join()
+
+
+def test_no_process_outlives_a_run_that_is_interrupted_or_killed(tmp_path: Path) -> None:
+    source = """
+@pytest.mark.ranks(2)
+def test_it(rank):
+    open(f"begun{rank}", "w").close()
+    time.sleep(6000)
+"""
+    folders = [tmp_path / "interrupted", tmp_path / "killed"]
+    for folder in folders:
+        folder.mkdir()
+    with started(folders[0], source) as interrupted, started(folders[1], source) as killed:
+        for run in (interrupted, killed):
+            folder = run.output.parent
+            run.wait_for((folder / "begun0").exists, (folder / "begun1").exists)
+        os.kill(interrupted.process.pid, signal.SIGINT)
+        os.kill(killed.process.pid, signal.SIGKILL)
+        assert "KeyboardInterrupt" in interrupted.end()
+        killed.end()
+        end = time.monotonic() + HANG
+        while processes_of(f"of {tmp_path}") and time.monotonic() < end:
+            time.sleep(0.1)
+        assert processes_of(f"of {tmp_path}") == []
+
+
+def test_a_debugger_can_be_used_on_a_chosen_rank_and_after_a_failure_and_coverage_counts(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_cov")
+    (tmp_path / "lib.py").write_text("def on_rank_1():\n    return 1\n\n\ndef nowhere():\n    return 2\n")
+    source = """
+import lib
+
+@pytest.mark.ranks(2)
+def test_stops(rank):
+    number = 40 + rank
+    if rank == 1:
+        lib.on_rank_1()
+        breakpoint()
+    ddpkit.barrier()
+
+@pytest.mark.ranks(2)
+def test_fails(rank):
+    number = 50 + rank
+    assert rank == 0
+    ddpkit.barrier()
+"""
+    with started(tmp_path, source, "-p", "no:xdist", "--pdb", "--cov=lib", "--cov-report=term-missing") as run:
+        run.type("p 'number', number\ncontinue\n")
+        run.wait_for(lambda: "post-mortem on rank 1" in run.text())  # a pipe is read ahead, by another process perhaps
+        assert "('number', 41)" in run.text()
+        run.type("p 'number', number\ncontinue\n")
+        text = run.end()
+    assert "('number', 51)" in text and "1 failed, 1 passed" in text, text
+    assert re.search(r"^lib\.py +4 +1 +75% +6$", text, re.MULTILINE), text
+
+
+def test_several_workers_of_xdist_have_ranks_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    source = """
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("number", range(8))
+def test_it(rank, number):
+    assert ddpkit.all_gather_object(number) == [number] * 2
+"""
+    with started(tmp_path, source, "-n2") as run:
+        text = run.end()
+    assert "8 passed" in text, text
+
+
+def double(number: int) -> tuple[int, int]:
+    return 2 * number, ddpkit.get_world_size()
+
+
+def fail_on_1() -> None:
+    if ddpkit.get_rank() == 1:
+        raise ZeroDivisionError("oh")
+    ddpkit.barrier()
+
+
+def sleep_on_1() -> None:
+    if ddpkit.get_rank() == 1:
+        time.sleep(60)
+
+
+def die_on_1() -> None:
+    if ddpkit.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def join_and_count_connections() -> int:
+    with ddpkit.distributed():
+        files = Path("/proc/self/fd").iterdir()
+        return sum(os.readlink(file).startswith("socket:") for file in files if file.is_symlink())
+
+
+def test_ranks_that_join_by_themselves_keep_no_store_of_the_call_before() -> None:
+    _, second, *_, last = (on_ranks(join_and_count_connections, 2, join=False) for _ in range(6))
+    assert sum(last) <= sum(second) + 2  # connections of a group that has ended close on their own threads
+
+
+def test_functions_are_called_on_warm_ranks() -> None:
+    for nprocs in (1, 2, 3):
+        assert on_ranks(double, nprocs, 4) == [(8, nprocs)] * nprocs
+    first, second, fresh = (on_ranks(os.getpid, 2, fresh=fresh) for fresh in (False, False, True))
+    assert first == second and not {*first} & {*fresh}
+    with pytest.raises(ZeroDivisionError, match="oh") as caught:
+        on_ranks(fail_on_1, 2)
+    assert isinstance(caught.value.__cause__, ddpkit.PeerError) and caught.value.__cause__.rank == 1
+    with pytest.raises(TimeoutError, match="rank 1:\n(.|\n)*sleep_on_1"):
+        on_ranks(sleep_on_1, 2, timeout=1)
+    with pytest.raises(ddpkit.PeerError, match="rank 1 .* lost: was killed by SIGKILL"):
+        on_ranks(die_on_1, 2)
+    with pytest.raises(TypeError, match="cannot send"):
+        on_ranks(lambda: None, 2)
+    with pytest.raises(ValueError, match="positive integer, got 0"):
+        on_ranks(double, 0)

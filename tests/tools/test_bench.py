@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddpkit
+from ddpkit.tools.bench import measure, results, workloads
+from ddpkit.tools.bench.timing import Case, bandwidths, summary, time_cases
+from ddpkit.tools.bench.workloads import BadFlag, Plan
+from ddpkit.tools.cli import main
+
+ROOT = Path(__file__).parents[2]
+QUICK = ["--seconds", "0.01", "--rounds", "1", "--sizes", "1K", "64K"]
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "busbw"),
+    [("all_reduce", 2, 4.0), ("all_reduce", 8, 7.0), ("all_gather", 8, 3.5), ("reduce_scatter", 4, 3.0)]
+    + [("broadcast", 2, 4.0), ("broadcast", 8, 4.0), ("reduce_scatter", 2, 2.0), ("all_reduce", 1, 0.0)],
+)
+def test_bandwidths_are_those_of_nccl_tests(collective: str, ranks: int, busbw: float) -> None:
+    found = bandwidths(collective, ranks, size=2_000_000_000, seconds=0.5)  # 4 GB/s
+    assert found == {"algbw": 4.0, "busbw": pytest.approx(busbw)}
+
+
+def test_a_summary_is_the_median_and_the_quartiles() -> None:
+    assert summary([5.0, 1.0, 2.0, 100.0, 3.0]) == {"seconds": 3.0, "low": 2.0, "high": 5.0, "rounds": 5}
+    assert summary([2.0]) == {"seconds": 2.0, "low": 2.0, "high": 2.0, "rounds": 1}
+
+
+def test_a_slow_case_ends_after_three_rounds_and_a_quick_one_is_repeated() -> None:
+    calls = {"slow": 0, "quick": 0}
+
+    def slow() -> None:
+        calls["slow"] += 1
+        time.sleep(0.05)
+
+    def quick() -> None:
+        calls["quick"] += 1
+
+    said: list[str] = []
+    cases = [Case({}, slow), Case({}, quick)]
+    slows, quicks = time_cases(cases, 0.06, 6, torch.device("cpu"), said.append)
+    assert len(slows) == 3 and calls["slow"] == 2 + 3
+    assert min(slows) >= 0.05
+    assert calls["quick"] > 200 and min(quicks) < 20e-6
+    assert said == ["warming up, 2 measurements", *(f"round {i} of 6" for i in range(1, 7))]
+
+
+def test_a_first_call_that_was_disturbed_does_not_spoil_the_measurement() -> None:
+    calls = 0
+
+    def slow_at_first() -> None:
+        nonlocal calls
+        calls += 1
+        if calls <= 2:
+            time.sleep(0.05)
+
+    time_cases([Case({}, slow_at_first)], 0.06, 6, torch.device("cpu"), lambda text: None)
+    assert calls > 200  # in rounds of 10 ms each
+
+
+def step(ranks: int, samples: int, seconds: float) -> dict[str, Any]:
+    what = {"part": "steps", "name": "net", "ranks": ranks, "way": "ddp", "samples": samples, "parameters": 7}
+    return what | {"times": [seconds]}
+
+
+def outcome(ranks: int, *results: dict[str, Any]) -> dict[str, Any]:
+    about = {"device": "cpu", "backend": "gloo", "launcher": "spawn", "nodes": 1}
+    return {"ranks": ranks, "results": list(results)} | about
+
+
+PLAN = Plan(("steps",), (), ("net",), 12, 0.1, 1, None, dp=False)
+
+
+def test_scaling_compares_samples_per_second_with_the_fewest_ranks() -> None:
+    outcomes = [outcome(1, step(1, 12, 1.0)), outcome(2, step(2, 24, 1.25), step(2, 12, 0.75))]
+    outcomes += [
+        outcome(3, step(3, 36, 1.0), step(3, 12, 2.0)),
+        outcome(1, step(1, 12, 3.0)),
+    ]  # and back: 2 s on 1 rank
+    scaling = results.assemble(PLAN, outcomes)["scaling"]
+    found = {(r["scaling"], r["ranks"]): (r["samples_per_second"], r["speed_up"], r["efficiency"]) for r in scaling}
+    assert found == {
+        ("weak", 1): (6.0, 1.0, 1.0),
+        ("weak", 2): (pytest.approx(19.2), pytest.approx(3.2), pytest.approx(1.6)),
+        ("weak", 3): (36.0, 6.0, pytest.approx(2.0)),
+        ("strong", 1): (6.0, 1.0, 1.0),
+        ("strong", 2): (16.0, pytest.approx(16 / 6), pytest.approx(16 / 12)),
+        ("strong", 3): (6.0, 1.0, pytest.approx(1 / 3)),
+    }
+
+
+def test_the_tables_show_units_ratios_and_speed_ups() -> None:
+    def pair(name: str, seconds: float) -> dict[str, Any]:
+        return {"part": "barrier", "name": name, "ranks": 2, "times": [0.8 * seconds, seconds, 1.2 * seconds]}
+
+    reduced = {"part": "collectives", "name": "all_reduce", "ranks": 2, "bytes": 3 << 20, "times": [1e-3]}
+    odd = reduced | {"bytes": 65532, "times": [1.5]}
+    steps = [reduced, odd, pair("ours", 3e-5), pair("plain", 2e-5), step(2, 24, 1.5), step(2, 12, 1.0)]
+    lines = results.text(results.assemble(PLAN, [outcome(2, *steps)])).splitlines()
+    rows = [" ".join(line.split()) for line in lines]
+    assert "all_reduce 2 3 MiB 1 ms 0% 3.15 3.15" in rows
+    assert "all_reduce 2 65532 B 1.5 s 0% 4.37e-05 4.37e-05" in rows
+    assert "ours 2 30 µs 10% 1.50" in rows and "plain 2 20 µs 10% 1.00" in rows
+    assert "net 7 2 DDP 24 1.5 s 0%" in rows
+    assert "net 2 16 1.00 100%" in rows and "net 2 12 1.00 100%" in rows
+    assert any(line.startswith("DP against DDP: skipped") for line in lines)
+    assert not any("vary" in line for line in lines)
+
+
+def test_times_that_vary_are_remarked_upon() -> None:
+    steps = step(2, 24, 1.0), step(2, 12, 1.0)
+    steps[0]["times"] = [0.5, 1.0, 1.5]
+    notes = results.assemble(PLAN, [outcome(2, *steps)])["notes"]
+    assert any(note.startswith("1 of 2 measurements vary by more than ± 20%") for note in notes)
+
+
+def bench(*words: str) -> int:
+    return main(["bench", *words])
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    with redirect_stdout(io.StringIO()) as out:
+        code = bench("--ranks", "3", "1", "2", "--model", "mlp", "--batch-size", "7", *QUICK, "--json")
+    assert code == 0
+    return json.loads(out.getvalue())  # type: ignore[no-any-return]
+
+
+def run_tool(command: list[str], folder: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"PYTHONPATH": str(ROOT)} | env
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+
+
+def test_everything_is_measured_on_one_two_and_three_ranks(report: dict[str, Any]) -> None:
+    found = [
+        (r["ranks"], r["part"], r["name"], r.get("way"), r.get("samples"), r.get("bytes")) for r in report["results"]
+    ]
+    talk = ["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+    expected: list[Any] = [(1, "steps", "mlp", "ddp", 7, None)]
+    for n, sizes in ((2, (1024, 65536)), (3, (1020, 65532))):  # whole numbers of floats on each rank
+        expected += [(n, "collectives", name, None, None, size) for size in sizes for name in talk]
+        expected += [(n, "metrics", name, None, None, None) for name in ("ddpkit.all_reduce_mean", "by hand")]
+        expected += [(n, "barrier", name, None, None, None) for name in ("ddpkit.barrier", "torch.distributed.barrier")]
+        ways = (("ddp", 7 * n), ("ddp", 7), ("local", 7 * n))
+        expected += [(n, "steps", "mlp", way, samples, None) for way, samples in ways]
+    assert found == expected
+
+
+def test_the_json_report_has_the_documented_keys(report: dict[str, Any]) -> None:
+    page = (ROOT / "docs/guide/bench.md").read_text()
+    assert all(f"`{key}`" in page for key in report)
+    assert all(f"`{key}`" in page for result in report["results"] for key in result)
+    assert all(f"`{key}`" in page for row in report["scaling"] for key in row)
+    about = {key: report[key] for key in ("schema", "ddpkit", "ranks", "backend", "device", "launcher", "batch_size")}
+    known = {"schema": 1, "ddpkit": ddpkit.__version__, "ranks": [1, 2, 3], "backend": "gloo", "batch_size": 7}
+    assert about == known | {"device": "cpu", "launcher": "spawn"}
+    for result in report["results"]:
+        assert 0 < result["low"] <= result["seconds"] <= result["high"] < 60 and result["rounds"] == 1
+        if result["part"] == "collectives":
+            assert result["algbw"] == pytest.approx(result["bytes"] / result["seconds"] / 1e9)
+    parameters = 256 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10
+    assert {r["parameters"] for r in report["results"] if r["part"] == "steps"} == {parameters}
+    assert [(r["scaling"], r["ranks"]) for r in report["scaling"]] == [
+        (kind, n) for kind in ("weak", "strong") for n in (1, 2, 3)
+    ]
+    assert "Not on 1 rank, which has nobody to talk to: collectives, metrics, barrier." in report["notes"]
+
+
+def test_jobs_are_visited_there_and_back(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--ranks", "2", "3", "--only", "barrier", "--rounds", "5", "--seconds", "0.02", "--json") == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    ours = {r["ranks"]: r["rounds"] for r in results if r["name"] == "ddpkit.barrier"}
+    assert set(ours) == {2, 3}
+    assert ours[2] == 6 and 3 <= ours[3] <= 5  # twice three; a busy machine may use up the time sooner
+
+
+NOISY = """
+import torch
+from helper import WIDTH
+print("imported")
+
+class Net(torch.nn.Linear):
+    def forward(self, x, scale):
+        print("forward")
+        return (super().forward(x) * scale).square().mean()
+
+def make():
+    print("made")
+    return Net(WIDTH, 2), lambda n: (torch.randn(n, WIDTH), torch.ones(n, 1))
+"""
+
+
+def test_a_model_of_ones_own_is_measured_and_drawn(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/helper.py").write_text("WIDTH = 3\n")
+    (tmp_path / "models/noisy.py").write_text(NOISY)
+    words = ["bench", "--ranks", "1", "--only", "steps", "--model", "models/noisy.py:make", *QUICK]
+    done = run_tool([sys.executable, "-m", "ddpkit", *words, "--json", "--plot", "a.png"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout)["results"]  # what the model prints is not there
+    assert result["parameters"] == 8 and result["samples_per_second"] == pytest.approx(64 / result["seconds"])
+    assert "forward\n" in done.stderr and "made\n" in done.stderr
+    assert "1 rank: round 1 of 1 ...\n" in done.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_under_torchrun_the_jobs_own_ranks_are_measured() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = ["-m", "ddpkit", "bench", "--only", "collectives", "metrics", *QUICK, "--json"]
+    done = run_tool([*torchrun, *words])
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)  # rank 0 alone prints
+    assert (report["launcher"], report["ranks"]) == ("torchrun", [2])
+    assert len(report["results"]) == 2 * 4 + 2
+    assert done.stderr.count("warming up") == 1
+
+
+MAKERS = """
+import torch
+nothing = lambda: None
+pair = lambda: (torch.nn.Linear(1, 1), 3)
+broken = lambda: 1 / 0
+later = lambda: (torch.nn.Linear(1, 1), lambda n: 1 / 0)
+value = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--ranks 0", "--ranks 0: a job has at least 1 rank"),
+        ("--ranks 2 -1", "--ranks -1: a job has at least 1 rank"),
+        ("--ranks two", "argument --ranks: invalid int value: 'two'"),
+        ("--ranks 1 --only barrier", "--ranks 1: barrier: only with 2 ranks or more"),
+        ("--only speed", "argument --only: invalid choice: 'speed'"),
+        ("--seconds 0", "--seconds 0.0: must be positive"),
+        ("--seconds nan", "--seconds nan: must be positive"),
+        ("--seconds inf", "--seconds inf: must be positive and finite"),
+        ("--rounds -2", "--rounds -2: must be positive"),
+        ("--batch-size 2 --ranks 3", "--batch-size 2: strong scaling divides it among 3 ranks"),
+        ("--sizes 64K 10X", "--sizes 10X: not a size; write bytes, or 64K, 16M, 1G"),
+        ("--sizes 0", "--sizes 0: not a size"),
+        ("--device gpu", "--device gpu: torch knows no such device"),
+        ("--device xpu:0", "--device xpu:0: there is no such accelerator here"),
+        ("--model transfomer", "--model transfomer: no such model; did you mean transformer? Built in are mlp, cnn"),
+        ("--model nowhere.at_all:make", "cannot import nowhere.at_all: ModuleNotFoundError: No module named 'nowhere'"),
+        ("--model makers.py:nothin", "makers has no function nothin; did you mean nothing?"),
+        ("--model makers.py:value", "makers has no function value"),
+        ("--model makers.py:nothing", "the function returned NoneType; it should return a torch.nn.Module, and a"),
+        ("--model makers.py:pair", "the function returned (Linear, int); it should return"),
+        ("--model makers.py:broken", "the function raised ZeroDivisionError: division by zero"),
+        ("--model mlp --plot nowhere/a.png", "--plot nowhere/a.png: there is no folder "),
+        ("--model mlp --plot a.xyz", "--plot a.xyz: the name must end in one of "),
+    ],
+)
+def test_what_cannot_be_measured_is_said_in_one_line(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_makers(tmp_path, monkeypatch)
+    try:
+        code = bench(*words.split())
+    except SystemExit as end:
+        code = int(end.code or 0)
+    said = capsys.readouterr()
+    assert code == 2 and said.out == ""
+    assert said.err.startswith("python -m ddpkit bench: error: ") and said.err.count("\n") == 1
+    assert message in said.err
+
+
+def use_makers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "makers.py").write_text(MAKERS)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "makers", raising=False)
+
+
+def test_without_matplotlib_a_plot_is_refused_before_measuring(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert bench("--model", "mlp", "--plot", "a.png") == 2
+    assert 'pip install "ddpkit[plot]"' in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_ends_the_bench_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_makers(tmp_path, monkeypatch)
+    assert bench("--ranks", "1", "--only", "steps", "--model", "makers.py:later", "--json") == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "error: rank 0 (" in said.err and "failed: ZeroDivisionError: division by zero" in said.err
+    assert "Traceback of rank 0:" in said.err and "makers.py" in said.err
+
+
+def test_under_a_launcher_no_other_ranks_are_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, lines in ((0, 1), (1, 0)):  # one line, not one from each rank
+        for name, value in (("RANK", f"{rank}"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
+            monkeypatch.setenv(name, value)
+        assert bench("--ranks", "2") == 2
+        assert capsys.readouterr().err.count("leave it out") == lines
+
+
+def measure_with_a_problem(of: int) -> str:
+    plan = Plan(("barrier",), (), (), 1, 0.01, 1, None, dp=False)
+    try:
+        measure.measure(plan, "no such folder" if int(os.environ["RANK"]) == of else "")
+    except BadFlag as error:
+        return str(error)
+    return "measured"
+
+
+def test_a_problem_of_one_rank_is_known_to_all() -> None:
+    assert ddpkit.spawn(measure_with_a_problem, 3, 1) == ["no such folder"] * 3
+
+
+class Outputs(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"loss": super().forward(x)}
+
+
+def test_a_forward_that_returns_no_tensor_is_named() -> None:
+    step = workloads.make_step("pack:make", Outputs(1, 1), torch.zeros(2, 1), torch.device("cpu"))
+    with pytest.raises(TypeError, match="--model pack:make: forward returned dict; it should return one tensor"):
+        step()
+
+
+@pytest.mark.parametrize("name", workloads.BUILT_IN)
+def test_a_step_changes_a_built_in_model(name: str) -> None:
+    torch.manual_seed(0)
+    model, make_batch = workloads.build(name)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    workloads.make_step(name, model, make_batch(2), torch.device("cpu"))()
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

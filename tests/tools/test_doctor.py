@@ -1,0 +1,637 @@
+"""The doctor on healthy and on broken machines and jobs: real processes, started as a person or a launcher would."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import multiprocessing
+import os
+import pty
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import CLEAN, ROOT, TORCHRUN, free_port, platform_env, run
+
+import ddpkit
+from ddpkit import LaunchError, detect_launch
+from ddpkit.tools import cli
+from ddpkit.tools.doctor import machine_checks, network_checks
+from ddpkit.tools.doctor.command import read_launch
+from ddpkit.tools.doctor.job_checks import _read_clock, compare_clocks, read_places, roll_call, same_versions
+from ddpkit.tools.doctor.report import Check, merge, render, worst
+from ddpkit.tools.doctor.visit import MARK, Visit, read_report
+from ddpkit.tools.tables import drawn, table
+
+MACHINE = ["launch", "versions", "devices", "interface", "master", "ports"]
+MACHINE += ["shm", "cores", "memory", "open files", "locked memory", "collective"]
+JOB = ["launch", "versions", "devices", "interface", "ports", "shm", "cores", "memory", "open files", "locked memory"]
+JOB += ["master", "join", "ranks", "same versions", "mean", "latency", "clocks"]
+LATE = 120.0  # seconds for a doctor with a time-out of a few; torch would take longer, and a busy machine does not
+
+ELSEWHERE = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh"]
+ALONE = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+
+
+def can_be(there: list[str]) -> bool:
+    """Whether this process may give a child a host name, or a network, of its own."""
+    return bool(shutil.which("unshare")) and not subprocess.run([*there, "true"], capture_output=True).returncode
+
+
+def popen(command: list[str], stdin: int, env: dict[str, str]) -> subprocess.Popen[str]:
+    env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=env, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
+
+
+def start(*flags: str, on: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
+    return popen([*on, sys.executable, "-m", "ddpkit", "doctor", *flags], subprocess.DEVNULL, env)
+
+
+def examine(folder: str, flags: Sequence[str]) -> None:
+    """Do what `python -m ddpkit doctor` does, in a process that has imported torch."""
+    errors = os.open(f"{folder}/{os.getpid()}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(errors, 2)
+    os.close(errors)
+    print(os.getpid(), flush=True)
+    sys.exit(cli.main(["doctor", *flags]))
+
+
+def at_once(*flags: str, envs: list[dict[str, str]]) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of ranks that start together."""
+    with tempfile.TemporaryDirectory() as folder:
+        ended = run(examine, [{"OMP_NUM_THREADS": "1", **env} for env in envs], folder, flags, timeout=600)
+        results = []
+        for end in ended:
+            pid, _, out = end.output.partition("\n")
+            results.append((end.code, out, Path(folder, pid).read_text()))
+        return results
+
+
+def doctor(*flags: str, **env: str) -> tuple[int, str, str, float]:
+    """Exit code, stdout, stderr and seconds of one run."""
+    begin = time.monotonic()
+    (result,) = at_once(*flags, envs=[env])
+    return *result, time.monotonic() - begin
+
+
+def found(out: str) -> dict[str, dict[str, Any]]:
+    """The checks of a report in JSON, by name."""
+    return {check["name"]: check for check in json.loads(out)["checks"]}
+
+
+def failed(out: str) -> list[str]:
+    return [name for name, check in found(out).items() if check["status"] == "failed"]
+
+
+def test_a_healthy_machine_passes_and_the_json_has_its_schema() -> None:
+    process = start("--json", "--device", "cpu")
+    (out, err), code = process.communicate(timeout=600), process.returncode
+    report = json.loads(out)  # and nothing else is on stdout
+    assert code == 0, out + err
+    assert report.keys() == {
+        "schema",
+        "scope",
+        "status",
+        "host",
+        "world_size",
+        "versions",
+        "checks",
+        "ranks",
+        "pairs",
+    }
+    assert (report["schema"], report["scope"], report["world_size"]) == (1, "machine", 1)
+    assert report["host"] == socket.gethostname() and report["versions"]["torch"] == torch.__version__
+    assert report["status"] in ("ok", "warning") and report["ranks"] == report["pairs"] == []
+    assert [check["name"] for check in report["checks"]] == MACHINE
+    for check in report["checks"]:
+        assert check.keys() == {"name", "status", "found", "remedy", "details", "measured"}
+        assert bool(check["remedy"]) == (check["status"] in ("warning", "failed")), check
+    assert "the mean of the ranks' numbers is 0.5" in found(out)["collective"]["found"]
+    assert 0 < found(out)["collective"]["measured"]["all_reduce_us"] < 1e6
+    assert found(out)["launch"]["details"] == ["no launcher: one process"]
+    assert found(out)["master"]["status"] == "skipped"
+    assert "two processes meet" in err
+
+
+def test_a_report_for_people_is_aligned_and_says_what_to_do() -> None:
+    process = start("--device", "cpu", PYTHONIOENCODING="ascii", MASTER_ADDR="no.such.invalid")
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 1
+    lines = out.splitlines()
+    assert lines[0] == f"ddpkit doctor: this machine, {socket.gethostname()}"
+    place = lines.index("x master         MASTER_ADDR=no.such.invalid does not resolve")
+    assert lines[place + 1].startswith(" " * 17 + "-> Set MASTER_ADDR to a name or address of rank 0's host")
+    assert lines[-1].endswith("1 failed (master)") and "\033" not in out and out.isascii()
+
+
+@pytest.mark.skipif(not can_be(ALONE), reason="needs the right to make a network namespace")
+def test_a_master_of_another_host_that_does_not_answer_fails() -> None:
+    process = start("--json", on=ALONE, MASTER_ADDR="192.0.2.1")
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 1 and failed(out) == ["master"], out + err
+    assert "192.0.2.1, another host, which does not answer: Network is unreachable" in found(out)["master"]["found"]
+
+
+def test_a_master_of_another_host_answers_also_by_refusing(monkeypatch: Any) -> None:
+    monkeypatch.setattr(network_checks, "is_local", lambda address: False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", f"{free_port()}")
+    assert network_checks.master().found == "MASTER_ADDR=127.0.0.1 resolves to 127.0.0.1, another host, which answers"
+
+
+def test_hints_that_are_refused_are_named_with_the_way_out() -> None:
+    code, out, _, _ = doctor("--json", "--device", "cpu", RANK="0")
+    assert code == 1 and failed(out) == ["launch"]
+    launch = found(out)["launch"]
+    assert "WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set. Found: RANK=0" in launch["found"]
+    assert launch["remedy"].startswith("Start every process with torchrun") and "unset RANK" in launch["remedy"]
+    assert found(out)["collective"]["status"] == "ok"  # the machine itself is well
+
+
+def test_a_forgotten_srun_is_one_warning(monkeypatch: Any) -> None:
+    for name, text in {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}.items():
+        monkeypatch.setenv(name, text)
+    _, check = read_launch()
+    assert check.status == "warning" and check.found.startswith("SLURM_NTASKS=4, but this process")
+    assert check.details == ["no launcher: one process"]
+
+
+def test_a_refused_task_of_a_launcher_says_one_line_only() -> None:
+    code, out, err, _ = doctor("--json", RANK="0", SLURM_PROCID="3", SLURM_STEP_NUM_TASKS="4")
+    assert (code, out) == (1, "") and len(err.splitlines()) == 1 and "RANK=0" in err
+
+
+def test_a_taken_port_is_named_with_the_process_that_holds_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        code, out, _, _ = doctor("--json", "--device", "cpu", MASTER_PORT=f"{port}")
+        assert code == 1 and failed(out) == ["ports"]
+        assert f"MASTER_PORT {port} is not free: process {os.getpid()} (" in found(out)["ports"]["found"]
+        code, out, _, seconds = doctor("--json", **platform_env(0, 2, port))
+    assert code == 1 and failed(out) == ["ports"] and seconds < LATE
+    assert [found(out)[name]["status"] for name in ("master", "join", "mean")] == ["skipped"] * 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bad_master_address_fails_the_step_within_the_time_out(rank: int) -> None:
+    env = platform_env(rank, 2, free_port(), MASTER_ADDR="no.such.host.invalid")
+    code, out, err, seconds = doctor("--timeout", "3", "--json", **env)
+    assert code == 1 and seconds < LATE
+    if rank == 0:
+        assert failed(out) == ["master"]
+        assert "MASTER_ADDR='no.such.host.invalid' did not resolve within 3 s" in found(out)["master"]["found"]
+        assert found(out)["master"]["remedy"].startswith("Set MASTER_ADDR")
+    else:  # rank 0 cannot speak for it
+        assert out == "" and f"rank 1 ({socket.gethostname()}): master: MASTER_ADDR=" in err
+
+
+def torchrun(nprocs: int, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [*TORCHRUN, f"--nproc-per-node={nprocs}", "-m", "ddpkit", "doctor"]
+    env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run([*command, *flags], env=env, capture_output=True, text=True, timeout=600)
+
+
+def test_a_job_of_one_rank_is_a_job() -> None:
+    done = torchrun(1, "--json", "--device", "cpu")
+    assert done.returncode == 0 and json.loads(done.stdout)["scope"] == "job"
+    assert found(done.stdout)["join"]["found"] == "1 rank over gloo"
+
+
+DIES_WHILE_JOINING = """
+import os, sys
+import torch.distributed as dist
+from ddpkit.tools import cli
+
+if os.environ["RANK"] == "1":
+    dist.init_process_group = lambda *args, **more: os._exit(3)
+sys.exit(cli.main(["doctor", "--json", "--timeout", "100"]))
+"""
+
+
+def test_the_report_comes_although_torchrun_ends_all_when_one_rank_has_failed(tmp_path: Path) -> None:
+    """Rank 0 waits in gloo, in a C call, when torchrun's signal comes."""
+    (tmp_path / "doctor.py").write_text(DIES_WHILE_JOINING)
+    command = [*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "doctor.py")]
+    env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1 and failed(done.stdout) == ["join"], done.stderr
+    assert "another rank has failed" in found(done.stdout)["join"]["found"]
+
+
+def test_a_nested_launch_is_refused_on_every_rank_and_reported_once() -> None:
+    done = torchrun(2, "--json", "--device", "cpu", RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 1 and failed(done.stdout) == ["launch"]
+    assert "torchrun was started by rank 0 of 2 of another launch" in found(done.stdout)["launch"]["found"]
+    assert found(done.stdout)["launch"]["remedy"].startswith("Start torchrun once per node with --nnodes")
+
+
+def test_a_job_under_torchrun_is_examined_and_only_the_main_process_prints() -> None:
+    done = torchrun(2, "--json", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert (report["scope"], report["world_size"]) == ("job", 2)
+    assert [check["name"] for check in report["checks"]] == [name for name in JOB if name != "ports"]  # the agent's
+    assert report["pairs"] == [{"ranks": [0, 1], "same_host": True}]
+    assert [(place["rank"], place["device"]) for place in report["ranks"]] == [(0, "cpu"), (1, "cpu")]
+    assert len({place["pid"] for place in report["ranks"]}) == 2
+    assert found(done.stdout)["launch"]["found"] == "torchrun: rank 0 of 2, local rank 0 of 2"
+
+
+def test_a_job_of_a_platform_is_examined() -> None:
+    port = free_port()
+    (code, out, err), other = at_once(
+        "--json", "--device", "cpu", envs=[platform_env(rank, 2, port) for rank in (0, 1)]
+    )
+    assert code == 0, out + err
+    assert (other[0], other[1]) == (0, "")
+    assert [check["name"] for check in json.loads(out)["checks"]] == JOB
+    assert found(out)["join"]["found"] == "2 ranks over gloo"
+    assert found(out)["ranks"]["found"] == "2 ranks on 1 host; pairs on one host: 1, on different hosts: 0"
+    assert found(out)["latency"]["measured"].keys() == {"all_reduce_us", "barrier_us"}
+    assert found(out)["latency"]["details"] == []  # one figure for all: the slowest rank's
+    assert f"rank 1 ({socket.gethostname()}): platform: rank 1 of 2" in found(out)["launch"]["details"]
+
+
+@pytest.mark.skipif(not can_be(ELSEWHERE), reason="needs the right to make a UTS namespace")
+def test_pairs_on_different_hosts_are_told_apart_and_clocks_compared() -> None:
+    port = free_port()
+    places = [[], [], ELSEWHERE]
+    ranks = [start("--json", on=on, **platform_env(rank, 3, port)) for rank, on in enumerate(places)]
+    (out, err), *_ = [process.communicate(timeout=600) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0, 0], err
+    assert [pair["same_host"] for pair in json.loads(out)["pairs"]] == [True, False, False]
+    assert [place["node_rank"] for place in json.loads(out)["ranks"]] == [0, 0, 1]
+    assert found(out)["clocks"]["found"].startswith("all nodes within")
+    assert found(out)["clocks"]["measured"]["largest_offset_ms"] < 1000  # one clock, in truth
+
+
+def test_what_one_rank_alone_finds_is_reported_with_its_name_and_fails_all() -> None:
+    port = free_port()
+    envs = [platform_env(0, 2, port), platform_env(1, 2, port, GLOO_SOCKET_IFNAME="nosuch0")]
+    (code, out, _), (other, nothing, err) = at_once("--json", "--timeout", "10", envs=envs)
+    assert (code, other) == (1, 1) and nothing == "" and "ddpkit doctor:" not in err  # the main process speaks for it
+    assert f"rank 1 ({socket.gethostname()}): GLOO_SOCKET_IFNAME=nosuch0" in found(out)["interface"]["found"]
+    assert "interface" in failed(out) and "join" in failed(out)
+    assert "nosuch0" in str(found(out)["join"])  # gloo's own words, on the rank that had them
+
+
+def test_a_rank_that_does_not_come_is_named_when_the_time_is_up() -> None:
+    code, out, _, seconds = doctor("--json", "--timeout", "3", **platform_env(0, 2, free_port()))
+    assert code == 1 and failed(out) == ["join"] and seconds < LATE
+    assert "Ranks [1] of 2 did not come within 3 s" in found(out)["join"]["found"]
+    port = free_port()
+    first, third = at_once("--json", "--timeout", "15", envs=[platform_env(rank, 3, port) for rank in (0, 2)])
+    out = first[1]
+    assert (first[0], third[:2]) == (1, (1, ""))
+    assert "Ranks [1] of 3 did not come within 15 s" in found(out)["join"]["found"]
+    assert len(found(out)["launch"]["details"]) == 5  # rank 2 has told what it is
+    code, out, err, seconds = doctor("--json", "--timeout", "3", **platform_env(1, 2, free_port()))
+    assert (code, out) == (1, "") and seconds < LATE
+    assert "rank 1" in err and "Nobody answers at MASTER_ADDR:MASTER_PORT" in err
+
+
+def work_until_told() -> None:
+    with ddpkit.distributed():
+        print("joined", flush=True)
+        sys.stdin.readline()
+        print(ddpkit.all_reduce_mean(1.0), flush=True)
+
+
+def examine_rank(rank: int, port: int) -> list[Any]:
+    return list(doctor("--json", "--timeout", "8", **platform_env(rank, 2, port)))
+
+
+def test_the_doctor_does_not_disturb_a_job_that_runs_with_the_same_variables() -> None:
+    """As in a shell that was opened in a pod where the job runs."""
+    port = free_port()
+    code = "import test_doctor; test_doctor.work_until_told()"
+    env = {**CLEAN, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests", Path(__file__).parent]))}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    job = [
+        subprocess.Popen([sys.executable, "-c", code], env=env | platform_env(rank, 2, port), **pipes)
+        for rank in range(2)
+    ]
+    assert job[0].stdout and job[0].stdout.readline() == b"joined\n"
+    first, second = examine_rank(0, port), examine_rank(1, port)
+    assert first[0] == second[0] == 1
+    assert failed(first[1]) == ["ports"] and f"process {job[0].pid} (" in found(first[1])["ports"]["found"]
+    assert f"Another job meets at 127.0.0.1:{port}" in second[2]
+    for process in job:
+        assert process.stdin
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=600)[0] for process in job]
+    assert [process.returncode for process in job] == [0, 0]
+    assert outputs == [b"1.0\n", b"joined\n1.0\n"]  # rank 0's first line has been read
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["doctor", "--timeout", "0"], "'0' is not a positive number of seconds"),
+        (["doctor", "--timeout", "soon"], "'soon' is not a positive number of seconds"),
+        (["doctor", "--timeout", "nan"], "'nan' is not a positive number of seconds"),
+        (["doctor", "--device", "gpu"], "'gpu' is no device; name one as torch does"),
+        (["doctor", "--backend", "cpu:gloo,cuda:nocl"], "'nocl' is not available in this torch; there is"),
+        (["doctor", "--backend", "fake"], "'fake' is not available in this torch; there is gloo"),
+        (["doctor", "--jsn"], "unrecognized arguments: --jsn; did you mean --json?"),
+        (["doctor", "--timeuot=3"], "unrecognized arguments: --timeuot=3; did you mean --timeout?"),
+        (["bench", "--moedl", "mlp"], "unrecognized arguments: --moedl mlp; did you mean --model?"),
+        (["doctor", "--xyz"], "unrecognized arguments: --xyz (--help"),
+        (["docotr"], "did you mean doctor?"),
+        (["surgeon"], "invalid choice: 'surgeon'"),
+        ([], "the following arguments are required: doctor|bench"),
+        ([], "measures collectives, metric reduction"),
+    ],
+)
+def test_bad_flags_are_named(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(flags)
+    assert end.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_help_names_both_tools(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and "checks this machine" in out and "measures collectives" in out
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"ddpkit {ddpkit.__version__}\n"
+
+
+def in_child(probe: Any, limit: tuple[int, int, int] | None, core: int | None, pipe: Any) -> None:
+    if limit:
+        resource.setrlimit(limit[0], limit[1:])
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    pipe.send(probe())
+
+
+def probed(probe: Any, limit: tuple[int, int, int] | None = None, core: int | None = None) -> Check:
+    """What a probe finds in a process with other limits."""
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe()
+    child = context.Process(target=in_child, args=(probe, limit, core, theirs))
+    child.start()
+    check: Check = mine.recv()
+    child.join()
+    return check
+
+
+def test_few_open_files_are_a_warning_that_names_the_limit() -> None:
+    check = probed(machine_checks.open_files, (resource.RLIMIT_NOFILE, 256, 512))
+    assert check.status == "warning" and check.found.startswith("256, may be raised to 512: ")
+    assert check.remedy.startswith("ulimit -n 512")
+    assert probed(machine_checks.open_files, (resource.RLIMIT_NOFILE, 1024, 1024)).status == "ok"
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+def test_a_process_tied_to_one_core_is_a_warning() -> None:
+    check = probed(machine_checks.cores, core=min(os.sched_getaffinity(0)))
+    assert check.status == "warning" and "mpirun --bind-to none" in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("files", "quota", "limit", "kills"),
+    [
+        (
+            {"cpu.max": "150000 100000", "memory.max": "1073741824", "memory.events": "low 0\noom_kill 2"},
+            1.5,
+            1 << 30,
+            2,
+        ),
+        ({"cpu.max": "max 100000", "memory.max": "max", "memory.events": "oom 0\noom_kill 0"}, None, None, 0),
+        (
+            {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000", "memory.oom_control": "oom_kill 1"},
+            0.5,
+            None,
+            1,
+        ),
+        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000", "memory.limit_in_bytes": "4096"}, None, 4096, 0),
+    ],
+)
+def test_limits_of_both_kinds_of_cgroup_are_read(
+    files: dict[str, str], quota: float | None, limit: int | None, kills: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    inner = tmp_path / "job"
+    inner.mkdir()
+    for name, text in files.items():
+        (inner / name).write_text(text + "\n")
+    (tmp_path / "cpu.max").write_text("800000 100000\n" if quota else "max 100000\n")  # the tighter one counts
+    monkeypatch.setattr(machine_checks, "_cgroups", lambda controller: iter([inner, tmp_path]))
+    found = machine_checks.cpu_quota(), machine_checks.memory_limit(), machine_checks.oom_kills()
+    assert found == (quota, limit, kills)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    assert machine_checks.cores().status == ("warning" if quota and quota < len(os.sched_getaffinity(0)) else "ok")
+    assert machine_checks.memory().status == ("warning" if kills or limit == 4096 else "ok")
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "lo,nosuch0"}, "there is no nosuch0"),
+        ({"NCCL_SOCKET_IFNAME": "nosuch"}, "NCCL_SOCKET_IFNAME=nosuch fits no interface"),
+        ({"NCCL_SOCKET_IFNAME": "=l"}, "fits no interface"),
+        ({"NCCL_SOCKET_IFNAME": "l"}, ""),
+        ({"NCCL_SOCKET_IFNAME": "^nosuch,docker"}, ""),
+    ],
+)
+def test_a_variable_that_names_no_interface_fails(variable: dict[str, str], words: str, monkeypatch: Any) -> None:
+    for name, text in variable.items():
+        monkeypatch.setenv(name, text)
+    check = network_checks.interface()
+    assert (check.status == "failed") == bool(words)
+    assert words in check.found and "lo" in network_checks.interfaces()
+
+
+@pytest.mark.parametrize(("text", "free"), [("0", False), ("http", False), ("70000", False), ("23999", True)])
+def test_a_port_that_is_none_is_refused(text: str, free: bool, monkeypatch: Any) -> None:
+    monkeypatch.setenv("MASTER_PORT", text)
+    check = network_checks.ports(None, True)
+    assert (check.status == "failed") != free and text in check.found
+
+
+def test_a_port_among_those_of_outgoing_connections_is_a_warning(monkeypatch: Any) -> None:
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    monkeypatch.setenv("MASTER_PORT", f"{low + 7}")
+    check = network_checks.ports(None, True)
+    assert check.status == "warning" and f"outside {low} to {high}" in check.remedy
+
+
+def test_the_ranks_reports_become_one_that_says_each_thing_once() -> None:
+    hosts = ["a", "a", "b"]
+    well, ill = Check("shm", "ok", "23 GiB free"), Check("shm", "warning", "64 MiB free", "--shm-size")
+    assert merge({0: [well], 1: [well], 2: [well]}, hosts) == [well]
+    (check,) = merge({0: [well], 1: [well], 2: [ill]}, hosts)
+    assert (check.status, check.found, check.remedy) == ("warning", "rank 2 (b): 64 MiB free", "--shm-size")
+    assert check.details == ["ranks 0-1 (a): 23 GiB free"]
+    only_there = merge({0: [well], 2: [Check("extra", "failed", "x", "y")]}, hosts)
+    assert [(one.name, one.status) for one in only_there] == [("shm", "ok"), ("extra", "failed")]
+    many = {rank: [Check("ports", "ok", f"port {rank}")] for rank in range(40)}
+    assert len(merge(many, ["a"] * 40)[0].details) == 17 and "23 more" in merge(many, ["a"] * 40)[0].details[-1]
+    assert worst([]) == "ok" and worst([well, ill]) == "warning"
+
+
+def place(rank: int, host: str, **versions: str) -> dict[str, Any]:
+    both = {"torch": "2.13.0", "python": "3.11.7"} | versions
+    return {"rank": rank, "host": host, "pid": 1, "node_rank": 0, "local_rank": 0, "device": "cpu", "versions": both}
+
+
+def test_versions_that_differ_are_named_with_their_ranks() -> None:
+    everybody = [place(0, "a"), place(1, "a"), place(2, "b")]
+    assert same_versions(everybody).status == "ok"
+    check = same_versions([*everybody, place(3, "b", torch="2.12.1"), place(4, "b", NCCL="2.27.5")])
+    assert check.status == "failed" and check.found == "the ranks differ in torch, NCCL"
+    assert check.details == [
+        "torch: 2.12.1 on rank 3 (b); 2.13.0 elsewhere",
+        "NCCL: 2.27.5 on rank 4 (b); none elsewhere",
+    ]
+    assert roll_call(everybody).found == "3 ranks on 2 hosts; pairs on one host: 1, on different hosts: 2"
+
+
+GARBAGE = [
+    b"",
+    b"a word",
+    b"\x80\x04",
+    b"[]",
+    b"{}",
+    b"7",
+    b'{"host": 7, "checks": []}',
+    b'{"readings": [1.0]}',
+    b"[" * 10_000,
+]
+ODD_CHECK = {**Check("a", "ok", "b").dump(), "status": "well"}
+
+
+@pytest.mark.parametrize("garbage", [*GARBAGE, json.dumps({"host": "h", "checks": [ODD_CHECK]}).encode()])
+def test_what_a_stranger_wrote_in_place_of_a_report_is_refused(garbage: bytes) -> None:
+    for read in (read_report, lambda text, key: read_places([text]), lambda text, key: _read_clock(text, 0)):
+        with pytest.raises(LaunchError, match="no rank of this job wrote"):
+            read(garbage, "report of rank 0")
+    visit = Visit(argparse.Namespace(timeout=60.0), detect_launch(platform_env(0, 2, 1)), Check("launch", "ok", "x"))
+    visit.store = dist.HashStore()
+    visit.post()
+    visit.store.set(f"{MARK}/1", garbage.decode("latin-1"))
+    with pytest.raises(LaunchError, match=f"under '{MARK}/1', which no rank of this job wrote"):
+        visit.await_posts(2)
+
+
+def test_a_clock_that_is_off_is_a_warning_with_its_node() -> None:
+    there = [100.0, 200.0, 300.0]
+    assert compare_clocks([there, [100.1, 200.2, 300.1]], ["a", "b"]).status == "ok"
+    check = compare_clocks([there, there, [90.0, 198.0, 310.0]], ["a", "a", "b"])
+    assert check.status == "warning" and check.found == "b is 2.0 s behind rank 0"
+    assert check.measured == {"largest_offset_ms": 2000.0}
+
+
+def on_terminal(columns: int, monkeypatch: Any) -> str:
+    """A report as a terminal of so many columns gets it."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", f"{columns}")
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w", encoding="utf-8") as terminal:
+        text = render("title", [Check("shm", "failed", "full [bold]of[/bold] batches " * 3, "empty it")], terminal)
+    os.close(leader)
+    return text
+
+
+def unpainted(text: str) -> str:
+    return re.sub(r"\033\[[0-9;]*m", "", text)
+
+
+@pytest.fixture(params=["with rich", "without rich"])
+def rich(request: Any, monkeypatch: Any) -> bool:
+    if request.param == "without rich":
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    elif not importlib.util.find_spec("rich"):
+        pytest.skip("rich is not installed")
+    return bool(request.param == "with rich")
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_a_terminal_gets_colours_unless_it_wants_none(
+    no_color: str, coloured: bool, rich: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    text = on_terminal(80, monkeypatch)
+    assert ("\033[31m" in text) == coloured and "✗ shm" in text and "→ empty it" in text
+    assert ("╭" in text) == rich
+
+
+def test_a_report_fits_into_the_terminal_and_loses_nothing(rich: bool, monkeypatch: Any) -> None:
+    lines = unpainted(on_terminal(50, monkeypatch)).splitlines()
+    assert max(map(len, lines)) <= 50
+    words = " ".join(lines).replace("│", " ").split()
+    assert words.count("[bold]of[/bold]") == 3 and words[-3:] == ["1", "failed", "(shm)"]
+
+
+def test_a_table_is_drawn_where_it_fits_and_plain_elsewhere(rich: bool, monkeypatch: Any) -> None:
+    header, rows = ["name", "time"], [["all_reduce", "1.5 ms"], ["barrier", "20 µs"]]
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w", encoding="utf-8") as terminal:
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "80")
+        wide = [unpainted(line) for line in drawn(header, rows, terminal)]
+        piped = drawn(header, rows, io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+        monkeypatch.setenv("COLUMNS", "20")
+        narrow = drawn(header, rows, terminal)
+    os.close(leader)
+    assert narrow == piped == table(header, rows)
+    assert wide[-2 if rich else -1].strip("│ ").split() == ["barrier", *["│"] * rich, "20", "µs"]
+
+
+def test_an_encoding_without_the_signs_gets_plain_ones() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    checks = [Check("a", "ok", "3 µs"), Check("b", "failed", "名", "x → y"), Check("c", "skipped", "")]
+    assert render("t", checks, stream).splitlines()[2:6] == ["+ a  3 us", "x b  \\u540d", "     -> x -> y", "- c"]
+
+
+STUCK = """
+import sys, time
+from ddpkit.tools import cli
+from ddpkit.tools.doctor import command, visit
+
+def hang(this):
+    this.begin("collective", "hanging")
+    print("noise")
+    time.sleep(200)
+
+visit._GRACE, command._machine = 0.5, hang
+sys.exit(cli.main(["doctor", "--json", "--timeout", "0.5"]))
+"""
+
+
+def test_checks_that_never_end_are_reported_and_ended() -> None:
+    env = {**CLEAN, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", STUCK], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1 and failed(done.stdout) == ["collective"]
+    assert "did not end within 1 s" in found(done.stdout)["collective"]["found"]
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    """As in `python -m ddpkit doctor | head -3`."""
+    process = start("--device", "cpu")
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=600) == 141 and "Traceback" not in err and "BrokenPipe" not in err
