@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -57,6 +59,19 @@ _TOGETHER = (
 )
 
 collect_ignore_glob = [files for files, packages in _OF_EXAMPLES.items() if _missing(packages)]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep compiled modules for as long as the tests run, where the machine is told to keep none.
+
+    Each of the hundreds of processes would compile all that it imports.
+    """
+    if sys.dont_write_bytecode:
+        folder = tempfile.TemporaryDirectory(prefix="ddpkit-bytecode-")
+        config.add_cleanup(folder.cleanup)
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = folder.name
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        sys.dont_write_bytecode = False
 
 
 def pytest_report_header() -> list[str]:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "RES_OPTIONS", "ATEN_CPU_CAPABILITY", "MKL_CBWR")  # what rounds, too
+_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "RES_OPTIONS", "PYTHONPYCACHEPREFIX")
+_KEPT += ("ATEN_CPU_CAPABILITY", "MKL_CBWR")  # by which sums are rounded
 CLEAN = {k: v for k, v in os.environ.items() if k in _KEPT}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 _tried = itertools.count(random.SystemRandom().randrange(2_500))

@@ -180,7 +180,11 @@ def test_a_port_that_something_else_listens_on_is_named_on_every_rank() -> None:
 
 @needs(nodes=True)
 def test_a_process_of_another_container_is_neither_alive_nor_dead_from_here() -> None:
-    claim = [sys.executable, "-c", "from ddpkit import joining; print(joining.Member(0, 1, None, False).dump())"]
+    claim = [
+        sys.executable,
+        "-c",
+        "from ddpkit.process_group.rendezvous import Member; print(Member(0, 1, None, False).dump())",
+    ]
     ended, contained = launch(claim, ["unshare", "--pid", "--fork", "--mount-proc", *claim])
     mine = rendezvous.Member(0, 1, None, False)
     claims = [mine.dump(), ended.output, contained.output]
