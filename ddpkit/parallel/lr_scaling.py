@@ -175,11 +175,14 @@ class ScalePlan:
         """The learning rate for the global batch.
 
         Raises:
-            ValueError: If the rule is "auto": it depends on the optimizer.
+            ValueError: If the rule is "auto" and the global batch is not the base: it depends on the optimizer.
         """
+        if self.factor == 1:
+            return float(self.base_lr)
         if self.rule == "auto":
             raise ValueError(
-                "With rule='auto' the learning rate depends on the optimizer: pass rule=rule_for(optimizer)."
+                "With rule='auto' the learning rate depends on the optimizer: pass rule=rule_for(optimizer). "
+                "Its class will do."
             )
         return scale_lr(self.base_lr, self.factor, self.rule)
 

@@ -109,6 +109,7 @@ def test_auto_is_linear_for_sgd_and_sqrt_for_adam():
         _ = plan.lr
     assert str(ScalePlan(8, 0.1, 4, keep="global")).endswith("0.1, unchanged")
     assert ScalePlan(8, 0.1, 4, rule=rule_for(torch.optim.Adam)).lr == pytest.approx(0.2)
+    assert ScalePlan(8, 0.1, 4, keep="global").lr == ScalePlan(8, 0.1, 1).lr == 0.1  # no rule has a say
 
 
 def test_apply_scales_every_group_once_and_a_checkpoint_remembers():
