@@ -113,6 +113,10 @@ def main(args: argparse.Namespace, job: ddpkit.Context) -> None:
     if args.resume:
         log.info(f"resumed after step {step} of {steps}" if saved else "nothing to resume: starting anew")
 
+    if step >= steps:
+        log.info("nothing is left to train: all %d epochs are done", args.epochs)
+        return
+
     writer = SummaryWriter(args.folder, purge_step=step) if ddpkit.is_main_process() else None
     no_bar = None if writer else True  # None: a bar if there is a terminal
     for epoch in range(train_loader.epoch, args.epochs):
