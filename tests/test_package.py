@@ -12,11 +12,11 @@ import zipfile
 from graphlib import TopologicalSorter
 from pathlib import Path, PurePath
 
+from rooms import MODULES, PICTURE, draw, imports, room_of
+
 import ddpkit
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "ddpkit"
-MODULES = {path.relative_to(PACKAGE).with_suffix(""): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 IMPORT = """
 import json, logging, multiprocessing, os, random, signal, sys, threading, warnings
 import numpy, torch
@@ -45,35 +45,13 @@ print(json.dumps([added, [name for name in before if before[name] != after[name]
 """
 
 
+TESTING = [module for module in MODULES if room_of(module) == "testing"]
+LIBRARY = [module for module in MODULES if module not in TESTING and str(module) not in ("__init__", "__main__")]
+
+
 def rooms() -> list[str]:
     """The rooms in the order of docs/design.md, from the one that imports all others to the one that imports none."""
     return re.findall(r"^\| `([\w.]+)/?` \|", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
-
-
-def room_of(module: PurePath) -> str:
-    return module.parts[0] if len(module.parts) > 1 else f"{module}.py"
-
-
-def imports(module: PurePath) -> tuple[set[PurePath], set[str]]:
-    """Modules of ddpkit, and packages from elsewhere, that a module imports anywhere in its text."""
-    inside: set[PurePath] = set()
-    outside: set[str] = set()
-    for node in ast.walk(MODULES[module]):
-        if isinstance(node, ast.Import):
-            outside |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            outside.add(str(node.module).split(".")[0])
-        elif isinstance(node, ast.ImportFrom):
-            place = module.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-            names = {place / alias.name for alias in node.names}
-            inside |= {place} if place in MODULES else names
-    return inside, outside
-
-
-LIBRARY = [
-    module for module in MODULES if module.name != "__init__" and room_of(module) not in ("testing", "__main__.py")
-]
-TESTING = [module for module in MODULES if room_of(module) == "testing"]
 
 
 def test_every_room_is_in_the_design_page() -> None:
@@ -82,8 +60,12 @@ def test_every_room_is_in_the_design_page() -> None:
 
 def test_a_room_imports_only_from_rooms_below_it() -> None:
     place = {room: number for number, room in enumerate(rooms())}
-    arrows = [(module, other) for module in [*LIBRARY, *TESTING] for other in imports(module)[0] & MODULES.keys()]
+    arrows = [(module, other) for module in [*LIBRARY, *TESTING] for other in imports(module)[0]]
     assert [f"{a} -> {b}" for a, b in arrows if place[room_of(a)] > place[room_of(b)]] == []
+
+
+def test_the_picture_of_the_rooms_is_true() -> None:
+    assert PICTURE.read_text() == draw(), "run python docs/rooms.py"
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
