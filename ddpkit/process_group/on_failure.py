@@ -18,12 +18,22 @@ from ..errors import BarrierTimeout, DdpkitError, MismatchError, PeerError
 from .monitor import Watch
 from .session import Session, as_error, failure_record, message_of, trace_of
 
-# torch raises plain RuntimeErrors too: those of gloo begin with a source file in brackets
-_BROKEN = re.compile(r"^\[.*gloo|^Gloo |NCCL (error|communicator)|ncclRemoteError|^\[.*ProcessGroup")
+_BROKEN = re.compile(  # torch raises plain RuntimeErrors, too
+    r"^\[.*gloo"  # gloo's begin with a source file in brackets, some of them
+    r"|^Gloo |^Application timeout caused pair closure"
+    r"|NCCL (error|communicator)|ncclRemoteError"
+    r"|^\[.*ProcessGroup"
+)
 _BY_PEERS = re.compile("timed? ?out|connection|closed|reset|remote|abort|pipe", re.IGNORECASE)
 _PATIENCE = timedelta(seconds=3)  # in which all ranks notice that a collective broke: its end closes their connections
 _SHOWN = 100_000  # characters of a message in torchrun's report: a peer's holds its traceback
-_LIBRARIES = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_LIBRARIES = (_PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
+_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+_IN_MODELS = {  # where collectives begin in C++, without a function of torch.distributed
+    os.path.join("torch", "nn", "parallel", "distributed.py"): "DDP's forward",
+    os.path.join("torch", "autograd", "graph.py"): "backward",
+}
 _OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own
 _BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
@@ -79,12 +89,16 @@ def _absent(error: BaseException, late: BarrierTimeout, me: int) -> PeerError | 
 
 
 def _called(error: BaseException) -> tuple[str, str]:
-    """The function of torch.distributed that an error comes from, or "?", and the line of the script before it."""
-    frames = [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]
-    calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
-    theirs = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    place = f"at {os.path.basename(theirs[-1].filename)}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
-    return (calls[-1] if calls else "?"), place
+    """Find the call that an error comes from, "?" if it is none that is known, and the line of the script before it."""
+    call, place = "?", ""
+    for frame in [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]:
+        if not frame.filename.startswith(_LIBRARIES):
+            place = f"at {os.path.basename(frame.filename)}:{frame.lineno}: {frame.line}"
+        elif frame.filename.endswith(_COLLECTIVES):
+            call = frame.name
+        else:
+            call = next((name for file, name in _IN_MODELS.items() if frame.filename.endswith(file)), call)
+    return call, place
 
 
 def publish(error: BaseException, session: Session, watch: Watch | None) -> None:

@@ -7,6 +7,7 @@ import builtins
 import json
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -226,3 +227,22 @@ def test_an_error_that_no_peer_caused_leaves_the_block_as_it_is() -> None:
     with pytest.raises(RuntimeError, match="^mine$") as caught, ddpkit.peer_errors():
         raise RuntimeError("mine")
     assert type(caught.value) is RuntimeError
+
+
+def train_and_log_on_1() -> None:
+    with ddpkit.distributed(timeout=timedelta(seconds=5)):
+        model = ddpkit.wrap_model(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8)))
+        for step in range(4):
+            model(torch.randn(6, 4)).mean().backward()
+            if step == 2 and ddpkit.get_rank() == 1:
+                ddpkit.all_reduce_mean({"loss": 1.0})
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_does_one_collective_more_is_shown_beside_those_in_a_model(world_size: int) -> None:
+    port = free_port()
+    ended = run(train_and_log_on_1, [platform_env(rank, world_size, port) for rank in range(world_size)])
+    for end in ended:
+        assert end.code == 1 and "MismatchError: A collective broke" in end.output, end.output
+        assert re.search(r"  rank 0: (DDP's forward|backward) at test_on_failure.py:\d+: model\(", end.output)
+        assert re.search(r"  rank 1: all_reduce at test_on_failure.py:\d+: ddpkit.all_reduce_mean\(", end.output)
