@@ -35,9 +35,17 @@ def join_and_stay() -> None:
         time.sleep(100)
 
 
-def join_or_end_early() -> None:
-    if "END_EARLY" in os.environ:
-        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+def join_or_end_early(folder: str) -> None:
+    claimed = Path(folder, "claimed")
+
+    def end(room: dist.Store, readers: int = 0) -> None:
+        claimed.symlink_to(f"/proc/{os.getpid()}/exe")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["ROLE"] == "ends":
+        rendezvous._raise_if_poisoned = end  # which a rank calls when it has claimed its number
+    while os.environ["ROLE"] == "follows" and (not claimed.is_symlink() or claimed.exists()):
+        time.sleep(0.01)
     join_and_stay()
 
 
@@ -85,10 +93,12 @@ def test_a_refusal_that_comes_while_rank_zero_writes_the_roster_is_heard(monkeyp
         rendezvous.join(store, me, SOON)
 
 
-def test_a_rank_that_takes_the_place_of_one_that_ended_while_joining_ends_the_wait_of_the_others() -> None:
+def test_a_rank_that_takes_the_place_of_one_that_ended_while_joining_ends_the_wait_of_the_others(
+    tmp_path: Path,
+) -> None:
     port = free_port()
-    envs = [platform_env(rank, 3, port, **more) for rank, more in ((0, {}), (1, {"END_EARLY": "yes"}), (1, {}))]
-    first, dead, second = run(join_or_end_early, envs, delays=[0, 0, 4])
+    envs = [platform_env(rank, 3, port, ROLE=role) for rank, role in ((0, "waits"), (1, "ends"), (1, "follows"))]
+    first, dead, second = run(join_or_end_early, envs, str(tmp_path))
     assert dead.code == -signal.SIGKILL, dead
     assert "ended while the ranks joined. Start all of them anew." in first.output, first
     all_name([first, second], "LaunchError")
