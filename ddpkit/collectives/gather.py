@@ -120,7 +120,10 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain._is_zerotensor():  # has no memory
         plain = plain.clone()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    flat = plain.contiguous().reshape(-1)
+    if flat.stride() != (1,):  # one element, or none, is contiguous whatever its stride
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -144,12 +144,19 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
         if how == "broadcast" or not (buffer.is_floating_point() or buffer.is_complex()):
             others.append(buffer)
         else:
-            averaged.append(torch.view_as_real(buffer) if buffer.is_complex() else buffer)
+            averaged.append(buffer)
     with torch.inference_mode(False), torch.no_grad():
         if averaged:
-            torch._foreach_copy_(averaged, ops.all_reduce_mean(averaged))
+            means = ops.all_reduce_mean([_as_real(buffer) for buffer in averaged])
+            for buffer, mean in zip(averaged, means, strict=True):
+                buffer.copy_(torch.view_as_complex(mean.clone()) if buffer.is_complex() else mean)
         if others:
-            torch._foreach_copy_(others, ops.broadcast(others))
+            for buffer, value in zip(others, ops.broadcast(others), strict=True):
+                buffer.copy_(value)
+
+
+def _as_real(buffer: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -54,6 +54,9 @@ def test_what_is_equal_has_the_same_digest() -> None:
         (reversed_array, reversed_array.copy()),
         (torch.arange(6).reshape(2, 3).T, torch.arange(6).reshape(2, 3).T.contiguous()),
         (torch.ones(2, requires_grad=True), torch.ones(2)),
+        (torch.ones(1, 3)[:, 0], torch.ones(1)),
+        (torch.ones(2, 3)[:0, 0], torch.ones(0)),
+        (torch.tensor([2j]).conj().imag, torch.tensor([-2.0])),
     ]:
         assert digest(one) == digest(other)
         assert len(digest([one] * 1000)) < 100

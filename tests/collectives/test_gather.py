@@ -116,6 +116,56 @@ def test_broadcast_gives_every_rank_the_value_of_one(world: int) -> None:
             assert torch.equal(got["parameter"], expected["parameter"]) and type(got["parameter"]) is nn.Parameter
 
 
+def odd_strides(rank: int) -> dict[str, torch.Tensor]:
+    """Tensors whose strides, signs or conjugations are not those of their elements in a row."""
+    numbers = torch.arange(6.0).reshape(2, 3) + rank
+    phase = torch.tensor([1 + 2j, rank * 1j])
+    return {
+        "a column of one row": numbers[:1, 0],
+        "in half": numbers[:1, 0].half()[None][:, 0],
+        "one element of a transposed matrix": numbers[:1, :1].t(),
+        "one element of stride 0": numbers.as_strided((1,), (0,)),
+        "a column of no rows": numbers[:0, 1],
+        "no columns": numbers[:, :0].t(),
+        "a number": numbers[1, 2],
+        "expanded": numbers[0, 1].expand(2, 3),
+        "channels last": torch.arange(2.0 * 3 * 4).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last) + rank,
+        "one imaginary part of a conjugate": phase[:1].conj().imag,
+        "imaginary parts of a conjugate": phase.conj().imag,
+        "conjugate": phase.conj(),
+        "one conjugate": torch.stack([phase, phase]).T[:1, 1].conj(),
+        "a parameter": nn.Parameter(numbers[:1, 0]),
+        "of a class of its own": numbers[:1, 0].as_subclass(Marked),
+    }
+
+
+class Marked(torch.Tensor):
+    """A tensor of somebody's own class."""
+
+
+def with_odd_strides() -> None:
+    rank, world = get_rank(), get_world_size()
+    for name in odd_strides(rank):
+        values = [odd_strides(other)[name] for other in range(world)]
+        for src, value in enumerate(values):
+            assert torch.equal(broadcast({"x": values[rank]}, src=src)["x"], value), name
+        assert all(map(torch.equal, all_gather(values[rank]), values)), name
+        assert all(map(torch.equal, all_gather_object(values[rank]), values)), name
+        if values[rank].dim():
+            mine = len(values[rank])
+            together = torch.cat([value.as_subclass(torch.Tensor) for value in values])
+            assert torch.equal(
+                gather_exact(values[rank], range(rank * mine, (rank + 1) * mine), mine * world), together
+            )
+    rows = torch.arange(3.0).repeat(1 if rank == 0 else 2, 1)  # a column of one row on one rank alone
+    assert [len(column) for column in all_gather(rows[:, 1])] == [1, 2, 2][:world]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_strides_and_signs_do_not_matter(world: int) -> None:
+    on_ranks(with_odd_strides, world)
+
+
 def in_order() -> None:
     rank, world = get_rank(), get_world_size()
     for n in range(18):

@@ -204,6 +204,9 @@ class _Statistics(nn.Module):
         self.register_buffer("third", torch.full((2,), 1 / 3), persistent=False)
         self.register_buffer("seen", torch.full((2,), float(rank)), persistent=False)
         self.register_buffer("transposed", torch.full((2, 3), float(rank)).t())
+        self.register_buffer("column", torch.full((1, 3), float(rank))[:, 0])
+        self.register_buffer("conjugate", torch.tensor([1j * rank, 1.0]).conj())
+        self.register_buffer("imaginary", torch.tensor([1j * rank]).conj().imag)
         self.large = nn.Module()
         self.large.register_buffer("table", torch.full((3000,), rank / 7))
 
@@ -225,7 +228,7 @@ def _synced() -> dict[str, dict[str, list[float]]]:
         assert {p.unique().item() for p in model.parameters()} == {get_rank()}  # not its business
         found[how] = _floats(model)
     plain = _Statistics()
-    del plain.phase, plain.flags  # DDP of torch 2.6 cannot send them from a CPU
+    del plain.phase, plain.conjugate, plain.flags  # DDP of torch 2.6 cannot send them from a CPU
     wrapped = wrap_model(plain, broadcast_buffers=False)
     compiled = torch.compile(_Statistics(), backend="eager")
     for p in compiled.parameters():
@@ -257,6 +260,9 @@ def test_sync_buffers_makes_buffers_equal_bit_for_bit_and_leaves_equal_ones_alon
     assert mean["sixteen_bits"] == [40000.0 + 32 * (world_size - 1)] * 2
     assert mean["phase"] == pytest.approx([1j * sum(ranks) / world_size, 1])
     assert mean["seen"] == pytest.approx([sum(ranks) / world_size] * 2)
+    assert mean["column"] == pytest.approx([sum(ranks) / world_size])
+    assert mean["conjugate"] == pytest.approx([-1j * sum(ranks) / world_size, 1])
+    assert mean["imaginary"] == pytest.approx([-sum(ranks) / world_size])
     assert mean["transposed"] == pytest.approx([sum(ranks) / world_size] * 6)
     assert mean["large.table"] == pytest.approx([sum(ranks) / world_size / 7] * 3000)
     for found in first.values():
