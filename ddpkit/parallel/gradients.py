@@ -28,7 +28,7 @@ from ..errors import MismatchError
 from ..launch import ranks
 from ..process_group import lifecycle
 from ..process_group.session import Session
-from .models import check_module, check_tensors, named_tensors, unwrap_model, writable
+from .models import check_module, check_tensors, named_tensors, sharing_memory, unwrap_model, writable
 
 Loss = TypeVar("Loss", torch.Tensor, float)
 
@@ -134,15 +134,25 @@ def global_mean(loss_sum: Any, count: float) -> Any:
     share: float = ranks.get_world_size() / total
     if model is None:
         return loss_sum * share
-    scaled: dict[torch.Tensor, torch.Tensor] = {}  # parameters may share a gradient
     with torch.inference_mode(False), torch.no_grad():
-        for p in model.parameters():
-            gradient = p.grad
-            if gradient is None:
-                continue
-            if gradient not in scaled:
-                scaled[gradient] = gradient.mul_(share) if writable(gradient) else gradient * share
-            p.grad = scaled[gradient]
+        _scale_gradients(model, share)
+
+
+def _scale_gradients(model: nn.Module, share: float) -> None:
+    """Multiply a model's gradients in place; those that cannot be written to by themselves become new tensors."""
+    held = [p for p in model.parameters() if p.grad is not None]
+    found = {id(p.grad): p.grad for p in held if p.grad is not None}  # parameters may share a gradient
+    gradients = list(found.values())
+    shared = sharing_memory(gradients)
+    apart = [place not in shared and writable(gradient) for place, gradient in enumerate(gradients)]
+    for gradient, in_place in zip(gradients, apart, strict=True):
+        if not in_place:  # before what it shares memory with is multiplied
+            found[id(gradient)] = gradient * share
+    for gradient, in_place in zip(gradients, apart, strict=True):
+        if in_place:
+            gradient.mul_(share)
+    for p in held:
+        p.grad = found[id(p.grad)]
 
 
 def average_gradients(*modules: nn.Module | torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -104,3 +104,27 @@ def writable(tensor: Tensor) -> bool:
             return False
         end += stride * (size - 1)
     return True
+
+
+def sharing_memory(tensors: Sequence[Tensor]) -> set[int]:
+    """Find the tensors, by place, that may share memory with one before them in the list."""
+    spans = []
+    for place, tensor in enumerate(tensors):
+        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+            continue
+        length = tensor.nbytes
+        if not tensor.is_contiguous():
+            steps = zip(tensor.stride(), tensor.shape, strict=True)
+            length = (1 + sum(stride * (size - 1) for stride, size in steps)) * tensor.element_size()
+        start = tensor.data_ptr()
+        spans.append((start, start + length, place))
+    found = set()
+    first, reach = 0, 0
+    for start, end, place in sorted(spans):
+        if start < reach:
+            found.add(max(first, place))
+            first = min(first, place)
+        else:
+            first = place
+        reach = max(reach, end)
+    return found

@@ -609,6 +609,38 @@ def test_global_mean_scales_a_gradient_of_two_parameters_once_and_one_that_was_e
     assert [p.grad.tolist() for p in net] == [[2.0, 2.0]] * 3
 
 
+def _of_one_memory(kind: str) -> list[torch.Tensor]:
+    """Gradients that overlap in memory, as autograd gives them where a sum passes one on to several."""
+    memory = torch.arange(1.0, 13.0)
+    if kind == "whole":
+        return [memory[:3], memory[:3].view(1, 3), memory[:3].view(3, 1)]
+    if kind == "in part":
+        return [memory[4:8], memory[2:5], memory[:3], memory[9:]]
+    matrix = memory.view(3, 4)
+    return [matrix[:, 1], matrix.t()[:2], matrix[1, 1:2], matrix[2, 2:]]
+
+
+def _scaled_in_one_memory() -> dict[str, bool]:
+    samples = sum(range(1, get_world_size() + 1))
+    found = {}
+    for kind in ("whole", "in part", "strided"):
+        gradients = _of_one_memory(kind)
+        expected = [gradient * get_world_size() / samples for gradient in gradients]
+        net = nn.ParameterList([nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients])
+        for p, gradient in zip(net, gradients, strict=True):
+            p.grad = gradient
+        global_mean(net, get_rank() + 1)
+        found[kind] = all(torch.allclose(p.grad, one) for p, one in zip(net, expected, strict=True))
+        found[f"{kind}: in place where possible"] = any(p.grad is g for p, g in zip(net, gradients, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_global_mean_scales_gradients_that_share_memory_once(world_size):
+    for found in on_ranks(_scaled_in_one_memory, world_size):
+        assert all(found.values()), found
+
+
 def half_counts() -> tuple[float, float]:
     total = global_mean(torch.tensor(6.0), torch.tensor(40000.0, dtype=torch.float16))
     three = global_mean(torch.tensor(6.0), np.float16(3))
