@@ -203,7 +203,28 @@ def _module_misfits(module: nn.Module, saved: Any) -> list[str]:
         shapes = [_shape(there[key]), _shape(here[key])]
         if shapes[0] != shapes[1]:
             found.append(f"has {key} of shape {shapes[0]} there, of {shapes[1]} here")
+        elif isinstance(there[key], Tensor) and isinstance(here[key], Tensor):
+            found += _losses(key, there[key], here[key].dtype)
     return found
+
+
+def _losses(key: str, saved: Tensor, dtype: torch.dtype) -> list[str]:
+    """Say that a saved tensor would be changed by more than rounding if it were loaded as this dtype."""
+    if saved.dtype == dtype or (saved.is_floating_point() and (dtype.is_floating_point or dtype.is_complex)):
+        return []
+    if saved.is_complex() or dtype.is_complex:
+        kept = dtype.is_complex
+    else:
+        there = saved.to(dtype)
+        kept = torch.equal(there.to(saved.dtype), saved) and _has_negative(there) == _has_negative(saved)
+    if kept:
+        return []
+    names = [str(kind).removeprefix("torch.") for kind in (saved.dtype, dtype)]
+    return [f"has {key} of {names[0]} there, of {names[1]} here, which does not hold its values"]
+
+
+def _has_negative(tensor: Tensor) -> bool:
+    return tensor.dtype.is_signed and bool((tensor < 0).any())
 
 
 def _optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> list[str]:
@@ -215,10 +236,11 @@ def _optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> list[st
     here = [len(group["params"]) for group in optimizer.param_groups]
     if there != here:
         return [f"has groups of {there} tensors there, of {here} here"]
+    if found := _misplaced(optimizer.param_groups, saved["param_groups"]):
+        return found
     mine = describe(optimizer)[1]
     if not shapes or shapes == mine:  # files of older versions do not say
         return []
-    found = []
     for number, (group, other) in enumerate(zip(mine, shapes, strict=False)):
         for place, (wanted, shape) in enumerate(zip(group, other, strict=False)):
             if wanted != shape:
@@ -226,6 +248,36 @@ def _optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> list[st
                     f"has tensor {place} of group {number} of shape {tuple(shape)} there, of {tuple(wanted)} here"
                 )
     return found or ["has tensors of other shapes there"]
+
+
+def _misplaced(here: Any, there: Any) -> list[str]:
+    """Say which of an optimizer's named parameters stand at another's place in a saved state of as many."""
+    mine, saved = _parameter_names(here), _parameter_names(there)
+    found = []
+    for place, name in saved.items():
+        now = mine.get(place, name)
+        if name != now and name in mine.values():
+            found.append(
+                f"has {name} as tensor {place[1]} of group {place[0]} there, {now} here: "
+                "make it of the parameters in the same order"
+            )
+    return found
+
+
+def _parameter_names(groups: Any) -> dict[tuple[int, int], str]:
+    """Return an optimizer's parameters' names, less those of wrappers, by group and place, as far as it has them."""
+    names: dict[tuple[int, int], str] = {}
+    for number, group in enumerate(groups):
+        given = group.get("param_names")
+        if not isinstance(given, list | tuple):
+            continue
+        names.update({(number, place): name for place, name in enumerate(given) if isinstance(name, str)})
+    whole = dict.fromkeys(names.values())
+    plain = clean_state_dict(whole)
+    if len(plain) < len(whole):  # they were no wrappers'
+        return names
+    alias = dict(zip(whole, plain, strict=True))
+    return {place: alias[name] for place, name in names.items()}
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -281,6 +281,67 @@ def test_an_optimizer_or_scheduler_of_another_shape_or_class_is_refused(tmp_path
         Checkpointer(tmp_path).load(path, scheduler=other)
 
 
+def test_an_optimizer_of_named_parameters_in_another_order_is_refused(tmp_path: Path) -> None:
+    def make(order: str, wrap: Any = None) -> torch.optim.Optimizer:
+        model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+        named = dict((wrap(model) if wrap else model).named_parameters())
+        ordered = [next((name, p) for name, p in named.items() if f"{one}.weight" in name) for one in order]
+        groups = [{"params": ordered[:2]}, {"params": ordered[2:], "lr": 0.5}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    checkpoints = Checkpointer(tmp_path)
+    path = checkpoints.save(1, optimizer=make("abc"))
+    for wrap in (None, DataParallel, compiled):  # whose names have a prefix
+        checkpoints.load(path, optimizer=make("abc", wrap))
+    for order, message in {
+        "bac": r"optimizer has a.weight as tensor 0 of group 0 there, b.weight here.*\n.*has b.weight as tensor 1",
+        "acb": "optimizer has b.weight as tensor 1 of group 0 there, c.weight here: make it of the parameters in the",
+    }.items():
+        for wrap in (None, DataParallel):
+            with pytest.raises(CheckpointError, match=message):
+                checkpoints.load(path, optimizer=make(order, wrap))
+    two_nets = [nn.Linear(2, 2), nn.Linear(2, 2)]  # whose parameters have the same names
+    twins = torch.optim.SGD([{"params": net.named_parameters()} for net in two_nets], lr=0.1)
+    checkpoints.load(checkpoints.save(2, optimizer=twins), optimizer=twins)
+    unnamed = torch.optim.SGD([{"params": [p]} for p in nn.Linear(2, 2).parameters()], lr=0.1)
+    checkpoints.load(checkpoints.save(3, optimizer=unnamed), optimizer=unnamed)
+
+
+# saved values, the dtypes that hold them, and those that do not
+DTYPES: list[tuple[torch.Tensor, list[torch.dtype], list[torch.dtype]]] = [
+    (torch.tensor([1.7]), [torch.float64, torch.bfloat16, torch.complex64], [torch.int64, torch.bool]),
+    (torch.tensor([2.0]), [torch.int8, torch.uint8], [torch.bool]),
+    (torch.tensor([float("nan")]), [torch.float16], [torch.int64]),
+    (torch.tensor([2**40]), [torch.float64, torch.float32], [torch.int8, torch.int32]),
+    (torch.tensor([2**53 + 1]), [torch.uint64], [torch.float64]),
+    (torch.tensor([-1], dtype=torch.int8), [torch.int64], [torch.uint8, torch.uint64]),
+    (torch.tensor([True]), [torch.float16, torch.uint8, torch.complex64], []),
+    (torch.tensor([1 + 2j]), [torch.complex128], [torch.float32, torch.int64]),
+]
+
+
+@pytest.mark.parametrize("saved, fit, unfit", DTYPES, ids=[str(saved.tolist()) for saved, *_ in DTYPES])
+def test_a_buffer_of_a_dtype_that_does_not_hold_the_saved_values_is_refused(
+    tmp_path: Path, saved: torch.Tensor, fit: list[torch.dtype], unfit: list[torch.dtype]
+) -> None:
+    def holder(value: torch.Tensor) -> nn.Module:
+        module = nn.Module()
+        module.register_buffer("seen", value.clone())
+        return module
+
+    checkpoints = Checkpointer(tmp_path)
+    path = checkpoints.save(1, model=holder(saved))
+    for dtype in fit:
+        model = holder(torch.zeros(1, dtype=dtype))
+        checkpoints.load(path, model=model)
+        assert torch.equal(model.seen, saved.to(dtype)) or saved.isnan().all()
+    for dtype in unfit:
+        model = holder(torch.zeros(1, dtype=dtype))
+        with pytest.raises(CheckpointError, match=f"model has seen of {saved.dtype} there, of ".replace("torch.", "")):
+            checkpoints.load(path, model=model)
+        assert not model.seen.any()
+
+
 # Ranks that hold different things
 
 
