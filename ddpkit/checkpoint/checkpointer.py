@@ -519,9 +519,11 @@ def _restore(path: Path, content: dict[str, Any], objects: Mapping[str, Any]) ->
     """Load a checkpoint's content into objects, on all ranks or on none; return the rest. Collective."""
     state = _all_or_none(lambda: _fitting(path, content, objects), f"{path} does not fit; nothing was loaded: ")
     before: list[Before] = []
-    rng = get_rng_state() if objects else None
+    rng: list[dict[str, Any]] = []
 
     def restore() -> None:
+        if objects:
+            rng.append(get_rng_state())
         for name, target in objects.items():
             before.append(Before(name, target))
             load_into(target, state.pop(name))
@@ -529,8 +531,8 @@ def _restore(path: Path, content: dict[str, Any], objects: Mapping[str, Any]) ->
             set_rng_states(content["rng"])
 
     def put_back() -> None:
-        if rng is not None:
-            set_rng_state(rng)
+        for former in rng:
+            set_rng_state(former)
         problems = []
         for one in reversed(before):
             try:

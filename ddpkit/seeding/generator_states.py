@@ -19,13 +19,16 @@ _log = logging.getLogger(__name__)
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Return the states of this rank's generators: `random`, NumPy's global one, torch's on the CPU and accelerator."""
+    """Return the states of this rank's generators: `random`, NumPy's global one, torch's on the CPU and accelerator.
+
+    Raises:
+        TypeError: If NumPy's global generator draws from bits of a kind that is not NumPy's own.
+    """
     kind = get_device().type
     version, words, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": (version, list(words), gauss),
-        "numpy": (name, np.asarray(keys).tolist(), *rest),
+        "numpy": _get_numpy_state(),
         "torch": torch.default_generator.get_state(),
         "device": kind,
         "accelerator": None if kind == "cpu" else torch.get_device_module(kind).get_rng_state(),
@@ -40,7 +43,7 @@ def check_rng_state(state: Any) -> None:
     """
     try:
         random.Random().setstate(_python_state(state))
-        np.random.RandomState().set_state(_numpy_state(state))
+        _set_numpy_state(np.random.RandomState(_bits_of(state)()), state)
         torch.Generator("cpu").set_state(state["torch"])
         kind = get_device().type
         if not isinstance(state["device"], str):
@@ -57,7 +60,10 @@ def check_rng_state(state: Any) -> None:
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Set this rank's generators to a state that `get_rng_state()` returned."""
     random.setstate(_python_state(state))
-    np.random.set_state(_numpy_state(state))
+    kind = _bits_of(state)
+    if type(_numpy_bits()) is not kind:
+        np.random.set_bit_generator(kind())  # type: ignore[attr-defined]  # NumPy does not list it
+    _set_numpy_state(np.random, state)
     torch.default_generator.set_state(state["torch"])
     if state["accelerator"] is not None:
         torch.get_device_module(state["device"]).set_rng_state(state["accelerator"])
@@ -87,6 +93,47 @@ def _python_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
     return version, tuple(words), gauss
 
 
-def _numpy_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    name, keys, *rest = state["numpy"]
-    return name, np.array(keys, np.uint32), *rest
+def _numpy_bits() -> Any:
+    """Return what NumPy's global generator draws its bits from."""
+    return np.random.get_bit_generator()  # type: ignore[attr-defined]  # NumPy does not list it
+
+
+def _get_numpy_state() -> Any:
+    """Return the state of NumPy's global generator: a tuple for the usual Mersenne twister, a dict for other kinds."""
+    state: Any = np.random.get_state(legacy=False)
+    kind = state["bit_generator"]
+    if type(_numpy_bits()) is not getattr(np.random, kind, None):
+        raise TypeError(
+            f"NumPy's global generator draws from {kind}, which is none of NumPy's own kinds, so its state cannot be "
+            "restored. Give np.random.set_bit_generator() one of these, such as np.random.PCG64()."
+        )
+    if kind == "MT19937":
+        name, keys, *rest = np.random.get_state(legacy=True)
+        return (name, np.asarray(keys).tolist(), *rest)
+    return _plain(state)
+
+
+def _plain(value: Any) -> Any:
+    """Turn the arrays in a state into lists, and NumPy's numbers into Python's."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+def _bits_of(state: Mapping[str, Any]) -> Any:
+    """Return the class of bit generator that a state of NumPy's is of."""
+    saved = state["numpy"]
+    name = saved["bit_generator"] if isinstance(saved, Mapping) else "MT19937"
+    kind = getattr(np.random, name)
+    if not issubclass(kind, np.random.BitGenerator) or kind is np.random.BitGenerator:
+        raise TypeError(f"{name} is no kind of bit generator")
+    return kind
+
+
+def _set_numpy_state(generator: Any, state: Mapping[str, Any]) -> None:
+    saved = state["numpy"]
+    if isinstance(saved, Mapping):
+        generator.set_state(saved)
+        return
+    name, keys, *rest = saved
+    generator.set_state((name, np.array(keys, np.uint32), *rest))
