@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import MethodType, ModuleType
+from contextlib import suppress
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -49,13 +51,15 @@ def make_loader(
 
     A stream, that is an `IterableDataset` or anything without a length, needs a method `shard(index, num_shards)` that
     returns an iterable: its shards are spread over ranks x workers. A dataset with `set_epoch(epoch)` is told the epoch
-    in every process that reads it, again and again: it should only keep the number.
+    in every process that reads it, again and again: it should only keep the number. So is one inside wrappers that hold
+    it as `dataset` or in `datasets`, such as torch's `Subset` and `ConcatDataset`.
 
     Args:
         dataset: Anything with a length and `__getitem__`, or a stream.
         batch_size: Samples per step, per rank.
         train: Whether it is for training; else for evaluation.
-        shuffle: Whether each epoch has an order of its own: by default in training. Never in evaluation.
+        shuffle: Whether each epoch has an order of its own: by default in training. Never in evaluation, nor beside a
+            sampler or for a stream.
         seed: Any integer, the same on every rank: for the order and for the workers' random numbers.
         num_workers: Processes per rank that load; 0 loads in this one and leaves its random numbers alone.
         drop_last: Whether training leaves out the incomplete last global batch.
@@ -81,7 +85,7 @@ def make_loader(
     if not train and (shuffle or drop_last):
         raise ValueError("With train=False each sample comes once, in order: leave out shuffle and drop_last.")
     streamed = isinstance(dataset, IterableDataset) or (hasattr(dataset, "shard") and not hasattr(dataset, "__len__"))
-    if shuffle is not None and (sampler is not None or streamed):
+    if shuffle and (sampler is not None or streamed):
         raise ValueError("Leave out shuffle: the sampler, or the stream itself, decides the order.")
     if streamed:
         if sampler is not None:
@@ -90,9 +94,8 @@ def make_loader(
     if sampler is not None:
         _check_sampler(sampler, batch_size)
     elif train:
-        sampler = DistributedSampler(
-            dataset, shuffle=shuffle is not False, seed=seed, drop_last=drop_last, batch_size=batch_size
-        )
+        shuffle = True if shuffle is None else bool(shuffle)  # any false value means no, as in torch
+        sampler = DistributedSampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last, batch_size=batch_size)
     else:
         sampler = DistributedEvalSampler(dataset)
     return Loader(dataset, batch_size, sampler, seed, drop_last, **options)
@@ -162,8 +165,10 @@ class Loader(DataLoader[Any]):
         """Return the batch that the next loop begins with, and count nothing: to see its shapes, or trace a model.
 
         It is loaded in this process, and the random numbers that this takes are put back: those of `random`, NumPy and
-        torch, and of the generators that the sampler, the dataset and `collate_fn` hold. Where nothing is left of the
-        epoch it is made of the dataset's first samples.
+        torch, and of the generators that the sampler, the dataset and `collate_fn` hold: in attributes, in containers
+        of up to 100 entries, or as what a function or `functools.partial` was made with. A generator that a function
+        finds among the names of its module is not put back. Where nothing is left of the epoch it is made of the
+        dataset's first samples.
         """
         saved = get_rng_state()
         put_back = [_keep(generator) for generator in _generators_in(self.sampler, self.dataset, self.collate_fn)]
@@ -322,12 +327,25 @@ def _shards_of(dataset: Any, seed: int) -> Any:
 
 
 def _tell_epoch(dataset: Any, epoch: int) -> None:
-    if callable(getattr(dataset, "set_epoch", None)):
-        dataset.set_epoch(epoch)
+    """Tell the epoch to a dataset that has `set_epoch`, or to those inside the wrappers around them."""
+    waiting = [dataset]
+    seen = {id(dataset)}
+    while waiting:
+        one = waiting.pop()
+        if callable(getattr(one, "set_epoch", None)):
+            one.set_epoch(epoch)
+            continue
+        held = getattr(one, "__dict__", {})  # a property may be work
+        inner = held.get("datasets", ())
+        inner = list(inner.values()) if isinstance(inner, dict) else inner
+        for each in [held.get("dataset"), *(inner if isinstance(inner, (list, tuple)) else ())]:
+            if each is not None and id(each) not in seen:
+                seen.add(id(each))
+                waiting.append(each)
 
 
 def _generators_in(*owners: Any) -> Iterator[Any]:
-    """Yield the random number generators that objects hold in their attributes, or in short containers there."""
+    """Yield the random number generators that objects hold: see `Loader.peek`."""
     seen: set[int] = set()
     waiting = [*owners]
     while waiting:
@@ -339,13 +357,31 @@ def _generators_in(*owners: Any) -> Iterator[Any]:
             continue
         if isinstance(owner, _GENERATORS):
             yield owner
-        elif isinstance(owner, MethodType):
-            waiting.append(owner.__self__)
-        elif isinstance(owner, (list, tuple, dict)):
-            if len(owner) <= _SHORT:
-                waiting += owner.values() if isinstance(owner, dict) else owner
         else:
-            waiting += getattr(owner, "__dict__", {}).values()
+            waiting += _held_by(owner)
+
+
+def _held_by(owner: Any) -> list[Any]:
+    """List what an object holds: a container's entries, if few, or attributes and what a function was made with."""
+    if isinstance(owner, dict):
+        return list(owner.values()) if len(owner) <= _SHORT else []
+    if isinstance(owner, (list, tuple, set, frozenset, deque)):
+        return list(owner) if len(owner) <= _SHORT else []
+    held = list(getattr(owner, "__dict__", {}).values())
+    for base in type(owner).__mro__:
+        if "__slots__" in vars(base):
+            slots = [name for name, member in vars(base).items() if isinstance(member, MemberDescriptorType)]
+            held += [getattr(owner, name, None) for name in slots]
+    if isinstance(owner, MethodType):
+        held += [owner.__self__, owner.__func__]
+    elif isinstance(owner, functools.partial):
+        held += [owner.func, owner.args, owner.keywords]
+    elif isinstance(owner, FunctionType):
+        held += [owner.__defaults__, owner.__kwdefaults__, *(owner.__closure__ or ())]
+    elif isinstance(owner, CellType):  # of a name that a function inside another one uses
+        with suppress(ValueError):  # it has no value yet
+            held.append(owner.cell_contents)
+    return held
 
 
 def _keep(generator: Any) -> Callable[[], None]:

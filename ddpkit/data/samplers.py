@@ -182,7 +182,7 @@ class DistributedSampler(ResumableSampler):
         batch_size: int = 1,
     ) -> None:
         super().__init__(_length(dataset), num_replicas, rank, seed, positive(batch_size, "batch_size"), drop_last)
-        self.shuffle = shuffle
+        self.shuffle = bool(shuffle)
         if not self._end():
             raise ValueError(
                 f"drop_last=True leaves nothing of {self.n} samples: {self.num_replicas} ranks take "
@@ -232,7 +232,7 @@ class DistributedWeightedSampler(ResumableSampler):
         seed: int = 0,
     ) -> None:
         super().__init__(positive(num_samples, "num_samples"), num_replicas, rank, seed)
-        self.weights, self.replacement = np.asarray(weights, dtype=np.float64), replacement
+        self.weights, self.replacement = np.asarray(weights, dtype=np.float64), bool(replacement)
         if (
             self.weights.ndim != 1
             or not np.all(np.isfinite(self.weights) & (self.weights >= 0))

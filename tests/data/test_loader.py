@@ -1,14 +1,24 @@
 """Loaders on real ranks against one process that goes through the same global order."""
 
 import random
+from collections import deque
+from functools import partial
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 from conftest import on_ranks
+from torch.utils.data import (
+    ConcatDataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    StackDataset,
+    Subset,
+    random_split,
+)
 from torch.utils.data import DistributedSampler as TorchSampler
-from torch.utils.data import IterableDataset, RandomSampler
 
 import ddpkit
 from ddpkit.data.loader import make_loader
@@ -254,6 +264,58 @@ def test_sample_seeds_augment_alike_on_any_number_of_ranks_and_workers():
             assert sorted(chain(*(rank[epoch] for rank in shards))) == sorted(alone[epoch])
 
 
+class Wrapper:
+    """Somebody's own wrapper, which refers to itself and computes things when asked."""
+
+    def __init__(self, dataset):
+        self.dataset, self.itself = dataset, self
+        self.datasets = [self, None]
+
+    @property
+    def other(self):
+        raise RuntimeError("asked for")
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+
+def told():
+    """The epochs that two loops over datasets in wrappers of any kind see."""
+    wrapped = {
+        "Subset": Subset(Augmented(), range(8)),
+        "random_split": random_split(Augmented(), [8, 16])[0],
+        "deep": Subset(Wrapper(Subset(Augmented(), range(8))), range(6)),
+        "ConcatDataset": ConcatDataset([Subset(Augmented(), [0]), Augmented(), range(0)]),
+        "StackDataset": StackDataset(Augmented(), Augmented()),
+        "named StackDataset": StackDataset(one=Augmented(), other=Augmented()),
+    }
+    found = {}
+    for name, dataset in wrapped.items():
+        for number, options in ((0, {}), (2, {}), (1, {"persistent_workers": True})):
+            loader = make_loader(dataset, 4, collate_fn=list, **workers(number), **options)
+            loader.peek()
+            found[f"{name}, {number}"] = [epochs_in(list(loader)) for _ in range(2)]
+    return found
+
+
+def epochs_in(rows):
+    """The second of every three numbers."""
+    if isinstance(rows, tuple) and isinstance(rows[0], int):
+        return {rows[1]}
+    parts = rows.values() if isinstance(rows, dict) else rows
+    return set().union(*map(epochs_in, parts))
+
+
+@pytest.mark.parametrize("w", [1, 2])
+def test_a_dataset_inside_wrappers_is_told_the_epoch(w):
+    for found in on_ranks(told, w):
+        for name, epochs in found.items():
+            assert epochs == [{0}, {1}], name
+
+
 def test_each_iteration_is_the_next_epoch():
     loader = make_loader(range(20), 4)
     epochs = [one_epoch(20, 4, epoch=epoch) for epoch in range(6)]
@@ -386,6 +448,58 @@ def test_a_peek_leaves_generators_of_sampler_and_dataset_as_they_were(w):
         assert all(with_peeks == without for with_peeks, without in found)
 
 
+class Slots:
+    """Keeps its generator in a slot whose name its class mangles."""
+
+    __slots__ = ("__numbers", "unset")
+
+    def __init__(self):
+        self.__numbers = np.random.default_rng(0)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return float(self.__numbers.random())
+
+
+def drawn_with(generator, samples):
+    return samples, float(torch.rand((), generator=generator))
+
+
+def collating(kind):
+    """A `collate_fn` that draws from a generator of its own, which it holds in one way or another."""
+    generator = torch.Generator().manual_seed(0)
+    if kind == "partial":
+        return partial(drawn_with, generator)
+    if kind == "keyword":
+        return partial(lambda samples, own: drawn_with(own, samples), own=generator)
+    if kind == "default":
+        return lambda samples, own=generator: drawn_with(own, samples)
+    if kind == "inner function":
+
+        def collate(samples):
+            return drawn_with(generator, samples) if samples else later
+
+        if not kind:
+            later = None  # a name without value
+        return collate
+    return lambda samples, holder=deque([{generator}]): drawn_with(next(iter(holder[0])), samples)
+
+
+@pytest.mark.parametrize("kind", ["partial", "keyword", "default", "inner function", "deque"])
+def test_a_peek_leaves_generators_that_functions_hold_as_they_were(kind):
+    peeked, plain = (make_loader(range(6), 2, collate_fn=collating(kind)) for _ in range(2))
+    first = peeked.peek()
+    assert list(peeked) == [first, *list(plain)[1:]]
+
+
+def test_a_peek_leaves_a_generator_in_a_slot_as_it_was():
+    peeked, plain = (make_loader(Slots(), 2, collate_fn=list) for _ in range(2))
+    first = peeked.peek()
+    assert list(peeked) == [first, *list(plain)[1:]]
+
+
 def test_a_loop_left_early_after_a_resume_is_not_silent():
     loader = resumed_at(20, 4, 12)
     next(iter(loader))
@@ -489,6 +603,23 @@ def test_a_state_of_other_data_is_refused():
         make_loader(range(20), 4, shuffle=False).load_state_dict(state)
 
 
+@pytest.mark.parametrize("no", [False, 0, np.False_, "", 0.0])
+def test_any_false_value_leaves_the_order_alone_as_in_torch(no):
+    loader = make_loader(range(8), 4, shuffle=no)
+    assert plain(loader) == plain(torch.utils.data.DataLoader(range(8), 4, shuffle=no))
+    assert repr(loader.state_dict()["shuffle"]) == "False"  # plain data, whatever was passed
+    assert plain(make_loader(range(4), 4, train=False, shuffle=no)) == [[0, 1, 2, 3]]
+    assert plain(make_loader(Whole(), 5, shuffle=no)) == [[0, 1, 2, 3, 4]]
+    assert plain(make_loader(range(4), 4, sampler=SequentialSampler(range(4)), shuffle=no)) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("yes", [True, 1, np.True_, "yes", None])
+def test_any_true_value_shuffles(yes):
+    loader = make_loader(range(8), 4, shuffle=yes)
+    assert plain(loader) == plain(make_loader(range(8), 4)) != [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert repr(loader.state_dict()["shuffle"]) == "True"
+
+
 def test_it_shows_what_a_data_loader_shows():
     loader = make_loader(range(20), 4, drop_last=True)
     assert isinstance(loader, torch.utils.data.DataLoader)
@@ -570,7 +701,7 @@ def test_on_one_rank_any_stream_will_do():
         (ValueError, {"train": False, "drop_last": True}, "leave out shuffle and drop_last"),
         (ValueError, {"sampler": RandomSampler(range(8)), "shuffle": True}, "Leave out shuffle"),
         (ValueError, {"sampler": DistributedSampler(range(8), 1, 0, batch_size=4)}, "made for batch_size=4, the load"),
-        (ValueError, {"dataset": Stream(), "shuffle": False}, "Leave out shuffle"),
+        (ValueError, {"dataset": Stream(), "shuffle": True}, "Leave out shuffle"),
         (ValueError, {"dataset": Stream(), "sampler": RandomSampler(range(8))}, "leave out the sampler"),
         (TypeError, {"dataset": (i for i in range(3))}, "generator has no __len__"),
         (TypeError, {"generator": torch.Generator()}, "takes no generator: it seeds one of its own"),
