@@ -8,6 +8,7 @@ wrong size never reaches gloo, which would abort the process. The block holds a 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
@@ -126,7 +127,13 @@ def _difference(everyone: list[dict[str, Any]]) -> str:
         return (
             f"The ranks are in different collectives: {found}. Every rank must make the same calls in the same order."
         )
-    return compare(call, {rank: each["parts"] for rank, each in enumerate(everyone)})
+    if found := compare(call, {rank: each["parts"] for rank, each in enumerate(everyone)}):
+        return found
+    if place := out_of_order([list(each["parts"]) for each in everyone]):
+        return f"{call} needs the same order on every rank, but {place}"
+    return (
+        f"{call} was called alike on every rank, but the ranks' checks differ: a message was damaged, or met another."
+    )
 
 
 def compare(call: str, parts: dict[int, dict[str, str]]) -> str:
@@ -140,6 +147,17 @@ def compare(call: str, parts: dict[int, dict[str, str]]) -> str:
     if not lines:
         return ""
     return "\n".join([f"{call} needs the same structure, dtypes and shapes on every rank, but found:", *_some(lines)])
+
+
+def out_of_order(names: Sequence[Sequence[str]]) -> str:
+    """Say where the ranks' names, by rank, first differ in order, and what to do; "" if nowhere."""
+    for place, row in enumerate(zip(*names, strict=False)):
+        if len(set(row)) > 1:
+            return (
+                f"entry {place} is {_by_rank(dict(enumerate(row)))}. "
+                "A set, or a folder's listing, has another order in each process: sort it before you build from it."
+            )
+    return ""
 
 
 def _by_rank(row: dict[int, str]) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..collectives import ops, sync
-from ..collectives.consistency import agree, all_raise, name_ranks, terms
+from ..collectives.consistency import agree, all_raise, name_ranks, out_of_order, terms
 from ..collectives.digest import digest
 from ..collectives.sharded import explain_sharded
 from ..errors import ReplicaMismatch
@@ -82,6 +82,9 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         lines.append(f"  {name}: " + "; ".join(f"{value} on {name_ranks(who)}" for value, who in holders.items()))
         if name.startswith("buffer "):
             remedy = " (sync_buffers(model) makes buffers equal)"
+    if not lines:
+        place = out_of_order([list(entries) for entries in everyone])
+        raise ReplicaMismatch(f"The ranks hold equal entries, but in different orders: {place}")
     shown = lines[:_SHOWN]
     if len(lines) > _SHOWN:
         shown.append(f"  and {len(lines) - _SHOWN} more")

@@ -11,7 +11,7 @@ from conftest import on_ranks
 from torch import nn
 
 import ddpkit
-from ddpkit import MismatchError, ReplicaMismatch, get_rank
+from ddpkit import MismatchError, ReplicaMismatch, get_rank, get_world_size
 from ddpkit.parallel.replicas import check_replicas, sync_buffers
 from ddpkit.parallel.wrap import wrap_model
 
@@ -377,3 +377,32 @@ def test_a_network_with_statistics_is_scored_as_it_is_saved(world_size):
     for (scored, saved), (scored_without, saved_without) in on_ranks(_scores, world_size):
         assert scored == pytest.approx(saved, rel=1e-6)
         assert abs(scored_without - saved_without) > 1e-3  # what nobody would notice
+
+
+def _in_another_order() -> list[str]:
+    names = ["actor", "critic", "encoder"]
+    if get_rank() == get_world_size() - 1:
+        names[1:] = reversed(names[1:])
+    parts = {name: nn.BatchNorm1d(2) for name in names}  # as if built from a set
+    calls = (check_replicas, sync_buffers, wrap_model)
+    found = []
+    for call in calls:
+        with pytest.raises((MismatchError, ReplicaMismatch)) as caught:
+            call(nn.ModuleDict(parts))
+        found.append(f"{type(caught.value).__name__}: {caught.value}")
+    check_replicas(nn.ModuleDict({name: parts[name] for name in sorted(names)}))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_equal_parts_in_another_order_are_an_error_that_says_where(world_size):
+    others = "rank 0" if world_size == 2 else "ranks 0, 1"
+    heads = [
+        "ReplicaMismatch: The ranks hold equal entries, but in different orders: entry 2 is parameter critic.weight",
+        "MismatchError: sync_buffers(how='mean') needs the same order on every rank, but entry 3 is "
+        "critic.running_mean",
+        "MismatchError: wrap_model needs the same order on every rank, but entry 7 is critic.weight",
+    ]
+    for found in on_ranks(_in_another_order, world_size):
+        for text, head in zip(found, heads, strict=True):
+            assert text.startswith(f"{head} on {others}; ") and f" on rank {world_size - 1}. A set" in text, text
