@@ -143,7 +143,7 @@ def _read(file: int) -> dict[str, Any]:
     try:
         os.lseek(file, 0, os.SEEK_SET)
         holder = json.loads(os.read(file, 10_000))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return holder if isinstance(holder, dict) else {}
 

@@ -59,7 +59,8 @@ def _describe_tensor(tensor: Tensor) -> str:
     else:
         torch.save(plain, buffer := io.BytesIO())
         data = buffer.getbuffer()
-    return f"{tensor.dtype}{list(tensor.shape)} #{zlib.crc32(data):08x}".removeprefix("torch.")  # nobody cheats here
+    shape = "[nested]" if tensor.is_nested else list(tensor.shape)
+    return f"{tensor.dtype}{shape} #{zlib.crc32(data):08x}".removeprefix("torch.")  # nobody cheats here
 
 
 def _describe_array(array: np.ndarray[Any, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -238,7 +239,7 @@ class _Note(NamedTuple):
 
 
 class _Pickler(UnshardedPickler):
-    """Writes of a view its own elements only, for which torch writes all of its storage."""
+    """Writes of a view its own elements only, for which torch writes all of its storage, and any dtype."""
 
     def reducer_override(self, obj: Any) -> Any:
         super().reducer_override(obj)
@@ -246,10 +247,30 @@ class _Pickler(UnshardedPickler):
             return NotImplemented
         if type(obj) is not Tensor or not is_dense(obj):
             return NotImplemented
+        if not _can_be_pickled(obj.dtype):
+            copy = flat_bytes(obj).cpu().clone()
+            return _from_bytes, (copy, obj.dtype, tuple(obj.shape), obj.device, obj.requires_grad)
         if obj.untyped_storage().nbytes() <= obj.nbytes and not obj._is_zerotensor():
             return NotImplemented
-        copy: Any = obj.detach().clone().requires_grad_(obj.requires_grad)
-        return copy.__reduce_ex__(2)
+        whole: Any = obj.detach().clone().requires_grad_(obj.requires_grad)
+        return whole.__reduce_ex__(2)
+
+
+@lru_cache
+def _can_be_pickled(dtype: torch.dtype) -> bool:
+    """Return whether torch has told pickle of a dtype; it has not of its youngest ones."""
+    try:
+        pickle.loads(pickle.dumps(torch.empty(0, dtype=dtype, device="cpu")))
+    except Exception:
+        return False
+    return True
+
+
+def _from_bytes(
+    data: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, requires_grad: bool
+) -> Tensor:
+    """Make a tensor that was pickled as its bytes."""
+    return data.view(dtype).reshape(shape).to(device).requires_grad_(requires_grad)
 
 
 class _TensorPickler(_Pickler):
@@ -306,7 +327,10 @@ def _kind(part: Any) -> str:
     if isinstance(part, list):
         return "a list"
     shape = ", ".join(["any", *map(str, part.shape[1:])]) if part.ndim else ""
-    return f"{part.dtype} {'tensor' if isinstance(part, Tensor) else 'array'} of shape ({shape})".removeprefix("torch.")
+    if isinstance(part, Tensor):
+        return f"{part.dtype} tensor of shape ({shape})".removeprefix("torch.")
+    texts = {"U": "str", "S": "bytes"}  # an array's is as long as its longest text
+    return f"{texts.get(part.dtype.kind, part.dtype)} array of shape ({shape})"
 
 
 def _check_range(shards: list[NDArray[np.int64]], n: int) -> None:

@@ -189,7 +189,10 @@ def plain_index(value: Any) -> Any:
     """Turn any kind of integer but a bool into Python's; leave anything else as it is."""
     if isinstance(value, (bool, np.bool_)) or (isinstance(value, Tensor) and value.dtype == torch.bool):
         return value
-    return operator.index(value) if hasattr(value, "__index__") else value
+    try:
+        return operator.index(value)
+    except Exception:  # whatever a class of somebody's own raises; tensors raise other errors by their size and dtype
+        return value
 
 
 def tensor_problem(tensor: Tensor) -> str:

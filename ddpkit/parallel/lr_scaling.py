@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
 Rule = Literal["linear", "sqrt", "none"]
@@ -32,7 +33,7 @@ def scale_lr(base_lr: float, factor: float, rule: Rule = "linear") -> float:
         The learning rate for the large batch.
 
     Raises:
-        ValueError: If `factor` is not positive or the rule unknown.
+        ValueError: If `factor` is not positive and finite, or the rule unknown.
 
     References:
         Goyal et al. 2017, Accurate, Large Minibatch SGD, arXiv:1706.02677 (linear, with warm-up).
@@ -46,8 +47,8 @@ def scale_lr(base_lr: float, factor: float, rule: Rule = "linear") -> float:
     """
     if rule not in _POWERS:
         raise ValueError(f"rule must be one of {', '.join(_POWERS)}, got {rule!r}.")
-    if not factor > 0:
-        raise ValueError(f"factor must be positive (global batch / base batch), got {factor!r}.")
+    if not 0 < factor < math.inf:
+        raise ValueError(f"factor must be positive and finite (global batch / base batch), got {factor!r}.")
     return float(base_lr * factor ** _POWERS[rule])
 
 
@@ -137,8 +138,10 @@ class ScalePlan:
 
     def __post_init__(self) -> None:
         for name in ("base_batch_size", "world_size", "accumulation"):
-            if not (isinstance(value := getattr(self, name), int) and value > 0):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+            object.__setattr__(self, name, int(value))  # NumPy's, too
         if not (self.base_lr > 0 and math.isfinite(self.base_lr)):
             raise ValueError(f"base_lr must be positive and finite, got {self.base_lr!r}.")
         if self.keep not in ("per_rank", "global"):

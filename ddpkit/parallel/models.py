@@ -92,6 +92,18 @@ def check_tensors(call: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
+def check_writable(call: str, name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that cannot be overwritten with another rank's values.
+
+    Raises:
+        ValueError: If it is nested, or shares its elements' memory, or was made in inference mode.
+    """
+    if tensor.is_nested:
+        raise ValueError(f"{call} needs dense tensors, but {name} is nested: keep its parts, or a padded one.")
+    if not writable(tensor):
+        raise ValueError(f"{call} cannot write to {name}, which was expanded or made in inference mode: clone it.")
+
+
 def writable(tensor: Tensor) -> bool:
     """Return whether every element can be written to, and by itself: an expanded tensor's share their memory."""
     if tensor.is_inference() or tensor._is_zerotensor():  # a derivative that is 0 everywhere has no memory

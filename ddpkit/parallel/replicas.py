@@ -15,7 +15,7 @@ from ..collectives.digest import digest
 from ..collectives.sharded import explain_sharded
 from ..errors import ReplicaMismatch
 from ..process_group import lifecycle
-from .models import check_module, check_tensors, named_tensors, strip, wrapped_paths, writable
+from .models import check_module, check_tensors, check_writable, named_tensors, strip, wrapped_paths
 
 _SHOWN = 20  # differences listed in the error
 
@@ -126,10 +126,7 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
         check_tensors(call, named_tensors(model))
         buffers = _buffers(model)
         for name, buffer in buffers.items():
-            if not writable(buffer):
-                raise ValueError(
-                    f"{call} cannot write to {name}, which was expanded or made in inference mode: clone it."
-                )
+            check_writable(call, name, buffer)
         if not lifecycle.joined():
             return
         mine = {name: digest(buffer) for name, buffer in buffers.items()}

@@ -20,9 +20,11 @@ from ..collectives.consistency import agree, all_raise, terms
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..process_group import lifecycle
-from .models import check_module, check_tensors, named_tensors, writable
+from .models import check_module, check_tensors, check_writable, named_tensors
 
 logger = logging.getLogger(__name__)
+# dtypes that all backends send
+_USUAL = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8}
 Compression = Literal["fp16", "bf16", "powersgd"]
 
 
@@ -107,6 +109,7 @@ def wrap_model(
     model = model.to(device)
     if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP refuses it
         return _broadcast(model)
+    _check_dtypes(model)
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     with lifecycle.peer_errors():
@@ -165,8 +168,31 @@ def _check_model(model: nn.Module) -> None:
     tensors = list(named_tensors(model))
     check_tensors(call, tensors)
     for name, tensor in tensors:
-        if not writable(tensor):
-            raise ValueError(f"{name} cannot be written to: it was expanded, or made in inference mode. Clone it.")
+        check_writable(call, name, tensor)
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    """Refuse tensors that the group cannot send, which torch would not name. Collective.
+
+    Raises:
+        ValueError: On every rank, if there are some.
+    """
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # by DDP
+    kinds: dict[tuple[torch.device, torch.dtype], str] = {}
+    for name, tensor in named_tensors(model):
+        if name not in ignored and tensor.dtype not in _USUAL:
+            kinds.setdefault((tensor.device, tensor.dtype), name)
+    for (device, dtype), name in kinds.items():
+        try:
+            with lifecycle.peer_errors():
+                dist.broadcast(torch.empty(1, dtype=dtype, device=device), 0)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, DdpkitError) or "type" not in str(error):  # a connection that broke
+                raise
+            raise ValueError(
+                f"wrap_model() cannot wrap the model in DDP: the group's backend sends no {dtype}, which {name} is "
+                f"({error}). Keep it as another dtype, such as int32 or float32, or outside of the model."
+            ) from error
 
 
 def _describe(module: nn.Module) -> dict[str, str]:

@@ -45,6 +45,7 @@ def test_what_differs_has_another_digest(name: str) -> None:
         assert digest({"deep": [one]}) != digest({"deep": [other]}), (one, other)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_is_equal_has_the_same_digest() -> None:
     reversed_array = np.arange(4, dtype=">i4")[::-1]
     for one, other in [
@@ -55,6 +56,7 @@ def test_what_is_equal_has_the_same_digest() -> None:
         (torch.arange(6).reshape(2, 3).T, torch.arange(6).reshape(2, 3).T.contiguous()),
         (torch.ones(2, requires_grad=True), torch.ones(2)),
         (torch.ones(1, 3)[:, 0], torch.ones(1)),
+        (torch.nested.nested_tensor([torch.ones(2)]), torch.nested.nested_tensor([torch.ones(2)])),
         (torch.ones(2, 3)[:0, 0], torch.ones(0)),
         (torch.tensor([2j]).conj().imag, torch.tensor([-2.0])),
     ]:

@@ -166,6 +166,66 @@ def test_strides_and_signs_do_not_matter(world: int) -> None:
     on_ranks(with_odd_strides, world)
 
 
+YOUNG = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32]
+
+
+def of_young_dtypes() -> None:
+    """Tensors that torch's own pickling does not know."""
+    rank, world = get_rank(), get_world_size()
+    for dtype in YOUNG:
+        rows = torch.arange(6.0).reshape(3, 2).to(torch.complex64 if dtype.is_complex else torch.float32)
+
+        def like(x: torch.Tensor, whole: torch.dtype = rows.dtype) -> list[Any]:
+            return x.to(whole).tolist()
+
+        column = rows.to(dtype)[:, 0]
+        got = gather_exact(column[rank % 2 :: 2] if world == 2 else column[rank::world], range(3)[rank::world], 3)
+        assert got.dtype == dtype and like(got) == like(column)
+        model = nn.Module()
+        model.register_buffer("table", column)
+        for other in all_gather_object({"x": [column], "model": model}):
+            assert other["x"][0].dtype == dtype and like(other["x"][0]) == like(other["model"].table) == like(column)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_tensors_of_young_dtypes_are_gathered_as_objects(world: int) -> None:
+    on_ranks(of_young_dtypes, world)
+
+
+def of_texts() -> None:
+    rank, world = get_rank(), get_world_size()
+    for kind in ("U", "S"):
+        texts = [str(place) * 3**place for place in range(4)]
+        column = np.array(texts[rank::world], dtype=kind)  # as long as the longest of its own
+        assert gather_exact(column, range(rank, 4, world), 4).tolist() == np.array(texts, dtype=kind).tolist()
+    error, message, _ = raised(lambda: gather_exact(np.array(["a"], last("S", "U")), [rank], world))
+    assert (error, "str array" in message and "bytes array" in message) == ("MismatchError", True) or world == 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_arrays_of_texts_may_differ_in_their_longest(world: int) -> None:
+    on_ranks(of_texts, world)
+
+
+NO_INDEX = [torch.tensor(2.0), torch.tensor([0, 1]), np.array([0, 1]), np.array(2.0), 1.0, "1", None, True]
+
+
+def with_no_index_on_one_rank() -> None:
+    rank, world = get_rank(), get_world_size()
+    for wrong in NO_INDEX:
+        for call in (lambda n: gather_exact([1], [rank], n), lambda src: broadcast(1, src)):
+            error, message, seconds = raised(lambda call=call, wrong=wrong: call(last(wrong, 0)))
+            assert error == ("ValueError" if rank == world - 1 else "MismatchError"), (error, message)
+            assert "got a bad argument" in message or "must be" in message
+            assert seconds < 10
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_number_that_is_none_is_an_error_on_every_rank(world: int) -> None:
+    on_ranks(with_no_index_on_one_rank, world)
+
+
 def in_order() -> None:
     rank, world = get_rank(), get_world_size()
     for n in range(18):

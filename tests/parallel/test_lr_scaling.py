@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import on_ranks
@@ -23,6 +24,8 @@ def test_the_rules_multiply_by_the_factor_its_root_and_nothing():
         scale_lr(0.1, 8, "cubic")
     with pytest.raises(ValueError, match="factor must be positive"):
         scale_lr(0.1, 0)
+    with pytest.raises(ValueError, match="positive and finite .* got inf"):
+        scale_lr(0.1, math.inf)
 
 
 def test_warm_up_is_a_line_from_start_to_one():
@@ -55,6 +58,15 @@ def test_an_incomplete_last_step_counts_as_the_loop_counts_it():
                 share = math.ceil(n / world_size)  # what a padding sampler gives to each rank
                 batches = math.ceil(share / plan.per_rank_batch_size)
                 assert plan.steps(n) == math.ceil(batches / accumulation)
+
+
+def test_a_plan_takes_integers_of_any_kind_but_no_bool():
+    plan = ScalePlan(np.int64(64), 0.1, np.uint8(4), rule="linear", accumulation=np.int32(100))
+    assert plan == ScalePlan(64, 0.1, 4, rule="linear", accumulation=100)
+    assert type(plan.global_batch_size) is int and plan.global_batch_size == 25600
+    for wrong in (True, np.True_, 2.0, np.float64(2), 0, "2", None):
+        with pytest.raises(ValueError, match="world_size must be a positive integer"):
+            ScalePlan(64, 0.1, wrong)
 
 
 def test_a_global_batch_that_does_not_divide_raises_and_names_the_nearest_that_do():

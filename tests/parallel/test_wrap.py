@@ -13,6 +13,7 @@ import torch
 from conftest import on_ranks
 from torch import nn
 from torch.nn.parallel import DataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddpkit import DdpkitError, MismatchError, all_reduce_mean, get_rank
 from ddpkit.parallel.models import named_tensors, unwrap_model
@@ -212,8 +213,8 @@ UNFIT: dict[str, Callable[[], Any]] = {
     "takes a torch.nn.Module, got type": lambda: nn.Linear,
     "1.weight is on the meta device": _half_moved,
     "0.weight is lazy": lambda: nn.Sequential(nn.LazyLinear(1), nn.BatchNorm1d(1)),
-    "weight cannot be written to": _expanded,
-    "cannot be written to": _of_inference_mode,
+    "cannot write to weight": _expanded,
+    "cannot write to": _of_inference_mode,
     "already wrapped": lambda: nn.Sequential(DataParallel(nn.Linear(2, 1))),
 }
 
@@ -283,3 +284,36 @@ def test_odd_models_that_can_be_wrapped_are_and_train(world_size):
     mean = [[(world_size + 1) / 2] * 2]
     for found in on_ranks(_fit, world_size):
         assert found == ["Identity", True, True, True, *[mean] * 4, [0, 0]]
+
+
+def _with_a_buffer(dtype: torch.dtype) -> nn.Module:
+    model = nn.Linear(1, 1)
+    model.register_buffer("usual", torch.zeros(1))
+    model.register_buffer("table", torch.full((2,), get_rank(), dtype=torch.int32).to(dtype))
+    return model
+
+
+def _of_unusual_dtypes() -> dict[str, str]:
+    found = {}
+    for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match="sends no") as caught:
+            wrap_model(_with_a_buffer(dtype))
+        found[str(dtype)] = str(caught.value)
+        frozen = wrap_model(_with_a_buffer(dtype).requires_grad_(False))  # needs no DDP
+        left_out = _with_a_buffer(dtype)
+        DDP._set_params_and_buffers_to_ignore_for_model(left_out, ["table"])
+        assert frozen.table.tolist() == [0, 0] and isinstance(wrap_model(left_out), DDP)
+    for dtype in (torch.int8, torch.uint8, torch.int32, torch.int64, torch.float64, torch.bfloat16):
+        assert wrap_model(_with_a_buffer(dtype)).module.table.tolist() == [0, 0]
+    nested = nn.Linear(1, 1)
+    nested.register_buffer("parts", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    with pytest.raises(ValueError, match=r"wrap_model\(\) needs dense tensors, but parts is nested"):
+        wrap_model(nested)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_buffer_of_a_dtype_that_ddp_cannot_send_is_named_on_every_rank(world_size):
+    for found in on_ranks(_of_unusual_dtypes, world_size):
+        for dtype, text in found.items():
+            assert f"the group's backend sends no {dtype}, which table is" in text
