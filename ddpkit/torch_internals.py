@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def current_group() -> Any:
@@ -35,3 +38,19 @@ def abort_group() -> None:
 
 def no_group() -> None:
     """Stand for the reference to a group where there is none."""
+
+
+def untraced(fn: F) -> F:
+    """Have `torch.compile` call a function as it is, instead of tracing it and what it calls: a graph break.
+
+    It is what `torch.compiler.disable` does, which takes seconds to import and slows down each call. (The marks are
+    private, the same from torch 2.6 to 2.13. The frames' strategy came with 2.7; without it, compiled code that calls
+    the function may fail as if it were not marked.)
+    """
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+    fn._torchdynamo_disable_msg = "it exchanges values with other ranks"  # type: ignore[attr-defined]
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(skip, skip))
+    return fn

@@ -6,6 +6,7 @@ from typing import Any, Literal, SupportsFloat, TypeVar, overload
 
 from torch import Tensor
 
+from ..torch_internals import untraced
 from .gather import gather_objects, gather_trees, in_order, send
 from .reduce import combine
 
@@ -28,6 +29,7 @@ def all_reduce_mean(value: list[int], weight: SupportsFloat | None = None, *, ch
 def all_reduce_mean(value: T, weight: SupportsFloat | None = None, *, check: bool = True) -> T: ...
 
 
+@untraced
 def all_reduce_mean(value: Any, weight: SupportsFloat | None = None, *, check: bool = True) -> Any:
     """Average a number, tensor or nested structure over all ranks. Collective.
 
@@ -77,6 +79,7 @@ def all_reduce(value: float, op: Literal["mean"], *, check: bool = True) -> floa
 def all_reduce(value: Tensor, op: Op = "sum", *, check: bool = True) -> Tensor: ...
 @overload
 def all_reduce(value: T, op: Op = "sum", *, check: bool = True) -> T: ...
+@untraced
 def all_reduce(value: Any, op: Op = "sum", *, check: bool = True) -> Any:
     """Add, average or compare a number, tensor or nested structure over all ranks. Collective.
 
@@ -110,6 +113,7 @@ def all_reduce(value: Any, op: Op = "sum", *, check: bool = True) -> Any:
     return combine(value, op, None, check)
 
 
+@untraced
 def all_gather(value: T) -> list[T]:
     """Give every rank the tensors of all ranks, which may differ in length. Collective.
 
@@ -139,6 +143,7 @@ def all_gather(value: T) -> list[T]:
     return gather_trees("all_gather(value)", value)
 
 
+@untraced
 def all_gather_object(obj: Any) -> list[Any]:
     """Give every rank the objects of all ranks, as pickled copies. Collective.
 
@@ -159,6 +164,7 @@ def all_gather_object(obj: Any) -> list[Any]:
     return gather_objects("all_gather_object(obj)", obj)
 
 
+@untraced
 def broadcast(value: T, src: int = 0) -> T:
     """Give every rank the value of one. Collective.
 
@@ -185,6 +191,7 @@ def broadcast(value: T, src: int = 0) -> T:
     return send(value, src)  # type: ignore[no-any-return]
 
 
+@untraced
 def gather_exact(values: T, indices: Any, n: int) -> T:
     """Put the ranks' results for a dataset into its order, and make sure that each sample is there once. Collective.
 

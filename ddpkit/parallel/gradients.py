@@ -28,6 +28,7 @@ from ..errors import MismatchError
 from ..launch import ranks
 from ..process_group import lifecycle
 from ..process_group.session import Session
+from ..torch_internals import untraced
 from .models import check_module, check_tensors, named_tensors, sharing_memory, unwrap_model, writable
 
 Loss = TypeVar("Loss", torch.Tensor, float)
@@ -81,6 +82,7 @@ def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> I
 def global_mean(loss_sum: Loss, count: float) -> Loss: ...
 @overload
 def global_mean(loss_sum: nn.Module, count: float) -> None: ...
+@untraced
 def global_mean(loss_sum: Any, count: float) -> Any:
     """Scale a sum of losses, or its gradients, so that the ranks' mean is that over all their samples. Collective.
 
@@ -155,6 +157,7 @@ def _scale_gradients(model: nn.Module, share: float) -> None:
         p.grad = found[id(p.grad)]
 
 
+@untraced
 def average_gradients(*modules: nn.Module | torch.Tensor) -> None:
     """Replace every `.grad` by its mean over the ranks, in place, in one flat all-reduce. Collective.
 
@@ -220,6 +223,12 @@ def averaging(*modules: nn.Module | torch.Tensor) -> Iterator[None]:
     for p in held.parameters:
         p.grad = None  # so that nothing can step with what is one rank's only
     yield
+    _end(held, exchange)
+
+
+@untraced
+def _end(held: _Held, exchange: _Exchange | None) -> None:
+    """Put the means in the place of the gradients."""
     if any(p.grad is not None for p in held.parameters):
         for p in held.parameters:
             p.grad = None
@@ -261,6 +270,7 @@ class _Held:
             p.grad = gradient
 
 
+@untraced
 def _begin(call: str, modules: tuple[nn.Module | torch.Tensor, ...]) -> tuple[_Held, _Exchange | None]:
     joined = lifecycle.joined()
     try:

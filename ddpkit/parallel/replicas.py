@@ -15,11 +15,13 @@ from ..collectives.digest import digest
 from ..collectives.sharded import explain_sharded
 from ..errors import ReplicaMismatch
 from ..process_group import lifecycle
+from ..torch_internals import untraced
 from .models import check_module, check_tensors, check_writable, named_tensors, strip, wrapped_paths
 
 _SHOWN = 20  # differences listed in the error
 
 
+@untraced
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Raise on every rank unless all ranks hold the same model and optimizer, to the last bit. Collective.
 
@@ -92,6 +94,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     raise ReplicaMismatch("\n".join([head, *shown]))
 
 
+@untraced
 def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -> None:
     """Make a model's buffers, such as BatchNorm's statistics, equal on all ranks, in place. Collective.
 

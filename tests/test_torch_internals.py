@@ -1,0 +1,93 @@
+"""Torch's private parts: that compiled code calls our functions as eager code does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import on_ranks, same
+from torch import Tensor, nn
+
+import ddpkit
+from ddpkit import get_rank, get_world_size
+from ddpkit.torch_internals import untraced
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def averaged(x: Tensor, net: nn.Module) -> list[Tensor]:
+    net(x).sum().backward()
+    ddpkit.average_gradients(net)
+    return [p.grad for p in net.parameters()]
+
+
+def averaged_meanwhile(x: Tensor, net: nn.Module) -> list[Tensor]:
+    net(x).sum().backward()
+    with ddpkit.averaging(net):
+        y = x + 1
+    return [y, *(p.grad for p in net.parameters())]
+
+
+def synced(x: Tensor, net: nn.Module) -> list[Tensor]:
+    net(x)
+    ddpkit.sync_buffers(net)
+    ddpkit.check_replicas(net)
+    return list(net.buffers())
+
+
+def counted(x: Tensor, net: nn.Module) -> Any:
+    ddpkit.barrier()
+    with ddpkit.together("count"):
+        x = x + 1
+    return [ddpkit.stop_together(get_rank() == 0), ddpkit.run_on_main(len, [1, 2]), x]
+
+
+CALLS: dict[str, Callable[[Tensor, nn.Module], Any]] = {
+    "all_reduce_mean": lambda x, net: ddpkit.all_reduce_mean({"x": x[:2] * 2, "n": len(x)})["x"] + 1,
+    "all_reduce": lambda x, net: ddpkit.all_reduce(x[:2] * 2, "max"),
+    "of arrays": lambda x, net: float(ddpkit.all_reduce_mean(np.float32(len(x)))),
+    "all_gather": lambda x, net: ddpkit.all_gather(x * 2),
+    "all_gather_object": lambda x, net: ddpkit.all_gather_object([x * 2, "text"]),
+    "broadcast": lambda x, net: ddpkit.broadcast({"x": x * 2})["x"],
+    "gather_exact": lambda x, net: ddpkit.gather_exact(x[:1] * 2, [get_rank()], get_world_size()),
+    "global_mean": lambda x, net: ddpkit.global_mean(net(x).sum(), len(x)).detach(),
+    "average_gradients": averaged,
+    "averaging": averaged_meanwhile,
+    "sync_buffers": synced,
+    "waits": counted,
+}
+
+
+def compiled_and_eager() -> list[str]:
+    different = []
+    x = torch.arange(4.0 + 2 * get_rank()).reshape(-1, 2)
+    for name, call in CALLS.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(call, backend="eager")
+        for step in range(3):
+            eager = call(x + step, network())
+            found = compiled(x + step, network())
+            if not same([eager], [found]):
+                different.append(name)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="it exchanges values with other ranks"):
+        torch.compile(CALLS["all_reduce"], backend="eager", fullgraph=True)(x, network())
+    return different
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_compiled_code_gets_what_eager_code_gets(world: int) -> None:
+    assert on_ranks(compiled_and_eager, world) == [[]] * world
+
+
+def test_a_marked_function_is_the_function_itself() -> None:
+    def function() -> int:
+        return 1
+
+    assert untraced(function) is function  # nothing around it that costs time
