@@ -23,10 +23,10 @@ from ..errors import DdpkitError, LaunchError, NotSetUpError
 from ..launch import ranks
 from ..torch_internals import abort_group, current_group
 from .devices import choose_device, count_accelerators
-from .on_failure import cause_of, ended_well, fill_error_file, publish
+from .on_failure import cause_of, ended_well, fill_error_file, last_error, publish
 from .polling import check_timeout
 from .rendezvous import StartedByRank
-from .session import Session, as_error
+from .session import Session, as_error, failure_record
 from .sockets import SETTLE, cut
 from .startup import Context, Job, Options, assemble, checked_launch, close_stores, context_of, set_threads, warn_peers
 
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 
 _job: Job | None = None
+_departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
 _FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
 
 
@@ -130,7 +131,8 @@ def _refuse_forked(job: Job) -> None:
 def _join(asked: Options) -> Job:
     """Join the job that there is now, and leave the one before it, whose group has gone."""
     global _job
-    teardown()
+    _leave()
+    _close_departed()
     launch = ranks.launch_of_group() if dist.is_initialized() else checked_launch()
     job = Job(context_of(launch, torch.device("cpu")), asked)
     try:
@@ -140,12 +142,13 @@ def _join(asked: Options) -> Job:
         else:
             assemble(job, launch)
             job.former_hook, sys.excepthook = sys.excepthook, _excepthook
-            atexit.register(teardown)
+            job.former_error = id(last_error())
+            atexit.register(_at_exit)
             job.finalizer = multiprocessing.util.Finalize(None, _at_child_exit, exitpriority=100)
     except BaseException as error:
         _job = job
         cause = error if isinstance(error, StartedByRank) else report(error)  # it is not the rank that failed
-        teardown()
+        _leave()
         close_stores()
         if cause is not error:
             raise cause from error
@@ -161,17 +164,30 @@ def teardown() -> None:
     """Leaves the job and destroys the group that `setup()` made; harmless when there is none. Runs at exit by itself.
 
     It waits for nobody, but rank 0 stays for at most 2 s if it hosts the store and others are still leaving.
+
+    Where it is called in an `except` or `finally` block, ranks that wait for this one hear of the exception. If the
+    process then ends with an exit code other than 0, that was its failure, and all ranks hear of it.
     """
-    global _job
+    error = sys.exc_info()[1]
+    _leave(None if error is None or ended_well(error) else error)
+
+
+def _leave(error: BaseException | None = None, at_exit: bool = False) -> None:
+    """Leave the job.
+
+    Args:
+        error: What is being handled, or has ended the process.
+        at_exit: Whether the process is ending. Its exit code then tells whether this rank has failed.
+    """
+    global _job, _departed
     if _job is not None and _job.session is not None:
         _job.session.handled = True  # nothing is raised in here
     job, _job = _job, None
     ranks.set_launch(None)
     if job is None or job.session is None or job.session.pid != os.getpid():
         return
-    atexit.unregister(teardown)
-    if job.finalizer:
-        job.finalizer.cancel()
+    if error is not None:
+        error = cause_of(error, job.session) or error
     if sys.excepthook is _excepthook:
         sys.excepthook = job.former_hook
     failed = job.session.told is not None
@@ -179,8 +195,11 @@ def teardown() -> None:
         cut(job.session.connections, after=SETTLE)
         if not job.hosts_store:  # a DDP model may hold its port
             close_stores()
-    if job.watch:
-        job.watch.close()
+    if error is None or failed or at_exit:
+        _remove_exit_hooks(job)
+    else:
+        _departed = job
+    _say_goodbye(job, None if failed else error, at_exit)
     if job.owns_group and dist.is_initialized() and _is_current(job):  # before lingering: it frees ranks stuck with us
         if failed and "nccl" in str(job.context.backend):
             abort_group()  # destroying would wait for operations that cannot end
@@ -190,13 +209,75 @@ def teardown() -> None:
             dist.destroy_process_group()
         cut(job.session.connections)  # a DDP model holds the group until the process has ended
     job.session.leave(job.hosts_store)
+    if job.watch and at_exit:
+        job.watch.hand_over()
+
+
+def _say_goodbye(job: Job, error: BaseException | None, at_exit: bool) -> None:
+    assert job.session is not None
+    reason = None if error is None else failure_record(job.session.rank, error)
+    if job.watch is None:
+        if reason and at_exit:
+            job.session.announce(reason)
+    elif job.session.told is None and at_exit:
+        job.watch.close_at_exit(reason)
+    elif error is None:
+        job.watch.close()
+    else:
+        job.interrupted = isinstance(error, KeyboardInterrupt)
+        job.watch.depart(None if job.interrupted else reason)
+
+
+def _remove_exit_hooks(job: Job) -> None:
+    atexit.unregister(_at_exit)
+    if job.finalizer:
+        job.finalizer.cancel()
+
+
+def _at_exit() -> None:
+    """Leave when the interpreter ends; it still holds the exception that nobody has caught."""
+    global _departed
+    job = _job or _departed
+    if job is None or job.session is None or job.session.pid != os.getpid():
+        return
+    error: BaseException | None = last_error()
+    if error is None or id(error) == job.former_error:
+        error = None
+    elif job.session.told is None:
+        fill_error_file(error)
+    if job is _job:
+        _leave(error, at_exit=True)
+        return
+    _departed = None
+    _remove_exit_hooks(job)
+    if job.session.told is not None:
+        error = None
+    _say_goodbye(job, error, at_exit=error is not None or not job.interrupted)
+    if job.watch:
+        job.watch.hand_over()
+
+
+def _close_departed() -> None:
+    """Close the watch of a job that this process has left, for it goes on."""
+    global _departed
+    job, _departed = _departed, None
+    if job is None:
+        return
+    _remove_exit_hooks(job)
+    if job.watch and job.session and job.session.pid == os.getpid():
+        job.watch.close()
 
 
 def _at_child_exit() -> None:
-    """What ends a rank that is a child of multiprocessing, where the interpreter's own hooks do not run."""
-    if error := sys.exc_info()[1]:
+    """Leave when a child of multiprocessing ends, where the interpreter's own hooks do not run."""
+    global _departed
+    error = sys.exc_info()[1]
+    if error:
         report(error)
-    teardown()
+    _leave()
+    job, _departed = _departed, None
+    if error and job and job.session and job.session.pid == os.getpid() and not ended_well(error):
+        publish(error, job.session, job.watch)
 
 
 @contextmanager
@@ -230,7 +311,7 @@ def distributed(
         raise
     finally:
         if outermost:
-            teardown()
+            _leave()
 
 
 def get_device() -> torch.device:
@@ -287,7 +368,7 @@ def _join_group() -> Job | None:
             "every rank or call ddpkit.setup() again."
         )
     if _job is not None:  # its group had one rank
-        teardown()
+        _leave()
     if (world_size := ranks.get_world_size()) > 1:
         raise NotSetUpError(
             f"{world_size} processes were launched ({ranks.current_launch().kind}), but this one has not joined them. "

@@ -36,7 +36,7 @@ from .monitor_connections import Event, Star
 from .monitor_messages import checked_failure, encode
 from .polling import aside
 from .session import Session, as_error, failure_record
-from .sockets import cut
+from .sockets import cut, send_exit_code
 
 log = logging.getLogger(__name__)
 _TICK = 1.0  # seconds between looks at the main thread's own wait, and at torchrun
@@ -45,6 +45,7 @@ _TICK_FAILED = 0.05  # the same once a rank has failed
 # may come first; and an error that all ranks find together, which a busy one finds later
 _IN_WAIT, _ELSEWHERE, _TOGETHER = 0.5, 0.05, 3.0
 _OF_ALL = {kind.__name__ for kind in (BarrierTimeout, CheckpointError, MismatchError, ReplicaMismatch)}
+_ENDING = 4.0  # seconds that a process may take from its exit hooks to its end, before those who wait are told
 _LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
 
 
@@ -64,6 +65,8 @@ class Watch(threading.Thread):
         self._star = Star(session.rank, len(session.hosts), token, end, _warn)
         self._interrupter = Interrupter(session, self._star.wake)
         self._closing = False
+        self._keeps = False  # whether the connections outlive the thread
+        self._reasons: dict[int, dict[str, Any] | None] = {}  # why a process ends that is about to, as far as it knows
         self._passed_on = False  # whether this rank has told the others of a failure
         self._announced = False  # that a failure was logged
         _stars().add(self._star)
@@ -84,12 +87,34 @@ class Watch(threading.Thread):
         self._pass_on(failure)
         self._star.settle(_LAST_WORDS)
 
+    def depart(self, reason: dict[str, Any] | None) -> None:
+        """Leave while an exception is being handled, which may be this rank's failure.
+
+        The others hear at once that it leaves, and from `close_at_exit()` whether it has failed.
+        """
+        self._star.post(_line("left", self._session.rank, reason))
+        self._interrupter.close()
+
+    def close_at_exit(self, reason: dict[str, Any] | None) -> None:
+        """Leave as the process ends, by this failure if there is one; call `hand_over()` last of all."""
+        self._star.post(_line("ends", self._session.rank, reason))
+        self._keeps = True
+        self._end_thread()
+
+    def hand_over(self) -> None:
+        """Let the end of the process say its exit code: it has failed unless that is 0."""
+        if self._keeps and not self.is_alive():
+            send_exit_code(self._star.give_away())
+
     def close(self) -> None:
         """Leave in good order: after this, no end of a connection is a failure. First set the session's `handled`."""
         word: dict[str, Any] = {"left": self._session.rank}
         if self._session.told:
             word["failure"] = self._session.told
         self._star.post(encode(**word))
+        self._end_thread()
+
+    def _end_thread(self) -> None:
         self._closing = True  # only now: the thread then parts from all connections
         self._star.wake()
         self.join(_LAST_WORDS)
@@ -100,6 +125,8 @@ class Watch(threading.Thread):
         try:
             while not self._closing:
                 self._listen()
+            if self._keeps:
+                return
             for event in self._star.part(1.0):
                 self._hear(event)
         except BaseException as error:
@@ -115,6 +142,9 @@ class Watch(threading.Thread):
             self._pass_on(self._session.told)  # the main thread may have found it in the store
         if self._session.told is None and (orphan := self._session.orphan()):
             self._learn(failure_record(self._session.rank, orphan))
+        for rank, late in list(self._session.ending.items()):
+            if time.monotonic() > late:
+                self._note_departure(rank, self._reasons.get(rank), rank)
         self._look_after_main()
 
     def _pause(self) -> float:
@@ -127,24 +157,59 @@ class Watch(threading.Thread):
             self._lose(event.rank or 0)
             return
         message = event.message
+        if message.ends is not None:
+            self._expect_code(message.ends, message.reason, event.rank)
+        if message.code is not None and event.rank is not None:
+            self._note_code(event.rank, message.code)
         if message.left is not None:
-            self._note_departure(message.left, event.rank)
+            self._note_departure(message.left, message.reason, event.rank)
         if message.failure is not None:
             self._learn(message.failure, event.rank)
 
-    def _note_departure(self, rank: int, teller: int | None) -> None:
+    def _expect_code(self, rank: int, reason: dict[str, Any] | None, teller: int | None) -> None:
+        """Give a process that is about to end some time to say its exit code."""
+        self._reasons[rank] = reason
+        self._session.ending[rank] = time.monotonic() + _ENDING
+        if self._session.rank == 0:
+            self._star.post(_line("ends", rank, reason), besides=teller)
+
+    def _note_code(self, rank: int, code: int) -> None:
+        """Take note of how a process has ended that had not called `teardown()`, or had while it handled an error."""
+        reason = self._reasons.pop(rank, None) or self._session.reasons.get(rank)
+        if code == 0:
+            self._note_departure(rank, None, rank)
+        elif self._session.told is None:
+            words = f"it ended with exit code {code}, without teardown()"
+            error = PeerError(rank, self._session.hosts[rank], "SystemExit", words)
+            self._learn_for(reason or failure_record(rank, error))
+
+    def _note_departure(self, rank: int, reason: dict[str, Any] | None, teller: int | None) -> None:
+        self._session.ending.pop(rank, None)
         if rank in self._session.left:
             return
+        if reason is not None:
+            self._session.reasons[rank] = reason
         self._session.left.append(rank)
         if self._session.rank == 0:
-            self._star.post(encode(left=rank), besides=teller)
+            self._star.post(_line("left", rank, reason), besides=teller)
 
     def _lose(self, rank: int) -> None:
-        if rank in self._session.left or self._session.told or self._closing:
+        if self._session.told or self._closing:
+            return
+        if (reason := self._reasons.pop(rank, None)) is not None:  # it ended by that, without a word of its exit code
+            self._learn_for(reason)
+            return
+        if rank in self._session.ending:
+            self._note_departure(rank, None, rank)
+        if rank in self._session.left:
             return
         words = "its connection closed without a word: the process was killed or crashed, or the network was cut"
-        failure = failure_record(rank, PeerError(rank, self._session.hosts[rank], "lost", words))
+        self._learn_for(failure_record(rank, PeerError(rank, self._session.hosts[rank], "lost", words)))
+
+    def _learn_for(self, failure: dict[str, Any]) -> None:
+        """Take note of the failure of a rank that cannot tell the others any more."""
         self._learn(failure)
+        self._session.ending.pop(failure["rank"], None)
         if self._session.rank == 0:
             self._session.announce(failure, patience=0.0)  # for those that come later
 
@@ -233,6 +298,14 @@ class Watch(threading.Thread):
                 child.kill()
         finally:
             os._exit(1)
+
+
+def _line(name: str, rank: int, reason: dict[str, Any] | None) -> bytes:
+    """Write that a rank leaves, or ends, with the reason if there is one."""
+    fields: dict[str, Any] = {name: rank}
+    if reason is not None:
+        fields["reason"] = reason
+    return encode(**fields)
 
 
 def _log(level: int, text: str, error: BaseException | None = None) -> None:

@@ -44,6 +44,7 @@ class _Connection:
     taken: int = 0  # bytes
     unsent: bytearray = field(default_factory=bytearray)
     open: bool = True
+    ends: bool = False  # whether its process is about to end, and its exit code to come
 
 
 class Star:
@@ -144,6 +145,13 @@ class Star:
         while self._ranks and (left := end - time.monotonic()) > 0:
             yield from self.poll(left)
 
+    def give_away(self) -> list[int]:
+        """Close this star, but for the connections to the ranks; return their descriptors."""
+        kept = [connection.socket.detach() for connection in self._ranks.values()]
+        self._ranks.clear()
+        self.close()
+        return kept
+
     def close(self) -> None:
         """Close this process's ends of all connections."""
         for connection in (*self._ranks.values(), *self._strangers):
@@ -240,6 +248,8 @@ class Star:
         connection.taken += len(data)
         if not data:
             self._end(connection)
+            if connection.ends and len(code := connection.lines.rest()) == 1:
+                events.append(Event(connection.rank, Message(code=code[0])))
             if connection.rank is not None:
                 events.append(Event(connection.rank, None))
         elif connection.rank is None and connection.taken > _ROOM:
@@ -249,12 +259,15 @@ class Star:
     def _receive(self, connection: _Connection, line: bytes) -> Event | None:
         if connection.rank is None:
             return self._admit(connection, line)
+        if connection.ends and not line:
+            return Event(connection.rank, Message(code=ord("\n")))
         message = parse(line, self._world_size)
         if message is None or message.rank is not None:
             return None
-        speaks_for = (None, connection.rank)
-        if connection.rank != 0 and message.left not in speaks_for:  # only rank 0 passes on what others say
+        of_others = {message.left, message.ends} - {None, connection.rank}
+        if of_others and connection.rank != 0:  # only rank 0 passes on what others say
             return None
+        connection.ends = connection.ends or message.ends == connection.rank
         return Event(connection.rank, message)
 
     def _admit(self, connection: _Connection, line: bytes) -> Event | None:

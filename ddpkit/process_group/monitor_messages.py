@@ -8,16 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped
+_RANKS, _FAILURES = {"rank", "left", "ends"}, {"failure", "reason"}  # names of a message's fields
 _TEXTS = {"host": 300, "type": 300, "message": 20_000, "traceback": 60_000}  # characters of each that are kept
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one line says: who is speaking, who has left in good order, or what has failed."""
+    """What one line says: who is speaking, who has left, whose process is about to end, or what has failed.
+
+    The last byte of a process that is about to end is its exit code.
+    """
 
     rank: int | None = None
     left: int | None = None
+    ends: int | None = None
     failure: dict[str, Any] | None = None
+    reason: dict[str, Any] | None = None  # the failure that a rank handled when it left, or by which it ends
+    code: int | None = None
 
 
 class Lines:
@@ -40,6 +47,10 @@ class Lines:
             self._too_long = False
         self._keep(rest)
         return lines
+
+    def rest(self) -> bytes:
+        """Return what has come since the last newline."""
+        return bytes(self._rest)
 
     def _keep(self, piece: bytes) -> None:
         if len(self._rest) + len(piece) > self._longest:
@@ -64,8 +75,8 @@ def parse(line: bytes, world_size: int) -> Message | None:
     """Read a message; return None for anything else.
 
     Example:
-        >>> parse(b'{"left": 1}', world_size=2)
-        Message(rank=None, left=1, failure=None)
+        >>> parse(b'{"left": 1}', world_size=2).left
+        1
         >>> parse(b'{"left": 2}', world_size=2)
     """
     try:
@@ -75,13 +86,13 @@ def parse(line: bytes, world_size: int) -> Message | None:
     if not isinstance(fields, dict):
         return None
     everyone = range(world_size)
-    known: dict[str, Any] = {name: fields[name] for name in ("rank", "left", "failure") if name in fields}
-    for name in known.keys() & {"rank", "left"}:
+    known: dict[str, Any] = {name: fields[name] for name in (*_RANKS, *_FAILURES) if name in fields}
+    for name in known.keys() & _RANKS:
         if not _is_one_of(known[name], everyone):
             return None
-    if "failure" in known:
-        known["failure"] = checked_failure(known["failure"], world_size)
-        if known["failure"] is None:
+    for name in known.keys() & _FAILURES:
+        known[name] = checked_failure(known[name], world_size)
+        if known[name] is None:
             return None
     if not known:
         return None

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 import time
 import traceback
 from contextlib import suppress
@@ -117,6 +118,12 @@ def ended_well(error: BaseException) -> bool:
     if not isinstance(error, SystemExit):
         return False
     return error.code is None or (isinstance(error.code, int) and error.code == 0)
+
+
+def last_error() -> BaseException | None:
+    """Return the exception that nobody caught, which the interpreter keeps before it ends; None if there is none."""
+    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return error
 
 
 def fill_error_file(error: BaseException) -> None:

@@ -177,7 +177,9 @@ class Session:
         self.pid = os.getpid()  # a forked child holds a copy that is not its own
         self.told: dict[str, Any] | None = None  # the failure that this rank has heard of
         self.handled = False  # whether this rank has reported it or is leaving, so that it is raised no more
-        self.left: list[int] = []  # ranks that the watch saw leave in good order
+        self.left: list[int] = []  # ranks that the watch saw leave
+        self.reasons: dict[int, dict[str, Any]] = {}  # the failure that a rank handled when it left
+        self.ending: dict[int, float] = {}  # ranks whose process is about to end, and until when to wait for its code
         self.deadline: float | None = None  # of the wait that the main thread is in
         self.judged: BaseException | None = None  # the broken collective whose cause was looked for last
         self.compared = False  # whether the ranks have met over a broken collective
@@ -219,7 +221,7 @@ class Session:
         """Who failed or left, as far as that is known soon: the cause of a broken connection."""
         look = self.check
         with self._deadline(_PATIENCE) as end:
-            while time.monotonic() < end:
+            while time.monotonic() < max([end, *self.ending.values()]):
                 try:
                     look()
                 except DdpkitError as error:
@@ -238,8 +240,10 @@ class Session:
         words = self.orphaned()
         return PeerError(self.rank, self.hosts[self.rank], "orphaned", words) if words else None
 
-    def departed(self, rank: int) -> PeerError:
+    def departed(self, rank: int) -> DdpkitError:
         """What to raise when waiting for a rank that has left."""
+        if rank in self.reasons:
+            return as_error(self.reasons[rank])
         return PeerError(rank, self.hosts[rank], "left", "it called teardown() or ended while others still wait for it")
 
     @contextmanager

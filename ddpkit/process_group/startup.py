@@ -88,6 +88,8 @@ class Job:
     owns_group: bool = False
     hosts_store: bool = False
     former_hook: Any = None
+    former_error: int = 0  # identity of the exception that had ended something in this interpreter before
+    interrupted: bool = False  # whether it was left while a KeyboardInterrupt was handled
     finalizer: Any = None
 
 

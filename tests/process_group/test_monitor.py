@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Ended, free_port, launch, platform_env, run
+from processes import Ended, free_port, platform_env, run
 
 import ddpkit
 from ddpkit.collectives import consistency
@@ -476,47 +473,3 @@ def test_teardown_leaves_no_descriptor_and_no_thread() -> None:
         first, last = end.output.partition("held ")[2].splitlines()[0].split()
         assert first == last, end.output
         assert end.output.rstrip().endswith("threads"), end.output
-
-
-ENDINGS = {
-    "falls off the end": "",
-    "exits": "sys.exit()",
-    "has a thread that runs on": "threading.Thread(target=time.sleep, args=[1]).start()",
-    "has a daemon that runs on": "threading.Thread(target=time.sleep, args=[600], daemon=True).start()",
-    "joined in a thread": "",
-    "has a pool": "concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 1)",
-    "forks": "os.fork() or os._exit(0); os.wait()",
-    "runs a program": "subprocess.run(['true'], check=True)",
-    "collects garbage": "import gc; gc.collect()",
-}
-# each script is a copy of this one, which has imported torch for all of them, and ends as the interpreter ends
-FORK = """
-import concurrent.futures, json, os, subprocess, sys, threading, time, ddpkit
-names = {}
-for name, (env, lines) in json.loads(sys.argv[1]).items():
-    if pid := os.fork():
-        names[pid] = name
-        continue
-    os.environ.update(env)
-    output = os.open(f"{sys.argv[2]}/{name}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1), os.dup2(output, 2)
-    exec(lines)
-    break
-else:
-    for _ in names:
-        pid, status = os.wait()
-        print(names[pid], "ended with", os.waitstatus_to_exitcode(status))
-"""
-
-
-def test_a_script_that_ends_without_teardown_ends_at_once_and_in_silence(tmp_path: Path) -> None:
-    scripts = {}
-    for ending, lines in ENDINGS.items():
-        join = "ddpkit.setup(); ddpkit.barrier()\n"
-        if "joined" in ending:
-            join = f"thread = threading.Thread(target=exec, args=[{join!r}, globals()]); thread.start(); thread.join()"
-        port = free_port()
-        scripts |= {f"{ending} {rank}": (platform_env(rank, 2, port), join + lines) for rank in range(2)}
-    (end,) = launch([sys.executable, "-c", FORK, json.dumps(scripts), str(tmp_path)], timeout=HANG)
-    assert sorted(end.output.splitlines()) == sorted(f"{name} ended with 0" for name in scripts)
-    assert {name: (tmp_path / name).read_text() for name in scripts} == dict.fromkeys(scripts, "")

@@ -1,0 +1,188 @@
+"""However a script ends, the others hear of it if Python counts it as a failure, and only then."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from processes import free_port, launch, platform_env
+
+HANG = 400.0  # seconds: longer than any test may take, however loaded the machine is
+# each script is a copy of this one, which has imported torch for all of them, and ends as the interpreter ends
+FORK = """
+import concurrent.futures, json, os, subprocess, sys, threading, time, traceback, ddpkit
+names = {}
+for name, (env, lines) in json.loads(sys.argv[1]).items():
+    if pid := os.fork():
+        names[pid] = name
+        continue
+    os.environ.update(env)
+    output = os.open(f"{sys.argv[2]}/{name}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1), os.dup2(output, 2)
+    exec(lines)
+    break
+else:
+    for _ in names:
+        pid, status = os.wait()
+        print(names[pid], "ended with", os.waitstatus_to_exitcode(status))
+"""
+
+
+ENDINGS = {
+    "falls off the end": "",
+    "exits": "sys.exit()",
+    "has a thread that runs on": "threading.Thread(target=time.sleep, args=[1]).start()",
+    "has a daemon that runs on": "threading.Thread(target=time.sleep, args=[600], daemon=True).start()",
+    "joined in a thread": "",
+    "has a pool": "concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 1)",
+    "forks": "os.fork() or os._exit(0); os.wait()",
+    "runs a program": "subprocess.run(['true'], check=True)",
+    "collects garbage": "import gc; gc.collect()",
+}
+
+
+def ends(scripts: dict[str, tuple[dict[str, str], str]], folder: Path) -> dict[str, tuple[int, str]]:
+    """Run scripts, each with its environment; return their exit codes and what they have printed."""
+    (end,) = launch([sys.executable, "-c", FORK, json.dumps(scripts), str(folder)], timeout=HANG)
+    lines = [line.rpartition(" ended with ") for line in end.output.splitlines()]
+    codes = {name: int(code) for name, _, code in lines}
+    return {name: (codes[name], (folder / name).read_text()) for name in scripts}
+
+
+def test_a_script_that_ends_without_teardown_ends_at_once_and_in_silence(tmp_path: Path) -> None:
+    scripts = {}
+    for ending, lines in ENDINGS.items():
+        join = "ddpkit.setup(); ddpkit.barrier()\n"
+        if "joined" in ending:
+            join = f"thread = threading.Thread(target=exec, args=[{join!r}, globals()]); thread.start(); thread.join()"
+        port = free_port()
+        scripts |= {f"{ending} {rank}": (platform_env(rank, 2, port), join + lines) for rank in range(2)}
+    assert ends(scripts, tmp_path) == dict.fromkeys(scripts, (0, ""))
+
+
+# the others compute; `pids` are those of all ranks
+BEGIN = """
+import traceback
+context = ddpkit.setup()
+pids = ddpkit.all_gather_object(os.getpid())
+def fail():
+    raise ValueError("boom")
+def wait_for_end(some):
+    while any(os.path.exists(f"/proc/{pid}") for pid in some):
+        time.sleep(0.05)
+"""
+HEAR = """
+try:
+    for _ in range(3000):
+        time.sleep(0.1)
+except ddpkit.PeerError as error:
+    print(error.rank, str(error))
+    ddpkit.teardown()
+"""
+WAIT = HEAR.replace("time.sleep(0.1)", "ddpkit.barrier()")
+FAILURES = {  # what a rank does, its exit code, and what the others hear
+    "exits": ("sys.exit(3)", 3, "SystemExit: it ended with exit code 3"),
+    "exits with 10": ("sys.exit(10)", 10, "SystemExit: it ended with exit code 10"),
+    "exits with a text": ("sys.exit('bad')", 1, "SystemExit: it ended with exit code 1"),
+    "shows its exception": (
+        "try: fail()\nexcept ValueError: traceback.print_exc(); sys.exit(1)",
+        1,
+        "SystemExit: it ended with exit code 1",
+    ),
+    "has another hook": ("sys.excepthook = lambda *_: None\nfail()", 1, "ValueError: boom\n\nTraceback"),
+    "is interrupted": (
+        "sys.excepthook = lambda *_: None\nraise KeyboardInterrupt",
+        -2,
+        "KeyboardInterrupt\n\nTraceback",
+    ),
+    "leaves in finally": ("try: fail()\nfinally: ddpkit.teardown()", 1, "ValueError: boom\n\nTraceback"),
+    "leaves in except": (
+        "try: fail()\nexcept ValueError: ddpkit.teardown(); sys.exit(4)",
+        4,
+        "ValueError: boom\n\nTraceback",
+    ),
+    "leaves and is interrupted": (
+        "try: raise KeyboardInterrupt\nfinally: ddpkit.teardown()",
+        -2,
+        "KeyboardInterrupt\n\nTraceback",
+    ),
+    "exits through finally": ("try: sys.exit(3)\nfinally: ddpkit.teardown()", 3, "SystemExit: 3"),
+}
+
+
+def test_a_rank_that_fails_without_distributed_is_known_to_those_who_compute(tmp_path: Path) -> None:
+    scripts = {}
+    for number, (name, (lines, _, _)) in enumerate(FAILURES.items()):
+        port, faulty = free_port(), number % 2
+        for rank in range(3):
+            scripts[f"{name} {rank}"] = platform_env(rank, 3, port), BEGIN + (lines if rank == faulty else HEAR)
+    ended = ends(scripts, tmp_path)
+    for number, (name, (_, code, words)) in enumerate(FAILURES.items()):
+        faulty = number % 2
+        for rank in {0, 1, 2} - {faulty}:
+            assert ended[f"{name} {rank}"][0] == 0, ended[f"{name} {rank}"]
+            assert f"{faulty} rank {faulty} (" in ended[f"{name} {rank}"][1]
+            assert f"failed: {words}" in ended[f"{name} {rank}"][1]
+        assert ended[f"{name} {faulty}"][0] == code
+
+
+GOOD = {  # ends that are no failure, and their exit codes
+    "falls off the end": ("", 0),
+    "exits": ("sys.exit(0)", 0),
+    "leaves and exits": ("ddpkit.teardown(); sys.exit(3)", 3),
+    "leaves and fails": ("ddpkit.teardown(); fail()", 1),
+    "handles an exception": ("try: next(iter(()))\nexcept StopIteration: ddpkit.teardown()", 0),
+    "handles an interrupt": (
+        "try: raise KeyboardInterrupt\nexcept KeyboardInterrupt: ddpkit.teardown(); sys.exit(130)",
+        130,
+    ),
+    "kept an exception of before": ("sys.last_value = ValueError()", 0),
+    "joins again": (
+        "try: fail()\nexcept ValueError: ddpkit.teardown()\n"
+        "for name in 'RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT': del os.environ[name]\n"
+        "ddpkit.setup(); sys.exit(3)",
+        3,
+    ),
+}
+UNDISTURBED = """
+wait_for_end([pids[int(os.environ["EARLY"])]])
+time.sleep(1)
+print("undisturbed")
+ddpkit.teardown()
+"""
+
+
+def test_a_rank_that_ends_in_good_order_disturbs_nobody_who_computes(tmp_path: Path) -> None:
+    scripts = {}
+    for number, (name, (lines, _)) in enumerate(GOOD.items()):
+        port, early = free_port(), number % 2
+        for rank in range(3):
+            env = platform_env(rank, 3, port, EARLY=f"{early}")
+            scripts[f"{name} {rank}"] = env, BEGIN + (lines if rank == early else UNDISTURBED)
+    ended = ends(scripts, tmp_path)
+    for number, (name, (_, code)) in enumerate(GOOD.items()):
+        for rank in range(3):
+            code_of_rank, output = ended[f"{name} {rank}"]
+            if rank != number % 2:
+                assert code_of_rank == 0 and output.endswith("undisturbed\n") and "PeerError" not in output, output
+        assert ended[f"{name} {number % 2}"][0] == code, ended[f"{name} {number % 2}"]
+
+
+def test_those_who_wait_hear_at_once_why_a_rank_has_left(tmp_path: Path) -> None:
+    scripts = {}
+    for faulty in (0, 1):
+        port = free_port()
+        lines = (
+            "try: fail()\nfinally: ddpkit.teardown(); wait_for_end(set(pids) - {os.getpid()})"  # it has not ended yet
+        )
+        for rank in range(3):
+            scripts[f"{faulty} {rank}"] = platform_env(rank, 3, port), BEGIN + (lines if rank == faulty else WAIT)
+    ended = ends(scripts, tmp_path)
+    for faulty in (0, 1):
+        for rank in {0, 1, 2} - {faulty}:
+            code, output = ended[f"{faulty} {rank}"]
+            assert code == 0, output
+            assert f"{faulty} rank {faulty} (" in output, output
+            assert "failed: ValueError: boom\n\nTraceback" in output, output
+        assert ended[f"{faulty} {faulty}"][0] == 1
