@@ -94,7 +94,7 @@ def setup(
 
 def _checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, watch: Any) -> Options:
     check_timeout(timeout)
-    if num_threads is not None and not (isinstance(num_threads, Integral) and int(num_threads) >= 1):
+    if num_threads is not None and not _is_count(num_threads):
         raise ValueError(f"num_threads must be a positive integer, got {num_threads!r}.")
     if not (backend is None or isinstance(backend, str)):
         raise ValueError(f"backend must be a name such as 'gloo', got {backend!r}.")
@@ -113,6 +113,10 @@ def _checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, 
     except RuntimeError as error:  # torch lists its kinds of device
         raise ValueError(f"device={device!r} is no device: {error}") from error
     return Options(backend, device, timeout, None if num_threads is None else int(num_threads), watch)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _is_current(job: Job) -> bool:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 T = TypeVar("T")
+_LONGEST = timedelta(days=10_000)  # torch counts nanoseconds in 64 bits
 
 
 class Pause:
@@ -61,3 +62,5 @@ def check_timeout(timeout: object) -> None:
         raise TypeError(f"timeout must be a datetime.timedelta, such as timedelta(seconds=30), got {timeout!r}.")
     if timeout <= timedelta(0):
         raise ValueError(f"timeout must be positive, got {timeout}.")
+    if timeout > _LONGEST:
+        raise ValueError(f"timeout must be at most {_LONGEST.days} days, got {timeout}.")

@@ -90,22 +90,40 @@ class Member:
 _CLAIM = get_type_hints(Member)
 
 
-def denounce(address: str, port: int, reason: str, patience: float = 2.0) -> None:
+def denounce(address: str, port: int, reason: str, patience: float = 2.0, launch: Launch | None = None) -> None:
     """Tell a job that this process does not belong to it, so that its ranks do not wait.
 
-    Not the job of a rank that started this process: it waits for nobody. `patience` in seconds, for the job to begin.
+    Not the job of a rank that started this process: it waits for nobody.
+
+    Args:
+        address: Where the job's store is, or will be.
+        port: The same.
+        reason: What to tell.
+        patience: Seconds in which the job must begin.
+        launch: This process's, if it is one of the job's ranks. It does not wait for a job that all ranks refuse.
     """
     deadline = time.monotonic() + patience
     with contextlib.suppress(OSError, RuntimeError):
         store = _visit(address, port, deadline)
-        while True:
+        refusals = _note_refusal(store, launch) if launch else []
+        while time.monotonic() < deadline:
             if room := _last_room(store):
                 if not _starter(room):
                     _poison(room, reason)
+                    if launch and not room.check(["roster"]):
+                        add(room, "heard", 1)
                 return
-            if time.monotonic() > deadline:
+            if refusals and store.check(refusals):
                 return
             time.sleep(0.1)
+
+
+def _note_refusal(store: dist.Store, launch: Launch) -> list[str]:
+    """Leave a note that this rank refuses to join; return the keys of all ranks' notes."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives it
+    notes = [f"ddpkit/refusals/{attempt}/{rank}" for rank in range(launch.world_size)]
+    store.set(notes[launch.rank], "")
+    return notes
 
 
 def call_off(store: dist.Store, world_size: int, reason: str) -> None:

@@ -176,6 +176,7 @@ def warn_peers(error: Exception) -> None:
     reason = f"A process on {socket.gethostname()} could not join: {error}"
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     patience = 2.0
+    launch = None
     with suppress(LaunchError):
         launch = detect_launch(os.environ)
         address, port = launch.master_addr, str(launch.master_port)
@@ -187,7 +188,7 @@ def warn_peers(error: Exception) -> None:
                 call_off(store, launch.world_size, reason)
                 return
     if address and port.isdecimal():
-        denounce(address, int(port), reason, patience)
+        denounce(address, int(port), reason, patience, launch if launch and launch.world_size > 1 else None)
 
 
 def has_agent(launch: Launch) -> bool:

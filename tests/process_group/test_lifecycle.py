@@ -62,6 +62,8 @@ def test_one_process_needs_no_group_and_setup_may_be_called_twice() -> None:
         ({"timeout": timedelta(0)}, "positive"),
         ({"num_threads": 0}, "positive integer"),
         ({"num_threads": 2.0}, "positive integer"),
+        ({"num_threads": True}, "positive integer"),
+        ({"timeout": timedelta.max}, "at most 10000 days"),
         ({"device": "gpu"}, "'gpu' is no device"),
         ({"device": 3}, "torch.device or a name"),
         ({"backend": torch.device("cpu")}, "name such as 'gloo'"),
@@ -96,6 +98,43 @@ def test_a_bad_option_of_some_ranks_ends_the_wait_of_the_others(ranks: list[int]
         assert end.code == 1, end
         assert "'gpu' is no device" in end.output, end
         assert ("ValueError" in end.output) == (rank in ranks), end
+
+
+SET_UP_BADLY = """
+    import os, time, torch
+    from datetime import timedelta
+    import ddpkit
+
+    bad = {BAD}
+    if not bad:
+        time.sleep(3)  # rank 0 comes later
+    began = time.monotonic()
+    try:
+        ddpkit.setup(timeout=timedelta(seconds=200), num_threads=0 if bad else 1)
+    except (ValueError, ddpkit.LaunchError) as error:
+        seconds = time.monotonic() - began
+        print(type(error).__name__, "num_threads must be" in str(error), "soon" if seconds < 10 else seconds)
+"""
+
+
+@pytest.mark.parametrize(("bad", "first"), [("True", "ValueError"), ("os.environ['RANK'] == '1'", "LaunchError")])
+def test_a_bad_option_ends_all_ranks_at_once_under_torchrun(bad: str, first: str, tmp_path: Path) -> None:
+    code, output, _ = torchrun(tmp_path, SET_UP_BADLY.replace("{BAD}", bad))
+    assert code == 0, output
+    assert output.count("True soon") == 2 and f"{first} True soon" in output and "ValueError True soon" in output
+
+
+def set_up_badly_soon() -> None:
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="positive integer"):
+        ddpkit.setup(num_threads=0)
+    assert time.monotonic() - began < 4.5
+
+
+def test_a_bad_option_of_all_ranks_keeps_none_without_an_agent() -> None:
+    port = free_port()
+    for end in run(set_up_badly_soon, [platform_env(rank, 3, port) for rank in range(3)]):
+        assert end.code == 0, end.output
 
 
 def test_a_bad_option_is_heard_by_a_rank_0_that_comes_later() -> None:
