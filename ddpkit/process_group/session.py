@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -180,13 +181,19 @@ class Session:
         self.left: list[int] = []  # ranks that the watch saw leave
         self.reasons: dict[int, dict[str, Any]] = {}  # the failure that a rank handled when it left
         self.ending: dict[int, float] = {}  # ranks whose process is about to end, and until when to wait for its code
-        self.deadline: float | None = None  # of the wait that the main thread is in
+        self._deadlines: dict[int, float] = {}  # of the wait that each thread is in
         self.judged: BaseException | None = None  # the broken collective whose cause was looked for last
         self.compared = False  # whether the ranks have met over a broken collective
         self.orphaned: Callable[[], str] = str  # what became of the process that must outlive this one, "" if it lives
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self._counts: dict[str, int] = {}
-        self._litter: dict[Sequence[int], list[str]] = {}
+        self._litter: dict[str, tuple[float, list[str]]] = {}  # by a meeting's name: when it was, and keys to delete
+        self._sweeping = threading.Lock()
+
+    @property
+    def deadline(self) -> float | None:
+        """Return the end of the wait that this rank is in, the first of its threads'; None if it is in none."""
+        return min(list(self._deadlines.values()), default=None)
 
     def count(self, name: str) -> str:
         """A key for the n-th use of a name; every rank counts alike because all take part."""
@@ -258,12 +265,16 @@ class Session:
 
     @contextmanager
     def _deadline(self, timeout: timedelta) -> Iterator[float]:
-        former, end = self.deadline, time.monotonic() + timeout.total_seconds()
-        self.deadline = end
+        thread, end = threading.get_ident(), time.monotonic() + timeout.total_seconds()
+        former = self._deadlines.get(thread)
+        self._deadlines[thread] = end
         try:
             yield end
         finally:
-            self.deadline = former
+            if former is None:
+                del self._deadlines[thread]
+            else:
+                self._deadlines[thread] = former
 
     def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
         """Polls until `ready()` is not None; raises a peer's failure; when the time is up, `late()` decides."""
@@ -289,7 +300,8 @@ class Session:
     ) -> None:
         """Waits until all of `ranks` are here. With a `failure`, tells the others instead and does not wait.
 
-        Keys in `litter` are deleted when these ranks next meet, for then nobody can still be reading them.
+        Keys in `litter` are deleted when the ranks next meet under this name, for then nobody can still be reading
+        them; or after the time-out, for a name may be used once. Other threads may meet under other names meanwhile.
         """
         ranks, timeout = self.everyone if ranks is None else ranks, timeout or self.timeout
         place = ranks.index(self.rank)
@@ -338,9 +350,23 @@ class Session:
                 self.until(complete, timeout, late)
                 if noted:
                     self.store.delete_key(note)
-            for old in self._litter.get(ranks, ()):
+            for old in self._swept(name, [*litter, *(words if place == 0 else ())]):
                 self.store.delete_key(old)
-        self._litter[ranks] = [*litter, *(words if place == 0 else ())]
+
+    def _swept(self, name: str, litter: list[str]) -> list[str]:
+        """Note the keys of this use of a name; return those that nobody reads any more."""
+        now = time.monotonic()
+        with self._sweeping:
+            _, old = self._litter.pop(name, (now, []))
+            while self._litter:
+                first = next(iter(self._litter))
+                since, keys = self._litter[first]
+                if now < since + self.timeout.total_seconds():
+                    break
+                del self._litter[first]
+                old = old + keys
+            self._litter[name] = now, litter
+        return old
 
     def exchange(self, text: str, name: str = "exchange", timeout: timedelta | None = None) -> list[str]:
         """Every rank's text, by rank."""

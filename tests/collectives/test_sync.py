@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -114,6 +115,44 @@ def test_a_rank_that_waits_elsewhere_is_named_with_its_place() -> None:
     (zero, _), (one, _) = on_ranks(wait_elsewhere, 2)
     assert "barrier 'other': 1 of 2 ranks" in zero and "Rank 1 waits in barrier 'one' instead." in zero
     assert "barrier 'one': 1 of 2 ranks" in one and "Rank 0 waits in barrier 'other' instead." in one
+
+
+def meet_in_two_threads() -> int:
+    rounds = 0
+    for _ in range(150):
+        thread = threading.Thread(target=ddpkit.barrier, args=["thread"])
+        thread.start()
+        ddpkit.barrier("main")
+        thread.join()
+        rounds += 1
+    return rounds
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_barriers_of_two_threads_leave_each_other_alone(world_size: int) -> None:
+    assert on_ranks(meet_in_two_threads, world_size) == [150] * world_size
+
+
+def wait_in_a_thread_until_another_has_ended() -> float | None:
+    session = lifecycle.current_session()
+    entered, done = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with session.bounded(timedelta(seconds=1)):
+            entered.set()
+            done.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    entered.wait()
+    with session.bounded(timedelta(seconds=2)):
+        done.set()
+        thread.join()
+    return session.deadline
+
+
+def test_a_wait_of_one_thread_leaves_no_deadline_behind_in_another() -> None:
+    assert on_ranks(wait_in_a_thread_until_another_has_ended, 1, fresh=True) == [None]
 
 
 def pass_a_number(everybody: bool) -> Any:

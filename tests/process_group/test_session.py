@@ -111,6 +111,19 @@ def test_meetings_and_exchanges_leave_a_bounded_number_of_keys() -> None:
     assert server.num_keys() < 10
 
 
+def test_names_that_are_used_once_leave_no_keys_once_nobody_can_read_them() -> None:
+    def meet(session: Session) -> None:
+        session.timeout = timedelta(seconds=0.5)
+        for number in range(20):
+            session.meet(session.count(f"barrier {number}"), timedelta(seconds=60))
+        time.sleep(0.6)
+        session.meet(session.count("last"), timedelta(seconds=60))
+
+    results, server = on_threads(3, meet)
+    assert results == [None] * 3
+    assert server.num_keys() < 5
+
+
 def test_a_wait_ends_with_the_first_recorded_failure() -> None:
     def meet(session: Session) -> None:
         if session.rank == 1:
