@@ -23,6 +23,7 @@ from ..collectives.sync import exchange, run_on_main
 from ..errors import CheckpointError, PeerError
 from ..launch.ranks import get_rank, get_world_size, is_main_process
 from ..process_group import lifecycle
+from ..process_group.session import message_of
 from ..seeding.generator_states import check_rng_state, get_rng_state, set_rng_state, set_rng_states
 from .files import dump, from_bytes, read, to_bytes, unreadable, write_durably
 from .folder_lock import Claim, claim
@@ -124,8 +125,10 @@ class Checkpointer:
             MismatchError: If the ranks pass other steps, scores or names; if another rank passes a bad argument.
             ValueError, TypeError: If an argument cannot be used.
         """
-        call, own = "Checkpointer.save", dict(per_rank or {})
+        call, own = "Checkpointer.save", dict[str, Any]()
         with all_raise(call):
+            if per_rank is not None:
+                own = _named(per_rank)
             step = _count(step, 0, "step must be a number of optimiser steps")
             score = None if score is None else float(score)
             if both := own.keys() & state.keys():
@@ -193,8 +196,10 @@ class Checkpointer:
                 object, if another rank reads another file, or if it holds states per rank of another number of ranks.
             MismatchError: If the ranks pass other names; if another rank passes a bad argument.
         """
+        with all_raise("Checkpointer.load"):
+            file = _as_path(path)
         _check_targets("Checkpointer.load", objects)
-        return _restore(Path(path), _read_everywhere(Path(path), objects), objects)
+        return _restore(file, _read_everywhere(file, objects), objects)
 
     def _load_first(
         self, call: str, candidates: Callable[[], list[str]], objects: Mapping[str, Any]
@@ -303,6 +308,19 @@ def _count(value: Any, least: int, what: str) -> int:
     if number < least:
         raise ValueError(f"{what}, an int of at least {least}, got {value!r}.")
     return number
+
+
+def _named(values: Any) -> dict[str, Any]:
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise TypeError(f"per_rank must be a dict of values by name, got {values!r}.")
+    return dict(values)
+
+
+def _as_path(path: Any) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise TypeError(f"path must be that of a file that save() wrote, got {path!r}.") from None
 
 
 def _is_checkpoint(folder: Path, name: str) -> bool:
@@ -423,9 +441,9 @@ def _all_or_none(fn: Callable[[], T], doing: str = "") -> T:
     except PeerError:
         raise
     except Exception as error:
-        cause, problem = error, str(error)
+        cause, problem = error, message_of(error)
         if not isinstance(error, CheckpointError):
-            problem = f"{doing}{type(error).__name__}: {error}"
+            problem = f"{doing}{type(error).__name__}: {problem}"
     problems = exchange(problem)
     if not any(problems):
         return value
@@ -458,8 +476,8 @@ def _read_everywhere(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
     file, problem = None, ""
     try:
         file = open(path, "rb")  # noqa: SIM115  # held open: it may be deleted before all have read it
-    except OSError as error:
-        problem = str(unreadable(path, error))
+    except (OSError, ValueError) as error:  # the second for a name with a null character
+        problem = message_of(unreadable(path, error))
     try:
         if any(problems := exchange(problem)):
             raise _Changing(_merged(problems))

@@ -23,13 +23,15 @@ from torch import Tensor
 from ..errors import MismatchError
 from ..launch import ranks
 from ..process_group import lifecycle
-from ..process_group.session import parse
+from ..process_group.session import message_of, parse
 from . import sync
 
 Lanes = NDArray[np.float64]
 HEAD = 16  # lanes of the check, in front of the payload
 ROOM = 512 - HEAD  # lanes of payload that travel with it
 _LINES = 10
+_LONG = 1_000_000  # characters of terms that go through the store as they are; of longer ones:
+_PARTS, _SHOWN = 300, 300  # parts, and characters of each
 _TERMS = {"call": str, "parts": dict[str, str], "error": str}
 
 
@@ -62,7 +64,7 @@ def agree(mine: str, block: Lanes | None = None) -> Lanes:
     else:
         wire.copy_(_reduce(wire.to(device), dist.ReduceOp.SUM))
     if block[:HEAD].tobytes() != expected:
-        texts = sync.exchange(mine)
+        texts = sync.exchange(_shortened(mine))
         raise MismatchError(_difference([parse(text, "exchange", _TERMS) for text in texts]))
     return block[HEAD:]
 
@@ -79,7 +81,7 @@ class all_raise:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
             with suppress(MismatchError):
-                agree(terms(self.call, error=f"{type(error).__name__}: {error}"))
+                agree(terms(self.call, error=f"{type(error).__name__}: {message_of(error)}"))
 
 
 def world_size() -> int:
@@ -108,6 +110,26 @@ def _reduce(wire: Tensor, op: Any) -> Tensor:
     with lifecycle.peer_errors():
         dist.all_reduce(wire, op)
     return wire
+
+
+def _shortened(mine: str) -> str:
+    """Leave out of terms that are too long for the store what no message shows; a digest says if that differs."""
+    if len(mine) < _LONG:
+        return mine
+    fields = json.loads(mine)
+    parts = list(fields["parts"].items())
+    shown = {_cut(path): _cut(text) for path, text in parts[:_PARTS]}
+    if len(parts) > _PARTS:
+        shown["all entries"] = f"{len(parts)}, of digest {_digest(mine)}"
+    return terms(_cut(fields["call"]), shown, fields["error"])
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… (digest {_digest(text)})"
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
 @lru_cache(maxsize=256)

@@ -20,6 +20,7 @@ from ..process_group import lifecycle
 from .consistency import HEAD, ROOM, agree, all_raise, all_reduce, compare, name_ranks, new_block, terms, wire_device
 from .packing import join
 from .sharded import UnshardedPickler
+from .sync import check_copies
 from .tree import Leaf, leaves_of, plain_index, tensor_problem, with_leaves
 
 _SMALL = 4 * (ROOM - 1)  # bytes that travel with the check: 32 bits are exact in a float64
@@ -302,6 +303,7 @@ class _Unpickler(pickle.Unpickler):
 def _dump(call: str, value: Any, tensors: list[Tensor]) -> bytes:
     file = io.BytesIO()
     _TensorPickler(file, call, tensors).dump(value)
+    check_copies(call, file.getvalue(), lambda data: _Unpickler(io.BytesIO(data), tensors).load())
     notes = [_Note(tensor.dtype, tuple(tensor.shape), tensor.device.type == "cpu") for tensor in tensors]
     return pickle.dumps((notes, file.getvalue()))
 

@@ -25,6 +25,7 @@ from .sharded import UnshardedPickler
 P = ParamSpec("P")
 T = TypeVar("T")
 _NAME = 1000  # characters: names are keys of the store
+_OF_A_CLASS = b"\x93"  # in a pickle that holds more than plain data: pickle.STACK_GLOBAL
 _WORK = timedelta(days=1)  # bound on work that one rank does while the others wait; a rank that dies is noticed at once
 
 
@@ -39,25 +40,30 @@ def barrier(name: str | None = None, timeout: timedelta | None = None) -> None:
     Raises:
         BarrierTimeout: If ranks are missing when the time is up; `.missing` and `.arrived` say which, on every rank,
             also on those that come later. The message says where a missing rank waits instead.
-        PeerError: If a rank failed or left meanwhile, or passed a time-out that is none.
-        TypeError: If `timeout` is a number: write `timedelta(seconds=...)`.
+        PeerError: If a rank failed or left meanwhile, or passed a bad argument.
+        TypeError: If `timeout` is a number: write `timedelta(seconds=...)`; if `name` is no string.
+        ValueError: If `timeout` is not positive, or `name` empty or too long.
 
     Example:
         >>> barrier()
     """
-    _check_name(name)
-    joined = lifecycle.joined()
+    if not lifecycle.joined():
+        _check_name(name)
+        _check_bound(timeout)
+        return
+    session = lifecycle.current_session()
+    key, refusal = _keys(session, "barrier", name)
     try:
-        if timeout is not None:
-            check_timeout(timeout)
-    except (TypeError, ValueError) as error:
-        if joined:  # the others come with a good one
-            session = lifecycle.current_session()
-            session.meet(_key(session, "barrier", name), failure=failure_record(session.rank, error))
+        _check_bound(timeout)
+    except (TypeError, ValueError) as error:  # the others come with a good one
+        session.meet(key, failure=failure_record(session.rank, error))
         raise
-    if joined:
-        session = lifecycle.current_session()
-        session.meet(_key(session, "barrier", name), timeout)
+    session.meet(key, timeout, refusal=refusal)
+
+
+def _check_bound(timeout: timedelta | None) -> None:
+    if timeout is not None:
+        check_timeout(timeout)
 
 
 def _check_name(name: object) -> None:
@@ -69,9 +75,19 @@ def _check_name(name: object) -> None:
         raise ValueError(f"name must have 1 to {_NAME} characters, got {len(name)}.")
 
 
-def _key(session: Session, call: str, name: str | None) -> str:
-    """Make the key of this use of a name; its quotes keep any name apart from all other keys."""
-    return session.count(call if name is None else f"{call} {str(name)!r}")
+def _keys(session: Session, call: str, name: str | None) -> tuple[str, str]:
+    """Make the key of this use of a name, and that of this use of the call, where a rank with a bad name leaves word.
+
+    The quotes keep any name apart from all other keys.
+    """
+    refusal = session.count(f"{call} with a bad name")
+    try:
+        _check_name(name)
+    except (TypeError, ValueError) as error:
+        with session.bounded(session.timeout):
+            session.store.set(refusal, json.dumps(failure_record(session.rank, error)))
+        raise
+    return session.count(call if name is None else f"{call} {str(name)!r}"), refusal
 
 
 def exchange(text: str) -> list[str]:
@@ -97,18 +113,18 @@ def together(name: str | None = None) -> Iterator[None]:
         >>> with together("read the index"):
         ...     index = list(range(3))
     """
-    _check_name(name)
     if not lifecycle.joined():
+        _check_name(name)
         yield
         return
     session = lifecycle.current_session()
-    key = _key(session, "together", name)
+    key, refusal = _keys(session, "together", name)
     try:
         yield
     except BaseException as error:
         session.meet(key, failure=failure_record(session.rank, error))
         raise
-    session.meet(key)
+    session.meet(key, refusal=refusal)
 
 
 @contextmanager
@@ -180,6 +196,7 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
         value = fn(*args, **kwargs)
         UnshardedPickler(data := io.BytesIO(), "run_on_main()").dump(value)
+        check_copies("run_on_main()", data.getvalue(), pickle.loads)
     except BaseException as error:
         session.meet(key, failure=failure_record(session.rank, error))
         raise
@@ -209,19 +226,46 @@ def stop_together(flag: bool) -> bool:
     Args:
         flag: Whether this rank wants to stop, for example because its data or its time has run out.
 
+    Raises:
+        TypeError: If `flag` is neither true nor false, as a tensor of two elements; on the other ranks `PeerError`.
+
     Example:
         >>> stop_together(False)
         False
     """
     if not lifecycle.joined():
-        return bool(flag)
+        return _as_bool(flag)
     session = lifecycle.current_session()
     key = session.count("stop_together")
+    try:
+        wants = _as_bool(flag)
+    except TypeError as error:
+        session.meet(key, failure=failure_record(session.rank, error))
+        raise
     with session.bounded(session.timeout):
-        if flag:
+        if wants:
             add(session.store, f"{key}/flags", 1)
         session.meet(key, litter=[f"{key}/flags"] if session.rank == 0 else [])
         return add(session.store, f"{key}/flags", 0) > 0
+
+
+def _as_bool(flag: object) -> bool:
+    try:
+        return bool(flag)
+    except Exception as error:
+        raise TypeError(f"flag must be True or False, got {flag!r}: {error}") from error
+
+
+def check_copies(call: str, data: bytes, load: Callable[[bytes], object]) -> None:
+    """Raise if a value that was pickled cannot be unpickled, before others try to and part ways."""
+    if _OF_A_CLASS not in data:
+        return
+    try:
+        load(data)
+    except Exception as error:
+        raise TypeError(
+            f"{call} sends copies, but this value can be pickled and not unpickled: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _from_main(data: bytes) -> bytes:

@@ -297,9 +297,11 @@ class Session:
         ranks: Sequence[int] | None = None,
         failure: dict[str, Any] | None = None,
         litter: Sequence[str] = (),
+        refusal: str = "",
     ) -> None:
         """Waits until all of `ranks` are here. With a `failure`, tells the others instead and does not wait.
 
+        A rank that cannot come, for it does not know the key, may put its failure under the key `refusal`.
         Keys in `litter` are deleted when the ranks next meet under this name, for then nobody can still be reading
         them; or after the time-out, for a name may be used once. Other threads may meet under other names meanwhile.
         """
@@ -322,6 +324,8 @@ class Session:
             if not noted and time.monotonic() > note_at:  # for those who miss this rank elsewhere
                 self.store.set(note, name)
                 noted = True
+            if noted and refusal and self.store.check([refusal]):
+                raise as_error(parse(self.store.get(refusal), refusal, FAILURE))
             left = list(self.left)  # before the look, because who leaves has arrived before
             bits[:] = look()
             for word, bit, whole in zip(words, bits, full, strict=True):
@@ -372,7 +376,7 @@ class Session:
         """Every rank's text, by rank."""
         key = self.count(name)
         with self.bounded(timeout or self.timeout):
-            self.store.set(f"{key}/from/{self.rank}", text)
+            self.store.set(f"{key}/from/{self.rank}", _printable(text))
             self.meet(key, timeout, litter=[f"{key}/from/{self.rank}"])
             return [self._text(f"{key}/from/{rank}") for rank in self.everyone]
 

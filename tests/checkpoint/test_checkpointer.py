@@ -671,6 +671,20 @@ def other_rng(content: dict[str, Any], **parts: Any) -> dict[str, Any]:
 # All ranks or none
 
 
+class Loud:
+    """Refuses what it is to load, with a message."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        if self.message:
+            raise ValueError(self.message)
+
+
 def differ(folder: str) -> dict[str, str]:
     rank, checkpoints = ddpkit.get_rank(), Checkpointer(folder)
     checkpoints.save(1, note=0)
@@ -685,6 +699,13 @@ def differ(folder: str) -> dict[str, str]:
         "load": lambda: checkpoints.load(f"{folder}/step-000000001.pt", **({"model": counter} if rank else {})),
         "no target": lambda: checkpoints.load_latest(model="x" if rank else counter),
         "calls": lambda: checkpoints.load_latest() if rank else checkpoints.load_best(),
+        "no dict": lambda: checkpoints.save(5, note=1, per_rank=5 if rank == 1 else None),
+        "no names": lambda: checkpoints.save(5, note=1, per_rank={7: 1} if rank == 1 else None),
+        "no path": lambda: checkpoints.load(None if rank == 1 else f"{folder}/step-000000001.pt"),
+        "no text": lambda: checkpoints.load(f"{folder}/\udcff.pt"),
+        "null": lambda: checkpoints.load(f"{folder}/\0.pt" if rank == 1 else f"{folder}/step-000000001.pt"),
+        "long": lambda: checkpoints.load_latest(note=Loud("x" * (9 << 20)) if rank == 1 else Loud("")),
+        "odd": lambda: checkpoints.load_latest(note=Loud("cannot read \udcff") if rank == 1 else Loud("")),
     }
     said = {}
     for name, call in calls.items():
@@ -708,6 +729,15 @@ def test_ranks_that_differ_in_their_arguments_all_raise(tmp_path: Path, nprocs: 
         assert "MismatchError" in said["targets"] and "MismatchError" in said["load"]
         assert "has no load_state_dict()" in said["no target"]
         assert "different collectives" in said["calls"]
+        for case in ("no dict", "no names", "no path"):
+            words = "path must be" if case == "no path" else "per_rank must be a dict of values by name"
+            assert said[case].startswith("TypeError" if rank == 1 else "MismatchError"), said[case]
+            assert words in said[case]
+        assert "Cannot read" in said["no text"] and "\\udcff.pt" in said["no text"]
+        assert "Cannot read" in said["null"] and "null" in said["null"]
+        for case, words in {"long": "xxxxxxxx", "odd": "cannot read \\udcff"}.items():
+            assert said[case].startswith("CheckpointError") and words in said[case], said[case][:1000]
+            assert len(said[case]) < 50_000
 
 
 def message_of(fn: Any, *args: Any, **kwargs: Any) -> str:

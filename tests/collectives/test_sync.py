@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import on_ranks
 
 import ddpkit
-from ddpkit import BarrierTimeout, PeerError, get_rank
+from ddpkit import BarrierTimeout, MismatchError, PeerError, get_rank
 from ddpkit.process_group import lifecycle
 
 
@@ -168,6 +169,76 @@ def test_a_time_out_without_a_unit_is_an_error_on_every_rank(everybody: bool) ->
         assert "timeout must be a datetime.timedelta" in str(error) and seconds < SOON
         assert isinstance(error, TypeError if everybody or rank == 1 else PeerError)
         assert isinstance(other, TypeError)
+
+
+def pass_a_bad_name(call: str) -> Any:
+    bad = get_rank() == 1
+    name: Any = 7 if bad else "x"
+    if call == "barrier":
+        out = caught(ddpkit.barrier, name)
+    else:
+        out = caught(ddpkit.together(name).__enter__) if bad else caught(ddpkit.together(name)(int))
+    ddpkit.barrier("after")
+    ddpkit.barrier()
+    return out
+
+
+@pytest.mark.parametrize("call", ["barrier", "together"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_bad_name_on_one_rank_is_an_error_on_every_rank(call: str, world_size: int) -> None:
+    for rank, (error, seconds) in enumerate(on_ranks(pass_a_bad_name, world_size, call)):
+        assert "name must be a string, equal on every rank, got 7" in str(error) and seconds < SOON
+        assert isinstance(error, TypeError if rank == 1 else PeerError)
+
+
+def stop_by_a_tensor() -> Any:
+    flag: Any = torch.tensor([True, False]) if get_rank() == ddpkit.get_world_size() - 1 else False
+    return caught(ddpkit.stop_together, flag), ddpkit.stop_together(get_rank() == 0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_flag_that_is_neither_true_nor_false_is_an_error_on_every_rank(world_size: int) -> None:
+    for rank, ((error, seconds), stop) in enumerate(on_ranks(stop_by_a_tensor, world_size)):
+        assert "flag must be True or False, got tensor" in str(error) and seconds < SOON
+        assert isinstance(error, TypeError if rank == world_size - 1 else PeerError)
+        assert stop
+
+
+class OneWay:
+    def __reduce__(self) -> Any:
+        return int, ("zz",)
+
+
+def send_one_way() -> Any:
+    value = OneWay() if get_rank() == 0 else None
+    errors = [caught(ddpkit.run_on_main, OneWay)[0], caught(ddpkit.broadcast, {"a": [value]})[0]]
+    return errors, ddpkit.run_on_main(str, 5), ddpkit.broadcast(get_rank())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_cannot_be_unpickled_is_an_error_on_every_rank(world_size: int) -> None:
+    for rank, (errors, *after) in enumerate(on_ranks(send_one_way, world_size)):
+        assert [type(error) for error in errors] == [[PeerError, MismatchError], [TypeError, TypeError]][rank == 0]
+        for error in errors:
+            assert "sends copies, but this value can be pickled and not unpickled: ValueError: invalid" in str(error)
+        assert after == ["5", 0]
+
+
+def exchange_too_much() -> Any:
+    rank = get_rank()
+    metrics = {f"/data/n{rank:02d}/{'deep/' * 40}{number}.JPEG": 1.0 for number in range(40_000)}
+    errors = [caught(ddpkit.all_reduce_mean, metrics)[0]]
+    op: Any = "x" * (9 << 20) if rank == 1 else "sum"
+    errors.append(caught(ddpkit.all_reduce, 1.0, op)[0])
+    return [f"{type(error).__name__}: {error}" for error in errors], ddpkit.all_reduce(1.0)
+
+
+def test_texts_that_are_too_long_for_the_store_are_shortened() -> None:
+    for rank, ((names, op), total) in enumerate(on_ranks(exchange_too_much, 2, fresh=True)):
+        assert names.startswith("MismatchError: ") and "/data/n00/deep/" in names and "more" in names
+        assert len(names) < 20_000
+        assert ("MismatchError" if rank == 0 else "ValueError") in op and "xxxx" in op
+        assert total == 2.0
 
 
 def raise_in_together() -> Any:
