@@ -45,6 +45,7 @@ _PLATFORMS = (
     Nodes("AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"),
     Nodes("Azure Batch", "AZ_BATCH_NODE_LIST", address="${AZ_BATCH_MASTER_NODE%:*}"),
     Nodes("SageMaker", "SM_HOSTS"),
+    Nodes("SageMaker", "SM_RESOURCE_CONFIG"),
     Nodes("Vertex AI", "CLUSTER_SPEC"),
     Nodes("a TensorFlow cluster", "TF_CONFIG"),
     Nodes("a TPU slice", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
@@ -54,6 +55,10 @@ _ANY_RANK = ("RANK", "LOCAL_RANK", "PMIX_RANK")  # whatever it is
 _RANK_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # 1 is no hint
 _ABOVE_0 = (
     "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "GLOBAL_RANK",
+    "LWS_WORKER_INDEX",
     "PALS_RANKID",
     "ALPS_APP_PE",
     "PBS_NODENUM",
@@ -61,6 +66,21 @@ _ABOVE_0 = (
     "VC_TASK_INDEX",
     "SUBMITIT_LOCAL_LOCALID",
     "FLUX_TASK_LOCAL_ID",
+)
+_PAIRS = {
+    "JAX_PROCESS_ID": "JAX_NUM_PROCESSES",
+    "PROCESS_ID": "NUM_PROCESSES",
+    "WORKER_RANK": "WORKER_NUM",
+    "DMLC_WORKER_ID": "DMLC_NUM_WORKER",
+}
+_NODE_NUMBERS = (
+    "NODE_RANK",
+    "MACHINE_RANK",
+    "GROUP_RANK",
+)  # endings of the number of a node, and of how many there are
+_NODE_COUNTS = (
+    *("NNODES", "NNODE", "NODES", "NODES_NUM", "NODE_NUM", "NODE_COUNT"),
+    *("MACHINES", "MACHINES_NUM", "MACHINE_NUM", "MACHINE_COUNT"),
 )
 _OF_PROCESSES = "(^|_)(WORLD|COMM|JOB|GLOBAL|CROSS|DIST|DDP|DP|TP|PP)(_|$)|MPI"  # words of launchers, none of models
 
@@ -70,13 +90,26 @@ def processes(env: Mapping[str, str]) -> list[str]:
     alone = _told_alone(env)
     hints = [name for name in _ANY_RANK if name in env and name not in alone]
     hints += [name for name in _RANK_SIZES if env.get(name, "1") != "1"]
-    hints += [name for name in _ABOVE_0 if number(env.get(name)) > 0]
+    hints += _above_0(env)
     for name in _ending(env, "RANK", "RANKID"):
         value = number(env[name], -1)
         local = re.search("_LOCAL_?RANK(ID)?$", name.upper())
         if (local and value >= 0) or (name.upper().endswith("_NODE_RANK") and value > 0):
             hints.append(name)
     return list(dict.fromkeys([*hints, *pairs(env)]))
+
+
+def others(env: Mapping[str, str]) -> list[str]:
+    """Name the variables that say that there are others beside a process that was told to be the only one."""
+    above = [*_above_0(env), *(name for name in ["PMIX_RANK"] if number(env.get(name)) > 0)]
+    return [*above, *pairs(env)]
+
+
+def _above_0(env: Mapping[str, str]) -> list[str]:
+    names = [name for name in _ABOVE_0 if number(env.get(name)) > 0]
+    if number(env.get("LSF_PM_TASKID")) > 1:  # counts from 1
+        names.append("LSF_PM_TASKID")
+    return names
 
 
 def _ending(env: Mapping[str, str], *ends: str) -> list[str]:
@@ -95,6 +128,9 @@ def pairs(env: Mapping[str, str]) -> list[str]:
     ranks = _ending(env, "_RANK")
     names = {name.upper(): name for name in env} if ranks else {}
     found = []
+    for rank, size in _PAIRS.items():
+        if rank in env and 0 <= number(env[rank], -1) < number(env.get(size)) > 1:
+            found += [rank, size]
     for rank in ranks:
         stem = rank.upper().removesuffix("_RANK")
         sizes = [f"{stem}_{word}" for word in ("WORLD_SIZE", "NPROCS", "NRANKS")]
@@ -120,8 +156,12 @@ def nodes(env: Mapping[str, str]) -> tuple[list[Nodes], list[str]]:
 def _numbered(env: Mapping[str, str]) -> Iterator[Nodes]:
     """Find pairs such as NODE_RANK beside NNODES, of whoever starts a process on each node."""
     known = [platform.number for platform in _PLATFORMS]
-    for rank in _ending(env, "NODE_RANK", "MACHINE_RANK", "GROUP_RANK"):
-        for size in _ending(env, "NNODES", "NODES", "NODES_NUM", "MACHINES", "MACHINES_NUM"):
+    for rank in ("NODE_ID", "NODE_INDEX"):
+        for size in ("NNODES", "NUM_NODES", "NODE_COUNT"):
+            if rank in env and 0 <= number(env[rank], -1) < number(env.get(size)) > 1:
+                yield Nodes("a cluster", size, rank)
+    for rank in _ending(env, *_NODE_NUMBERS):
+        for size in _ending(env, *_NODE_COUNTS):
             if number(env[size]) > 1 and size not in known:
                 yield Nodes("a cluster", size, rank)
     for rank in ("HOST_INDEX", "INDEX"):
@@ -150,6 +190,8 @@ def _count(text: str) -> int:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return len(re.findall(r"[^\s,;]+", text))
+    if isinstance(found, dict) and isinstance(found.get("hosts"), list):
+        found = found["hosts"]
     if isinstance(found, dict) and isinstance(found.get("cluster"), dict):
         found = [host for hosts in found["cluster"].values() if isinstance(hosts, list) for host in hosts]
     return len(found) if isinstance(found, list) else 0

@@ -357,28 +357,29 @@ def _platform(env: Mapping[str, str], engine: _Launcher | None) -> _Reading:
                     f"{' contradict '.join(said)} (does a job script export them? then unset them there)"
                 )
     if reading.values.get("world_size") == 1 and not reading.wrong:
-        _refuse_copies(reading, [*_sizes_around(reading), *hints.nodes(env)[1]])
+        _refuse_copies(reading, [*_signs_around(reading), *hints.nodes(env)[1]])
     return reading
 
 
-def _sizes_around(reading: _Reading) -> list[str]:
-    """Name the numbers of processes of launches in which this one of one process was started, if there are several.
+def _signs_around(reading: _Reading) -> list[str]:
+    """Name the variables of launches of several processes in which this one of one process was started.
 
     A Flux instance may span the tasks of a Slurm step, and a shell in a step is one of its tasks.
     """
     if reading.launcher.kind == "flux" or "SLURM_PTY_PORT" in reading.env:
         return []
     sizes = [engine.needs["world_size"] for engine in _ENGINES]
-    return [name for name in sizes if hints.number(reading.env.get(name)) > 1]
+    several = [name for name in sizes if hints.number(reading.env.get(name)) > 1]
+    return list(dict.fromkeys([*several, *hints.others(reading.env)]))
 
 
-def _refuse_copies(reading: _Reading, sizes: list[str]) -> None:
+def _refuse_copies(reading: _Reading, signs: list[str]) -> None:
     """Refuse a launch of one process in each of several."""
-    for name in sizes[:1]:
+    for name in signs[:1]:
         reading.evidence.append(f"{name}={reading.env[name]}")
         reading.wrong.append(
-            f"{reading.said('world_size')} contradicts {name}={reading.env[name]}: as many processes would run alone "
-            f"(if this is meant, unset {', '.join(sizes)})"
+            f"{reading.said('world_size')} contradicts {name}={reading.env[name]}: each of several processes would run "
+            f"alone (if this is meant, unset {', '.join(signs)})"
         )
 
 
@@ -388,7 +389,7 @@ def _mpirun(engine: _Launcher, env: Mapping[str, str]) -> _Reading:
     given = [name for name in _MASTER.values() if name in env]
     if reading.values.get("world_size") == 1:
         _meet_nobody(reading)
-        _refuse_copies(reading, _sizes_around(reading))
+        _refuse_copies(reading, _signs_around(reading))
     elif len(given) == 1:
         reading.missing += [name for name in _MASTER.values() if name not in given]
     return reading
