@@ -48,6 +48,8 @@ class Items:
         self._reports.clear()
         item = self._collected(path, nodeid)
         if item is None:
+            with lifecycle.peer_errors():  # raises if another rank's failure interrupted the import
+                pass
             return Done(True, "".join(self._problems) or f"{nodeid} was not found in {path} on the ranks.\n")
         state = self._session._setupstate
         state.teardown_exact(item)  # what the tests before had and this one does not

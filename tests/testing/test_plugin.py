@@ -277,6 +277,32 @@ def pytest_runtest_protocol(item):
     assert re.search(r"That was rank 1 of 2 -+\nrank 0: failed: PeerError: rank 1 .* AssertionError", text), text
 
 
+@pytest.mark.parametrize("kind", ["as it is", "as an ImportError", "as a module without tests"])
+def test_a_rank_that_hears_of_a_failure_while_it_imports_the_test_is_not_the_cause(
+    kind: str, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(
+        slow="""
+import os, time
+if os.environ.get("RANK") == "1":
+    time.sleep(600)  # the news comes while it imports
+"""
+    )
+    imports = {
+        "as it is": "import slow",
+        "as an ImportError": "try: import slow\nexcept Exception: raise ImportError('no slow') from None",
+        "as a module without tests": "try: import slow\nexcept Exception: pytest.skip(allow_module_level=True)",
+    }
+    source = """
+@pytest.mark.ranks(2)
+def test_fails(rank):
+    raise ValueError("the cause")
+"""
+    outcomes, text = run(pytester, f"{imports[kind]}\n{source}")
+    assert outcomes == {"test_fails[2ranks]": "FAILED"}, text
+    assert re.search(r"ValueError: the cause\n(.*\n)*?-+ That was rank 0 of 2 -+\nrank 1: failed: PeerError", text), text
+
+
 PATCHES = """
 class Mine:
     def method(self):
