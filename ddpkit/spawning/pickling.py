@@ -1,0 +1,75 @@
+"""Pickle functions, arguments and results for other processes: by name, or else by value."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import process
+from types import FunctionType, ModuleType
+from typing import Any
+
+from ..process_group.session import message_of
+
+
+def dump_call(caller: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Pickle a function with its arguments; `pickle.loads` gives both back.
+
+    Args:
+        caller: Name of the public function that sends them, for the error.
+        fn: The function.
+        args: Its arguments.
+
+    Raises:
+        TypeError: If they cannot be sent to another process.
+    """
+    try:
+        return dump((fn, args))
+    except Exception as error:
+        raise TypeError(
+            f"{caller}() cannot send {fn!r} and its arguments to other processes: "
+            f"{message_of(error)}. Put it at the top of a module and import it from there. "
+            "Lambdas, inner functions and what a notebook defines can be sent where cloudpickle "
+            "is installed: pip install cloudpickle."
+        ) from error
+
+
+def dump(value: Any) -> bytes:
+    """Pickle a value by name, or by value with cloudpickle where no other process can import it."""
+    data = io.BytesIO()
+    try:
+        # plain pickle copies tensors; multiprocessing's own would share them
+        _Pickler(data).dump(value)
+    except Exception:
+        with suppress(ImportError):
+            cloudpickle = importlib.import_module("cloudpickle")
+            return bytes(cloudpickle.dumps(value))
+        raise
+    return data.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Refuse names of a main program that other processes cannot import, as a notebook is."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, (type, FunctionType)) or obj.__module__ != "__main__":
+            return NotImplemented
+        if can_import(sys.modules["__main__"]):
+            return NotImplemented
+        place = "in a notebook, at a prompt or on stdin"
+        raise pickle.PicklingError(f"{obj.__qualname__} was defined {place}")
+
+
+def can_import(main: ModuleType) -> bool:
+    """Return true if another process can import the main program: a file or module, no notebook."""
+    if main.__spec__ is not None:
+        return True
+    file = getattr(main, "__file__", None)
+    if file is None:
+        return False
+    folder = getattr(process, "ORIGINAL_DIR", None) or ""
+    return os.path.exists(os.path.join(folder, file))

@@ -1,0 +1,84 @@
+"""Start a rank's process, ask for its stack, and describe its end: shared with `testing`."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..errors import PeerError
+
+_STACK_SIGNAL = signal.SIGUSR2
+_STACK_POLLS = 100  # how often to look for a stack; a loaded machine may be slow to write it
+_STACK_PAUSE = 0.03  # seconds between two looks
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Build the environment variables of a rank on this node, which joins the store at `port`."""
+    env = {key: text for key, text in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+    return env | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DDPKIT_SPAWN": "1",
+        # torch's own init joins the store, too, and hosts none
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def replace_environment(env: dict[str, str]) -> None:
+    """Replace this process's environment variables."""
+    os.environ.clear()
+    os.environ.update(env)
+
+
+def forget_start_method() -> None:
+    """Let a loader's workers start in the user's default way, not in the way this process did."""
+    multiprocessing.set_start_method(None, force=True)
+
+
+def write_stack_on_request(file: TextIO) -> None:
+    """Write the main thread's stack to an open file whenever the parent calls `read_stack`."""
+    faulthandler.register(_STACK_SIGNAL, file=file, all_threads=False)
+
+
+def read_stack(process: Any, file: Path) -> str:
+    """Ask a rank for its stack and read it; return "" if the rank does not answer.
+
+    Args:
+        process: The rank's `multiprocessing.Process`.
+        file: The file that the rank gave to `write_stack_on_request`.
+    """
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(process.pid, _STACK_SIGNAL)
+    text = ""
+    before: str | None = None
+    for _ in range(_STACK_POLLS):  # it is written line by line
+        text = file.read_text()
+        if text and text == before:
+            break
+        before = text
+        time.sleep(_STACK_PAUSE)
+    return text
+
+
+def describe_exit(process: Any) -> str:
+    """Wait for a process to end and say how: "killed by SIGKILL", or "exited with code 1"."""
+    process.join()
+    code = process.exitcode
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"
+
+
+def is_echo(rank: int, error: object) -> bool:
+    """Return true if a rank's error only reports the failure of another rank."""
+    return isinstance(error, PeerError) and error.rank != rank
