@@ -135,7 +135,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def processes_start_quickly() -> None:
-    if "DDPKIT_TESTING_CREW" not in os.environ:
+    if "DDPKIT_TESTING_RANKS" not in os.environ:
         import_once()
 
 
@@ -143,7 +143,7 @@ def processes_start_quickly() -> None:
 def nothing_left_behind() -> Iterator[None]:
     before = _environment()
     yield
-    if "DDPKIT_TESTING_CREW" in os.environ:  # a rank of a marked test, after which the plugin looks itself
+    if "DDPKIT_TESTING_RANKS" in os.environ:  # a rank of a marked test, after which the plugin looks itself
         return
     assert not dist.is_initialized(), "the test left a process group behind"
     joined = lifecycle._job is not None

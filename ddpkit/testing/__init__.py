@@ -1,6 +1,7 @@
-"""Tests that run on several real ranks: a pytest plugin, `@pytest.mark.ranks`, and `on_ranks` for functions.
+"""Run tests on several real ranks: a pytest plugin, `@pytest.mark.ranks`, and `on_ranks`.
 
-`hooks` is what pytest loads; it loads the rest when the first test asks for ranks. Nothing else in ddpkit imports this.
+pytest loads `hooks`, which loads the rest when the first test asks for ranks. Nothing else in
+ddpkit imports this room.
 """
 
 from .calls import on_ranks

@@ -1,4 +1,4 @@
-"""What a test may leave in a rank's process: it is reset where that is possible, and found where it is not."""
+"""Clean up after a test in a rank's process: reset all that can be, and find the rest."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ import torch.distributed as dist
 
 from ..process_group import interrupt
 
-_PATIENCE = 1.0  # seconds in which threads and processes that are ending may end
+_ENDING = 1.0  # seconds in which threads and processes that are ending may end
 _SEED = 0
-# ddpkit's while it has joined, and torch's, set for good by a loader with workers: it notices those that die
+# modules whose signal handlers may stay: ddpkit's while it has joined, and torch's, set for good by
+# a loader with workers, which notices those that die
 _HANDLERS = {interrupt.__name__, "torch.utils.data._utils.signal_handling"}
 _CODE = (FunctionType, BuiltinFunctionType, type, classmethod, staticmethod, property)
-_LIBRARIES = sys.stdlib_module_names - {"sys"} | {"ddpkit", "numpy", "torch"}  # setup() sets a hook of sys
+# setup() sets a hook of sys
+_LIBRARIES = sys.stdlib_module_names - {"sys"} | {"ddpkit", "numpy", "torch"}
 
 
 @dataclass
@@ -57,7 +59,8 @@ def reset() -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
-    if torch.are_deterministic_algorithms_enabled():  # to switch it off imports torch._inductor, which takes a second
+    # to switch it off imports torch._inductor, which takes a second
+    if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
     if not dist.is_initialized():  # else setup() has chosen
         torch.set_num_threads(_beginning.threads)
@@ -65,7 +68,7 @@ def reset() -> None:
 
 @dataclass
 class Traces:
-    """What a test should leave as it was, as far as it is not reset."""
+    """The state that a test should leave as it was, as far as it is not reset."""
 
     threads: set[int]
     children: set[str]
@@ -74,11 +77,9 @@ class Traces:
     groups: int
 
     def compare(self, later: Traces) -> list[str]:
-        """Name what has been added or changed since, giving threads and processes a moment to end."""
-        deadline = time.monotonic() + _PATIENCE
-        while later.threads - self.threads or later.children - self.children:
-            if time.monotonic() > deadline:
-                break
+        """Name the additions and changes since; threads and processes get a moment to end."""
+        deadline = time.monotonic() + _ENDING
+        while self._has_new_threads_or_children(later) and time.monotonic() <= deadline:
             time.sleep(0.01)
             later = traces()
         found = []
@@ -94,21 +95,31 @@ class Traces:
             found.append("a process group")
         return found
 
+    def _has_new_threads_or_children(self, later: Traces) -> bool:
+        return bool(later.threads - self.threads or later.children - self.children)
+
 
 def traces() -> Traces:
-    """Look at what cannot be reset."""
-    signals: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    for number, handler in signals.items():
-        if getattr(handler, "__module__", None) in _HANDLERS:
-            signals[number] = signal.SIG_DFL
-    return Traces(_threads(), _children(), signals, [*logging.root.handlers], len(dist.distributed_c10d._world.pg_map))
+    """Read the state that cannot be reset."""
+    signals: dict[int, Any] = {}
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        is_known = getattr(handler, "__module__", None) in _HANDLERS
+        signals[number] = signal.SIG_DFL if is_known else handler
+    return Traces(
+        _threads(),
+        _children(),
+        signals,
+        handlers=[*logging.root.handlers],
+        groups=len(dist.distributed_c10d._world.pg_map),
+    )
 
 
 class Originals:
     """The functions, classes and methods that tests may replace, as they were before.
 
     Args:
-        root: The project's folder. Its modules are looked after, and what libraries show: not their inner modules.
+        root: The project's folder. All of its modules count, and the public ones of libraries.
     """
 
     def __init__(self, root: Path) -> None:
@@ -121,28 +132,42 @@ class Originals:
         for name in sys.modules.keys() - self._seen:
             self._seen.add(name)
             module = sys.modules.get(name)
-            if not isinstance(module, ModuleType):
-                continue
-            file = getattr(module, "__file__", None) or ""
-            package = name.partition(".")[0]
-            if package == "ddpkit" or (file.startswith(self._root) and "site-packages" not in file):
-                self._learn(name, module, package="", classes=True)
-            elif package in _LIBRARIES and name.count(".") <= 1:
-                self._learn(name, module, package, classes=package == "torch")
+            if isinstance(module, ModuleType):
+                self._learn_module(name, module)
 
     def replaced(self) -> list[str]:
         """Name the modules and classes in which something has been replaced."""
-        return [f"a replaced function in {kept.name}" for kept in self._kept.values() if kept.is_changed()]
+        changed = [kept for kept in self._kept.values() if kept.is_changed()]
+        return [f"a replaced function in {kept.name}" for kept in changed]
 
-    def _learn(self, name: str, module: ModuleType, package: str, classes: bool) -> None:
-        self._kept[id(module)] = _Kept(name, package, vars(module))
+    def _learn_module(self, name: str, module: ModuleType) -> None:
+        package = name.partition(".")[0]
+        is_public = name.count(".") <= 1
+        if package == "ddpkit" or self._is_of_project(module):
+            self._keep(name, module, "")
+            self._keep_classes(name, module, "")
+        elif package in _LIBRARIES and is_public:
+            self._keep(name, module, package)
+            if package == "torch":
+                self._keep_classes(name, module, package)
+
+    def _is_of_project(self, module: ModuleType) -> bool:
+        file = getattr(module, "__file__", None) or ""
+        return file.startswith(self._root) and "site-packages" not in file
+
+    def _keep(self, name: str, space: ModuleType | type, package: str) -> None:
+        self._kept[id(space)] = _Kept(name, package, vars(space))
+
+    def _keep_classes(self, name: str, module: ModuleType, package: str) -> None:
+        """Keep the classes that a module, or the package if one is given, defines itself."""
+        origin = package or name
         for value in [*vars(module).values()]:
-            if classes and issubclass(type(value), type) and value.__module__.startswith(package or name):
-                self._kept[id(value)] = _Kept(f"{name}.{value.__qualname__}", package, vars(value))
+            if issubclass(type(value), type) and value.__module__.startswith(origin):
+                self._keep(f"{name}.{value.__qualname__}", value, package)
 
 
 class _Kept:
-    """The functions and classes of a module, or the methods of a class; compared in some microseconds."""
+    """The functions and classes of a module, or the methods of a class; quick to compare."""
 
     def __init__(self, name: str, package: str, space: Mapping[str, Any]) -> None:
         self.name = name
@@ -152,16 +177,16 @@ class _Kept:
         self._remember()
 
     def is_changed(self) -> bool:
-        """Tell whether somebody else has replaced or deleted something."""
+        """Return true if somebody else has replaced or deleted something."""
         try:
             found = self._values_of(self._space)
         except KeyError:
             return True
         if found == self._values:
             return False
-        new = [value for value, old in zip(found, self._values, strict=True) if value is not old]
-        if any(not self._is_own(value) for value in new):
-            return True
+        for value, old in zip(found, self._values, strict=True):
+            if value is not old and not self._is_own(value):
+                return True
         self._remember()
         return False
 
@@ -171,7 +196,9 @@ class _Kept:
         self._values = self._values_of(self._space)
 
     def _is_own(self, value: Any) -> bool:
-        maker = getattr(getattr(value, "fget", value), "__module__", None) or ""
+        """Return true if the package that may replace its own names has made this value."""
+        function = getattr(value, "fget", value)
+        maker = getattr(function, "__module__", None) or ""
         return bool(self._package) and f"{maker}.".startswith(f"{self._package}.")
 
 

@@ -1,4 +1,4 @@
-"""How a marked test runs, seen from the test process: sent to a crew, and reported as one test."""
+"""Run a marked test: send it to a pool of ranks, and report it as one test."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .crew import Pool
 from .merging import merge
-from .messages import Plan, Task
+from .messages import RunOptions, RunTest, Task
+from .pool import Pools
 
-# what ranks do not take over: how tests are chosen and distributed, what is written once, and other plugins' work
+# options that ranks do not take over: how tests are chosen and distributed, files that are written
+# once, and other plugins' work
 # fmt: off
-_OURS = {
+_NOT_FOR_RANKS = {
     "basetemp", "cacheclear", "cacheshow", "collectonly", "debug", "deselect", "dist", "distload",
     "failedfirst", "file_or_dir", "junitxml", "keyword", "lf", "log_file", "log_file_mode",
     "looponfail", "markexpr", "maxfail", "maxprocesses", "newfirst", "numprocesses", "plugins",
@@ -25,63 +27,80 @@ _OURS = {
     "trace", "tx", "usepdb", "xmlpath",
 }
 # fmt: on
-_LONG = 24 * 3600.0  # seconds: while a person debugs
+_DEBUGGING = 24 * 3600.0  # seconds that a test may take while a person debugs
+_COVERAGE_SETTINGS = ("source", "branch", "omit", "include")
 
 
 def run_on_ranks(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Do for a marked test what pytest does for one: run it, and report it."""
+    """Run a marked test and report it, in the place of pytest."""
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = _reports(item)
-    ending = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), "teardown")
-    if ending.excinfo is not None:  # of fixtures that other tests of the module had in this process
+
+    def end_fixtures() -> None:  # that other tests of the module had in this process
+        item.session._setupstate.teardown_exact(nextitem)
+
+    ending = pytest.CallInfo.from_call(end_fixtures, "teardown")
+    if ending.excinfo is not None:
         reports.append(hook.pytest_runtest_makereport(item=item, call=ending))
     for report in reports:
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
 
-def pool_of(config: pytest.Config) -> Pool:
-    """The ranks of this run; none has been started before the first test asks for them."""
+def pools_of(config: pytest.Config) -> Pools:
+    """Return the ranks of this run; none has been started before the first test asks for them."""
     state = config.__dict__
     if "_ddpkit_pool" not in state:
-        state["_ddpkit_pool"] = Pool(_plan(config))
-    pool: Pool = state["_ddpkit_pool"]
-    return pool
+        state["_ddpkit_pool"] = Pools(_run_options(config))
+    pools: Pools = state["_ddpkit_pool"]
+    return pools
 
 
 def _reports(item: pytest.Item) -> list[pytest.TestReport]:
+    """Run a test on its ranks and return its reports, one for each phase."""
+    config = item.config
     marker = item.get_closest_marker("ranks")
     assert marker is not None
     world_size = item.callspec.params["world_size"]  # type: ignore[attr-defined]
-    debug = item.config.getoption("usepdb") or item.config.getoption("trace")
-    usual = float(item.config.getini("ranks_timeout"))
+    usual = float(config.getini("ranks_timeout"))
     limit = float(marker.kwargs.get("timeout", usual))
-    if debug:
-        usual = limit = _LONG
+    post_mortem = bool(config.getoption("usepdb"))
+    if post_mortem or config.getoption("trace"):
+        usual = _DEBUGGING
+        limit = _DEBUGGING
     folder = _folder(item)
     task = Task(
-        "item",
-        (item.path, item.nodeid, folder, bool(item.config.getoption("usepdb"))),
-        marker.kwargs.get("join", True),
-        max(limit, usual),  # a group for all tests but the longest; and joining takes long on a loaded machine
+        RunTest(item.path, item.nodeid, folder, post_mortem),
+        join=marker.kwargs.get("join", True),
+        # one group serves all tests but the longest; joining takes long on a loaded machine
+        timeout=max(limit, usual),
         folder=os.getcwd(),
         path=sys.path,
     )
-    answers = pool_of(item.config).run(world_size, task, limit, marker.kwargs.get("fresh", False))
+    fresh = marker.kwargs.get("fresh", False)
+    answers = pools_of(config).run(world_size, task, limit, fresh)
     reports = merge(item, answers)
-    policy = item.config.getini("tmp_path_retention_policy")
-    if policy == "none" or (policy == "failed" and all(report.passed for report in reports)):
+    if not _keeps_folder(config, reports):
         shutil.rmtree(folder, ignore_errors=True)
     return reports
 
 
 def _folder(item: pytest.Item) -> Path:
-    """A name for the test's `tmp_path` that no other test of this run has."""
+    """Choose a name for the test's `tmp_path` that no other test of this run has."""
     state = item.config.__dict__
-    number = state["_ddpkit_folders"] = state.get("_ddpkit_folders", 0) + 1
+    number = state.get("_ddpkit_folders", 0) + 1
+    state["_ddpkit_folders"] = number
     name = re.sub(r"\W", "_", item.name)[:30]
     return _basetemp(item.config) / f"{name}-ranks{number}"
+
+
+def _keeps_folder(config: pytest.Config, reports: list[pytest.TestReport]) -> bool:
+    """Return true if pytest's settings keep the test's folder."""
+    policy = config.getini("tmp_path_retention_policy")
+    if policy == "failed":
+        return any(not report.passed for report in reports)
+    return bool(policy != "none")
 
 
 def _basetemp(config: pytest.Config) -> Path:
@@ -89,39 +108,57 @@ def _basetemp(config: pytest.Config) -> Path:
     return folder
 
 
-def _plan(config: pytest.Config) -> Plan:
+def _run_options(config: pytest.Config) -> RunOptions:
+    """Collect the settings with which the ranks of this run start."""
+    options = {
+        name: value
+        for name, value in vars(config.option).items()
+        if name not in _NOT_FOR_RANKS and not name.startswith("cov") and _can_be_sent(value)
+    }
+    return RunOptions(
+        list(_arguments(config)),
+        options,
+        basetemp=str(_basetemp(config) / "rank"),
+        streams=config.__dict__["_ddpkit_streams"],
+        coverage=_coverage_settings(),
+    )
+
+
+def _arguments(config: pytest.Config) -> Iterator[str]:
+    """Write the command line of a rank's pytest."""
     option = config.option
-    arguments = ["--rootdir", str(config.rootpath), "-o", "addopts=", "-p", "no:terminal"]
-    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # a rank has imported ddpkit before its pytest
+    yield from ("--rootdir", str(config.rootpath), "-o", "addopts=", "-p", "no:terminal")
+    # a rank has imported ddpkit before its pytest
+    yield from ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     if config.inipath is not None:
-        arguments += ["-c", str(config.inipath)]
+        yield from ("-c", str(config.inipath))
     for setting in option.override_ini or ():
-        arguments += ["-o", setting]
+        yield from ("-o", setting)
     for plugin in option.plugins or ():
-        arguments += ["-p", plugin]
-    arguments += [f"--capture={option.capture}", f"--assert={option.assertmode}", f"--import-mode={option.importmode}"]
-    arguments += [argument.split("::")[0] for argument in config.args]
-    own = {name: value for name, value in vars(option).items() if name not in _OURS and not name.startswith("cov")}
-    options = {name: value for name, value in own.items() if _can_travel(value)}
-    return Plan(arguments, options, str(_basetemp(config) / "rank"), config.__dict__["_ddpkit_streams"], _coverage())
+        yield from ("-p", plugin)
+    yield f"--capture={option.capture}"
+    yield f"--assert={option.assertmode}"
+    yield f"--import-mode={option.importmode}"
+    for argument in config.args:
+        yield argument.split("::")[0]
 
 
-def _can_travel(value: Any) -> bool:
+def _can_be_sent(value: Any) -> bool:
     simple = (str, int, float, bool, type(None))
     if isinstance(value, (list, tuple, set)):
         return all(isinstance(entry, simple) for entry in value)
     return isinstance(value, simple)
 
 
-def _coverage() -> dict[str, Any] | None:
-    """How coverage is measured in this process, so that the ranks measure it likewise."""
+def _coverage_settings() -> dict[str, Any] | None:
+    """Read how coverage is measured in this process, so that the ranks measure it likewise."""
     coverage = sys.modules.get("coverage")
-    measuring = coverage.Coverage.current() if coverage is not None else None
-    if measuring is None:
+    if coverage is None:
         return None
-    files = measuring.config.config_files_read
-    names = {"source": "run:source", "branch": "run:branch", "omit": "run:omit", "include": "run:include"}
-    settings = {name: measuring.get_option(option) for name, option in names.items()}
-    settings["data_file"] = os.path.abspath(measuring.get_option("run:data_file"))
-    settings["config_file"] = files[0] if files else False
+    running = coverage.Coverage.current()
+    if running is None:
+        return None
+    settings = {name: running.get_option(f"run:{name}") for name in _COVERAGE_SETTINGS}
+    settings["data_file"] = os.path.abspath(running.get_option("run:data_file"))
+    settings["config_file"] = next(iter(running.config.config_files_read), False)
     return settings

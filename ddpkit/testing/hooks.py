@@ -1,31 +1,36 @@
-"""What pytest loads at its start: the marker, its parameters and fixtures.
+"""Define the plugin that pytest loads at its start: the marker, its parameters and fixtures.
 
-It imports neither torch nor ddpkit, so that runs without such tests start as quickly as before. For the same reason a
-wheel holds this file beside the package, as `ddpkit_pytest`, and the rest of the plugin must not import it.
+It imports neither torch nor ddpkit, so that runs without such tests start as quickly as before. For
+the same reason a wheel holds this file beside the package, as `ddpkit_pytest`, and the rest of the
+plugin must not import it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-_MARKER = "ranks(*world_sizes, timeout=60, join=True, fresh=False): run the test on so many ranks, for each world size"
+_SIGNATURE = "ranks(*world_sizes, timeout=60, join=True, fresh=False)"
+_MARKER = f"{_SIGNATURE}: run the test on so many ranks, for each world size"
+_TIMEOUT_HELP = "Seconds that a test on ranks may take unless its marker says more."
 _STREAMS = "_ddpkit_streams"
 _OPTIONS = {"timeout", "join", "fresh"}
-current: pytest.Config | None = None  # of the run in this process, for `on_ranks`, which is called without it
+current: pytest.Config | None = None  # of the run in this process; `on_ranks` is called without it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the setting for all tests."""
-    parser.addini("ranks_timeout", "Seconds that a test on ranks may take unless its marker says more.", default="60")
+    parser.addini("ranks_timeout", _TIMEOUT_HELP, default="60")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
-    """Keep the streams of this run, before pytest captures them, for what the ranks print and for debuggers."""
+def pytest_load_initial_conftests(
+    early_config: pytest.Config,
+) -> Generator[None, object, object]:
+    """Copy the streams of this run before pytest captures them: ranks and debuggers use them."""
     early_config.__dict__[_STREAMS] = [_copy_of(number) for number in range(3)]
     return (yield)
 
@@ -50,8 +55,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     _check(marker, metafunc.definition.nodeid)
     if "world_size" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world_size")
-    names = [f"{world_size}ranks" for world_size in marker.args]
-    metafunc.parametrize("world_size", marker.args, ids=names)
+    ids = [f"{world_size}ranks" for world_size in marker.args]
+    metafunc.parametrize("world_size", marker.args, ids=ids)
 
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
@@ -66,46 +71,55 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """End all ranks after the last test, also when the run is interrupted, before coverage is put together."""
+    """End all ranks after the last test or an interrupt, before coverage is put together."""
     global current
     if in_rank(session.config):
         return (yield)
-    outer, current = current, session.config  # a run may be inside a test of another, as pytester's are
+    outer = current  # a run may be inside a test of another, as pytester's are
+    current = session.config
     try:
         return (yield)
     finally:
         current = outer
-        pool = session.config.__dict__.pop("_ddpkit_pool", None)
-        if pool is not None:
-            pool.close()
+        pools = session.config.__dict__.pop("_ddpkit_pool", None)
+        if pools is not None:
+            pools.close()
 
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> int:
-    """This process's rank, in a test marked `ranks`."""
+    """Return this process's rank, in a test marked `ranks`."""
     if not in_rank(request.config):
-        pytest.fail("The fixture rank is for tests marked with @pytest.mark.ranks(...).", pytrace=False)
+        _refuse("rank")
     return int(os.environ["RANK"])
 
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
-    """The number of ranks, in a test marked `ranks`."""
-    pytest.fail("The fixture world_size is for tests marked with @pytest.mark.ranks(...).", pytrace=False)
+    """Return the number of ranks, in a test marked `ranks`, where it is a parameter."""
+    _refuse("world_size")
 
 
 def in_rank(config: pytest.Config) -> bool:
-    """Whether this process is itself a rank, to which a test was sent."""
+    """Return true if this process is itself a rank, to which a test was sent."""
     return "ddpkit_rank" in getattr(config, "workerinput", {})
 
 
+def _refuse(fixture: str) -> NoReturn:
+    text = f"The fixture {fixture} is for tests marked with @pytest.mark.ranks(...)."
+    pytest.fail(text, pytrace=False)
+
+
 def _check(marker: pytest.Mark, name: str) -> None:
+    """Refuse wrong arguments of a marker; `name` is the test's."""
     sizes: Iterable[Any] = marker.args
     if not marker.args or not all(type(size) is int and size > 0 for size in sizes):
-        raise pytest.UsageError(f"{name}: ranks() takes numbers of ranks, for example ranks(1, 2, 3); got {marker}.")
+        expected = "ranks() takes numbers of ranks, for example ranks(1, 2, 3)"
+        raise pytest.UsageError(f"{name}: {expected}; got {marker}.")
     unknown = marker.kwargs.keys() - _OPTIONS
     if unknown:
-        raise pytest.UsageError(f"{name}: ranks() knows {sorted(_OPTIONS)}, not {sorted(unknown)}.")
+        expected = f"ranks() knows {sorted(_OPTIONS)}"
+        raise pytest.UsageError(f"{name}: {expected}, not {sorted(unknown)}.")
 
 
 def _copy_of(stream: int) -> int | None:

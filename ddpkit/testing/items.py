@@ -1,4 +1,4 @@
-"""How a rank runs a collected test: with fixtures of its own, and so that the other ranks hear of a failure."""
+"""Run a collected test on a rank, and tell the other ranks if it fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from ..errors import PeerError
 from ..process_group import lifecycle
-from .messages import Done
+from .messages import Done, RunTest
 
 
 class Items:
@@ -25,40 +25,46 @@ class Items:
     """
 
     def __init__(
-        self, session: pytest.Session, take_terminal: Callable[[], None], return_terminal: Callable[[], None]
+        self,
+        session: pytest.Session,
+        take_terminal: Callable[[], None],
+        return_terminal: Callable[[], None],
     ) -> None:
         self._session = session
         self._take_terminal = take_terminal
         self._return_terminal = return_terminal
         self._items: dict[str, pytest.Item] = {}
-        self._files: dict[Path, str] = {}
         self._reports: list[pytest.TestReport] = []
         self._problems: list[str] = []
         self._folder = Path()
         self._failing: BaseException | None = None
         self._debug = False
 
-    def run(self, path: Path, nodeid: str, folder: Path, debug: bool, begin: Callable[[], None]) -> Done:
-        """Run one test; `folder` is its `tmp_path` on all ranks.
+    def run(self, test: RunTest, begin: Callable[[], None]) -> Done:
+        """Run one test.
+
+        Args:
+            test: The test.
+            begin: Called before its fixtures, when it has been imported.
 
         Returns:
             Its reports, in a form that can be sent.
         """
-        self._folder, self._debug = folder, debug
+        self._folder = test.folder
+        self._debug = test.debug
         self._reports.clear()
-        item = self._collected(path, nodeid)
+        item = self._collect(test)
         if item is None:
-            with lifecycle.peer_errors():  # raises if another rank's failure interrupted the import
-                pass
-            return Done(True, "".join(self._problems) or f"{nodeid} was not found in {path} on the ranks.\n")
-        state = self._session._setupstate
-        state.teardown_exact(item)  # what the tests before had and this one does not
+            raise_failure_of_peer()  # it may have interrupted the import
+            not_found = f"{test.nodeid} was not found in {test.path} on the ranks.\n"
+            return Done(True, "".join(self._problems) or not_found)
+        # ends the fixtures that the tests before had and this one does not
+        self._session._setupstate.teardown_exact(item)
         begin()
         assert item.parent is not None
-        item.ihook.pytest_runtest_protocol(item=item, nextitem=_Next.from_parent(item.parent, name="next"))
-        failed = any(report.failed or hasattr(report, "wasxfail") for report in self._reports)
-        hook = self._session.config.hook
-        return Done(failed, [hook.pytest_report_to_serializable(config=item.config, report=r) for r in self._reports])
+        following = _Next.from_parent(item.parent, name="next")
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+        return Done(any(map(_failed, self._reports)), self._serialised_reports(item))
 
     def finalise(self) -> None:
         """Finalise the fixtures that outlive a test."""
@@ -71,7 +77,7 @@ class Items:
         self._reports.append(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep what prevents a file from being collected."""
+        """Keep the error that prevents a file from being collected."""
         if report.failed:
             self._problems.append(report.longreprtext + "\n")
 
@@ -79,57 +85,80 @@ class Items:
     def pytest_runtest_setup(self) -> Generator[None, object, object]:
         """Tell the other ranks when fixtures fail."""
         self._failing = None
-        return (yield from self._telling())
+        return (yield from self._report_failure())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self) -> Generator[None, object, object]:
         """Tell the other ranks when the test fails."""
-        return (yield from self._telling())
+        return (yield from self._report_failure())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
         """Tell the other ranks when fixtures fail at their end."""
-        return (yield from self._telling())
+        return (yield from self._report_failure())
 
-    def pytest_exception_interact(self, node: pytest.Item, call: pytest.CallInfo[Any], report: Any) -> None:
+    def pytest_exception_interact(
+        self,
+        node: pytest.Item,
+        call: pytest.CallInfo[Any],
+        report: Any,
+    ) -> None:
         """Debug a failure where it happened, if the run is one with --pdb."""
         if not self._debug or call.excinfo is None or isinstance(call.excinfo.value, PeerError):
             return
         self._take_terminal()
         capture = node.config.pluginmanager.getplugin("capturemanager")
+        rank = node.config.workerinput["ddpkit_rank"]  # type: ignore[attr-defined]
         capture.suspend(in_=True)
-        print(f"\n{report.longreprtext}\n>>> post-mortem on rank {node.config.workerinput['ddpkit_rank']}")  # type: ignore[attr-defined]
+        print(f"\n{report.longreprtext}\n>>> post-mortem on rank {rank}")
         pdb.post_mortem(call.excinfo.tb)
         capture.resume()
         self._return_terminal()
 
     @pytest.fixture
     def tmp_path(self) -> Path:
-        """One folder for the test, the same on all ranks."""
+        """Make one folder for the test, the same on all ranks."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self._folder
 
-    def _collected(self, path: Path, nodeid: str) -> pytest.Item | None:
-        if nodeid not in self._items:
+    def _collect(self, test: RunTest) -> pytest.Item | None:
+        """Return a test, collecting its file if it is not known yet; None if it is not there."""
+        if test.nodeid not in self._items:
             self._problems.clear()
-            for item in self._session.perform_collect([str(path)]):
+            for item in self._session.perform_collect([str(test.path)]):
                 self._items[item.nodeid] = item
-        return self._items.get(nodeid)
+        return self._items.get(test.nodeid)
 
-    def _telling(self) -> Generator[None, object, object]:
+    def _serialised_reports(self, item: pytest.Item) -> list[Any]:
+        serialise = self._session.config.hook.pytest_report_to_serializable
+        return [serialise(config=item.config, report=report) for report in self._reports]
+
+    def _report_failure(self) -> Generator[None, object, object]:
+        """Tell the other ranks if this part fails; raise a peer's failure where it is the cause."""
         try:
             return (yield)
         except pytest.skip.Exception:
             raise
         except BaseException as error:
-            self._failing = cause = lifecycle.report(error)
+            cause = lifecycle.report(error)
+            self._failing = cause
             if cause is error:
                 raise
             raise cause from error
 
 
+def raise_failure_of_peer() -> None:
+    """Raise the failure of another rank, if one is known."""
+    with lifecycle.peer_errors():
+        pass
+
+
+def _failed(report: pytest.TestReport) -> bool:
+    return report.failed or hasattr(report, "wasxfail")
+
+
 class _Next(pytest.Item):
-    """The next test, as far as this one is concerned: one beside it, so that only its own fixtures end with it."""
+    """A test beside the present one, given to pytest as the next, so that only its fixtures end."""
 
     def runtest(self) -> None:
         raise NotImplementedError

@@ -1,21 +1,22 @@
-"""What the test process and its ranks send each other."""
+"""The messages between the test process and its ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How the ranks of a run are started; the same for all.
+class RunOptions:
+    """How to start the ranks of a run; the same for all.
 
     Attributes:
         arguments: pytest's command line in the ranks.
         options: The values of pytest's options that the ranks take over.
         basetemp: Below it the ranks keep their own temporary folders.
         streams: Copies of this process's standard streams.
-        coverage: What `coverage.Coverage` is made with in a rank, None if coverage is not measured.
+        coverage: Arguments for `coverage.Coverage` in a rank, None if coverage is not measured.
     """
 
     arguments: list[str]
@@ -25,22 +26,48 @@ class Plan:
     coverage: dict[str, Any] | None
 
 
-@dataclass
-class Task:
-    """Work for all ranks of a crew.
+@dataclass(frozen=True)
+class RunTest:
+    """The work of a task that runs a collected test.
 
     Attributes:
-        kind: "item" to run a collected test, "call" to call a function.
-        body: For an item its path, name (nodeid) and folder; for a call the pickled function and arguments.
-        join: Whether the ranks call `setup()` before, so that the body finds them joined.
+        path: The file that holds the test.
+        nodeid: pytest's name of the test.
+        folder: Its `tmp_path`, on all ranks.
+        debug: Open the debugger where it fails.
+    """
+
+    path: Path
+    nodeid: str
+    folder: Path
+    debug: bool
+
+
+@dataclass(frozen=True)
+class CallFunction:
+    """The work of a task that calls a function.
+
+    Attributes:
+        pickled: The function and its arguments.
+    """
+
+    pickled: bytes
+
+
+@dataclass
+class Task:
+    """Work for all ranks of a pool.
+
+    Attributes:
+        work: A test to run or a function to call.
+        join: The ranks call `setup()` first.
         timeout: Of the process group that is made for it, in seconds.
         environment: The environment variables to run under.
         folder: The working directory.
         path: `sys.path`.
     """
 
-    kind: str
-    body: tuple[Any, ...]
+    work: RunTest | CallFunction
     join: bool
     timeout: float
     environment: dict[str, str] = field(default_factory=dict)
@@ -55,7 +82,7 @@ class Started:
 
 @dataclass
 class Debugging:
-    """The rank wants the terminal, and then waits for it; or gives it back."""
+    """The rank wants the terminal and waits for it, or gives it back."""
 
     begins: bool
 
@@ -65,10 +92,10 @@ class Done:
     """The task has ended.
 
     Attributes:
-        failed: Whether this rank's part of it failed.
-        value: The test's reports, or the pickled outcome of the call.
-        output: What a call has printed; a test's reports hold it themselves.
-        heard_of: The rank whose failure kept this one from coming to an end; `value` is then a text.
+        failed: True if this rank's part of it failed.
+        value: The test's reports, or the pickled outcome of the call; a text if it did not begin.
+        output: The text that a call has printed; a test's reports hold it themselves.
+        heard_of: The other rank that failed and so ended this one's part; `value` is then a text.
     """
 
     failed: bool
@@ -78,12 +105,12 @@ class Done:
 
 
 @dataclass
-class Left:
-    """What the task left behind, after resetting what can be reset.
+class Leftovers:
+    """The state of a rank after a task, when all has been reset that can be.
 
     Attributes:
-        joined: Whether the rank is still in the group that it was given.
-        traces: Why this process should not be used again, as phrases.
+        joined: True if the rank is still in the group that it was given.
+        traces: Reasons not to use this process again, as phrases.
     """
 
     joined: bool
@@ -92,16 +119,21 @@ class Left:
 
 @dataclass
 class Answer:
-    """What became of a task on one rank.
+    """The outcome of a task on one rank.
 
     Attributes:
-        rank: Which.
-        done: What the rank itself said; None if it did not come to an end.
+        rank: The rank's number.
+        done: The rank's own message; None if it did not come to an end.
         problem: Why it did not, "" if it did.
-        stack: Where it was when its time was up.
+        stack: Its stack when its time was up.
     """
 
     rank: int
     done: Done | None = None
     problem: str = ""
     stack: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Return true if this rank failed, hung or died."""
+        return self.done is None or self.done.failed

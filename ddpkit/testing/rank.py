@@ -1,13 +1,10 @@
-"""A warm rank: a process that waits for tests, runs them under a pytest of its own, and cleans up after each."""
+"""Be a warm rank: wait for tasks, run them under a pytest of its own, and clean up after each."""
 
 from __future__ import annotations
 
-import faulthandler
 import gc
-import multiprocessing
 import os
 import queue
-import signal
 import sys
 import threading
 import traceback
@@ -21,54 +18,71 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ..errors import PeerError
+from ..errors import DdpkitError, PeerError
 from ..process_group import lifecycle, monitor
+from ..spawning.rank_process import (
+    forget_start_method,
+    replace_environment,
+    write_stack_on_request,
+)
 from . import cleaning
-from .items import Items
-from .messages import Debugging, Done, Left, Plan, Started, Task
+from .items import Items, raise_failure_of_peer
+from .messages import Debugging, Done, Leftovers, RunOptions, RunTest, Started, Task
 from .rank_call import call
 
 
 def main(
-    connection: Connection, plan: Plan, streams: list[int | None], env: dict[str, str], rank: int, stack: str
+    connection: Connection,
+    options: RunOptions,
+    streams: list[int | None],
+    env: dict[str, str],
+    rank: int,
+    stack_file: str,
 ) -> None:
     """Be a rank until the test process says that it is over, or has gone."""
-    os.environ.clear()
-    os.environ.update(env)
+    replace_environment(env)
     os.environ.pop("PYTEST_ADDOPTS", None)
-    multiprocessing.set_start_method(None, force=True)  # for loader workers: the user's default, not what started us
+    forget_start_method()
     _take_streams(streams)
     gc.freeze()  # pytest collects garbage again and again, but not torch's modules
-    with open(stack, "w") as file:
-        faulthandler.register(signal.SIGUSR2, file=file, all_threads=False)
-        measuring = _start_coverage(plan.coverage)
-        arguments = [*plan.arguments, f"--basetemp={plan.basetemp}-{os.getpid()}"]
-        code = pytest.main(arguments, plugins=[Rank(connection, plan, rank)])
-        if measuring is not None:
-            measuring.stop()
-            measuring.save()
+    with open(stack_file, "w") as file:
+        write_stack_on_request(file)
+        coverage = _start_coverage(options.coverage)
+        arguments = [*options.arguments, f"--basetemp={options.basetemp}-{os.getpid()}"]
+        code = pytest.main(arguments, plugins=[RankPlugin(connection, options, rank)])
+        if coverage is not None:
+            coverage.stop()
+            coverage.save()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(int(code))  # whatever threads a test may have left
+    os._exit(int(code))  # without waiting for threads that a test may have left
 
 
-class Rank:
-    """The plugin with which a rank's pytest runs what arrives instead of what it would collect itself."""
+class RankPlugin:
+    """Make a rank's pytest run the tasks that arrive, instead of collecting tests itself."""
 
-    def __init__(self, connection: Connection, plan: Plan, rank: int) -> None:
-        self._connection, self._plan, self._rank = connection, plan, rank
+    def __init__(self, connection: Connection, options: RunOptions, rank: int) -> None:
+        self._connection = connection
+        self._options = options
+        self._rank = rank
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._meeting: str | None = None  # the port of the store where the group that is kept was made
+        self._store_port: str | None = None  # of the store where the group that is kept was made
         self._group: object = None
         self._capture: Any = None
         self._originals = cleaning.Originals(Path())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Take over the test process's options, and tell other plugins that this is no run of its own."""
-        vars(config.option).update(self._plan.options)
-        names = {"workerid": f"rank{self._rank}", "workercount": 1, "testrunuid": "ranks", "mainargv": sys.argv}
-        config.__dict__["workerinput"] = self._plan.options | names | {"ddpkit_rank": self._rank}
+        """Take over the test process's options, and tell other plugins that this run is a part."""
+        vars(config.option).update(self._options.options)
+        config.__dict__["workerinput"] = {
+            **self._options.options,
+            "workerid": f"rank{self._rank}",
+            "workercount": 1,
+            "testrunuid": "ranks",
+            "mainargv": sys.argv,
+            "ddpkit_rank": self._rank,
+        }
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:
@@ -77,17 +91,17 @@ class Rank:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Run what arrives, until nothing more comes."""
+        """Run the tasks that arrive, until nothing more comes."""
         self._capture = session.config.pluginmanager.getplugin("capturemanager")
-        items = Items(session, self.pytest_enter_pdb, self.pytest_leave_pdb)
+        items = Items(session, self.borrow_terminal, self.return_terminal)
         session.config.pluginmanager.register(items, "ddpkit items")
         cleaning.remember()
         self._originals = cleaning.Originals(session.config.rootpath)
         threading.Thread(target=self._listen, name="ddpkit testing", daemon=True).start()
         try:
-            while (task := self._next_task()) is not None:
-                self._run(task, items)
-        except PeerError:  # one has died between tests, or after its part of one: the test process replaces all
+            self._run_tasks(items)
+        except PeerError:
+            # a rank died between tests or after its part of one; the test process replaces all
             lifecycle.teardown()
             with suppress(Exception):
                 items.finalise()
@@ -96,30 +110,43 @@ class Rank:
         lifecycle.teardown()
         return True
 
-    def _next_task(self) -> Task | None:
-        """Wait for the next task, in silence, for nobody asks what becomes of idle ranks."""
-        monitor.log.disabled = True
-        try:
-            task: Task | None = self._inbox.get()
-        finally:
-            monitor.log.disabled = False
-        return task
-
     def pytest_enter_pdb(self) -> None:
         """Wait for the terminal."""
         self.borrow_terminal()
 
     def pytest_leave_pdb(self) -> None:
         """Give the terminal back."""
-        self._say(Debugging(False))
+        self.return_terminal()
 
     def borrow_terminal(self) -> None:
         """Wait until no other rank's debugger has the terminal."""
-        self._say(Debugging(True))
+        self._send(Debugging(True))
         while not isinstance(self._inbox.get(), Debugging):
             pass
 
+    def return_terminal(self) -> None:
+        """Let another rank's debugger have the terminal."""
+        self._send(Debugging(False))
+
+    def _run_tasks(self, items: Items) -> None:
+        while True:
+            task = self._next_task()
+            if task is None:
+                return
+            self._run(task, items)
+
+    def _next_task(self) -> Task | None:
+        """Wait for the next task, without log records: nobody asks about ranks that wait."""
+        logger = monitor.log
+        logger.disabled = True
+        try:
+            task: Task | None = self._inbox.get()
+        finally:
+            logger.disabled = False
+        return task
+
     def _run(self, task: Task, items: Items) -> None:
+        before: cleaning.Traces | None = None
         try:
             self._prepare(task)
             before = cleaning.traces()
@@ -128,63 +155,53 @@ class Rank:
             done = Done(True, f"PeerError: {error}", heard_of=error.rank)
         except Exception:  # it cannot join, for example
             done = Done(True, traceback.format_exc())
-        self._say(done)
-        if done.failed:
+        self._send(done)
+        if done.failed or before is None:
             lifecycle.teardown()  # the process will not be used again
         else:
-            self._say(self._look_back(task, before))
+            self._send(self._leftovers(task, before))
 
     def _prepare(self, task: Task) -> None:
+        """Give the task its environment, and join or leave the group as it asks."""
         os.chdir(task.folder)
         sys.path[:] = task.path
-        os.environ.clear()
-        os.environ.update(task.environment)
-        meeting = os.environ["MASTER_PORT"] if task.join else None
-        if self._meeting != meeting:
+        replace_environment(task.environment)
+        port = os.environ["MASTER_PORT"] if task.join else None
+        if self._store_port != port:
             lifecycle.teardown()
-            self._meeting = None
+            self._store_port = None
         cleaning.reset()
-        if task.join and self._meeting is None:
+        if task.join and self._store_port is None:
             lifecycle.setup(timeout=timedelta(seconds=task.timeout))
-            self._meeting = meeting
+            self._store_port = port
         self._group = dist.group.WORLD
 
     def _do(self, task: Task, items: Items) -> Done:
-        def begin() -> None:
-            self._originals.learn()  # now that the test's modules have been imported
-            self._say(Started())
-
-        if task.kind == "item":
-            path, nodeid, folder, debug = task.body
-            return items.run(path, nodeid, folder, debug, begin)
+        if isinstance(task.work, RunTest):
+            return items.run(task.work, self._begin)
         self._capture.resume_global_capture()
-        done = call(task.body[0], begin)
+        done = call(task.work.pickled, self._begin)
         self._capture.suspend_global_capture()
         done.output = "".join(self._capture.read_global_capture())
         return done
 
-    def _look_back(self, task: Task, before: cleaning.Traces) -> Left:
-        joined = dist.group.WORLD is self._group and self._group is not None
+    def _begin(self) -> None:
+        """Note that the test's own code begins."""
+        self._originals.learn()  # now that the test's modules have been imported
+        self._send(Started())
+
+    def _leftovers(self, task: Task, before: cleaning.Traces) -> Leftovers:
+        """Leave the group if the task has, and describe all that the task has left behind."""
+        joined = self._group is not None and dist.group.WORLD is self._group
         found = before.compare(cleaning.traces()) + self._originals.replaced()
         if task.join and joined:
-            found += self._meet()
+            found += _try_group()
         if not joined:
             lifecycle.teardown()
-            self._meeting = None
-        return Left(joined, found)
+            self._store_port = None
+        return Leftovers(joined, found)
 
-    def _meet(self) -> list[str]:
-        """Do a step together, which fails or hangs if the ranks are not where they should be in their group."""
-        if lifecycle.current_session().told:
-            return ["a failure in the group"]
-        number = torch.ones(1)
-        try:
-            dist.all_reduce(number)
-        except RuntimeError:
-            return ["ranks that are not together"]
-        return [] if number.item() == dist.get_world_size() else ["collectives that do not fit together"]
-
-    def _say(self, message: object) -> None:
+    def _send(self, message: object) -> None:
         self._connection.send(message)
 
     def _listen(self) -> None:
@@ -195,8 +212,23 @@ class Rank:
             os._exit(1)
 
 
+def _try_group() -> list[str]:
+    """Do a step together, which fails or hangs if the ranks are not together in their group."""
+    number = torch.ones(1)
+    try:
+        raise_failure_of_peer()
+        dist.all_reduce(number)
+    except DdpkitError:
+        return ["a failure in the group"]
+    except RuntimeError:
+        return ["ranks that are not together"]
+    if number.item() != dist.get_world_size():
+        return ["collectives that do not fit together"]
+    return []
+
+
 def _take_streams(streams: list[int | None]) -> None:
-    """Make the test process's own streams this one's, which inherited those of the process that forked it."""
+    """Take the test process's own streams, in place of those of the process that forked this."""
     for number, stream in enumerate(streams):
         if stream is None:
             stream = os.open(os.devnull, os.O_RDWR)
@@ -214,6 +246,6 @@ def _start_coverage(settings: dict[str, Any] | None) -> Any:
 
     if coverage.Coverage.current() is not None:  # coverage looks after processes itself
         return None
-    measuring = coverage.Coverage(data_suffix=True, **settings)
-    measuring.start()
-    return measuring
+    running = coverage.Coverage(data_suffix=True, **settings)
+    running.start()
+    return running

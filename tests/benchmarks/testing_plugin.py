@@ -24,7 +24,7 @@ NOTING = """
 import os, time
 
 def pytest_runtest_logstart():
-    if "DDPKIT_TESTING_CREW" not in os.environ:  # else this is a rank
+    if "DDPKIT_TESTING_RANKS" not in os.environ:  # else this is a rank
         print("@", time.perf_counter(), flush=True)
 
 def pytest_sessionfinish():

@@ -62,6 +62,7 @@ FAILURES = """
 def test_one_fails(rank):
     seen = [1, 2, rank]
     print("said by", rank)
+    ddpkit.barrier("all have said it")
     if rank == 1:
         assert seen == [1, 2, 3]
     ddpkit.barrier()
@@ -300,7 +301,9 @@ def test_fails(rank):
 """
     outcomes, text = run(pytester, f"{imports[kind]}\n{source}")
     assert outcomes == {"test_fails[2ranks]": "FAILED"}, text
-    assert re.search(r"ValueError: the cause\n(.*\n)*?-+ That was rank 0 of 2 -+\nrank 1: failed: PeerError", text), text
+    assert re.search(r"ValueError: the cause\n(.*\n)*?-+ That was rank 0 of 2 -+\nrank 1: failed: PeerError", text), (
+        text
+    )
 
 
 PATCHES = """
@@ -566,7 +569,7 @@ def test_ranks_that_join_by_themselves_keep_no_store_of_the_call_before() -> Non
     assert sum(last) <= sum(second) + 2  # connections of a group that has ended close on their own threads
 
 
-def test_functions_are_called_on_warm_ranks() -> None:
+def test_functions_are_called_on_warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for nprocs in (1, 2, 3):
         assert on_ranks(double, nprocs, 4) == [(8, nprocs)] * nprocs
     first, second, fresh = (on_ranks(os.getpid, 2, fresh=fresh) for fresh in (False, False, True))
@@ -578,7 +581,9 @@ def test_functions_are_called_on_warm_ranks() -> None:
         on_ranks(sleep_on_1, 2, timeout=1)
     with pytest.raises(ddpkit.PeerError, match="rank 1 .* lost: was killed by SIGKILL"):
         on_ranks(die_on_1, 2)
-    with pytest.raises(TypeError, match="cannot send"):
+    assert on_ranks(lambda: double(3), 2) == [(6, 2)] * 2  # with cloudpickle
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(TypeError, match=r"on_ranks\(\) cannot send"):
         on_ranks(lambda: None, 2)
     with pytest.raises(ValueError, match="positive integer, got 0"):
         on_ranks(double, 0)

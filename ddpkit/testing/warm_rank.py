@@ -1,0 +1,163 @@
+"""Start a warm rank, send it tasks, and notice that it hangs or has died."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import reduction
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from ..spawning.rank_process import describe_exit, read_stack
+from .messages import Answer, Debugging, Done, Leftovers, RunOptions, Started
+
+_PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
+
+
+class WarmRank:
+    """A process that runs one task after the other.
+
+    Attributes:
+        number: The rank's number.
+        process: The process.
+        answer: The outcome of the present task, None until it is known.
+        started: True once the test's own code runs.
+        debugging: True while a debugger wants or has the terminal.
+        has_terminal: True while a debugger has it.
+    """
+
+    def __init__(self, number: int, env: dict[str, str], options: RunOptions) -> None:
+        from .rank import main
+
+        self.number = number
+        self.answer: Answer | None = None
+        self.started = False
+        self.debugging = False
+        self.has_terminal = False
+        self._folder = tempfile.TemporaryDirectory(prefix="ddpkit-testing-")
+        self._stack_file = Path(self._folder.name, "stack")
+        self._stack_file.touch()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._pipe, theirs = context.Pipe()
+        streams = [stream if stream is None else _Passed(stream) for stream in options.streams]
+        unsent = replace(options, streams=[])
+        self.process = context.Process(
+            target=main,
+            args=(theirs, unsent, streams, env, number, str(self._stack_file)),
+            name=f"warm rank {number}",
+        )
+        self.process.start()
+        theirs.close()
+
+    def send(self, message: object) -> None:
+        """Hand over a message; a rank that has died is noticed when it should answer."""
+        self.answer = None
+        self.started = False
+        with suppress(OSError):
+            self._pipe.send(message)
+
+    def receive(self) -> None:
+        """Take in one message of the rank, or its death."""
+        message = self._next_message()
+        if message is None:
+            self.answer = Answer(self.number, problem=self._describe_death())
+        elif isinstance(message, Started):
+            self.started = True
+        elif isinstance(message, Debugging):
+            self.debugging = message.begins
+            self.has_terminal = False
+        elif isinstance(message, Done):
+            self.answer = Answer(self.number, done=message)
+
+    def give_up(self, problem: str) -> None:
+        """End a rank that has not come to an end, and note where it was."""
+        stack = _stack_of_test(read_stack(self.process, self._stack_file))
+        stack = stack or "  (no answer: stopped?)\n"
+        self.answer = Answer(self.number, problem=problem, stack=stack)
+        self.process.kill()
+
+    def receive_leftovers(self, deadline: float) -> Leftovers | None:
+        """Return the state in which the task left the rank, None if it does not tell in time."""
+        while self.process.is_alive():
+            if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                return None
+            message = self._next_message()
+            if message is None or isinstance(message, Leftovers):
+                return message
+        return None
+
+    def lend_terminal(self) -> None:
+        """Let the rank's debugger talk to the person."""
+        self.has_terminal = True
+        with suppress(OSError):
+            self._pipe.send(Debugging(True))
+
+    def dismiss(self) -> None:
+        """Ask the rank to end; kill it if it has not come to the end of its task."""
+        if self.answer is None or self.answer.done is None:
+            self.process.kill()
+        with suppress(OSError):
+            self._pipe.send(None)
+
+    def kill(self) -> None:
+        """End the rank, if it has not ended."""
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+        self._folder.cleanup()
+
+    def sources(self) -> list[Any]:
+        """List the objects that become ready when the rank says something or dies."""
+        return [self._pipe, self.process.sentinel]
+
+    def _next_message(self) -> Any:
+        """Receive a message, None if the rank has died."""
+        try:
+            if not self._pipe.poll():  # it has died, and a child of its holds the pipe
+                return None
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            return None
+
+    def _describe_death(self) -> str:
+        ending = describe_exit(self.process)
+        if ending.startswith("killed"):
+            return f"was {ending}"
+        return ending
+
+
+def wait_for_messages(ranks: list[WarmRank], deadline: float) -> list[WarmRank]:
+    """Return the ranks that have said something or died, none if the time is up before."""
+    rank_of = {source: rank for rank in ranks for source in rank.sources()}
+    ready = wait([*rank_of], timeout=max(0.0, deadline - time.monotonic()))
+    return list({id(rank_of[source]): rank_of[source] for source in ready}.values())
+
+
+def _stack_of_test(stack: str) -> str:
+    """Leave out the lines of a stack that belong to pytest and to the rank itself."""
+    lines = stack.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        if "/_pytest/" in line or "/ddpkit/testing/" in line:
+            own = lines[:number]
+            return "".join(own) if len(own) > 1 else stack
+    return stack
+
+
+class _Passed:
+    """A file descriptor on its way to a new process."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self._number),)
+
+
+def _received(passed: Any) -> int:
+    number: int = passed.detach()
+    return number
