@@ -1,1 +1,1 @@
-"""The command line: `python -m ddpkit`."""
+"""The tools of the command line, `python -m ddpkit`."""

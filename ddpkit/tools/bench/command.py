@@ -1,4 +1,4 @@
-"""`python -m ddpkit bench`: what communication costs here, and what more ranks bring. Flags in, a report out."""
+"""Run `python -m ddpkit bench`: the cost of communication here, and the gain of more ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import math
 import os
 import re
 import sys
-from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,140 +17,181 @@ import torch
 from ...errors import LaunchError, PeerError
 from ...launch.launchers import detect_launch
 from ...spawning.spawn import spawn
-from . import measure, results, workloads
-from .workloads import PARTS, BadFlag, Plan
+from . import results
+from .measure import measure
+from .workloads import MODELS, PARTS, BadFlag, Plan
+
+_SIZES = ["1K", "64K", "1M", "16M"]
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}  # the power of two
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Declare the flags."""
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", metavar="N", help="to start, one job each (1 2 4 8, as there are devices)")
-    add("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"some of {', '.join(PARTS)}")
-    known = ", ".join(workloads.BUILT_IN)
-    add("--model", nargs="+", default=[*workloads.BUILT_IN], help=f"{known}, package:function or file.py:function")
-    add("--batch-size", type=int, default=64, metavar="N", help="samples per step, per rank or in all (64)")
-    add("--sizes", nargs="+", default=["1K", "64K", "1M", "16M"], metavar="SIZE", help="bytes in collectives, e.g. 16M")
+    some_parts = f"some of {', '.join(PARTS)}"
+    some_models = f"some of {', '.join(MODELS)}"
+    default_device = "an accelerator for each rank by default, if there are any"
+    add("--ranks", type=int, nargs="+", metavar="N", help="to start, one job each (1 2 4 8)")
+    add("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=some_parts)
+    add("--model", nargs="+", choices=MODELS, default=[*MODELS], metavar="NAME", help=some_models)
+    add("--batch-size", type=int, default=64, metavar="N", help="samples, per rank or in all (64)")
+    add("--sizes", nargs="+", default=_SIZES, metavar="SIZE", help="bytes in collectives, e.g. 16M")
     add("--seconds", type=float, default=0.5, metavar="S", help="per measurement, about (0.5)")
-    add("--rounds", type=int, default=8, metavar="N", help="in which all measurements take turns (8)")
-    add("--device", help='e.g. "cpu"; an accelerator for each rank by default, if there are any')
+    add("--rounds", type=int, default=8, metavar="N", help="measurements take turns in them (8)")
+    add("--device", help=f'e.g. "cpu"; {default_device}')
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    add("--plot", type=Path, metavar="FILE.png", help="also draw bus bandwidths and speed-ups; needs matplotlib")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints; 0 if that went well, 1 if it failed, 2 if it cannot be done as asked."""
+    """Measure and print.
+
+    Returns:
+        The exit code: 0 if that went well, 1 if it failed, 2 if it cannot be done as asked.
+    """
     rank = 0
     try:
         launch = detect_launch()
         rank = launch.rank
-        alone = launch.kind == "single"
-        report = _start_ranks(args) if alone else _measure_job(args, launch.rank, launch.world_size)
-    except (BadFlag, LaunchError, _RankFailed) as error:
-        if rank == 0:
-            print(f"python -m ddpkit bench: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, BadFlag) else 1
+        if launch.kind == "single":
+            report = _start_jobs(args)
+        else:
+            report = _measure_job(args, launch.world_size)
+    except BadFlag as error:
+        _print_error(rank, error)
+        return 2
+    except (LaunchError, _RankFailed) as error:
+        _print_error(rank, error)
+        return 1
     if rank == 0:
         print(json.dumps(report, indent=2) if args.json else results.text(report))
-        if args.plot:
-            results.plot(report, args.plot)
     return 0
+
+
+def _print_error(rank: int, error: Exception) -> None:
+    if rank == 0:
+        print(f"python -m ddpkit bench: error: {error}", file=sys.stderr)
 
 
 class _RankFailed(Exception):
     """A rank that bench started raised an exception."""
 
 
-def _measure_job(args: argparse.Namespace, rank: int, world_size: int) -> dict[str, Any]:
+def _measure_job(args: argparse.Namespace, world_size: int) -> dict[str, Any]:
+    """Measure the job to which this rank belongs. Collective."""
     if args.ranks:
-        raise BadFlag("--ranks starts ranks, but a launcher has started these already: leave it out.")
-    _device(args.device)  # whether every rank has one is asked in setup(), so that all of them hear the answer
+        started = "but a launcher has started these already"
+        raise BadFlag(f"--ranks starts ranks, {started}: leave it out.")
+    _parse_device(args.device)  # setup() checks on every rank that it has one
     plan = _plan(args, [world_size])
-    problem = ""
-    if rank == 0 and args.plot:
-        try:
-            results.check_plot(args.plot)
-        except BadFlag as error:
-            problem = str(error)
-    return results.assemble(plan, [measure.measure(plan, problem)])
+    return results.make_report(plan, [measure(plan)])
 
 
-def _start_ranks(args: argparse.Namespace) -> dict[str, Any]:
-    """Starts a job for each number of ranks, there and back again, so that a load that slowly changes cancels out."""
-    gpus = _accelerators(args.device)
-    ranks = sorted(set(args.ranks or default_ranks(gpus, len(os.sched_getaffinity(0)))))
+def _start_jobs(args: argparse.Namespace) -> dict[str, Any]:
+    """Start a job for each number of ranks, and measure it."""
+    gpus = _count_accelerators(args.device)
+    asked = args.ranks or default_ranks(gpus, len(os.sched_getaffinity(0)))
+    ranks = sorted(set(asked))
     plan = _plan(args, ranks)
     if 0 < gpus < ranks[-1]:
-        raise BadFlag(f"--ranks {ranks[-1]}: {gpus} accelerators here, one per rank; or measure with --device cpu.")
+        here = f"{gpus} accelerators here, one per rank"
+        raise BadFlag(f"--ranks {ranks[-1]}: {here}; or measure with --device cpu.")
     if ranks == [1] and not plan.models:
         raise BadFlag(f"--ranks 1: {', '.join(plan.parts)}: only with 2 ranks or more.")
-    with redirect_stdout(sys.stderr):
-        for name in plan.models:
-            workloads.build(name)
-    if args.plot:
-        results.check_plot(args.plot)
-    plan = replace(plan, dp=gpus > 1 and {1, gpus} <= set(ranks))
-    jobs = [n for n in ranks if n > 1 or plan.models]
-    there, back = jobs[:-1], jobs[-2::-1] if plan.rounds > 1 else []
-    half = replace(plan, rounds=math.ceil(plan.rounds / 2), seconds=plan.seconds / 2) if back else plan
-    visits = [(n, half) for n in there] + [(jobs[-1], plan)] + [(n, half) for n in back]
-    return results.assemble(plan, [_spawned(n, part) for n, part in visits])
+    if not plan.models:
+        ranks = [n for n in ranks if n > 1]
+    outcomes = [_spawn(n, part) for n, part in _jobs(ranks, plan)]
+    return results.make_report(plan, outcomes)
 
 
-def _spawned(ranks: int, plan: Plan) -> dict[str, Any]:
+def _jobs(ranks: list[int], plan: Plan) -> list[tuple[int, Plan]]:
+    """Order the jobs there and back, so that a load which slowly changes cancels out.
+
+    The job with the most ranks runs once, all others twice with half of the rounds.
+    """
+    *fewer, most = ranks
+    if plan.rounds == 1:
+        return [(n, plan) for n in ranks]
+    half = replace(plan, rounds=math.ceil(plan.rounds / 2), seconds=plan.seconds / 2)
+    there = [(n, half) for n in fewer]
+    return [*there, (most, plan), *reversed(there)]
+
+
+def _spawn(ranks: int, plan: Plan) -> dict[str, Any]:
     try:
-        outcome: dict[str, Any] = spawn(measure.measure, ranks, plan, timeout=timedelta(days=1))[0]
-        return outcome
-    except BadFlag:
-        raise
+        outcomes = spawn(measure, ranks, plan, timeout=timedelta(days=1))
     except Exception as error:
-        raise _RankFailed(error.__cause__ if isinstance(error.__cause__, PeerError) else error) from error
+        cause = error.__cause__
+        raise _RankFailed(cause if isinstance(cause, PeerError) else error) from error
+    return outcomes[0]
 
 
-def _device(asked: str | None) -> torch.device | None:
+def _parse_device(asked: str | None) -> torch.device | None:
+    if not asked:
+        return None
     try:
-        return torch.device(asked) if asked else None
+        return torch.device(asked)
     except RuntimeError:
-        raise BadFlag(f'--device {asked}: torch knows no such device; try "cpu" or "cuda".') from None
+        advice = 'try "cpu" or "cuda"'
+        raise BadFlag(f"--device {asked}: torch knows no such device; {advice}.") from None
 
 
-def _accelerators(asked: str | None) -> int:
-    """How many there are, one for each rank; 0 where ranks use the CPU, or share an accelerator that was named."""
-    device = _device(asked)
+def _count_accelerators(asked: str | None) -> int:
+    """Count the accelerators that ranks would get, one each.
+
+    Returns:
+        Their number; 0 where ranks use the CPU, or share an accelerator that was named.
+    """
+    device = _parse_device(asked)
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device and device.type != "cpu" and (here is None or here.type != device.type):
-        raise BadFlag(f"--device {asked}: there is no such accelerator here{f', but {here.type}' if here else ''}.")
-    if device and (device.type == "cpu" or device.index is not None):
-        return 0
+    if device is not None:
+        if device.type == "cpu":
+            return 0
+        if here is None or here.type != device.type:
+            others = f", but {here.type}" if here else ""
+            raise BadFlag(f"--device {asked}: there is no such accelerator here{others}.")
+        if device.index is not None:
+            return 0
     return torch.accelerator.device_count() if here else 0
 
 
 def default_ranks(gpus: int, cores: int) -> list[int]:
-    """Powers of two up to the number of devices, at most 8, and the number of accelerators.
+    """List powers of two up to the number of devices, at most 8, and the number of accelerators.
 
-    >>> default_ranks(0, cores=6), default_ranks(0, cores=1), default_ranks(6, cores=64), default_ranks(1, cores=64)
-    ([1, 2, 4], [1, 2], [1, 2, 4, 6], [1])
+    >>> default_ranks(0, cores=6), default_ranks(0, cores=1)
+    ([1, 2, 4], [1, 2])
+    >>> default_ranks(6, cores=64), default_ranks(1, cores=64)
+    ([1, 2, 4, 6], [1])
     """
     most = gpus or max(2, cores)  # one rank has nobody to talk to
-    return sorted({n for n in (1, 2, 4, 8) if n <= most} | {gpus or 1})
+    powers = {n for n in (1, 2, 4, 8) if n <= most}
+    return sorted(powers | {gpus or 1})
 
 
 def _plan(args: argparse.Namespace, ranks: list[int]) -> Plan:
+    """Check the flags that every job needs."""
     if ranks[0] < 1:
         raise BadFlag(f"--ranks {ranks[0]}: a job has at least 1 rank.")
     for name in ("batch_size", "rounds", "seconds"):
-        if not 0 < getattr(args, name) < math.inf:
-            raise BadFlag(f"--{name.replace('_', '-')} {getattr(args, name)}: must be positive and finite.")
+        value = getattr(args, name)
+        if not 0 < value < math.inf:
+            raise BadFlag(f"--{name.replace('_', '-')} {value}: must be positive and finite.")
     if args.batch_size < ranks[-1]:
         few = f"strong scaling divides it among {ranks[-1]} ranks, so it needs as many samples"
         raise BadFlag(f"--batch-size {args.batch_size}: {few}.")
-    parts = tuple(part for part in PARTS if part in args.only)
-    models = tuple(dict.fromkeys(args.model)) if "steps" in parts else ()
-    sizes = tuple(sorted({_bytes(text) for text in args.sizes}))
-    return Plan(parts, sizes, models, args.batch_size, args.seconds, args.rounds, args.device, dp=False)
+    models = tuple(dict.fromkeys(args.model)) if "steps" in args.only else ()
+    return Plan(
+        parts=tuple(part for part in PARTS if part in args.only),
+        sizes=tuple(sorted({_parse_size(text) for text in args.sizes})),
+        models=models,
+        batch_size=args.batch_size,
+        seconds=args.seconds,
+        rounds=args.rounds,
+        device=args.device,
+    )
 
 
-def _bytes(text: str) -> int:
+def _parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     if not match or int(match[1]) == 0:
         raise BadFlag(f"--sizes {text}: not a size; write bytes, or 64K, 16M, 1G.")
-    return int(match[1]) << 10 * " KMG".index(match[2].upper() or " ")
+    return int(match[1]) << _UNITS[match[2].upper()]

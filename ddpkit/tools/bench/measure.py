@@ -1,125 +1,162 @@
-"""What the ranks of one job measure: collectives, metric reduction, barriers and training steps."""
+"""Measure on the ranks of one job: collectives, metric reduction, barriers and training steps."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ...collectives import ops, sync
 from ...parallel.wrap import wrap_model
 from ...process_group.lifecycle import distributed
 from ...process_group.startup import Context
-from ..tables import Progress
-from . import workloads
+from ..terminal import Progress, count
 from .timing import Case, time_cases
-from .workloads import METRICS, BadFlag, MakeBatch, Plan, Workload
+from .workloads import METRICS, MODELS, Plan, make_step
 
 
-def measure(plan: Plan, problem: str = "") -> dict[str, Any]:
-    """Joins the job and measures. Collective. What a user's model prints goes to stderr.
+def measure(plan: Plan) -> dict[str, Any]:
+    """Join the job and measure. Collective.
 
     Args:
         plan: The same on every rank.
-        problem: What this rank already knows to be wrong.
 
     Returns:
-        "results": what was measured, each with its "times"; and what is to be told about the job.
-
-    Raises:
-        BadFlag: On every rank, if there is a problem on some rank.
+        "results": for each measurement its labels with its "times"; and facts of the job.
     """
-    with contextlib.redirect_stdout(sys.stderr), distributed(device=plan.device, num_threads=1) as job:
-        built = {}
-        try:
-            built = {name: workloads.build(name) for name in plan.models}
-        except BadFlag as error:
-            problem = problem or str(error)
-        problem = next(filter(None, sync.exchange(problem)), "")
-        if not problem:
-            return _measure(plan, built, job)
-    raise BadFlag(problem)  # outside of the job, in which no rank has failed
+    with distributed(device=plan.device, num_threads=1) as job:
+        cases = list(_cases(plan, job))
+        times = _time_with_progress(cases, plan, job)
+        results = []
+        for case, taken in zip(cases, times, strict=True):
+            results.append(case.labels | {"times": taken})
+        return {
+            "results": results,
+            "device": _device_name(job.device),
+            "ranks": job.world_size,
+            "nodes": job.num_nodes,
+            "launcher": job.launcher,
+            "backend": job.backend,
+        }
 
 
-def _measure(plan: Plan, built: dict[str, Workload], job: Context) -> dict[str, Any]:
+def _time_with_progress(cases: list[Case], plan: Plan, job: Context) -> list[list[float]]:
     progress = Progress(job.rank == 0)
-    cases = list(_cases(plan, built, job))
-    title = f"{job.world_size} rank{'s' * (job.world_size > 1)}"
+    title = count(job.world_size, "rank")
+
+    def say(text: str) -> None:
+        progress.show(f"{title}: {text}")
+
     try:
-        times = time_cases(cases, plan.seconds, plan.rounds, job.device, lambda text: progress(f"{title}: {text}"))
+        return time_cases(cases, plan.seconds, plan.rounds, job.device, say)
     finally:
-        progress.done()
-    results = [case.what | {"times": taken} for case, taken in zip(cases, times, strict=True)]
-    name = "cpu" if job.device.type == "cpu" else getattr(torch, job.device.type).get_device_name(job.device)
-    about = {"ranks": job.world_size, "nodes": job.num_nodes, "launcher": job.launcher, "backend": job.backend}
-    return {"results": results, "device": name} | about
+        progress.clear()
 
 
-def _cases(plan: Plan, built: dict[str, Workload], job: Context) -> Iterator[Case]:
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    name: str = getattr(torch, device.type).get_device_name(device)
+    return name
+
+
+def _cases(plan: Plan, job: Context) -> Iterator[Case]:
+    """Make all that the plan asks for; one rank has nobody to talk to."""
     if job.world_size > 1:
-        for size in plan.sizes if "collectives" in plan.parts else ():
-            yield from _collectives(size, job)
+        if "collectives" in plan.parts:
+            for size in plan.sizes:
+                yield from _collectives(size, job)
         if "metrics" in plan.parts:
             yield from _metrics(job)
         if "barrier" in plan.parts:
-            yield _case("barrier", "ddpkit.barrier", job, sync.barrier)
-            yield _case("barrier", "torch.distributed.barrier", job, dist.barrier)
-    for name, (module, make_batch) in built.items():
-        yield from _steps(name, module, make_batch, plan, job)
+            yield _case(job, "barrier", "ddpkit.barrier", sync.barrier)
+            yield _case(job, "barrier", "torch.distributed.barrier", dist.barrier)
+    for name in plan.models:
+        yield from _steps(name, plan.batch_size, job)
 
 
-def _case(part: str, name: str, job: Context, call: Any, **more: Any) -> Case:
-    return Case({"part": part, "name": name, "ranks": job.world_size} | more, call)
+def _case(
+    job: Context,
+    part: str,
+    name: str,
+    call: Callable[[], object],
+    **more: Any,
+) -> Case:
+    labels = {"part": part, "name": name, "ranks": job.world_size}
+    return Case(labels | more, call)
 
 
 def _collectives(size: int, job: Context) -> Iterator[Case]:
-    n = job.world_size
-    part = torch.zeros(max(1, size // 4 // n), device=job.device)  # float32
-    whole = part.repeat(n)
-    gather = (
-        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    )  # the newer name warns of the other
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    calls = {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: gather(whole, part),
-        "reduce_scatter": lambda: scatter(part, whole),
-        "broadcast": lambda: dist.broadcast(whole, 0),
-    }
-    for name, call in calls.items():
-        yield _case("collectives", name, job, call, bytes=whole.nbytes)
+    """Make torch's own collectives, on about so many bytes."""
+    floats = size // torch.float32.itemsize // job.world_size
+    part = torch.zeros(max(1, floats), device=job.device)
+    whole = part.repeat(job.world_size)
+
+    # newer torch has other names for these two, and warns of the former ones
+    all_gather_tensor = _first_in_torch("all_gather_single", "all_gather_into_tensor")
+    reduce_scatter_tensor = _first_in_torch("reduce_scatter_single", "reduce_scatter_tensor")
+
+    def all_reduce() -> None:
+        dist.all_reduce(whole)
+
+    def all_gather() -> None:
+        all_gather_tensor(whole, part)
+
+    def reduce_scatter() -> None:
+        reduce_scatter_tensor(part, whole)
+
+    def broadcast() -> None:
+        dist.broadcast(whole, 0)
+
+    for call in (all_reduce, all_gather, reduce_scatter, broadcast):
+        yield _case(job, "collectives", call.__name__, call, bytes=whole.nbytes)
+
+
+def _first_in_torch(*names: str) -> Callable[..., object]:
+    """Return the first of these functions of torch.distributed that there is."""
+    there = [name for name in names if hasattr(dist, name)]
+    function: Callable[..., object] = getattr(dist, there[0])
+    return function
 
 
 def _metrics(job: Context) -> Iterator[Case]:
+    """Make the mean of a dict of numbers, with ddpkit and by hand."""
     metrics = {f"metric_{i}": float(i + job.rank) for i in range(METRICS)}
+
+    def with_ddpkit() -> None:
+        ops.all_reduce_mean(metrics)
 
     def by_hand() -> dict[str, float]:
         flat = torch.tensor(list(metrics.values()), device=job.device)
         dist.all_reduce(flat)
-        return dict(zip(metrics, (flat / job.world_size).tolist(), strict=True))
+        means = (flat / job.world_size).tolist()
+        return dict(zip(metrics, means, strict=True))
 
-    yield _case("metrics", "ddpkit.all_reduce_mean", job, lambda: ops.all_reduce_mean(metrics))
-    yield _case("metrics", "by hand", job, by_hand)
+    yield _case(job, "metrics", "ddpkit.all_reduce_mean", with_ddpkit)
+    yield _case(job, "metrics", "by hand", by_hand)
 
 
-def _steps(name: str, module: nn.Module, make_batch: MakeBatch, plan: Plan, job: Context) -> Iterator[Case]:
-    """Through DDP with a batch per rank and with one for all; without communication; by DataParallel."""
-    n, size = job.world_size, plan.batch_size
-    share = size // n + (job.rank < size % n)
-    model = wrap_model(module) if n > 1 else module.to(job.device)
-    ways = [("ddp", model, size, size * n)]
-    if n > 1:
-        alone = workloads.build(name)[0].to(job.device)
-        ways += [("ddp", model, share, size), ("local", alone, size, size * n)]
-    elif plan.dp:
-        gpus = torch.accelerator.device_count()
-        ways += [("dp", wrap_model(workloads.build(name)[0], "dp"), size * gpus, size * gpus)]
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    for way, net, mine, samples in ways:
-        step = workloads.make_step(name, net, make_batch(mine), job.device)
-        yield _case("steps", name, job, step, way=way, samples=samples, parameters=parameters)
+def _steps(name: str, batch_size: int, job: Context) -> Iterator[Case]:
+    """Make training steps: with a batch per rank and with one for all, and one without DDP."""
+    model = MODELS[name]()
+    ranks = job.world_size
+    parameters = sum(parameter.numel() for parameter in model.module.parameters())
+
+    def case(module: torch.nn.Module, way: str, mine: int, samples: int) -> Case:
+        step = make_step(module, model.make_batch(mine), job.device)
+        more = {"way": way, "samples": samples, "parameters": parameters}
+        return _case(job, "steps", name, step, **more)
+
+    if ranks == 1:
+        yield case(model.module.to(job.device), "ddp", batch_size, batch_size)
+        return
+    wrapped = wrap_model(model.module)
+    alone = MODELS[name]().module.to(job.device)
+    share = batch_size // ranks
+    if job.rank < batch_size % ranks:
+        share += 1
+    yield case(wrapped, "ddp", batch_size, batch_size * ranks)
+    yield case(wrapped, "ddp", share, batch_size)
+    yield case(alone, "local", batch_size, batch_size * ranks)

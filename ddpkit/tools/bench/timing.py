@@ -1,4 +1,4 @@
-"""Times what all ranks do together: blocks of calls, in alternating rounds, until the time for each is used up."""
+"""Time calls that all ranks make together: blocks of calls, in alternating rounds, for a while."""
 
 from __future__ import annotations
 
@@ -13,35 +13,31 @@ import torch
 
 from ...collectives import ops
 
-BUS_FACTORS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-}
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _FEWEST = 3  # rounds that even a call which uses up its time at once gets
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure.
+    """One call to measure.
 
     Attributes:
-        what: What it is; JSON values.
+        labels: Names and sizes that describe it; JSON values.
         call: Does it once, on every rank.
     """
 
-    what: dict[str, Any]
+    labels: dict[str, Any]
     call: Callable[[], object]
 
 
 def bandwidths(collective: str, ranks: int, size: int, seconds: float) -> dict[str, float]:
-    """Algorithm and bus bandwidth in GB/s (10⁹ bytes), as nccl-tests define them.
+    """Compute algorithm and bus bandwidth in GB/s (10⁹ bytes), as nccl-tests define them.
 
     Args:
-        collective: A key of `BUS_FACTORS`.
+        collective: One of `COLLECTIVES`.
         ranks: Number of ranks.
-        size: Bytes: of the whole tensor for all_reduce and broadcast, of all ranks' parts for the others.
+        size: Bytes: of the whole tensor for all_reduce and broadcast, of all ranks' parts for the
+            others.
         seconds: Time of one call.
 
     References:
@@ -52,11 +48,19 @@ def bandwidths(collective: str, ranks: int, size: int, seconds: float) -> dict[s
         {'algbw': 2.0, 'busbw': 3.0}
     """
     algbw = size / seconds / 1e9
-    return {"algbw": algbw, "busbw": algbw * BUS_FACTORS[collective](ranks)}
+    return {"algbw": algbw, "busbw": algbw * _bus_factor(collective, ranks)}
+
+
+def _bus_factor(collective: str, ranks: int) -> float:
+    if collective == "broadcast":
+        return 1.0
+    if collective == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks
 
 
 def summary(times: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles of the rounds' times.
+    """Compute median and quartiles of the rounds' times.
 
     >>> summary([3.0, 1.0, 2.0, 9.0, 4.0])
     {'seconds': 3.0, 'low': 2.0, 'high': 4.0, 'rounds': 5}
@@ -66,45 +70,71 @@ def summary(times: Sequence[float]) -> dict[str, float]:
 
 
 def time_cases(
-    cases: Sequence[Case], seconds: float, rounds: int, device: torch.device, say: Callable[[str], None]
+    cases: Sequence[Case],
+    seconds: float,
+    rounds: int,
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> list[list[float]]:
-    """The time of one call of each case in each round, in seconds, on the slowest rank. Collective.
+    """Time one call of each case in each round, in seconds, on the slowest rank. Collective.
 
     Args:
         cases: The same ones on every rank.
-        seconds: About how long each case is measured, after two calls that are not counted.
-        rounds: In each, every case is called as often as fits into its share of the time, in another order. A case that
-            needs longer ends after fewer.
+        seconds: About how long to measure each case, after two calls that are not counted.
+        rounds: In each, every case is called as often as fits into its share of the time, in
+            another order. A case that needs longer ends after fewer.
         device: Where the work runs; the clock is read when it is done.
-        say: Called with what is going on.
+        say: Called with the step that begins.
+
+    Returns:
+        For each case the times of its rounds.
     """
     say(f"warming up, {len(cases)} measurements")
-    quickest = []
-    for case in cases:
-        _time(case.call, 1, device)  # allocates, connects; DDP rearranges its buckets after it
-        quickest.append(_time(case.call, 1, device))
-    times: list[list[float]] = [[] for _ in cases]
-    used = [0.0] * len(cases)
+    timers = [_Timer(case, device) for case in cases]
     for number in range(rounds):
         say(f"round {number + 1} of {rounds}")
-        for i in random.Random(number).sample(range(len(cases)), len(cases)):  # none always follows the same one
-            if number < _FEWEST or used[i] < seconds:
-                count = max(1, int(seconds / rounds / quickest[i]))
-                times[i].append(_time(cases[i].call, count, device))
-                quickest[i] = min(quickest[i], times[i][-1])  # the first call may have been disturbed
-                used[i] += times[i][-1] * count
-    return times
+        order = random.Random(number).sample(timers, len(timers))  # none always follows the same
+        for timer in order:
+            if number < _FEWEST or timer.used < seconds:
+                timer.run(seconds / rounds)
+    return [timer.times for timer in timers]
+
+
+class _Timer:
+    """Times one case, and keeps account of it.
+
+    Attributes:
+        times: Seconds for one call, in each round.
+        used: Seconds that all rounds took together.
+    """
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.times: list[float] = []
+        self.used = 0.0
+        self._call = case.call
+        self._device = device
+        _time(self._call, 1, device)  # allocates, connects; DDP rearranges its buckets after it
+        self._quickest = _time(self._call, 1, device)
+
+    def run(self, seconds: float) -> None:
+        """Do one round, with as many calls as fit into so many seconds."""
+        calls = max(1, int(seconds / self._quickest))
+        taken = _time(self._call, calls, self._device)
+        self.times.append(taken)
+        self.used += taken * calls
+        self._quickest = min(self._quickest, taken)  # the first call may have been disturbed
 
 
 def _time(call: Callable[[], object], count: int, device: torch.device) -> float:
-    """Equal on every rank, so that all of them decide alike what comes next."""
+    """Time one of `count` calls; equal on every rank, so that all decide alike."""
     _synchronise(device)
     ops.all_reduce(0.0, "max")  # all start together
     start = time.perf_counter()
     for _ in range(count):
         call()
     _synchronise(device)
-    return float(ops.all_reduce(time.perf_counter() - start, "max")) / count
+    slowest = ops.all_reduce(time.perf_counter() - start, "max")
+    return float(slowest) / count
 
 
 def _synchronise(device: torch.device) -> None:

@@ -1,1 +1,1 @@
-"""Find what is wrong with a machine or a job."""
+"""Find the faults of a machine or a job."""

@@ -1,4 +1,4 @@
-"""The doctor's checks that need several ranks: do values arrive and come out right, how soon, and who is where."""
+"""Check a job on several ranks: values, latency, clocks, versions, and the place of each rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import combinations
 from typing import Any
@@ -22,43 +22,50 @@ from ...launch import ranks
 from ...process_group.lifecycle import distributed, get_device
 from ...process_group.session import parse, refuse_text
 from ...process_group.startup import Context
-from ..tables import table
+from ..terminal import count, table
+from .check import Check, say_ranks
 from .machine_checks import installed
-from .report import Check, number_of, say_ranks
 
 _PLACE = {
     **dict.fromkeys(("rank", "pid", "node_rank", "local_rank"), int),
     **dict.fromkeys(("host", "device"), str),
     "versions": dict[str, str],
 }
+_PLACE_COLUMNS = ("rank", "host", "pid", "node_rank", "local_rank", "device")
+_WARM_UP = 10  # calls that are not counted
+_TIMED = 50  # calls that are
 _READINGS = 7  # of each clock
+_BLOCK = 1 << 18  # float32 elements, 1 MiB: they pass in packets of full size
 _SLOW = 20e-3  # seconds; a small collective takes 0.1 to 1 ms, on several nodes up to a few
 
 
 def two_ranks(backend: str | None, device: str | None, seconds: float) -> list[Check]:
-    """What each process of the local trial does."""
+    """Join a job and run the checks for which two processes on one machine suffice."""
     with distributed(backend=backend, device=device, timeout=timedelta(seconds=seconds)):
         return [mean(), latency()]
 
 
 def mean() -> Check:
-    """Averages one number, and 1 MiB, which must pass in packets of full size. Collective."""
-    rank, n = ranks.get_rank(), ranks.get_world_size()
-    ramp = torch.arange(1 << 18, device=get_device(), dtype=torch.float32) % 1024
-    number, block = all_reduce_mean(float(rank)), all_reduce_mean(ramp + rank)
-    wanted = (n - 1) / 2
-    off = int((block != ramp + wanted).sum())
-    if number == wanted and not off:
-        return Check("mean", "ok", f"the mean of the ranks' numbers is {number:g}, and that of 1 MiB is right")
-    remedy = (
-        "Run again with --backend gloo: if that is right, the accelerators' links or their driver give wrong values."
-    )
-    found = f"the mean of 0 to {n - 1} came out as {number:g}, and {off} of {ramp.numel()} elements of 1 MiB are wrong"
+    """Average one number, and a block of numbers. Collective."""
+    rank = ranks.get_rank()
+    world_size = ranks.get_world_size()
+    ramp = torch.arange(_BLOCK, device=get_device(), dtype=torch.float32) % 1024
+    number = all_reduce_mean(float(rank))
+    block = all_reduce_mean(ramp + rank)
+    expected = (world_size - 1) / 2
+    wrong = int((block != ramp + expected).sum())
+    if number == expected and not wrong:
+        found = f"the mean of the ranks' numbers is {number:g}, and that of 1 MiB is right"
+        return Check("mean", "ok", found)
+    found = f"the mean of 0 to {world_size - 1} came out as {number:g}"
+    found += f", and {wrong} of {_BLOCK} elements of 1 MiB are wrong"
+    remedy = "Run again with --backend gloo: if that is right, the accelerators' links or their "
+    remedy += "driver give wrong values."
     return Check("mean", "failed", found, remedy)
 
 
 def latency() -> Check:
-    """Times a small all-reduce and a barrier. Collective."""
+    """Time a small all-reduce and a barrier. Collective."""
     device = get_device()
     value = torch.zeros(1, device=device)
 
@@ -67,34 +74,48 @@ def latency() -> Check:
         if device.type != "cpu":
             torch.accelerator.synchronize()
 
-    figures = {}
-    for name, call in (("all_reduce_us", reduce), ("barrier_us", barrier)):
-        seconds = []
-        for _ in range(60):
-            start = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start)
-        figures[name] = round(1e6 * statistics.median(seconds[10:]), 1)
-    figures = all_reduce(figures, "max")  # the slowest rank's
-    found = f"all-reduce of one number {_microseconds(figures['all_reduce_us'])} (median of 50), "
-    found += f"barrier {_microseconds(figures['barrier_us'])}"
-    slow = figures["all_reduce_us"] > 1e6 * _SLOW
-    remedy = "Are the cores busy with something else, or is the interface above the slow one?" if slow else ""
-    return Check("latency", "warning" if slow else "ok", found, remedy, [], figures)
+    own = {"all_reduce_us": _time_us(reduce), "barrier_us": _time_us(barrier)}
+    slowest = all_reduce(own, "max")
+    reduce_us = slowest["all_reduce_us"]
+    found = f"all-reduce of one number {_write_us(reduce_us)} (median of {_TIMED}), "
+    found += f"barrier {_write_us(slowest['barrier_us'])}"
+    if reduce_us <= 1e6 * _SLOW:
+        return Check("latency", "ok", found, measured=slowest)
+    remedy = "Are the cores busy with something else, or is the interface above the slow one?"
+    return Check("latency", "warning", found, remedy, measured=slowest)
+
+
+def _time_us(call: Callable[[], object]) -> float:
+    """Time a call in microseconds, as the median of many."""
+    seconds = []
+    for _ in range(_WARM_UP + _TIMED):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return round(1e6 * statistics.median(seconds[_WARM_UP:]), 1)
+
+
+def _write_us(microseconds: float) -> str:
+    if microseconds < 1000:
+        return f"{microseconds:.0f} µs"
+    return f"{microseconds / 1000:.1f} ms"
 
 
 def clocks(hosts: list[str]) -> Check:
-    """Compares the nodes' clocks, read at the end of the same all-reduce. Collective."""
-    value, readings = torch.zeros(1, device=get_device()), []
+    """Compare the nodes' clocks, read at the end of the same all-reduce. Collective."""
+    value = torch.zeros(1, device=get_device())
+    own = []
     for _ in range(_READINGS):
         dist.all_reduce(value)
         value.item()  # waits for an accelerator
-        readings.append(time.time())
-    texts = exchange(json.dumps({"readings": readings}))
-    return compare_clocks([_read_clock(text, rank) for rank, text in enumerate(texts)], hosts)
+        own.append(time.time())
+    texts = exchange(json.dumps({"readings": own}))
+    readings = [read_clock(text, rank) for rank, text in enumerate(texts)]
+    return compare_clocks(readings, hosts)
 
 
-def _read_clock(text: str, rank: int) -> list[float]:
+def read_clock(text: str, rank: int) -> list[float]:
+    """Read the times that a rank has noted; raise `LaunchError` if no rank wrote them."""
     key = f"clock of rank {rank}"
     readings: list[float] = parse(text, key, {"readings": [float]})["readings"]
     if len(readings) != _READINGS:
@@ -103,81 +124,97 @@ def _read_clock(text: str, rank: int) -> list[float]:
 
 
 def compare_clocks(readings: list[list[float]], hosts: list[str]) -> Check:
-    """How far each node's clock is from rank 0's, by readings of the same moments."""
+    """Compare each node's clock with rank 0's, by readings of the same moments."""
     offsets: dict[str, float] = {}
-    for host, mine in zip(hosts, readings, strict=True):
-        offsets.setdefault(host, statistics.median(a - b for a, b in zip(mine, readings[0], strict=True)))
+    for host, times in zip(hosts, readings, strict=True):
+        if host not in offsets:
+            differences = [a - b for a, b in zip(times, readings[0], strict=True)]
+            offsets[host] = statistics.median(differences)
     furthest = max(offsets, key=lambda host: abs(offsets[host]))
     largest = abs(offsets[furthest])
     figures = {"largest_offset_ms": round(1e3 * largest, 3)}
-    found = f"all nodes within {1e3 * largest:.1f} ms of rank 0" if len(offsets) > 1 else "one node, one clock"
+    if len(offsets) == 1:
+        return Check("clocks", "ok", "one node, one clock", measured=figures)
     if largest < 1:
+        found = f"all nodes within {1e3 * largest:.1f} ms of rank 0"
         return Check("clocks", "ok", found, measured=figures)
-    lines = [f"{host}: {offset:+.3f} s" for host, offset in offsets.items()]
-    remedy = "Logs and files of the nodes will be out of order: let chrony or ntpd set their clocks."
-    found = f"{furthest} is {largest:.1f} s {'ahead of' if offsets[furthest] > 0 else 'behind'} rank 0"
-    return Check("clocks", "warning", found, remedy, lines, figures)
+    direction = "ahead of" if offsets[furthest] > 0 else "behind"
+    found = f"{furthest} is {largest:.1f} s {direction} rank 0"
+    remedy = "Logs and files of nodes will be out of order: let chrony or ntpd set their clocks."
+    details = [f"{host}: {offset:+.3f} s" for host, offset in offsets.items()]
+    return Check("clocks", "warning", found, remedy, details, figures)
 
 
-def place(context: Context) -> dict[str, Any]:
-    """What the others are told of this rank."""
-    mine = {"rank": context.rank, "host": socket.gethostname(), "pid": os.getpid(), "node_rank": context.node_rank}
-    return mine | {"local_rank": context.local_rank, "device": str(context.device), "versions": installed()}
+def own_place(context: Context) -> dict[str, Any]:
+    """Describe the place of this rank, for the others."""
+    return {
+        "rank": context.rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "node_rank": context.node_rank,
+        "local_rank": context.local_rank,
+        "device": str(context.device),
+        "versions": installed(),
+    }
 
 
 def read_places(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Read where every rank is, from what each has told; raise `LaunchError` if no rank wrote it."""
+    """Read the places of all ranks; raise `LaunchError` if no rank wrote them."""
     places = []
     for rank, text in enumerate(texts):
-        found = parse(text, f"place of rank {rank}", _PLACE)
-        if found["rank"] != rank:
-            refuse_text(text, f"place of rank {rank}")
-        places.append(found)
+        key = f"place of rank {rank}"
+        place = parse(text, key, _PLACE)
+        if place["rank"] != rank:
+            refuse_text(text, key)
+        places.append(place)
     return places
 
 
 def roll_call(places: list[dict[str, Any]]) -> Check:
-    """Who is where, and which pairs of ranks share a host."""
-    keys = ("rank", "host", "pid", "node_rank", "local_rank", "device")
-    lines = table([key.replace("_", " ") for key in keys], [[place[key] for key in keys] for place in places])
-    near = sum(pair["same_host"] for pair in pairs(places))
-    far = len(places) * (len(places) - 1) // 2 - near
-    hosts = len({place["host"] for place in places})
-    found = f"{number_of('rank', len(places))} on {number_of('host', hosts)}; "
+    """List the ranks with their places, and count the pairs that share a host."""
+    header = [name.replace("_", " ") for name in _PLACE_COLUMNS]
+    rows = [[place[name] for name in _PLACE_COLUMNS] for place in places]
+    hosts = {place["host"] for place in places}
+    all_pairs = pairs(places)
+    near = sum(pair["same_host"] for pair in all_pairs)
+    far = len(all_pairs) - near
+    found = f"{count(len(places), 'rank')} on {count(len(hosts), 'host')}; "
     found += f"pairs on one host: {near}, on different hosts: {far}"
-    return Check("ranks", "ok", found, "", lines)
+    return Check("ranks", "ok", found, "", table(header, rows))
 
 
 def pairs(places: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each pair of ranks, whether they share a host."""
-    return [{"ranks": [a["rank"], b["rank"]], "same_host": a["host"] == b["host"]} for a, b in combinations(places, 2)]
+    """List all pairs of ranks, with "same_host"."""
+    return [
+        {"ranks": [one["rank"], other["rank"]], "same_host": one["host"] == other["host"]}
+        for one, other in combinations(places, 2)
+    ]
 
 
 def same_versions(places: list[dict[str, Any]]) -> Check:
-    """Whether every rank has the same of everything that takes part."""
+    """Compare the versions that must be the same on every rank."""
     hosts = [place["host"] for place in places]
-    names = dict.fromkeys(name for place in places for name in place["versions"])
-    lines = []
+    names = list(dict.fromkeys(name for place in places for name in place["versions"]))
+    different = []
+    details = []
     for name in names:
-        values = [place["versions"].get(name, "none") for place in places]
-        if len(set(values)) > 1:
-            common = Counter(values).most_common(1)[0][0]
-            others = {
-                v: [r for r, mine in enumerate(values) if mine == v] for v in dict.fromkeys(values) if v != common
-            }
-            odd = ", ".join(f"{value} on {say_ranks(those, hosts)}" for value, those in others.items())
-            lines.append(f"{name}: {odd}; {common} elsewhere")
-    if lines:
-        remedy = "Install the same on every node, or start all ranks from one environment or image."
-        return Check(
-            "same versions",
-            "failed",
-            f"the ranks differ in {', '.join(line.split(':')[0] for line in lines)}",
-            remedy,
-            lines,
-        )
-    return Check("same versions", "ok", f"{', '.join(names)} are the same on every rank")
+        versions = [place["versions"].get(name, "none") for place in places]
+        if len(set(versions)) > 1:
+            different.append(name)
+            details.append(f"{name}: {_describe_versions(versions, hosts)}")
+    if not different:
+        return Check("same versions", "ok", f"{', '.join(names)} are the same on every rank")
+    found = f"the ranks differ in {', '.join(different)}"
+    remedy = "Install the same on every node, or start all ranks from one environment or image."
+    return Check("same versions", "failed", found, remedy, details)
 
 
-def _microseconds(figure: float) -> str:
-    return f"{figure:.0f} µs" if figure < 1000 else f"{figure / 1000:.1f} ms"
+def _describe_versions(versions: list[str], hosts: list[str]) -> str:
+    """Name the ranks with another version than the most common one."""
+    ((common, _),) = Counter(versions).most_common(1)
+    ranks_with: dict[str, list[int]] = {}
+    for rank, version in enumerate(versions):
+        if version != common:
+            ranks_with.setdefault(version, []).append(rank)
+    odd = [f"{version} on {say_ranks(those, hosts)}" for version, those in ranks_with.items()]
+    return f"{', '.join(odd)}; {common} elsewhere"

@@ -1,171 +1,172 @@
-"""What a check of the doctor found, what many ranks found together, and how a person reads it."""
+"""Collect the results of checks: those of this process and, in a job, those of the other ranks."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, TextIO
+import json
+import math
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
-from ..tables import boxed, can_show, paint
+import torch.distributed as dist
 
-STATUSES = ("ok", "skipped", "warning", "failed")  # from good to bad
-_MARKS = {"ok": ("✓", "green"), "skipped": ("–", "dim"), "warning": ("!", "yellow"), "failed": ("✗", "red")}
-_PLAIN = {"✓": "+", "–": "-", "✗": "x", "→": "->", "µ": "u", "…": "..."}
-_MANY = 16  # lines of details; a job has more ranks than a terminal has lines
+from ...errors import LaunchError
+from ...launch.launchers import Launch
+from ...process_group.polling import Pause
+from ...process_group.session import parse, refuse_text
+from ..terminal import Progress
+from .check import STATUSES, Check, failure
+
+MARK = "ddpkit/doctor"  # in the store of a doctor's job
+_CHECK = {  # as the ranks tell each other
+    **dict.fromkeys(("name", "status", "found", "remedy"), str),
+    "details": [str],
+    "measured": dict[str, int | float],
+}
+_OF_A_JOB = ("master", "join", "ranks", "same versions", "mean", "latency", "clocks")
+_REMEDIES = {
+    "master": (
+        "Set MASTER_ADDR to a name or address of rank 0's host that every node reaches, "
+        "MASTER_PORT to a port that is free there and open in the firewall, and start rank 0."
+    ),
+    "join": (
+        "Start every rank with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and look at the "
+        "output of those that are missing. If a connection failed, see interface above."
+    ),
+}
+_OTHER_REMEDY = (
+    "If it is about a connection, see interface above. If --backend gloo or --device cpu helps, "
+    "it is the accelerators' backend: NCCL_DEBUG=INFO says more."
+)
 
 
-@dataclass
-class Check:
-    """One line of the report.
+class Report:
+    """A report in the making.
+
+    Args:
+        launch: Of the job to examine; None for this machine.
+        timeout: Bound on the meeting of the ranks, in seconds.
+        first: The result of the first check.
 
     Attributes:
-        name: What was looked at; stable.
-        status: One of `STATUSES`.
-        found: What was found, in one sentence.
-        remedy: What to do about it; "" where there is nothing to do.
-        details: More lines of what was found.
-        measured: Figures by name, the unit at the end of the name.
+        rank: This process's rank, 0 without a job.
+        checks: The results of this process.
+        doing: The name of the check that runs now.
+        places: The place of each rank, once they have joined.
+        hosts: The host of each rank, "?" while it is not known.
+        peers: The results of each rank, as far as they are known.
     """
 
-    name: str
-    status: str
-    found: str
-    remedy: str = ""
-    details: list[str] = field(default_factory=list)
-    measured: dict[str, float] = field(default_factory=dict)
+    def __init__(self, launch: Launch | None, timeout: float, first: Check) -> None:
+        self.launch = launch
+        self.timeout = timeout
+        self.rank = launch.rank if launch else 0
+        self.checks = [first]
+        self.doing = "launch"
+        self.places: list[dict[str, Any]] = []
+        self.hosts: list[str] = []
+        self.peers: dict[int, list[Check]] = {}
+        self.progress = Progress(self.rank == 0)
+        self._deadline = time.monotonic() + timeout
 
-    def dump(self) -> dict[str, Any]:
-        return asdict(self)
+    def time_left(self) -> timedelta:
+        """Return the rest of the time-out, in whole seconds, at least one."""
+        return timedelta(seconds=max(1, math.ceil(self._deadline - time.monotonic())))
+
+    def begin(self, name: str, text: str) -> None:
+        """Note the check that begins, and show it to the person.
+
+        Args:
+            name: The name of the check that would fail.
+            text: Words for the person.
+        """
+        self.doing = name
+        self.progress.show(text)
+
+    def add(self, check: Check) -> None:
+        """Add a result."""
+        self.checks.append(check)
+
+    def fail(self, error: Exception) -> None:
+        """Add the failure of the check that runs now."""
+        self.add(failure(self.doing, error, _REMEDIES.get(self.doing, _OTHER_REMEDY)))
+
+    def skip_rest(self, reason: str) -> None:
+        """Mark as skipped all checks of a job that have not run."""
+        done = {check.name for check in self.checks}
+        for name in _OF_A_JOB:
+            if name not in done:
+                self.add(Check(name, "skipped", reason))
+
+    def dump(self) -> str:
+        """Write this rank's results, for the others."""
+        checks = [check.dump() for check in self.checks]
+        return json.dumps({"host": socket.gethostname(), "checks": checks})
+
+    def post(self, store: dist.Store) -> None:
+        """Leave this rank's results in the store: rank 0 reports them even if ranks cannot join."""
+        store.set(_key(self.rank), self.dump())
+
+    def await_posts(self, store: dist.Store, world_size: int) -> None:
+        """Wait for the posts of all ranks.
+
+        Raises:
+            LaunchError: If ranks do not come in time; it names them. If the store has gone.
+        """
+        self.hosts = ["?"] * world_size
+        try:
+            self._wait_for_posts(store, world_size)
+            missing = [rank for rank in range(world_size) if not self._read_post(store, rank)]
+        except LaunchError:
+            raise
+        except RuntimeError as error:
+            reason = "rank 0, which has given up or died: see its report"
+            raise LaunchError(f"The store has gone with {reason}.") from error
+        if missing:
+            raise LaunchError(
+                f"Ranks {missing} of {world_size} did not come within {self.timeout:g} s. "
+                "Are they running, with this MASTER_ADDR and MASTER_PORT?"
+            )
+
+    def take_peers(self, texts: Sequence[str]) -> None:
+        """Take in the results of all ranks, which have written them with `dump`."""
+        for rank, text in enumerate(texts):
+            _, self.peers[rank] = read_results(text, f"report of rank {rank}")
+
+    def _wait_for_posts(self, store: dist.Store, world_size: int) -> None:
+        keys = [_key(rank) for rank in range(world_size)]
+        pause = Pause()
+        while time.monotonic() < self._deadline and not store.check(keys):
+            pause()
+
+    def _read_post(self, store: dist.Store, rank: int) -> bool:
+        """Take in the post of a rank; return false if there is none."""
+        key = _key(rank)
+        if not store.check([key]):
+            return False
+        host, checks = read_results(store.get(key), key)
+        self.hosts[rank] = host
+        self.peers[rank] = self.checks if rank == self.rank else checks
+        return True
 
 
-def attempt(name: str, probe: Callable[..., Check], *args: Any) -> Check:
-    """Makes a check; what keeps it from being made is its finding."""
-    try:
-        return probe(*args)
-    except Exception as error:
-        return Check(name, "skipped", f"cannot be checked here: {type(error).__name__}: {error}")
+def _key(rank: int) -> str:
+    return f"{MARK}/{rank}"
 
 
-def failure(name: str, error: BaseException, remedy: str) -> Check:
-    """What a step that raised has found: the first line of the error, the others as details."""
-    first, *rest = str(error).strip().splitlines() or [""]
-    found = first if type(error).__module__.startswith("ddpkit") else f"{type(error).__name__}: {first}"
-    return Check(name, "failed", found, remedy, rest[-_MANY:])
+def read_results(text: bytes | str, key: str) -> tuple[str, list[Check]]:
+    """Read another rank's host and results.
 
+    Args:
+        text: The text.
+        key: Where it comes from.
 
-def worst(checks: Sequence[Check]) -> str:
-    """The status of all together."""
-    return max((check.status for check in checks), key=STATUSES.index, default="ok")
-
-
-def merge(by_rank: dict[int, list[Check]], hosts: Sequence[str]) -> list[Check]:
-    """The report of a job, from the reports of its ranks: what they agree on is said once."""
-    names = dict.fromkeys(check.name for checks in by_rank.values() for check in checks)
-    return [_together({r: c for r, cs in by_rank.items() for c in cs if c.name == name}, hosts) for name in names]
-
-
-def _together(found: dict[int, Check], hosts: Sequence[str]) -> Check:
-    groups: dict[tuple[str, str], list[int]] = {}
-    for rank, check in found.items():
-        groups.setdefault((check.status, check.found), []).append(rank)
-    bad = max(found, key=lambda rank: STATUSES.index(found[rank].status))  # the first of the worst
-    check = found[bad]
-    if len(groups) == 1:
-        return check
-    lines = [f"{say_ranks(ranks, hosts)}: {text}" for (_, text), ranks in groups.items() if bad not in ranks]
-    where = f"{say_ranks(groups[check.status, check.found], hosts)}: "
-    found_there = check.found if check.status == "ok" else where + check.found
-    details = [*check.details, *lines[:_MANY], *([f"… and {len(lines) - _MANY} more"] if len(lines) > _MANY else [])]
-    return Check(check.name, check.status, found_there, check.remedy, details, check.measured)
-
-
-def say_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Names ranks and their hosts.
-
-    >>> say_ranks([0, 1, 2, 5], ["a", "a", "a", "b", "b", "b"])
-    'ranks 0-2, 5 (a, b)'
+    Raises:
+        LaunchError: If no rank wrote it.
     """
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    places = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, span)) for span in spans)} ({places})"
-
-
-def render(title: str, checks: Sequence[Check], stream: TextIO) -> str:
-    """The report as text for this stream: aligned, coloured on a terminal, in ASCII where it takes nothing else."""
-    lines = _in_a_box(checks, stream) or _aligned(checks, stream)
-    last = paint(tally(checks), _MARKS[worst(checks)][1], stream)
-    text = "\n".join([paint(title, "bold", stream), "", *lines, "", last])
-    if not can_show("".join(_PLAIN), stream):
-        for sign, plain in _PLAIN.items():
-            text = text.replace(sign, plain)
-        text = text.encode("ascii", "backslashreplace").decode()
-    return text
-
-
-def _in_a_box(checks: Sequence[Check], stream: TextIO) -> list[str]:
-    rows = []
-    for check in checks:
-        mark, colour = _MARKS[check.status]
-        text = [("\n".join([check.found, *check.details]), "")]
-        fixes = [(f"\n→ {check.remedy}", colour)] if check.remedy else []
-        rows.append([[(f"{mark} {check.name}", colour)], [*text, *fixes]])
-    return boxed([], rows, stream)
-
-
-def _aligned(checks: Sequence[Check], stream: TextIO) -> list[str]:
-    width = min(shutil.get_terminal_size((100, 24)).columns, 120) if stream.isatty() else 100
-    column = max(len(check.name) for check in checks) + 4
-    lines = []
-    for check in checks:
-        mark, colour = _MARKS[check.status]
-        block = [line for text in (check.found, *check.details) for line in _wrap(text, width - column)]
-        fixes = _wrap(f"→ {check.remedy}", width - column, "  ") if check.remedy else []
-        head = f"{mark} {check.name.ljust(column - 3)} "
-        lines.append((paint(head, colour, stream) + block[0]).rstrip())
-        lines += [" " * column + line for line in block[1:]]
-        lines += [" " * column + paint(line, colour, stream) for line in fixes]
-    return lines
-
-
-def tally(checks: Sequence[Check]) -> str:
-    """How many there are of each status, the bad ones by name.
-
-    >>> tally([Check("shm", "ok", ""), Check("cores", "ok", ""), Check("ports", "failed", "")])
-    '2 ok, 1 failed (ports)'
-    """
-    parts = []
-    for status in STATUSES:
-        names = [check.name for check in checks if check.status == status]
-        noun = "warning" + "s" * (len(names) != 1) if status == "warning" else status
-        which = f" ({', '.join(names)})" if status in ("warning", "failed") else ""
-        parts += [f"{len(names)} {noun}{which}"] if names else []
-    return ", ".join(parts)
-
-
-def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    out = textwrap.wrap(text, max(width, 40), subsequent_indent=indent, **options)  # type: ignore[arg-type]
-    return out or [""]
-
-
-def number_of(noun: str, number: int) -> str:
-    """The number with its noun, in the plural where it is one.
-
-    >>> number_of("rank", 1), number_of("rank", 2)
-    ('1 rank', '2 ranks')
-    """
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def variables(*names: str) -> str:
-    """Those of these environment variables that are set, as text."""
-    return ", ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
+    report = parse(text, key, {"host": str, "checks": [_CHECK]})
+    if any(entry["status"] not in STATUSES for entry in report["checks"]):
+        refuse_text(text, key)
+    return report["host"], [Check(**entry) for entry in report["checks"]]

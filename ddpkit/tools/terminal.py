@@ -1,0 +1,110 @@
+"""Write for terminals: aligned columns, colours where they are wanted, and progress on stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+_COLOURS = {"red": 31, "green": 32, "yellow": 33, "bold": 1, "dim": 2}
+
+
+def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
+    """Colour a text, unless its stream is no terminal or colours are not wanted.
+
+    Args:
+        text: The text.
+        colour: "red", "green", "yellow", "bold" or "dim".
+        stream: Where it will be printed, stdout by default.
+    """
+    stream = stream or sys.stdout
+    unwanted = os.environ.get("NO_COLOR") or not _is_terminal(stream)
+    if unwanted or not text:
+        return text
+    return f"\033[{_COLOURS[colour]}m{text}\033[0m"
+
+
+def can_show(text: str, stream: TextIO | None = None) -> bool:
+    """Return true if the stream's encoding has every character of the text."""
+    encoding = getattr(stream or sys.stdout, "encoding", None) or "ascii"
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Lay out a table; columns of numbers, and of figures with a unit, are aligned to the right.
+
+    >>> print("\\n".join(table(["rank", "host"], [[0, "node1"], [10, "node2"]])))
+    rank  host
+       0  node1
+      10  node2
+    """
+    columns = []
+    for number, name in enumerate(header):
+        cells = [str(row[number]) for row in rows]
+        columns.append(_aligned([name, *cells], right=_are_figures(cells)))
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+
+
+def _aligned(cells: list[str], right: bool) -> list[str]:
+    width = max(map(len, cells))
+    if right:
+        return [cell.rjust(width) for cell in cells]
+    return [cell.ljust(width) for cell in cells]
+
+
+def _are_figures(cells: list[str]) -> bool:
+    return bool(cells) and all(cell.lstrip("-")[:1].isdigit() for cell in cells)
+
+
+def count(number: int, noun: str) -> str:
+    """Write a number with its noun, in the plural unless it is one.
+
+    >>> count(1, "rank"), count(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
+
+
+def first_of(texts: Sequence[str], most: int) -> list[str]:
+    """Keep the first texts, and say how many more there are.
+
+    >>> first_of(["a", "b", "c"], most=2)
+    ['a', 'b', 'and 1 more']
+    """
+    if len(texts) <= most:
+        return list(texts)
+    return [*texts[:most], f"and {len(texts) - most} more"]
+
+
+class Progress:
+    """Show the present step on stderr: one changing line on a terminal, else a line a step."""
+
+    def __init__(self, wanted: bool = True) -> None:
+        self._wanted = wanted
+        self._live = _is_terminal(sys.stderr)
+
+    def show(self, text: str) -> None:
+        """Show the step that begins now."""
+        line = f"\r\033[K{text} ..." if self._live else f"{text} ...\n"
+        self._write(line)
+
+    def clear(self) -> None:
+        """Take the line away again."""
+        if self._live:
+            self._write("\r\033[K")
+
+    def _write(self, text: str) -> None:
+        if self._wanted:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
