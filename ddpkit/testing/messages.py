@@ -105,6 +105,11 @@ class Done:
 
 
 @dataclass
+class CleanUp:
+    """All ranks have done the task: clean up, and tell what is left."""
+
+
+@dataclass
 class Leftovers:
     """The state of a rank after a task, when all has been reset that can be.
 

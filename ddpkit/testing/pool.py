@@ -127,8 +127,12 @@ class Pool:
         self._joined = task.join
         self._group_timeout = task.timeout
         self._wait_for_answers(timeout)
-        self._settling = True
-        return [rank.answer for rank in self._ranks if rank.answer is not None]
+        answers = [rank.answer for rank in self._ranks if rank.answer is not None]
+        if not any(answer.failed for answer in answers):
+            self._settling = True
+            for rank in self._ranks:  # only now: a rank may wait in a collective for one that is done
+                rank.request_leftovers()
+        return answers
 
     def dismiss(self) -> None:
         """Ask the ranks to finalise their fixtures and to end; those that hang are killed."""

@@ -130,22 +130,32 @@ class RankPlugin:
 
     def _run_tasks(self, items: Items) -> None:
         while True:
-            task = self._next_task()
+            task = self._wait()
             if task is None:
                 return
-            self._run(task, items)
+            before = self._run(task, items)
+            if before is None:
+                lifecycle.teardown()  # the process will not be used again
+            elif self._wait() is not None:  # all ranks have done it
+                self._send(self._leftovers(task, before))
+            else:
+                return
 
-    def _next_task(self) -> Task | None:
-        """Wait for the next task, without log records: nobody asks about ranks that wait."""
+    def _wait(self) -> Any:
+        """Wait for the test process, without log records: nobody asks about ranks that wait.
+
+        Returns:
+            A `Task`; a `CleanUp` after one that this rank has done; None when all is over.
+        """
         logger = monitor.log
         logger.disabled = True
         try:
-            task: Task | None = self._inbox.get()
+            return self._inbox.get()
         finally:
             logger.disabled = False
-        return task
 
-    def _run(self, task: Task, items: Items) -> None:
+    def _run(self, task: Task, items: Items) -> cleaning.Traces | None:
+        """Run a task and send its outcome; return the state before it, None if it failed."""
         before: cleaning.Traces | None = None
         try:
             self._prepare(task)
@@ -156,10 +166,7 @@ class RankPlugin:
         except Exception:  # it cannot join, for example
             done = Done(True, traceback.format_exc())
         self._send(done)
-        if done.failed or before is None:
-            lifecycle.teardown()  # the process will not be used again
-        else:
-            self._send(self._leftovers(task, before))
+        return None if done.failed else before
 
     def _prepare(self, task: Task) -> None:
         """Give the task its environment, and join or leave the group as it asks."""

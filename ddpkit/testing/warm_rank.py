@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..spawning.rank_process import describe_exit, read_stack
-from .messages import Answer, Debugging, Done, Leftovers, RunOptions, Started
+from .messages import Answer, CleanUp, Debugging, Done, Leftovers, RunOptions, Started
 
 _PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
 
@@ -80,6 +80,11 @@ class WarmRank:
         stack = stack or "  (no answer: stopped?)\n"
         self.answer = Answer(self.number, problem=problem, stack=stack)
         self.process.kill()
+
+    def request_leftovers(self) -> None:
+        """Ask the rank to clean up after its task."""
+        with suppress(OSError):
+            self._pipe.send(CleanUp())
 
     def receive_leftovers(self, deadline: float) -> Leftovers | None:
         """Return the state in which the task left the rank, None if it does not tell in time."""

@@ -151,6 +151,21 @@ def test_failures_say_which_rank_and_why(pytester: pytest.Pytester, capfd: pytes
     assert re.search(r"^SKIPPED .*: nowhere", text, re.MULTILINE)
 
 
+ALONE = """
+@pytest.mark.ranks(2, timeout=2)
+def test_one_is_alone_in_a_collective(rank):
+    if rank == 0:
+        ddpkit.all_reduce_mean(1.0)
+"""
+
+
+def test_a_rank_that_is_done_is_not_the_cause_where_another_waits_for_it(pytester: pytest.Pytester) -> None:
+    outcomes, text = run(pytester, ALONE)
+    assert outcomes == {"test_one_is_alone_in_a_collective[2ranks]": "FAILED"}, text
+    assert "Rank 0 of 2 did not come to an end within 2 s." in text and "in test_one_is_alone_in_a_collective" in text
+    assert "rank 1: passed" in text and "lost" not in text, text
+
+
 FIXTURES = """
 @pytest.fixture(scope="session")
 def once(world_size_of_session):
