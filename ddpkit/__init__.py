@@ -3,20 +3,23 @@
 The names below come in the order in which one learns them; `docs/reference.md` has a sentence between the groups.
 """
 
+import warnings
+from typing import Any
+
 from .checkpoint.checkpointer import Checkpointer
 from .collectives.ops import all_gather, all_gather_object, all_reduce, all_reduce_mean, broadcast, gather_exact
 from .collectives.sync import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
 from .data.loader import make_loader
 from .data.samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
 from .errors import (
-    BarrierTimeout,
+    BarrierTimeoutError,
     CheckpointError,
     DdpkitError,
     LaunchError,
     MismatchError,
     NotSetUpError,
     PeerError,
-    ReplicaMismatch,
+    ReplicaMismatchError,
 )
 from .launch.launchers import Launch, detect_launch
 from .launch.ranks import (
@@ -107,12 +110,23 @@ __all__ = [
     "DdpkitError",
     "LaunchError",
     "NotSetUpError",
-    "BarrierTimeout",
+    "BarrierTimeoutError",
     "PeerError",
     "MismatchError",
-    "ReplicaMismatch",
+    "ReplicaMismatchError",
     "CheckpointError",
 ]
+
+_FORMER_NAMES = {"BarrierTimeout": BarrierTimeoutError, "ReplicaMismatch": ReplicaMismatchError}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FORMER_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    now = _FORMER_NAMES[name]
+    text = f"ddpkit.{name} is now called ddpkit.{now.__name__}; the old name goes in the next release."
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return now
 
 
 def __dir__() -> list[str]:  # the rooms are for those who work on ddpkit: only these names stay what they are

@@ -38,7 +38,7 @@ class MismatchError(DdpkitError):
     """Ranks passed values that cannot be combined."""
 
 
-class ReplicaMismatch(DdpkitError):
+class ReplicaMismatchError(DdpkitError):
     """Model or optimizer state that must be equal on every rank is not."""
 
 
@@ -46,7 +46,7 @@ class CheckpointError(DdpkitError):
     """A checkpoint cannot be read or written."""
 
 
-class BarrierTimeout(DdpkitError):
+class BarrierTimeoutError(DdpkitError):
     """Some ranks did not arrive in time.
 
     Attributes:

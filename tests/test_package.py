@@ -12,6 +12,7 @@ import zipfile
 from graphlib import TopologicalSorter
 from pathlib import Path, PurePath
 
+import pytest
 from rooms import MODULES, PICTURE, draw, imports, room_of
 
 import ddpkit
@@ -117,6 +118,15 @@ def test_every_public_name_is_documented_and_begins_with_one_sentence() -> None:
 
 def test_only_public_names_are_visible() -> None:
     assert {name for name in dir(ddpkit) if not name.startswith("_")} == set(ddpkit.__all__)
+
+
+def test_former_names_work_and_warn() -> None:
+    with pytest.warns(DeprecationWarning, match="BarrierTimeout is now called ddpkit.BarrierTimeoutError"):
+        assert ddpkit.BarrierTimeout is ddpkit.BarrierTimeoutError
+    with pytest.warns(DeprecationWarning, match="ReplicaMismatch is now called"):
+        assert ddpkit.ReplicaMismatch is ddpkit.ReplicaMismatchError
+    with pytest.raises(AttributeError, match="no attribute 'BarierTimeout'"):
+        _ = ddpkit.BarierTimeout
 
 
 def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:

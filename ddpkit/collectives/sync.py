@@ -38,8 +38,8 @@ def barrier(name: str | None = None, timeout: timedelta | None = None) -> None:
         timeout: Bound on the wait; by default that of `setup()`.
 
     Raises:
-        BarrierTimeout: If ranks are missing when the time is up; `.missing` and `.arrived` say which, on every rank,
-            also on those that come later. The message says where a missing rank waits instead.
+        BarrierTimeoutError: If ranks are missing when the time is up; `.missing` and `.arrived` say which, on every
+            rank, also on those that come later. The message says where a missing rank waits instead.
         PeerError: If a rank failed or left meanwhile, or passed a bad argument.
         TypeError: If `timeout` is a number: write `timedelta(seconds=...)`; if `name` is no string.
         ValueError: If `timeout` is not positive, or `name` empty or too long.
@@ -107,7 +107,7 @@ def together(name: str | None = None) -> Iterator[None]:
 
     Raises:
         PeerError: If the block raised on another rank; it holds that rank, its exception and traceback.
-        BarrierTimeout: If ranks do not come to the end in time.
+        BarrierTimeoutError: If ranks do not come to the end in time.
 
     Example:
         >>> with together("read the index"):
@@ -179,7 +179,7 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
     Raises:
         PeerError: On the other ranks, if it raised on rank 0; rank 0 keeps the exception.
-        BarrierTimeout: If rank 0 has its value and ranks do not come in time.
+        BarrierTimeoutError: If rank 0 has its value and ranks do not come in time.
 
     Example:
         >>> run_on_main(sorted, [2, 1])

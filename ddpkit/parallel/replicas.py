@@ -13,7 +13,7 @@ from ..collectives import ops, sync
 from ..collectives.consistency import agree, all_raise, name_ranks, out_of_order, terms
 from ..collectives.digest import digest
 from ..collectives.sharded import explain_sharded
-from ..errors import ReplicaMismatch
+from ..errors import ReplicaMismatchError
 from ..process_group import lifecycle
 from ..torch_internals import untraced
 from .models import check_module, check_tensors, check_writable, named_tensors, strip, wrapped_paths
@@ -37,7 +37,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         optimizer: Its optimizer.
 
     Raises:
-        ReplicaMismatch: Naming what differs, and on which ranks.
+        ReplicaMismatchError: Naming what differs, and on which ranks.
         MismatchError: On the ranks whose peers raise one of the errors below.
         TypeError: If the model is no module, or has sharded tensors.
         ValueError: If it has lazy tensors that are not initialised yet, or tensors on the meta device.
@@ -47,7 +47,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 
         On three, after rank 1 alone changed something::
 
-            ddpkit.errors.ReplicaMismatch: 2 of 9 entries differ between ranks:
+            ddpkit.errors.ReplicaMismatchError: 2 of 9 entries differ between ranks:
               parameter 0.bias: float32[4] #9f0c0e6f on ranks 0, 2; float32[4] #1f6a3cd2 on rank 1
               optimizer group 0 lr: 0.1 on ranks 0, 2; 0.2 on rank 1
     """
@@ -86,12 +86,12 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
             remedy = " (sync_buffers(model) makes buffers equal)"
     if not lines:
         place = out_of_order([list(entries) for entries in everyone])
-        raise ReplicaMismatch(f"The ranks hold equal entries, but in different orders: {place}")
+        raise ReplicaMismatchError(f"The ranks hold equal entries, but in different orders: {place}")
     shown = lines[:_SHOWN]
     if len(lines) > _SHOWN:
         shown.append(f"  and {len(lines) - _SHOWN} more")
     head = f"{len(lines)} of {len(names)} entries differ between ranks{remedy}:"
-    raise ReplicaMismatch("\n".join([head, *shown]))
+    raise ReplicaMismatchError("\n".join([head, *shown]))
 
 
 @untraced

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from ..errors import BarrierTimeout, LaunchError, MismatchError, PeerError, ReplicaMismatch
+from ..errors import BarrierTimeoutError, LaunchError, MismatchError, PeerError, ReplicaMismatchError
 from .session import Session, as_error
 from .sockets import SETTLE
 
@@ -35,7 +35,7 @@ _ASYNCIO = os.path.join(_PYTHON, "asyncio", "")  # importing it here would take 
 _WAITING = tuple(
     os.path.join(_PYTHON, name) for name in ("concurrent", "multiprocessing", "socketserver", "subprocess")
 )
-_FAILURES = (PeerError, BarrierTimeout, LaunchError, MismatchError, ReplicaMismatch)
+_FAILURES = (PeerError, BarrierTimeoutError, LaunchError, MismatchError, ReplicaMismatchError)
 
 
 class Interrupter:

@@ -23,13 +23,13 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import (
-    BarrierTimeout,
+    BarrierTimeoutError,
     CheckpointError,
     DdpkitError,
     LaunchError,
     MismatchError,
     PeerError,
-    ReplicaMismatch,
+    ReplicaMismatchError,
 )
 from .interrupt import GRACE, Interrupter
 from .monitor_connections import Event, Star
@@ -44,7 +44,7 @@ _TICK_FAILED = 0.05  # the same once a rank has failed
 # seconds in which a rank may raise by itself what another has raised: in our waits; elsewhere, where torchrun's SIGTERM
 # may come first; and an error that all ranks find together, which a busy one finds later
 _IN_WAIT, _ELSEWHERE, _TOGETHER = 0.5, 0.05, 3.0
-_OF_ALL = {kind.__name__ for kind in (BarrierTimeout, CheckpointError, MismatchError, ReplicaMismatch)}
+_OF_ALL = {kind.__name__ for kind in (BarrierTimeoutError, CheckpointError, MismatchError, ReplicaMismatchError)}
 _ENDING = 4.0  # seconds that a process may take from its exit hooks to its end, before those who wait are told
 _LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
 

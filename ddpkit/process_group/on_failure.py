@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..errors import BarrierTimeout, DdpkitError, MismatchError, PeerError
+from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError
 from .monitor import Watch
 from .session import Session, as_error, failure_record, message_of, trace_of
 
@@ -64,7 +64,7 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
     session.compared = True  # once: ranks that meet a second time may not mean the same collective
     try:
         places = session.exchange(f"{call} {place}", "broken collective", _PATIENCE)
-    except BarrierTimeout as late:
+    except BarrierTimeoutError as late:
         return _absent(error, late, session.rank)
     except DdpkitError as cause:
         return cause
@@ -80,7 +80,7 @@ def _groups_were_made() -> bool:
     return world.group_count > 1 or len(world.pg_map) > 1  # the first counts those too that this rank is not in
 
 
-def _absent(error: BaseException, late: BarrierTimeout, me: int) -> PeerError | None:
+def _absent(error: BaseException, late: BarrierTimeoutError, me: int) -> PeerError | None:
     (rank, host), *more = late.missing
     if more or rank == me:  # one of them may have kept the others waiting; or another collective broke before
         return None

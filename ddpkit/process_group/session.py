@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin
 
 import torch.distributed as dist
 
-from ..errors import BarrierTimeout, DdpkitError, LaunchError, PeerError
+from ..errors import BarrierTimeoutError, DdpkitError, LaunchError, PeerError
 from .polling import Pause, aside
 
 T = TypeVar("T")
@@ -430,7 +430,7 @@ class Session:
             text += f" Rank {rank} waits in {place} instead."
         if self.rank in why["missing"]:
             text += f" This is rank {self.rank}, which came too late."
-        raise BarrierTimeout(text, missing, arrived)
+        raise BarrierTimeoutError(text, missing, arrived)
 
 
 def _names(places: list[tuple[int, str]]) -> str:

@@ -12,7 +12,7 @@ import torch
 from conftest import on_ranks
 
 import ddpkit
-from ddpkit import BarrierTimeout, MismatchError, PeerError, get_rank
+from ddpkit import BarrierTimeoutError, MismatchError, PeerError, get_rank
 from ddpkit.process_group import lifecycle
 
 
@@ -54,7 +54,7 @@ def late_for_barrier() -> Any:
 def test_a_barrier_names_the_missing_on_every_rank_also_on_the_late_ones() -> None:
     results = on_ranks(late_for_barrier, 4)
     for rank, (error, seconds) in enumerate(results):
-        assert isinstance(error, BarrierTimeout)
+        assert isinstance(error, BarrierTimeoutError)
         assert [rank for rank, _ in error.missing] == [0, 2]
         assert [rank for rank, _ in error.arrived] == [1, 3]
         assert "barrier 'epoch end': 2 of 4 ranks" in str(error)

@@ -11,7 +11,7 @@ from conftest import on_ranks
 from torch import nn
 
 import ddpkit
-from ddpkit import MismatchError, ReplicaMismatch, get_rank, get_world_size
+from ddpkit import MismatchError, ReplicaMismatchError, get_rank, get_world_size
 from ddpkit.parallel.replicas import check_replicas, sync_buffers
 from ddpkit.parallel.wrap import wrap_model
 
@@ -128,7 +128,7 @@ def _damaged() -> dict[str, str | None]:
         try:
             check_replicas(net, optimizer)
             messages[damage.__name__] = None
-        except ReplicaMismatch as error:
+        except ReplicaMismatchError as error:
             messages[damage.__name__] = str(error)
     return messages
 
@@ -154,7 +154,7 @@ def _wrapped() -> list[str]:
     model(torch.full((4, 2), get_rank() + 1.0))  # now BatchNorm holds the statistics of this rank's batch
     errors = []
     for _ in range(2):
-        with pytest.raises(ReplicaMismatch) as caught:
+        with pytest.raises(ReplicaMismatchError) as caught:
             check_replicas(model)
         errors.append(str(caught.value))
         model.eval()(torch.ones(4, 2))  # this forward sends rank 0's statistics to all
@@ -165,7 +165,7 @@ def _wrapped() -> list[str]:
 
 def _many() -> str:
     net = nn.ParameterList(torch.full((1,), float(get_rank())) for _ in range(30))
-    with pytest.raises(ReplicaMismatch) as caught:
+    with pytest.raises(ReplicaMismatchError) as caught:
         check_replicas(net)
     return str(caught.value)
 
@@ -335,7 +335,7 @@ def test_on_one_process_there_is_nothing_to_make_equal_but_mistakes_are_found():
 def _named_module() -> str:
     net = torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1))
     nn.init.constant_(net.module.weight, get_rank())
-    with pytest.raises(ReplicaMismatch) as caught:
+    with pytest.raises(ReplicaMismatchError) as caught:
         check_replicas(nn.DataParallel(net))
     return str(caught.value)
 
@@ -387,7 +387,7 @@ def _in_another_order() -> list[str]:
     calls = (check_replicas, sync_buffers, wrap_model)
     found = []
     for call in calls:
-        with pytest.raises((MismatchError, ReplicaMismatch)) as caught:
+        with pytest.raises((MismatchError, ReplicaMismatchError)) as caught:
             call(nn.ModuleDict(parts))
         found.append(f"{type(caught.value).__name__}: {caught.value}")
     check_replicas(nn.ModuleDict({name: parts[name] for name in sorted(names)}))
@@ -398,7 +398,8 @@ def _in_another_order() -> list[str]:
 def test_equal_parts_in_another_order_are_an_error_that_says_where(world_size):
     others = "rank 0" if world_size == 2 else "ranks 0, 1"
     heads = [
-        "ReplicaMismatch: The ranks hold equal entries, but in different orders: entry 2 is parameter critic.weight",
+        "ReplicaMismatchError: The ranks hold equal entries, but in different orders: entry 2 is parameter "
+        "critic.weight",
         "MismatchError: sync_buffers(how='mean') needs the same order on every rank, but entry 3 is "
         "critic.running_mean",
         "MismatchError: wrap_model needs the same order on every rank, but entry 7 is critic.weight",

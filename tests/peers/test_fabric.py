@@ -206,7 +206,7 @@ def test_a_broadcast_may_come_from_any_rank() -> None:
 def test_a_barriers_name_and_the_missing_ranks_are_in_the_error(folder: Path) -> None:
     if get_rank() > 0:
         wait_for(folder / "rank 0 gave up")
-    with pytest.raises(ddpkit.BarrierTimeout, match="barrier 'test'") as caught:
+    with pytest.raises(ddpkit.BarrierTimeoutError, match="barrier 'test'") as caught:
         ddpkit.barrier("test", timeout=timedelta(seconds=0.3))
     (folder / "rank 0 gave up").touch()
     assert [rank for rank, _ in caught.value.missing] == list(range(1, get_world_size()))

@@ -49,7 +49,7 @@ from ddpkit import (
     Checkpointer,
     DistributedEvalSampler,
     DistributedSampler,
-    ReplicaMismatch,
+    ReplicaMismatchError,
     ScalePlan,
     accumulate,
     all_gather,
@@ -319,7 +319,7 @@ def test_buffers_that_differ_are_named_and_made_equal_by_their_mean() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     for buffer in model.buffers():
         buffer.fill_(get_rank() * 2)
-    with pytest.raises(ReplicaMismatch, match=r"buffer 1\.running_mean"):
+    with pytest.raises(ReplicaMismatchError, match=r"buffer 1\.running_mean"):
         check_replicas(model)
     means = all_reduce_mean({name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()})
     for name, buffer in model.named_buffers():

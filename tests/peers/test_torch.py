@@ -53,7 +53,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 import ddpkit
 from ddpkit import (
-    BarrierTimeout,
+    BarrierTimeoutError,
     DistributedSampler,
     MismatchError,
     PeerError,
@@ -212,7 +212,7 @@ def test_a_barrier_lasts_as_long_as_the_slowest_rank(folder: Path) -> None:
 def test_a_barrier_names_every_missing_rank_on_every_rank(folder: Path) -> None:
     if get_rank() > 0:
         wait_for(folder / "rank 0 gave up")
-    with pytest.raises(BarrierTimeout) as caught:
+    with pytest.raises(BarrierTimeoutError) as caught:
         ddpkit.barrier("all", timeout=timedelta(seconds=0.3))
     (folder / "rank 0 gave up").touch()
     assert [rank for rank, _ in caught.value.missing] == [1, 2]
@@ -224,7 +224,7 @@ def test_a_barrier_names_every_missing_rank_on_every_rank(folder: Path) -> None:
 def test_a_late_rank_0_is_named_as_any_other(folder: Path) -> None:
     if get_rank() == 0:
         wait_for(folder / "rank 1 gave up")
-    with pytest.raises(BarrierTimeout) as caught:
+    with pytest.raises(BarrierTimeoutError) as caught:
         ddpkit.barrier("without the first", timeout=timedelta(seconds=0.3))
     (folder / "rank 1 gave up").touch()
     assert [rank for rank, _ in caught.value.missing] == [0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddpkit.errors import BarrierTimeout, PeerError
+from ddpkit.errors import BarrierTimeoutError, PeerError
 from ddpkit.process_group.session import Session, failure_record
 
 
@@ -65,7 +65,7 @@ def test_those_who_miss_a_meeting_are_named_beyond_the_first_counter_too() -> No
     errors = [result for result in results if result is not None]
     assert len(errors) == 66
     for error in errors:
-        assert isinstance(error, BarrierTimeout)
+        assert isinstance(error, BarrierTimeoutError)
         assert error.missing == [(rank, f"host{rank}") for rank in (0, 59, 60, 69)]
         assert len(error.arrived) == 66
 
@@ -76,7 +76,7 @@ def test_a_meeting_ends_alike_for_the_one_who_gives_up_and_the_one_who_just_come
     def meets(session: Session, timeout: timedelta) -> bool:
         try:
             session.meet(session.count("x"), timeout)
-        except BarrierTimeout:
+        except BarrierTimeoutError:
             gave_up.set()
             return False
         return True
