@@ -132,6 +132,28 @@ def test_a_rank_speaks_of_departures_for_itself_alone(hub: Hub) -> None:
         assert hub.hear() == [Event(1, Message(left=1))]
 
 
+@pytest.mark.parametrize("code", [0, 1, ord("\n"), ord("{"), 255])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_last_byte_of_a_process_that_ends_is_its_exit_code(hub: Hub, code: int, at_once: bool) -> None:
+    one = hub.join(1)
+    one.post(encode(ends=1))
+    if not at_once:
+        assert hub.hear() == [Event(1, Message(ends=1))]
+    (descriptor,) = one.give_away()
+    with socket.socket(fileno=descriptor) as wire:
+        wire.send(bytes([code]))
+    heard = hub.hear(3 if at_once else 2)
+    assert heard[-2:] == [Event(1, Message(code=code)), Event(1, None)]
+
+
+def test_a_rank_says_no_exit_code_of_another(hub: Hub) -> None:
+    with contextlib.closing(hub.join(1)) as one:
+        one.post(encode(ends=2))
+        one.post(b"\n")
+        one.post(encode(left=1))
+        assert hub.hear() == [Event(1, Message(left=1))]
+
+
 def test_a_line_is_understood_wherever_it_is_split(hub: Hub) -> None:
     line = encode(token=TOKEN, rank=1) + encode(left=1)
     with hub.knock() as wire:

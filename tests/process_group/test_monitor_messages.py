@@ -21,7 +21,11 @@ failures = st.fixed_dictionaries(
     {}, optional={name: values | st.just(FAILURE[name]) for name in ("rank", "host", "type", "message", "traceback")}
 )
 messages = st.fixed_dictionaries(
-    {}, optional={"token": values, "rank": values, "left": values, "failure": values | failures | st.just(FAILURE)}
+    {},
+    optional={
+        **dict.fromkeys(["token", "rank", "left", "ends", "code"], values),
+        **dict.fromkeys(["failure", "reason"], values | failures | st.just(FAILURE)),
+    },
 )
 
 
@@ -29,12 +33,14 @@ def believable(message: Message | None) -> bool:
     """Whether each field of a message is of the kind that the watch relies on."""
     if message is None:
         return True
-    for rank in (message.rank, message.left):
+    for rank in (message.rank, message.left, message.ends):
         if rank is not None and (type(rank) is not int or not 0 <= rank < WORLD_SIZE):
             return False
-    failure = message.failure
-    if failure is None:
-        return True
+    failures = [failure for failure in (message.failure, message.reason) if failure is not None]
+    return message.code is None and all(map(believable_failure, failures))
+
+
+def believable_failure(failure: dict[str, Any]) -> bool:
     texts = [failure.pop(name) for name in ("host", "type", "message", "traceback")]
     rank = failure.pop("rank")
     return type(rank) is int and -1 <= rank < WORLD_SIZE and all(type(text) is str for text in texts) and not failure
@@ -51,7 +57,7 @@ def test_no_garbage_is_believed(line: bytes) -> None:
     shows_token(line, "secret")
 
 
-@pytest.mark.parametrize("field", ["rank", "left"])
+@pytest.mark.parametrize("field", ["rank", "left", "ends"])
 @pytest.mark.parametrize("rank", BAD_RANKS, ids=str)
 def test_what_is_no_rank_is_not_believed(field: str, rank: object) -> None:
     assert parse(encode(**{field: rank}), WORLD_SIZE) is None
