@@ -98,6 +98,7 @@ def test_a_bad_option_of_some_ranks_ends_the_wait_of_the_others(ranks: list[int]
         assert end.code == 1, end
         assert "'gpu' is no device" in end.output, end
         assert ("ValueError" in end.output) == (rank in ranks), end
+        assert rank in ranks or any(f"Rank {bad} on " in end.output for bad in ranks), end
 
 
 SET_UP_BADLY = """
@@ -113,7 +114,7 @@ SET_UP_BADLY = """
         ddpkit.setup(timeout=timedelta(seconds=200), num_threads=0 if bad else 1)
     except (ValueError, ddpkit.LaunchError) as error:
         seconds = time.monotonic() - began
-        print(type(error).__name__, "num_threads must be" in str(error), "soon" if seconds < 10 else seconds)
+        print(type(error).__name__, "num_threads must be" in str(error), "soon" if seconds < 15 else seconds)
 """
 
 
@@ -128,7 +129,7 @@ def set_up_badly_soon() -> None:
     began = time.monotonic()
     with pytest.raises(ValueError, match="positive integer"):
         ddpkit.setup(num_threads=0)
-    assert time.monotonic() - began < 4.5
+    assert time.monotonic() - began < 15  # 20 where each waits for the others
 
 
 def test_a_bad_option_of_all_ranks_keeps_none_without_an_agent() -> None:
