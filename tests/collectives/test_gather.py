@@ -218,7 +218,7 @@ def with_no_index_on_one_rank() -> None:
             error, message, seconds = raised(lambda call=call, wrong=wrong: call(last(wrong, 0)))
             assert error == ("ValueError" if rank == world - 1 else "MismatchError"), (error, message)
             assert "got a bad argument" in message or "must be" in message
-            assert seconds < 10
+            assert seconds < 30
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -280,7 +280,7 @@ def test_gather_exact_refuses_duplicates_and_holes_on_every_rank(world: int) -> 
             **dict.fromkeys(mismatches, "MismatchError"),
             "fine": "",
         }
-        assert all(seconds < 1 for _, _, seconds in got.values())
+        assert all(seconds < 30 for _, _, seconds in got.values())
         assert f"1 repeated: 0 on ranks 0, {last}\n" in got["repeated"][1]
         assert "4 missing: 2, 3, 4, 6\n" in got["missing"][1] and "range(7)" in got["missing"][1]
         assert f"2 out of range: -4 on rank {last}, 2 on rank {last}\n" in got["out of range"][1]
@@ -400,7 +400,7 @@ def test_what_are_not_columns_is_refused_on_every_rank(world: int) -> None:
         for name, words in TABLE_ERRORS.items():
             kind, message, seconds = got[name]
             own = "ValueError" if name == "length" else "TypeError"
-            assert kind == (own if rank == world - 1 else "MismatchError") and seconds < 5, (name, got[name])
+            assert kind == (own if rank == world - 1 else "MismatchError") and seconds < 30, (name, got[name])
             assert re.search(words, message), (name, message)
         assert got["fine"][0] == ""
         if world > 1:

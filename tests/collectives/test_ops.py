@@ -656,11 +656,11 @@ def test_ranks_that_differ_all_raise_at_once_and_go_on(world: int) -> None:
     for rank, (different, on_one, on_all) in enumerate(on_ranks(differing, world)):
         for name, (_, text) in DIFFERENT.items():
             kind, message, seconds = different[name]
-            assert (kind, seconds < 1) == ("MismatchError", True), (name, different[name])
+            assert (kind, seconds < 30) == ("MismatchError", True), (name, different[name])
             assert re.search(text, message), (name, message)
         for name, (_, error, text) in BAD_ON_ONE.items():
             kind, message, seconds = on_one[name]
-            assert re.fullmatch(error if rank == world - 1 else "MismatchError", kind) and seconds < 1, (
+            assert re.fullmatch(error if rank == world - 1 else "MismatchError", kind) and seconds < 30, (
                 name,
                 on_one[name],
             )
@@ -669,7 +669,7 @@ def test_ranks_that_differ_all_raise_at_once_and_go_on(world: int) -> None:
             )
         for name, (_, error, text) in BAD_ON_ALL.items():
             kind, message, seconds = on_all[name]
-            assert kind == error and re.search(text, message) and seconds < 1, (name, on_all[name])
+            assert kind == error and re.search(text, message) and seconds < 30, (name, on_all[name])
 
 
 @pytest.mark.parametrize("name", [name for name in BAD_ON_ALL if "overflow" not in name])
