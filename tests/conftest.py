@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Each of the hundreds of processes would compile all that it imports.
     """
     if sys.dont_write_bytecode:
-        folder = tempfile.TemporaryDirectory(prefix="ddpkit-bytecode-")
+        folder = tempfile.TemporaryDirectory(prefix="ddpkit-bytecode-", ignore_cleanup_errors=True)
         config.add_cleanup(folder.cleanup)
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = folder.name
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
