@@ -34,4 +34,4 @@ def test_a_case_that_fails_on_one_rank_is_reported_and_the_others_go_on(tmp_path
     failures = _launch(names, 2, tmp_path)
     assert list(failures) == [(__name__, "fails"), (__name__, "ends")]
     assert "On rank 1" in failures[__name__, "fails"] and "I am another" in failures[__name__, "fails"]
-    assert "exit status 3" in failures[__name__, "ends"]
+    assert "exited with code 3" in failures[__name__, "ends"]
