@@ -208,8 +208,9 @@ def _leave(error: BaseException | None = None, at_exit: bool = False) -> None:
         if failed and "nccl" in str(job.context.backend):
             abort_group()  # destroying would wait for operations that cannot end
         else:
-            if torch.__version__ < "2.13":  # 2.6 destroys with the GIL, which gloo may need to drop a tensor
-                time.sleep(0.1)
+            # gloo's thread needs the GIL to drop the last tensor, but torch 2.6 keeps it to destroy the group here, and
+            # later versions where a DDP model ends that held the group
+            time.sleep(0.1 if torch.__version__ < "2.13" else 0.02)
             dist.destroy_process_group()
         cut(job.session.connections)  # a DDP model holds the group until the process has ended
     job.session.leave(job.hosts_store)
