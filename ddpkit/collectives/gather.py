@@ -24,6 +24,10 @@ from .sync import check_copies
 from .tree import Leaf, leaves_of, plain_index, tensor_problem, with_leaves
 
 _SMALL = 4 * (ROOM - 1)  # bytes that travel with the check: 32 bits are exact in a float64
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element in bytes
+# torch 2.6 cannot index tensors of other dtypes
+_INDEXED = {*_BITS.values(), torch.bool, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_INDEXED |= {torch.complex64, torch.complex128}
 
 
 def gather_trees(call: str, value: Any) -> list[Any]:
@@ -178,7 +182,11 @@ def _as_column(call: str, path: str, column: Any, count: int) -> Any:
 
 def _join(parts: list[Any], order: NDArray[np.int64]) -> Any:
     if isinstance(parts[0], Tensor):
-        return join(parts)[torch.from_numpy(order)]
+        rows = join(parts)
+        places = torch.from_numpy(order)
+        if rows.dtype in _INDEXED:
+            return rows[places]
+        return rows.view(_BITS[rows.element_size()])[places].view(rows.dtype)
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)[order]
     joint = [value for part in parts for value in part]
