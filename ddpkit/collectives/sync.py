@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..arguments import check_timeout
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..process_group import lifecycle
-from ..process_group.polling import check_timeout
 from ..process_group.session import FAILURE, Session, add, as_error, failure_record, parse
 from .sharded import UnshardedPickler
 

@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from itertools import chain
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler, get_worker_info
 
+from ..arguments import is_positive_integer
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..seeding.hashing import hash_seeds
@@ -295,7 +295,7 @@ def positive(number: int, name: str) -> int:
     Raises:
         ValueError: If it is none, or not positive; the message calls it `name`.
     """
-    if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
+    if not is_positive_integer(number):
         raise ValueError(f"{name} must be a positive integer, not {number!r}.")
     return int(number)
 

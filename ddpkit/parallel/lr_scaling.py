@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, Literal
+
+from ..arguments import is_positive_integer
 
 Rule = Literal["linear", "sqrt", "none"]
 
@@ -139,7 +140,7 @@ class ScalePlan:
     def __post_init__(self) -> None:
         for name in ("base_batch_size", "world_size", "accumulation"):
             value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+            if not is_positive_integer(value):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}.")
             object.__setattr__(self, name, int(value))  # NumPy's, too
         if not (self.base_lr > 0 and math.isfinite(self.base_lr)):

@@ -12,19 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from numbers import Integral
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..arguments import check_timeout, is_positive_integer
 from ..errors import DdpkitError, LaunchError, NotSetUpError
 from ..launch import ranks
 from ..torch_internals import abort_group, current_group
 from .devices import choose_device, count_accelerators
 from .on_failure import cause_of, ended_well, fill_error_file, last_error, publish
-from .polling import check_timeout
 from .rendezvous import StartedByRank
 from .session import Session, as_error, failure_record
 from .sockets import SETTLE, cut
@@ -94,7 +93,7 @@ def setup(
 
 def _checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, watch: Any) -> Options:
     check_timeout(timeout)
-    if num_threads is not None and not _is_count(num_threads):
+    if num_threads is not None and not is_positive_integer(num_threads):
         raise ValueError(f"num_threads must be a positive integer, got {num_threads!r}.")
     if not (backend is None or isinstance(backend, str)):
         raise ValueError(f"backend must be a name such as 'gloo', got {backend!r}.")
@@ -113,10 +112,6 @@ def _checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, 
     except RuntimeError as error:  # torch lists its kinds of device
         raise ValueError(f"device={device!r} is no device: {error}") from error
     return Options(backend, device, timeout, None if num_threads is None else int(num_threads), watch)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _is_current(job: Job) -> bool:

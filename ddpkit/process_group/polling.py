@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TypeVar
 
 T = TypeVar("T")
-_LONGEST = timedelta(days=10_000)  # torch counts nanoseconds in 64 bits
 
 
 class Pause:
@@ -54,13 +52,3 @@ def aside(work: Callable[[], T], patience: float, look: Callable[[], None] = lam
     if not results:
         raise TimeoutError(f"no answer within {patience:g} s")
     return results[0]
-
-
-def check_timeout(timeout: object) -> None:
-    """Refuse what is no time-out: a number does not say its unit."""
-    if not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout must be a datetime.timedelta, such as timedelta(seconds=30), got {timeout!r}.")
-    if timeout <= timedelta(0):
-        raise ValueError(f"timeout must be positive, got {timeout}.")
-    if timeout > _LONGEST:
-        raise ValueError(f"timeout must be at most {_LONGEST.days} days, got {timeout}.")

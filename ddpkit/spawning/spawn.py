@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..arguments import check_timeout
 from ..errors import PeerError
 from ..process_group import lifecycle
 from ..process_group.on_failure import ended_well
-from ..process_group.polling import check_timeout
 from ..process_group.session import message_of, trace_of
 from .output import Copier, Forwarder, describe_logging, handle_record, own_streams, redirect
 from .pickling import can_import, dump, dump_call
