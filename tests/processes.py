@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpkit.testing.warm_rank import PRELOADED
+
 ROOT = Path(__file__).parents[1]
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "RES_OPTIONS", "PYTHONPYCACHEPREFIX")
 _KEPT += ("ATEN_CPU_CAPABILITY", "MKL_CBWR")  # by which sums are rounded
@@ -106,7 +108,7 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
 
 def import_once() -> None:
     """Start the process from which others are forked, with what takes long to import: torch, and what DDP imports."""
-    multiprocessing.set_forkserver_preload(["ddpkit.testing.rank", "torch._dynamo"])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     multiprocessing.forkserver.ensure_running()
 
 

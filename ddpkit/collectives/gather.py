@@ -24,10 +24,9 @@ from .sync import check_copies
 from .tree import Leaf, leaves_of, plain_index, tensor_problem, with_leaves
 
 _SMALL = 4 * (ROOM - 1)  # bytes that travel with the check: 32 bits are exact in a float64
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element in bytes
 # torch 2.6 cannot index tensors of other dtypes
-_INDEXED = {*_BITS.values(), torch.bool, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_INDEXED |= {torch.complex64, torch.complex128}
+_INDEXED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_INDEXED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
 def gather_trees(call: str, value: Any) -> list[Any]:
@@ -186,7 +185,7 @@ def _join(parts: list[Any], order: NDArray[np.int64]) -> Any:
         places = torch.from_numpy(order)
         if rows.dtype in _INDEXED:
             return rows[places]
-        return rows.view(_BITS[rows.element_size()])[places].view(rows.dtype)
+        return _from_rows(_as_rows(rows)[places], rows)
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)[order]
     joint = [value for part in parts for value in part]

@@ -73,11 +73,8 @@ _PAIRS = {
     "WORKER_RANK": "WORKER_NUM",
     "DMLC_WORKER_ID": "DMLC_NUM_WORKER",
 }
-_NODE_NUMBERS = (
-    "NODE_RANK",
-    "MACHINE_RANK",
-    "GROUP_RANK",
-)  # endings of the number of a node, and of how many there are
+# endings of the number of a node, and of how many there are
+_NODE_NUMBERS = ("NODE_RANK", "MACHINE_RANK", "GROUP_RANK")
 _NODE_COUNTS = (
     *("NNODES", "NNODE", "NODES", "NODES_NUM", "NODE_NUM", "NODE_COUNT"),
     *("MACHINES", "MACHINES_NUM", "MACHINE_NUM", "MACHINE_COUNT"),
@@ -129,7 +126,7 @@ def pairs(env: Mapping[str, str]) -> list[str]:
     names = {name.upper(): name for name in env} if ranks else {}
     found = []
     for rank, size in _PAIRS.items():
-        if rank in env and 0 <= number(env[rank], -1) < number(env.get(size)) > 1:
+        if _is_one_of_several(env, rank, size):
             found += [rank, size]
     for rank in ranks:
         stem = rank.upper().removesuffix("_RANK")
@@ -137,9 +134,14 @@ def pairs(env: Mapping[str, str]) -> list[str]:
         if re.search(_OF_PROCESSES, stem) or f"{stem}_LOCAL_RANK" in names:
             sizes.append(f"{stem}_SIZE")
         for size in sizes:
-            if 0 <= number(env[rank], -1) < number(env.get(names.get(size, ""))) > 1:
+            if _is_one_of_several(env, rank, names.get(size, "")):
                 found += [rank, names[size]]
     return found
+
+
+def _is_one_of_several(env: Mapping[str, str], rank: str, size: str) -> bool:
+    """Return whether two variables hold a number and how many there are, more than one."""
+    return 0 <= number(env.get(rank), -1) < number(env.get(size)) > 1
 
 
 def nodes(env: Mapping[str, str]) -> tuple[list[Nodes], list[str]]:
@@ -158,7 +160,7 @@ def _numbered(env: Mapping[str, str]) -> Iterator[Nodes]:
     known = [platform.number for platform in _PLATFORMS]
     for rank in ("NODE_ID", "NODE_INDEX"):
         for size in ("NNODES", "NUM_NODES", "NODE_COUNT"):
-            if rank in env and 0 <= number(env[rank], -1) < number(env.get(size)) > 1:
+            if _is_one_of_several(env, rank, size):
                 yield Nodes("a cluster", size, rank)
     for rank in _ending(env, *_NODE_NUMBERS):
         for size in _ending(env, *_NODE_COUNTS):

@@ -92,12 +92,12 @@ class Watch(threading.Thread):
 
         The others hear at once that it leaves, and from `close_at_exit()` whether it has failed.
         """
-        self._star.post(_line("left", self._session.rank, reason))
+        self._star.post(_line(left=self._session.rank, reason=reason))
         self._interrupter.close()
 
     def close_at_exit(self, reason: dict[str, Any] | None) -> None:
         """Leave as the process ends, by this failure if there is one; call `hand_over()` last of all."""
-        self._star.post(_line("ends", self._session.rank, reason))
+        self._star.post(_line(ends=self._session.rank, reason=reason))
         self._keeps = True
         self._end_thread()
 
@@ -108,10 +108,7 @@ class Watch(threading.Thread):
 
     def close(self) -> None:
         """Leave in good order: after this, no end of a connection is a failure. First set the session's `handled`."""
-        word: dict[str, Any] = {"left": self._session.rank}
-        if self._session.told:
-            word["failure"] = self._session.told
-        self._star.post(encode(**word))
+        self._star.post(_line(left=self._session.rank, failure=self._session.told))
         self._end_thread()
 
     def _end_thread(self) -> None:
@@ -171,7 +168,7 @@ class Watch(threading.Thread):
         self._reasons[rank] = reason
         self._session.ending[rank] = time.monotonic() + _ENDING
         if self._session.rank == 0:
-            self._star.post(_line("ends", rank, reason), besides=teller)
+            self._star.post(_line(ends=rank, reason=reason), besides=teller)
 
     def _note_code(self, rank: int, code: int) -> None:
         """Take note of how a process has ended that had not called `teardown()`, or had while it handled an error."""
@@ -191,7 +188,7 @@ class Watch(threading.Thread):
             self._session.reasons[rank] = reason
         self._session.left.append(rank)
         if self._session.rank == 0:
-            self._star.post(_line("left", rank, reason), besides=teller)
+            self._star.post(_line(left=rank, reason=reason), besides=teller)
 
     def _lose(self, rank: int) -> None:
         if self._session.told or self._closing:
@@ -300,12 +297,9 @@ class Watch(threading.Thread):
             os._exit(1)
 
 
-def _line(name: str, rank: int, reason: dict[str, Any] | None) -> bytes:
-    """Write that a rank leaves, or ends, with the reason if there is one."""
-    fields: dict[str, Any] = {name: rank}
-    if reason is not None:
-        fields["reason"] = reason
-    return encode(**fields)
+def _line(**fields: Any) -> bytes:
+    """Write a message of those fields that are not None."""
+    return encode(**{name: value for name, value in fields.items() if value is not None})
 
 
 def _log(level: int, text: str, error: BaseException | None = None) -> None:

@@ -157,14 +157,18 @@ def _visit(address: str, port: int, deadline: float) -> dist.Store:
     return client(address, port, timedelta(seconds=3))
 
 
+def _room(store: dist.Store, generation: int) -> dist.Store:
+    return dist.PrefixStore(f"ddpkit/{generation}", store)
+
+
 def _new_room(store: dist.Store) -> tuple[int, dist.Store]:
     generation = add(store, "ddpkit/generation", 1)
-    return generation, dist.PrefixStore(f"ddpkit/{generation}", store)
+    return generation, _room(store, generation)
 
 
 def _last_room(store: dist.Store) -> dist.Store | None:
     generation = add(store, "ddpkit/generation", 0)
-    return dist.PrefixStore(f"ddpkit/{generation}", store) if generation else None
+    return _room(store, generation) if generation else None
 
 
 def _starter(room: dist.Store) -> Member | None:
@@ -258,7 +262,7 @@ def _sweep(store: dist.Store, generation: int) -> None:
 
     All ranks have joined the next one, so nobody reads it any more. What a failed one left stays: it tells why.
     """
-    while (room := dist.PrefixStore(f"ddpkit/{generation}", store)).check(["roster"]):
+    while (room := _room(store, generation)).check(["roster"]):
         if _is_over(room):
             for key in _keys(room):
                 room.delete_key(key)
@@ -283,7 +287,7 @@ def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) 
     while True:
         generation = add(store, "ddpkit/generation", 0)
         if generation > seen:  # rank 0 may have drawn a newer one: those before it belong to dead attempts
-            here, seen = dist.PrefixStore(f"ddpkit/{generation}", store), generation
+            here, seen = _room(store, generation), generation
             if starter := _starter(here):
                 raise StartedByRank(_inherited(starter))
             holder = Member.load(here.compare_set(f"claim/{me.rank}", "", me.dump()), me.rank)

@@ -173,24 +173,23 @@ def checked_launch() -> Launch:
 
 def warn_peers(error: Exception) -> None:
     """Tell the ranks that may wait for this process why it does not join them."""
-    who = "A process"
+    who, patience = "A process", 2.0
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    patience = 2.0
-    launch = None
+    several = None  # this process's launch, if there are others that may wait
     with suppress(LaunchError):
         launch = detect_launch(os.environ)
         address, port = launch.master_addr, str(launch.master_port)
         if launch.world_size > 1:
-            who = f"Rank {launch.rank}"
-            patience = 20.0  # rank 0 may still be starting
-        if launch.rank == 0 and launch.world_size > 1 and address and not has_agent(launch):
-            with suppress(OSError, RuntimeError):
-                store = connect(address, int(port), True, timedelta(seconds=5))
-                call_off(store, launch.world_size, f"{who} on {socket.gethostname()} could not join: {error}")
-                return
+            several = launch
+            who, patience = f"Rank {launch.rank}", 20.0  # rank 0 may still be starting
+    reason = f"{who} on {socket.gethostname()} could not join: {error}"
+    if several and several.rank == 0 and address and not has_agent(several):
+        with suppress(OSError, RuntimeError):
+            store = connect(address, int(port), True, timedelta(seconds=5))
+            call_off(store, several.world_size, reason)
+            return
     if address and port.isdecimal():
-        reason = f"{who} on {socket.gethostname()} could not join: {error}"
-        denounce(address, int(port), reason, patience, launch if launch and launch.world_size > 1 else None)
+        denounce(address, int(port), reason, patience, several)
 
 
 def has_agent(launch: Launch) -> bool:

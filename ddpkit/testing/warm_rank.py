@@ -15,7 +15,7 @@ from typing import Any
 from ..spawning.rank_process import describe_exit, read_stack
 from .messages import Answer, CleanUp, Debugging, Done, Leftovers, RunOptions, Started
 
-_PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
+PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
 
 
 class WarmRank:
@@ -42,7 +42,7 @@ class WarmRank:
         self._stack_file = Path(self._folder.name, "stack")
         self._stack_file.touch()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
         self._pipe, theirs = context.Pipe()
         streams = [stream if stream is None else _Passed(stream) for stream in options.streams]
         unsent = replace(options, streams=[])
