@@ -38,8 +38,8 @@ from .parallel.lr_scaling import ScalePlan, rule_for, scale_lr, warmup_factor
 from .parallel.models import unwrap_model
 from .parallel.replicas import check_replicas, sync_buffers
 from .parallel.wrap import clean_state_dict, wrap_model
+from .process_group.job import Context
 from .process_group.lifecycle import distributed, get_device, peer_errors, setup, teardown
-from .process_group.startup import Context
 from .seeding.seeds import sample_seed, seed_everything
 from .spawning.spawn import spawn
 

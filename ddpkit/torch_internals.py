@@ -31,6 +31,14 @@ def group_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def other_groups_were_made() -> bool:
+    """Return whether there is, or was, a group beside the default one (private, the same from torch 2.6 to 2.13)."""
+    world = dist.distributed_c10d._world
+    if world.group_count > 1:  # which counts those, too, that this rank is not in
+        return True
+    return len(world.pg_map) > 1
+
+
 def abort_group() -> None:
     """End the default group without waiting for its operations (private, the same from torch 2.6 to 2.13)."""
     dist.distributed_c10d._abort_process_group()

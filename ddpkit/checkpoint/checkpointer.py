@@ -23,7 +23,7 @@ from ..collectives.sync import exchange, run_on_main
 from ..errors import CheckpointError, PeerError
 from ..launch.ranks import get_rank, get_world_size, is_main_process
 from ..process_group import lifecycle
-from ..process_group.session import message_of
+from ..process_group.failures import message_of
 from ..seeding.generator_states import check_rng_state, get_rng_state, set_rng_state, set_rng_states
 from .files import dump, from_bytes, read, to_bytes, unreadable, write_durably
 from .folder_lock import Claim, claim

@@ -23,7 +23,8 @@ from torch import Tensor
 from ..errors import MismatchError
 from ..launch import ranks
 from ..process_group import lifecycle
-from ..process_group.session import message_of, parse
+from ..process_group.failures import message_of
+from ..process_group.store_values import parse
 from . import sync
 
 Lanes = NDArray[np.float64]

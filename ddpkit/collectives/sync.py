@@ -19,7 +19,9 @@ from ..arguments import check_timeout
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..process_group import lifecycle
-from ..process_group.session import FAILURE, Session, add, as_error, failure_record, parse
+from ..process_group.failures import FAILURE, as_error, failure_record
+from ..process_group.session import Session
+from ..process_group.store_values import add, parse
 from .sharded import UnshardedPickler
 
 P = ParamSpec("P")
@@ -245,7 +247,7 @@ def stop_together(flag: bool) -> bool:
     with session.bounded(session.timeout):
         if wants:
             add(session.store, f"{key}/flags", 1)
-        session.meet(key, litter=[f"{key}/flags"] if session.rank == 0 else [])
+        session.meet(key, used=[f"{key}/flags"] if session.rank == 0 else [])
         return add(session.store, f"{key}/flags", 0) > 0
 
 
@@ -293,12 +295,12 @@ def _outcome(session: Session, key: str, worker: int, readers: int) -> None:
     """Wait for what another rank publishes; raise its failure."""
 
     def ready() -> bool | None:
-        left = worker in session.left  # before the look, because it tells before it leaves
+        left = worker in session.failures.left  # before the look, because it tells before it leaves
         if session.store.check([key]):
             return True
         if left:
-            session.check()  # it may have left because another failed
-            raise session.departed(worker)
+            session.failures.raise_if_any()  # it may have left because another failed
+            raise session.failures.departure(worker)
         return None
 
     def late() -> bool:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
 from ..launch.launchers import Launch
-from .session import Session, parse
+from .session import Session
+from .store_values import parse
 
 _CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
 _MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_CPU = torch.device("cpu")
 
 
 def device_index(visible: int, local_rank: int, local_world_size: int) -> int | None:
-    """The accelerator of a rank: the one at its local rank, the only one it sees, or None where there is none.
+    """Return the accelerator of a rank: that at its local rank, the only one it sees, or None where there is none.
 
     Raises:
         LaunchError: If there are more ranks on the node than accelerators to give them.
@@ -35,21 +38,28 @@ def device_index(visible: int, local_rank: int, local_world_size: int) -> int | 
 
 
 def choose_device(asked: torch.device | None, local_rank: int, local_world_size: int) -> torch.device:
-    """The device that was asked for, or the one that the local rank gives."""
+    """Return the device that was asked for, or the one that the local rank gives."""
     if asked is not None:
-        if asked.type in ("cpu", "mps"):
-            return asked
-        place, visible = local_rank if asked.index is None else asked.index, _count(asked.type)
-        if place >= visible:
-            raise LaunchError(
-                f"{asked} was asked for on local rank {local_rank}; visible {asked.type} devices: {visible}."
-            )
-        return torch.device(asked.type, place)
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return _device_asked_for(asked, local_rank)
+    if not torch.accelerator.is_available():
+        return _CPU
+    kind = torch.accelerator.current_accelerator()
     if kind is None or (kind.type == "mps" and local_world_size > 1):  # no collectives on mps
-        return torch.device("cpu")
+        return _CPU
     index = device_index(_count(kind.type), local_rank, local_world_size)
-    return torch.device("cpu") if index is None else torch.device(kind.type, index)
+    if index is None:
+        return _CPU
+    return torch.device(kind.type, index)
+
+
+def _device_asked_for(asked: torch.device, local_rank: int) -> torch.device:
+    if asked.type in ("cpu", "mps"):
+        return asked
+    index = local_rank if asked.index is None else asked.index
+    visible = _count(asked.type)
+    if index >= visible:
+        raise LaunchError(f"{asked} was asked for on local rank {local_rank}; visible {asked.type} devices: {visible}.")
+    return torch.device(asked.type, index)
 
 
 def count_accelerators() -> int:
@@ -57,12 +67,16 @@ def count_accelerators() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def agree(
+def choose_together(
     session: Session, launch: Launch, device: torch.device | None, backend: str | None
 ) -> tuple[torch.device, str]:
-    """Chooses this rank's device, and the backend that all ranks use; what is wrong on one rank is raised on all."""
-    choice = {"error": "", "device": "", "shared": device is not None, "backend": backend}
-    chosen = torch.device("cpu")
+    """Choose this rank's device and the backend of all. Collective.
+
+    Raises:
+        LaunchError: On every rank, if one has no device, or their devices or backends do not fit together.
+    """
+    choice: dict[str, Any] = {"error": "", "device": "", "shared": device is not None, "backend": backend}
+    chosen = _CPU
     try:
         chosen = choose_device(device, launch.local_rank or 0, launch.local_world_size or 1)
         choice["device"] = identity(chosen)
@@ -72,51 +86,77 @@ def agree(
     choice["kind"] = chosen.type
     texts = session.exchange(json.dumps(choice))
     choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
-    if problems := [f"rank {rank}: {other['error']}" for rank, other in enumerate(choices) if other["error"]]:
-        raise LaunchError("; ".join(problems))
-    for key, name in (("kind", "kinds of device"), ("backend", "backends")):
-        if len({other[key] for other in choices}) > 1:
-            found = ", ".join(f"rank {rank} {other[key]}" for rank, other in enumerate(choices))
-            raise LaunchError(
-                f"The ranks use different {name}: {found}. Name one for all: setup(device=..., backend=...)."
-            )
+    _raise_errors(choices)
+    _raise_if_different(choices, "kind", "kinds of device")
+    _raise_if_different(choices, "backend", "backends")
+    shared = _check_sharing(session, choices)
+    return chosen, backend or default_backend(chosen, shared)
+
+
+def _raise_errors(choices: list[dict[str, Any]]) -> None:
+    errors = []
+    for rank, choice in enumerate(choices):
+        if choice["error"]:
+            errors.append(f"rank {rank}: {choice['error']}")
+    if errors:
+        raise LaunchError("; ".join(errors))
+
+
+def _raise_if_different(choices: list[dict[str, Any]], key: str, name: str) -> None:
+    values = [choice[key] for choice in choices]
+    if len(set(values)) > 1:
+        found = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values))
+        raise LaunchError(f"The ranks use different {name}: {found}. Name one for all: setup(device=..., backend=...).")
+
+
+def _check_sharing(session: Session, choices: list[dict[str, Any]]) -> bool:
+    """Return whether ranks share an accelerator; raise if one of them did not ask for it."""
     holders: dict[tuple[object, str], list[int]] = {}
-    for rank, other in enumerate(choices):
-        holders.setdefault((session.nodes[rank], other["device"]), []).append(rank)
-    crowds = [(session.hosts[crowd[0]], crowd) for (_, name), crowd in holders.items() if name and len(crowd) > 1]
-    for host, crowd in crowds:
-        if not all(choices[rank]["shared"] for rank in crowd):
+    for rank, choice in enumerate(choices):
+        if choice["device"]:
+            holders.setdefault((session.nodes[rank], choice["device"]), []).append(rank)
+    crowds = [ranks for ranks in holders.values() if len(ranks) > 1]
+    for ranks in crowds:
+        if not all(choices[rank]["shared"] for rank in ranks):
+            host, kind = session.hosts[ranks[0]], choices[ranks[0]]["kind"]
             raise LaunchError(
-                f"Ranks {crowd} on {host} see the same accelerator: {len(crowd)} ranks, 1 {chosen.type} device. Start "
-                f'one rank for each device, or share it on purpose: setup(device="{chosen.type}:0").'
+                f"Ranks {ranks} on {host} see the same accelerator: {len(ranks)} ranks, 1 {kind} device. Start "
+                f'one rank for each device, or share it on purpose: setup(device="{kind}:0").'
             )
-    return chosen, backend or default_backend(chosen, shared=bool(crowds))
+    return bool(crowds)
 
 
 def bind_device(device: torch.device) -> None:
-    """Makes it the current device, before the group exists: NCCL binds to the current GPU."""
+    """Make it the current device, before the group exists: NCCL binds to the current GPU."""
     if device.index is not None:
         getattr(torch, device.type).set_device(device.index)
 
 
 def identity(device: torch.device) -> str:
-    """A name that two processes on one node share if and only if they mean the same accelerator; "" for the CPU."""
+    """Return a name that two processes on one node share only if they mean the same accelerator; "" for the CPU."""
     if device.type in ("cpu", "mps"):
         return ""
     properties = getattr(torch, device.type).get_device_properties(device)
+    uuid = getattr(properties, "uuid", None)
+    if uuid:
+        return str(uuid)
     masks = ",".join(os.environ.get(name, "") for name in _MASKS)
-    return str(getattr(properties, "uuid", None) or f"{device} of {masks}")
+    return f"{device} of {masks}"
 
 
 def default_backend(device: torch.device, shared: bool) -> str:
-    """The backend that suits the device; gloo also carries the CPU tensors of a job on accelerators."""
+    """Return the backend that suits the device; gloo also carries the CPU tensors of a job on accelerators."""
     if device.type in ("cpu", "mps") or shared:  # NCCL refuses two ranks on one GPU
         return "gloo"
     native = dist.get_default_backend_for_device(device)
     if native == "nccl" and not dist.is_nccl_available():
         return "gloo"
-    return native if not dist.is_gloo_available() else f"cpu:gloo,{device.type}:{native}"
+    if not dist.is_gloo_available():
+        return native
+    return f"cpu:gloo,{device.type}:{native}"
 
 
 def _count(kind: str) -> int:
-    return int(getattr(torch, kind).device_count()) if hasattr(torch, kind) else 0
+    if not hasattr(torch, kind):
+        return 0
+    return int(getattr(torch, kind).device_count())

@@ -22,13 +22,14 @@ from types import CodeType, FrameType
 from typing import Any
 
 from ..errors import BarrierTimeoutError, LaunchError, MismatchError, PeerError, ReplicaMismatchError
-from .session import Session, as_error
+from .failures import as_error
+from .session import Session
 from .sockets import SETTLE
 
 _NEVER = float("inf")
 GRACE = 5.0  # seconds from the first try until a main thread that neither ends nor handles it is given up
 _PAUSE = 0.25  # seconds between tries, about
-_ASIDE = 0.03  # seconds, at most, until the next try where what is raised would get lost
+_PAUSE_LOST = 0.03  # seconds, at most, until the next try where what is raised would get lost
 _PYTHON = os.path.dirname(os.__file__)
 _ASYNCIO = os.path.join(_PYTHON, "asyncio", "")  # importing it here would take time
 # whose `__exit__` waits for threads or processes
@@ -42,13 +43,15 @@ class Interrupter:
     """Raises the failure that a session has heard of in the main thread.
 
     Args:
-        session: Whose `told` is raised, until it is `handled`.
+        session: Whose first failure is raised, until that is settled.
         wake: Called from the main thread when `due` has changed.
     """
 
     def __init__(self, session: Session, wake: Callable[[], None]) -> None:
-        self._session, self._wake = session, wake
-        self._main, self._caller = threading.main_thread(), threading.current_thread()
+        self._session = session
+        self._wake = wake
+        self._main = threading.main_thread()
+        self._caller = threading.current_thread()
         self._began = time.monotonic()  # failures that are older are those of an earlier job
         self.due = _NEVER  # when the next try is
         self._first = _NEVER  # when the first one was, since a failure was last handled
@@ -64,20 +67,22 @@ class Interrupter:
 
     def rest(self) -> None:
         """Try no more, for there is nothing to raise."""
-        self.due, self._first = _NEVER, _NEVER
+        self.due = _NEVER
+        self._first = _NEVER
 
     def leave_in_peace(self) -> None:
         """Try again only some time after the block has ended in which the main thread handles the failure."""
-        self.due, self._first = time.monotonic() + _PAUSE, _NEVER
+        self.due = time.monotonic() + _PAUSE
+        self._first = _NEVER
 
     def has_ended(self) -> bool:
-        """Tell whether the main thread has ended, so that the process is about to."""
+        """Return whether the main thread has ended, so that the process is about to."""
         first = _outermost(sys._current_frames().get(self._main.ident or 0))
         shuts_down = first is not None and first.co_filename == threading.__file__ and first.co_name == "_shutdown"
         return shuts_down or not self._main.is_alive()
 
     def is_handled(self) -> bool:
-        """Tell whether a block of the main thread's, or of the one that called `setup()`, deals with a failure."""
+        """Return whether a block of the main thread's, or of the one that called `setup()`, deals with a failure."""
         return any(self._is_handled_in(thread.ident or 0) for thread in (self._main, self._caller))
 
     def try_to_raise(self) -> None:
@@ -91,11 +96,11 @@ class Interrupter:
             signal.pthread_kill(self._main.ident or 0, self._signal)
 
     def is_stuck(self) -> bool:
-        """Tell whether the main thread is in a call that should have ended by itself by now."""
+        """Return whether the main thread is in a call that should have ended by itself by now."""
         return time.monotonic() > self._first + 2 * SETTLE and self._answered < self._first
 
     def has_failed(self) -> bool:
-        """Tell whether the main thread has had its time."""
+        """Return whether the main thread has had its time."""
         return time.monotonic() > self._first + GRACE
 
     def reason(self) -> str:
@@ -133,7 +138,7 @@ class Interrupter:
         return self._signal is not None and signal.getsignal(self._signal) == self._raise
 
     def _is_blocked(self) -> bool:
-        """Tell whether the main thread blocks the signal, where the system says so."""
+        """Return whether the main thread blocks the signal, where the system says so."""
         with suppress(OSError, ValueError, StopIteration):
             lines = Path(f"/proc/self/task/{self._main.native_id}/status").read_text().splitlines()
             mask = next(line for line in lines if line.startswith("SigBlk:"))
@@ -141,18 +146,18 @@ class Interrupter:
         return False
 
     def _raise(self, signum: int, frame: FrameType | None) -> None:
-        session = self._session
-        if session.told is None or session.handled or os.getpid() != session.pid:
+        failures = self._session.failures
+        if failures.known is None or failures.settled or not self._session.is_own:
             return
         self._answered = time.monotonic()
         if self.is_handled():
             return
         if _is_lost_in(frame):
-            self.due = time.monotonic() + _random_below(_ASIDE)
+            self.due = time.monotonic() + _random_below(_PAUSE_LOST)
             self._wake()
             return
         self.due = time.monotonic() + _PAUSE
-        raise as_error(session.told)
+        raise as_error(failures.known)
 
     def _is_handled_in(self, thread: int) -> bool:
         found: Any = sys._current_exceptions().get(thread)
@@ -187,7 +192,7 @@ def _handled_with(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_leaving(failure: BaseException, frame: FrameType | None) -> bool:
-    """Tell whether a failure is on its way out of a block of Python's own that waits, for example for threads."""
+    """Return whether a failure is on its way out of a block of Python's own that waits, for example for threads."""
     trace = failure.__traceback__
     if trace is not None and trace.tb_frame.f_code.co_filename.startswith(_ASYNCIO):  # asyncio.run() closes its loop
         return True
@@ -205,7 +210,7 @@ def _random_below(seconds: float) -> float:
 
 
 def _is_lost_in(frame: FrameType | None) -> bool:
-    """Tell whether what is raised here would get lost, or do harm.
+    """Return whether what is raised here would get lost, or do harm.
 
     A handler of logging's and a `__del__` lose it. An event loop that is left in the middle of its own bookkeeping
     forgets a task, and then waits for it forever when it closes.

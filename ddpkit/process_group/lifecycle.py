@@ -1,36 +1,35 @@
-"""Starts and ends the job in this process: the only code that makes or destroys a process group."""
+"""Starting and ending the job in this process: here begins and ends all that `ddpkit` does in a process."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import multiprocessing.util
-import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..arguments import check_timeout, is_positive_integer
 from ..errors import DdpkitError, LaunchError, NotSetUpError
 from ..launch import ranks
-from ..torch_internals import abort_group, current_group
+from ..torch_internals import current_group
 from .devices import choose_device, count_accelerators
+from .job import Context, Job, context_of
+from .leaving import destroy_group, say_goodbye
 from .on_failure import cause_of, ended_well, fill_error_file, last_error, publish
+from .options import Options, checked_options
+from .refusals import tell_peers
 from .rendezvous import StartedByRank
-from .session import Session, as_error, failure_record
+from .session import Session
 from .sockets import SETTLE, cut
-from .startup import Context, Job, Options, assemble, checked_launch, close_stores, context_of, set_threads, warn_peers
+from .startup import assemble, checked_launch, close_stores, set_threads
 
 log = logging.getLogger(__name__)
-
 
 _job: Job | None = None
 _departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
@@ -45,7 +44,7 @@ def setup(
     num_threads: int | None = None,
     watch: bool = True,
 ) -> Context:
-    """Joins the job that the environment describes, binds this rank's device and makes the process group. Collective.
+    """Join the job that the environment describes, bind this rank's device and make the process group. Collective.
 
     On one process it only chooses the device. A second call returns what the first made; a group that somebody else
     made is adopted, and left alone by `teardown()`.
@@ -76,12 +75,12 @@ def setup(
         >>> teardown()
     """
     try:
-        asked = _checked_options(backend, device, timeout, num_threads, watch)
+        asked = checked_options(backend, device, timeout, num_threads, watch)
     except (TypeError, ValueError) as error:
         if _job is None and not dist.is_initialized():
-            warn_peers(error)
+            tell_peers(error)
         raise
-    if _job is None or not _is_current(_job):
+    if _job is None or not _job.is_current():
         return _join(asked).context
     _refuse_forked(_job)
     if asked.backend not in (None, _job.asked.backend, _job.context.backend):
@@ -91,39 +90,8 @@ def setup(
     return _job.context
 
 
-def _checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, watch: Any) -> Options:
-    check_timeout(timeout)
-    if num_threads is not None and not is_positive_integer(num_threads):
-        raise ValueError(f"num_threads must be a positive integer, got {num_threads!r}.")
-    if not (backend is None or isinstance(backend, str)):
-        raise ValueError(f"backend must be a name such as 'gloo', got {backend!r}.")
-    unknown = {part.rpartition(":")[2].lower() for part in (backend or "gloo").split(",")} - set(
-        dist.Backend.backend_list
-    )
-    if unknown:
-        known = ", ".join(name for name in dist.Backend.backend_list if name not in ("undefined", "fake"))
-        raise ValueError(f"backend={backend!r} is none that torch knows here: {known}, or cpu:gloo,cuda:nccl.")
-    if not isinstance(watch, bool):
-        raise ValueError(f"watch must be True or False, got {watch!r}.")
-    if not (device is None or isinstance(device, (str, torch.device))):
-        raise ValueError(f"device must be a torch.device or a name such as 'cuda:0', got {device!r}.")
-    try:
-        device = None if device is None else torch.device(device)
-    except RuntimeError as error:  # torch lists its kinds of device
-        raise ValueError(f"device={device!r} is no device: {error}") from error
-    return Options(backend, device, timeout, None if num_threads is None else int(num_threads), watch)
-
-
-def _is_current(job: Job) -> bool:
-    """Return whether the group that the job belongs to is the one that exists; one process needs none."""
-    group = current_group()
-    if group is None:
-        return job.session is None
-    return job.group() is group
-
-
 def _refuse_forked(job: Job) -> None:
-    if job.session is not None and job.session.pid != os.getpid():
+    if job.session is not None and not job.session.is_own:
         raise LaunchError(_FORKED)
 
 
@@ -140,13 +108,12 @@ def _join(asked: Options) -> Job:
             set_threads(asked.num_threads, 1, 1)
         else:
             assemble(job, launch)
-            job.former_hook, sys.excepthook = sys.excepthook, _excepthook
-            job.former_error = id(last_error())
-            atexit.register(_at_exit)
-            job.finalizer = multiprocessing.util.Finalize(None, _at_child_exit, exitpriority=100)
+            _install_hooks(job)
     except BaseException as error:
         _job = job
-        cause = error if isinstance(error, StartedByRank) else report(error)  # it is not the rank that failed
+        cause = error
+        if not isinstance(error, StartedByRank):  # which is no failure of the rank
+            cause = report(error)
         _leave()
         close_stores()
         if cause is not error:
@@ -159,8 +126,17 @@ def _join(asked: Options) -> Job:
     return job
 
 
+def _install_hooks(job: Job) -> None:
+    """See to it that the other ranks hear how this process ends."""
+    job.former_hook = sys.excepthook
+    sys.excepthook = _excepthook
+    job.former_error = id(last_error())
+    atexit.register(_at_exit)
+    job.finalizer = multiprocessing.util.Finalize(None, _at_child_exit, exitpriority=100)
+
+
 def teardown() -> None:
-    """Leaves the job and destroys the group that `setup()` made; harmless when there is none. Runs at exit by itself.
+    """Leave the job and destroy the group that `setup()` made; harmless when there is none. Runs at exit by itself.
 
     It waits for nobody, but rank 0 stays for at most 2 s if it hosts the store and others are still leaving.
 
@@ -168,7 +144,9 @@ def teardown() -> None:
     process then ends with an exit code other than 0, that was its failure, and all ranks hear of it.
     """
     error = sys.exc_info()[1]
-    _leave(None if error is None or ended_well(error) else error)
+    if error is not None and ended_well(error):
+        error = None
+    _leave(error)
 
 
 def _leave(error: BaseException | None = None, at_exit: bool = False) -> None:
@@ -180,52 +158,30 @@ def _leave(error: BaseException | None = None, at_exit: bool = False) -> None:
     """
     global _job, _departed
     if _job is not None and _job.session is not None:
-        _job.session.handled = True  # nothing is raised in here
+        _job.session.failures.settled = True  # nothing is raised in here
     job, _job = _job, None
     ranks.set_launch(None)
-    if job is None or job.session is None or job.session.pid != os.getpid():
+    session = None if job is None else job.own_session()
+    if job is None or session is None:
         return
     if error is not None:
-        error = cause_of(error, job.session) or error
+        error = cause_of(error, session) or error
     if sys.excepthook is _excepthook:
         sys.excepthook = job.former_hook
-    failed = job.session.told is not None
+    failed = session.failures.known is not None
     if failed:
-        cut(job.session.connections, after=SETTLE)
+        cut(session.connections, after=SETTLE)
         if not job.hosts_store:  # a DDP model may hold its port
             close_stores()
     if error is None or failed or at_exit:
         _remove_exit_hooks(job)
     else:
         _departed = job
-    _say_goodbye(job, None if failed else error, at_exit)
-    if job.owns_group and dist.is_initialized() and _is_current(job):  # before lingering: it frees ranks stuck with us
-        if failed and "nccl" in str(job.context.backend):
-            abort_group()  # destroying would wait for operations that cannot end
-        else:
-            # gloo's thread needs the GIL to drop the last tensor, but torch 2.6 keeps it to destroy the group here, and
-            # later versions where a DDP model ends that held the group
-            time.sleep(0.1 if torch.__version__ < "2.13" else 0.02)
-            dist.destroy_process_group()
-        cut(job.session.connections)  # a DDP model holds the group until the process has ended
-    job.session.leave(job.hosts_store)
-    if job.watch and at_exit:
-        job.watch.hand_over()
-
-
-def _say_goodbye(job: Job, error: BaseException | None, at_exit: bool) -> None:
-    assert job.session is not None
-    reason = None if error is None else failure_record(job.session.rank, error)
-    if job.watch is None:
-        if reason and at_exit:
-            job.session.announce(reason)
-    elif job.session.told is None and at_exit:
-        job.watch.close_at_exit(reason)
-    elif error is None:
-        job.watch.close()
-    else:
-        job.interrupted = isinstance(error, KeyboardInterrupt)
-        job.watch.depart(None if job.interrupted else reason)
+    say_goodbye(job, None if failed else error, at_exit)
+    destroy_group(job)  # before lingering: it frees ranks stuck with us
+    session.leave(job.hosts_store)
+    if job.monitor and at_exit:
+        job.monitor.hand_over()
 
 
 def _remove_exit_hooks(job: Job) -> None:
@@ -238,34 +194,35 @@ def _at_exit() -> None:
     """Leave when the interpreter ends; it still holds the exception that nobody has caught."""
     global _departed
     job = _job or _departed
-    if job is None or job.session is None or job.session.pid != os.getpid():
+    session = None if job is None else job.own_session()
+    if job is None or session is None:
         return
-    error: BaseException | None = last_error()
+    error = last_error()
     if error is None or id(error) == job.former_error:
         error = None
-    elif job.session.told is None:
+    elif session.failures.known is None:
         fill_error_file(error)
     if job is _job:
         _leave(error, at_exit=True)
         return
     _departed = None
     _remove_exit_hooks(job)
-    if job.session.told is not None:
+    if session.failures.known is not None:
         error = None
-    _say_goodbye(job, error, at_exit=error is not None or not job.interrupted)
-    if job.watch:
-        job.watch.hand_over()
+    say_goodbye(job, error, at_exit=error is not None or not job.interrupted)
+    if job.monitor:
+        job.monitor.hand_over()
 
 
 def _close_departed() -> None:
-    """Close the watch of a job that this process has left, for it goes on."""
+    """Close the monitor of a job that this process has left, for it goes on."""
     global _departed
     job, _departed = _departed, None
     if job is None:
         return
     _remove_exit_hooks(job)
-    if job.watch and job.session and job.session.pid == os.getpid():
-        job.watch.close()
+    if job.monitor and job.own_session():
+        job.monitor.close()
 
 
 def _at_child_exit() -> None:
@@ -276,8 +233,9 @@ def _at_child_exit() -> None:
         report(error)
     _leave()
     job, _departed = _departed, None
-    if error and job and job.session and job.session.pid == os.getpid() and not ended_well(error):
-        publish(error, job.session, job.watch)
+    session = None if job is None else job.own_session()
+    if job and session and error and not ended_well(error):
+        publish(error, session, job.monitor)
 
 
 @contextmanager
@@ -289,7 +247,7 @@ def distributed(
     num_threads: int | None = None,
     watch: bool = True,
 ) -> Iterator[Context]:
-    """`setup()` and `teardown()` around a block; takes the arguments of `setup()`. Collective.
+    """Call `setup()` and `teardown()` around a block; takes the arguments of `setup()`. Collective.
 
     When the block raises, the other ranks are told first, torchrun's error file is filled, and nothing waits for the
     group. When it raises because a peer failed, a `PeerError` that names the peer takes the place of the connection
@@ -300,7 +258,7 @@ def distributed(
         ...     print(context.world_size)
         1
     """
-    outermost = _job is None or not _is_current(_job)
+    outermost = _job is None or not _job.is_current()
     context = setup(backend=backend, device=device, timeout=timeout, num_threads=num_threads, watch=watch)
     try:
         yield context
@@ -315,7 +273,7 @@ def distributed(
 
 
 def get_device() -> torch.device:
-    """This rank's device: the one that `setup()` bound, before it the one that it would.
+    """Return this rank's device: the one that `setup()` bound, before it the one that it would.
 
     Raises:
         NotSetUpError: If there are several accelerators and the launcher does not tell the local rank; `setup()` finds
@@ -323,7 +281,7 @@ def get_device() -> torch.device:
     """
     asked = None
     if _job is not None:
-        if _is_current(_job) or current_group() is None:
+        if _job.is_current() or current_group() is None:
             return _job.context.device
         asked = _job.asked.device
     launch = ranks.current_launch()
@@ -339,7 +297,7 @@ def joined() -> bool:
         NotSetUpError: If several processes were launched but not set up, or their group has been destroyed.
     """
     job = _job
-    if job is None or not _is_current(job):
+    if job is None or not job.is_current():
         job = _join_group()
     if job is None:
         return False
@@ -369,7 +327,8 @@ def _join_group() -> Job | None:
         )
     if _job is not None:  # its group had one rank
         _leave()
-    if (world_size := ranks.get_world_size()) > 1:
+    world_size = ranks.get_world_size()
+    if world_size > 1:
         raise NotSetUpError(
             f"{world_size} processes were launched ({ranks.current_launch().kind}), but this one has not joined them. "
             "Call ddpkit.setup() first, or wrap main() in `with ddpkit.distributed():`."
@@ -378,14 +337,16 @@ def _join_group() -> Job | None:
 
 
 def current_session() -> Session:
-    """The session of the joined job; call it only where `joined()` is true."""
+    """Return the session of the joined job; call it only where `joined()` is true."""
     assert _job is not None and _job.session is not None
     return _job.session
 
 
 def control_device() -> torch.device:
-    """Where small control messages travel: the CPU if the group reaches it (gloo), else this rank's accelerator."""
-    return (_job and _job.control) or torch.device("cpu")
+    """Return the device on which small control messages travel: the CPU if the group reaches it, as gloo does."""
+    if _job is None or _job.control is None:
+        return torch.device("cpu")
+    return _job.control
 
 
 @contextmanager
@@ -410,18 +371,19 @@ def peer_errors() -> Iterator[None]:
         ... except PeerError as error:
         ...     print(f"rank {error.rank} failed")  # save what there is, then end
     """
-    if _job and _job.session and _job.session.told:  # also if the error that said so was swallowed
-        raise as_error(_job.session.told)
+    if _job and _job.session:
+        _job.session.failures.raise_if_known()  # also if the error that said so was swallowed
     try:
         yield
     except RuntimeError as error:
-        if _job and _job.session and (cause := cause_of(error, _job.session)):
+        cause = cause_of(error, _job.session) if _job and _job.session else None
+        if cause:
             raise cause from error
         raise
 
 
 def report(error: BaseException) -> BaseException:
-    """Tells the peers that this rank is failing; returns the error to show, which is a peer's if that was the cause."""
+    """Tell the peers that this rank is failing; return the error to show, which is a peer's if that was the cause."""
     try:
         return _report(error)
     except DdpkitError as heard:  # raised meanwhile by the watch, which does so once
@@ -431,9 +393,9 @@ def report(error: BaseException) -> BaseException:
 def _report(error: BaseException) -> BaseException:
     if ended_well(error):
         return error
-    if _job is not None and _job.session is not None and _job.session.pid == os.getpid():
+    if _job is not None and _job.session is not None and _job.session.is_own:
         error = cause_of(error, _job.session) or error
-        publish(error, _job.session, _job.watch)
+        publish(error, _job.session, _job.monitor)
     fill_error_file(error)
     return error
 

@@ -2,7 +2,7 @@
 
 Every rank holds one plain TCP connection to rank 0, silent while all is well. A rank that fails says so on it; for one
 that dies the kernel does (keep-alive finds a cut link in about 9 s). Rank 0 passes the news on. A rank that hears it
-raises in its main thread; if that cannot be, the verdict is printed and the process ends. There is no heartbeat: a
+raises in its main thread; if that cannot be, the failure is printed and the process ends. There is no heartbeat: a
 thread cannot send one while a C call holds the interpreter lock.
 """
 
@@ -31,59 +31,69 @@ from ..errors import (
     PeerError,
     ReplicaMismatchError,
 )
+from .failures import as_error, failure_record
 from .interrupt import GRACE, Interrupter
 from .monitor_connections import Event, Star
 from .monitor_messages import checked_failure, encode
-from .polling import aside
-from .session import Session, as_error, failure_record
+from .polling import call_with_timeout
+from .session import Session
 from .sockets import cut, send_exit_code
 
 log = logging.getLogger(__name__)
 _TICK = 1.0  # seconds between looks at the main thread's own wait, and at torchrun
 _TICK_FAILED = 0.05  # the same once a rank has failed
-# seconds in which a rank may raise by itself what another has raised: in our waits; elsewhere, where torchrun's SIGTERM
-# may come first; and an error that all ranks find together, which a busy one finds later
-_IN_WAIT, _ELSEWHERE, _TOGETHER = 0.5, 0.05, 3.0
+# seconds in which a rank may raise by itself what another has raised
+_IN_WAIT = 0.5  # of ours
+_ELSEWHERE = 0.05  # where torchrun's SIGTERM may come first
+_TOGETHER = 3.0  # for an error that all ranks find, which a busy one finds later
 _OF_ALL = {kind.__name__ for kind in (BarrierTimeoutError, CheckpointError, MismatchError, ReplicaMismatchError)}
 _ENDING = 4.0  # seconds that a process may take from its exit hooks to its end, before those who wait are told
 _LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
 
 
-class Watch(threading.Thread):
-    """This rank's end of the watch.
+class Monitor(threading.Thread):
+    """The thread by which this rank hears of failures.
 
     Args:
-        session: Whose `told` and `left` are kept up to date.
-        token: A secret of this start of the job; other visitors are ignored.
+        session: The job, whose `failures` are kept up to date.
+        token: A secret of this start of the job; strangers, who do not know it, are ignored.
         end: Rank 0's listening socket; on the other ranks their connection to it.
-        ending: Called with the verdict before the process is ended.
+        ending: Called with the failure before the process is ended.
     """
 
     def __init__(self, session: Session, token: str, end: socket.socket, ending: Callable[[DdpkitError], None]) -> None:
-        super().__init__(name="ddpkit watch", daemon=True)
-        self._session, self._ending = session, ending
+        super().__init__(name="ddpkit monitor", daemon=True)
+        self._session = session
+        self._failures = session.failures
+        self._ending = ending
         self._star = Star(session.rank, len(session.hosts), token, end, _warn)
         self._interrupter = Interrupter(session, self._star.wake)
         self._closing = False
         self._keeps = False  # whether the connections outlive the thread
         self._reasons: dict[int, dict[str, Any] | None] = {}  # why a process ends that is about to, as far as it knows
         self._passed_on = False  # whether this rank has told the others of a failure
-        self._announced = False  # that a failure was logged
+        self._logged = False  # whether it has logged one
         _stars().add(self._star)
         self.start()
 
     def wait(self, timeout: timedelta) -> None:
         """Wait on rank 0 until all ranks are connected: from then on, every end of a connection means something."""
 
+        if self._session.rank != 0:
+            return
+
+        def is_full() -> bool | None:
+            return self._star.full.is_set() or None
+
         def late() -> bool:
             raise LaunchError(f"Ranks {self._star.absent()} did not connect to the watch of rank 0 within {timeout}.")
 
-        if self._session.rank == 0:
-            self._session.until(lambda: self._star.full.is_set() or None, timeout, late)
+        self._session.until(is_full, timeout, late)
 
     def tell(self, failure: dict[str, Any]) -> None:
         """Tell the other ranks that this one has failed."""
-        self._session.told, self._session.handled = failure, True
+        self._failures.known = failure
+        self._failures.settled = True
         self._pass_on(failure)
         self._star.settle(_LAST_WORDS)
 
@@ -107,8 +117,8 @@ class Watch(threading.Thread):
             send_exit_code(self._star.give_away())
 
     def close(self) -> None:
-        """Leave in good order: after this, no end of a connection is a failure. First set the session's `handled`."""
-        self._star.post(_line(left=self._session.rank, failure=self._session.told))
+        """Leave in good order: after this, no end of a connection is a failure. First set `failures.settled`."""
+        self._star.post(_line(left=self._session.rank, failure=self._failures.known))
         self._end_thread()
 
     def _end_thread(self) -> None:
@@ -118,7 +128,7 @@ class Watch(threading.Thread):
         self._interrupter.close()
 
     def run(self) -> None:
-        """Listen until the watch is closed; if that fails, the rank does."""
+        """Listen until the monitor is closed; if that fails, the rank does."""
         try:
             while not self._closing:
                 self._listen()
@@ -135,17 +145,19 @@ class Watch(threading.Thread):
         """Hear what comes until the next look at this rank itself."""
         for event in self._star.poll(self._pause()):
             self._hear(event)
-        if self._session.told is not None and self._session.rank == 0:
-            self._pass_on(self._session.told)  # the main thread may have found it in the store
-        if self._session.told is None and (orphan := self._session.orphan()):
-            self._learn(failure_record(self._session.rank, orphan))
-        for rank, late in list(self._session.ending.items()):
+        if self._failures.known is not None and self._session.rank == 0:
+            self._pass_on(self._failures.known)  # the main thread may have found it in the store
+        if self._failures.known is None:
+            orphan = self._failures.orphan()
+            if orphan:
+                self._learn(failure_record(self._session.rank, orphan))
+        for rank, late in list(self._failures.ending.items()):
             if time.monotonic() > late:
                 self._note_departure(rank, self._reasons.get(rank), rank)
         self._look_after_main()
 
     def _pause(self) -> float:
-        if self._session.told is None or self._session.handled:
+        if self._failures.known is None or self._failures.settled:
             return _TICK
         return min(_TICK_FAILED, max(0.0, self._interrupter.due - time.monotonic()))
 
@@ -166,39 +178,40 @@ class Watch(threading.Thread):
     def _expect_code(self, rank: int, reason: dict[str, Any] | None, teller: int | None) -> None:
         """Give a process that is about to end some time to say its exit code."""
         self._reasons[rank] = reason
-        self._session.ending[rank] = time.monotonic() + _ENDING
+        self._failures.ending[rank] = time.monotonic() + _ENDING
         if self._session.rank == 0:
             self._star.post(_line(ends=rank, reason=reason), besides=teller)
 
     def _note_code(self, rank: int, code: int) -> None:
         """Take note of how a process has ended that had not called `teardown()`, or had while it handled an error."""
-        reason = self._reasons.pop(rank, None) or self._session.reasons.get(rank)
+        reason = self._reasons.pop(rank, None) or self._failures.reasons.get(rank)
         if code == 0:
             self._note_departure(rank, None, rank)
-        elif self._session.told is None:
+        elif self._failures.known is None:
             words = f"it ended with exit code {code}, without teardown()"
             error = PeerError(rank, self._session.hosts[rank], "SystemExit", words)
             self._learn_for(reason or failure_record(rank, error))
 
     def _note_departure(self, rank: int, reason: dict[str, Any] | None, teller: int | None) -> None:
-        self._session.ending.pop(rank, None)
-        if rank in self._session.left:
+        self._failures.ending.pop(rank, None)
+        if rank in self._failures.left:
             return
         if reason is not None:
-            self._session.reasons[rank] = reason
-        self._session.left.append(rank)
+            self._failures.reasons[rank] = reason
+        self._failures.left.append(rank)
         if self._session.rank == 0:
             self._star.post(_line(left=rank, reason=reason), besides=teller)
 
     def _lose(self, rank: int) -> None:
-        if self._session.told or self._closing:
+        if self._failures.known or self._closing:
             return
-        if (reason := self._reasons.pop(rank, None)) is not None:  # it ended by that, without a word of its exit code
+        reason = self._reasons.pop(rank, None)
+        if reason is not None:  # it ended by that, without a word of its exit code
             self._learn_for(reason)
             return
-        if rank in self._session.ending:
+        if rank in self._failures.ending:
             self._note_departure(rank, None, rank)
-        if rank in self._session.left:
+        if rank in self._failures.left:
             return
         words = "its connection closed without a word: the process was killed or crashed, or the network was cut"
         self._learn_for(failure_record(rank, PeerError(rank, self._session.hosts[rank], "lost", words)))
@@ -206,16 +219,16 @@ class Watch(threading.Thread):
     def _learn_for(self, failure: dict[str, Any]) -> None:
         """Take note of the failure of a rank that cannot tell the others any more."""
         self._learn(failure)
-        self._session.ending.pop(failure["rank"], None)
+        self._failures.ending.pop(failure["rank"], None)
         if self._session.rank == 0:
-            self._session.announce(failure, patience=0.0)  # for those that come later
+            self._failures.announce(failure, patience=0.0)  # for those that come later
 
     def _learn(self, failure: dict[str, Any], teller: int | None = None) -> None:
         """Take note of a failure and pass it on, first of all: the main thread may leave when it hears of it."""
         if self._session.rank == 0 or teller is None:
             self._pass_on(failure, besides=teller)
-        if self._session.told is None:
-            self._session.told = failure
+        if self._failures.known is None:
+            self._failures.known = failure
 
     def _pass_on(self, failure: dict[str, Any], besides: int | None = None) -> None:
         if not self._passed_on:  # the first counts
@@ -224,29 +237,41 @@ class Watch(threading.Thread):
 
     def _look_after_main(self) -> None:
         """See to it that the main thread hears of a failure, or the process ends."""
-        session, interrupter = self._session, self._interrupter
-        deadline = session.deadline  # the main thread may clear it meanwhile
-        if deadline is not None and time.monotonic() > deadline + GRACE and session.told is None:
-            words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
-            self._learn(failure_record(0, PeerError(0, session.hosts[0], "silent", words)))
-        if session.told is None:
+        self._check_store()
+        if self._failures.known is None:
             return
-        if session.handled or interrupter.has_ended():
+        interrupter = self._interrupter
+        if self._failures.settled or interrupter.has_ended():
             interrupter.rest()
             return
-        if checked_failure(session.told, len(session.hosts)) is None:
-            words = f"What the store tells of a failure is none: {session.told!r}"  # strangers can write there
-            session.told = failure_record(-1, LaunchError(words))
-        interrupter.prepare(self._courtesy(session.told))
+        failure = self._checked(self._failures.known)
+        interrupter.prepare(self._courtesy(failure))
         if interrupter.is_handled():
             interrupter.leave_in_peace()
         elif interrupter.has_failed():
-            self._end(as_error(session.told))
+            self._end(as_error(failure))
         elif time.monotonic() >= interrupter.due:
-            self._announce(session.told)
+            self._log_failure(failure)
             interrupter.try_to_raise()
         elif interrupter.is_stuck():  # the rank that failed has cut them, if it lives
-            cut(session.connections)
+            cut(self._session.connections)
+
+    def _check_store(self) -> None:
+        """Learn that the store does not answer, if the main thread waits for it beyond its time-out."""
+        deadline = self._session.deadline  # the main thread may clear it meanwhile
+        if deadline is None or self._failures.known is not None:
+            return
+        if time.monotonic() > deadline + GRACE:
+            words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
+            self._learn(failure_record(0, PeerError(0, self._session.hosts[0], "silent", words)))
+
+    def _checked(self, failure: dict[str, Any]) -> dict[str, Any]:
+        """Return the failure, or one that says that it is none: strangers can write into the store."""
+        if checked_failure(failure, len(self._session.hosts)) is None:
+            words = f"What the store tells of a failure is none: {failure!r}"
+            failure = failure_record(-1, LaunchError(words))
+            self._failures.known = failure
+        return failure
 
     def _courtesy(self, failure: dict[str, Any]) -> float:
         """Return the seconds in which this rank may find by itself what the other has found."""
@@ -254,11 +279,13 @@ class Watch(threading.Thread):
             return 0.0
         if failure["type"] in _OF_ALL:
             return _TOGETHER
-        return _ELSEWHERE if self._session.deadline is None else _IN_WAIT
+        if self._session.deadline is None:
+            return _ELSEWHERE
+        return _IN_WAIT
 
-    def _announce(self, failure: dict[str, Any]) -> None:
-        if not self._announced:
-            self._announced = True
+    def _log_failure(self, failure: dict[str, Any]) -> None:
+        if not self._logged:
+            self._logged = True
             headline = str(as_error(failure)).partition("\n")[0]  # its traceback comes when it is raised
             _log(logging.ERROR, headline)
 
@@ -270,7 +297,7 @@ class Watch(threading.Thread):
         _log(logging.CRITICAL, f"Rank {session.rank} fails: {words}", error)
         with suppress(Exception):
             self._learn(failure)
-            session.announce(failure)
+            session.failures.announce(failure)
         while not self._closing:
             time.sleep(_TICK_FAILED)
             try:
@@ -278,19 +305,19 @@ class Watch(threading.Thread):
             except Exception:
                 self._end(as_error(failure))
 
-    def _end(self, verdict: DdpkitError) -> None:
+    def _end(self, failure: DdpkitError) -> None:
         """End the process, whatever the main thread and its files are doing."""
 
         def say() -> None:
-            words = f"Rank {self._session.rank} ends: its main thread {self._interrupter.reason()}. {verdict}\n"
+            words = f"Rank {self._session.rank} ends: its main thread {self._interrupter.reason()}. {failure}\n"
             with suppress(OSError):
                 os.write(2, words.encode(errors="backslashreplace"))
-            self._ending(verdict)
+            self._ending(failure)
             sys.stdout.flush()
 
         try:
             with suppress(Exception):
-                aside(say, _LAST_WORDS)  # the main thread may hold a lock of these files
+                call_with_timeout(say, _LAST_WORDS)  # the main thread may hold a lock of these files
             for child in multiprocessing.active_children():
                 child.kill()
         finally:
@@ -305,7 +332,7 @@ def _line(**fields: Any) -> bytes:
 def _log(level: int, text: str, error: BaseException | None = None) -> None:
     """Log a text without waiting for those who hold the log: the main thread may hold it for good."""
     with suppress(Exception):
-        aside(lambda: log.log(level, "%s", text, exc_info=error), _LOG_WORDS)
+        call_with_timeout(lambda: log.log(level, "%s", text, exc_info=error), _LOG_WORDS)
 
 
 def _warn(text: str) -> None:

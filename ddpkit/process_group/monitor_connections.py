@@ -1,4 +1,4 @@
-"""The connections of the watch: a star around rank 0, open to its ranks and shut to everybody else.
+"""The connections of the monitor: a star around rank 0, open to its ranks and shut to everybody else.
 
 Nothing here blocks, so that no peer, slow, stopped or hostile, keeps the others from being heard. A stranger must show
 the token in its first line; until then it has little time and room, and nothing that it says is interpreted.
@@ -21,7 +21,7 @@ from .sockets import keep_alive
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _STRANGERS = 64  # connections, beyond those of the ranks, that may be open before they have said who they are
 _PATIENCE = 30.0  # seconds in which they must
-_ROOM = 200_000  # bytes in which they must
+_LONGEST = 200_000  # bytes in which they must
 _RATE = 100  # connections that are accepted in a second, beyond those of the ranks
 _AGAIN = 1.0  # seconds until connections are accepted again
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -115,7 +115,7 @@ class Star:
     def poll(self, seconds: float) -> list[Event]:
         """Wait for what comes, at most so long; send what is still unsent."""
         if self._behind or self._writing:
-            self._watch_for_room()
+            self._select_writable()
         if self._listener is not None and not self._accepts:
             self._accept_or_not(time.monotonic())
             seconds = min(seconds, _AGAIN)
@@ -226,7 +226,7 @@ class Star:
         except Exception:
             if connection.rank is not None:
                 raise
-            self._end(connection)  # no stranger shall end the watch
+            self._end(connection)  # no stranger shall end the monitor
             return []
 
     def _read(self, connection: _Connection) -> list[Event]:
@@ -252,7 +252,7 @@ class Star:
                 events.append(Event(connection.rank, Message(code=code[0])))
             if connection.rank is not None:
                 events.append(Event(connection.rank, None))
-        elif connection.rank is None and connection.taken > _ROOM:
+        elif connection.rank is None and connection.taken > _LONGEST:
             self._end(connection)
         return events
 
@@ -330,7 +330,7 @@ class Star:
                 with contextlib.suppress(OSError):
                     connection.socket.shutdown(socket.SHUT_WR)
 
-    def _watch_for_room(self) -> None:
+    def _select_writable(self) -> None:
         """Ask the selector for those connections on which something is unsent, and only for those."""
         behind = set(self._behind)
         for connection in behind ^ self._writing:

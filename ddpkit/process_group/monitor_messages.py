@@ -1,4 +1,4 @@
-"""The messages of the watch: one JSON object a line, believed only after every field of it was checked."""
+"""The messages of the monitor: one JSON object a line, believed only after every field of it was checked."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def encode(**fields: Any) -> bytes:
 
 
 def shows_token(line: bytes, token: str) -> bool:
-    """Tell whether a line begins with the token of the job: nothing else of a stranger's line is read."""
+    """Return whether a line begins with the token of the job: nothing else of a stranger's line is read."""
     start = encode(token=token)[: -len(b"}\n")]
     return hmac.compare_digest(line[: len(start)], start)
 

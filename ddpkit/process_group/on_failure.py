@@ -1,4 +1,4 @@
-"""What a rank does when it fails: it asks whether another was the cause, tells the others, and informs torchrun."""
+"""Steps of a rank that fails: it asks whether another was the cause, tells the others, and informs torchrun."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError
-from .monitor import Watch
-from .session import Session, as_error, failure_record, message_of, trace_of
+from ..torch_internals import other_groups_were_made
+from .failures import as_error, failure_record, message_of, trace_of
+from .monitor import Monitor
+from .session import Session
 
 _BROKEN = re.compile(  # torch raises plain RuntimeErrors, too
     r"^\[.*gloo"  # gloo's begin with a source file in brackets, some of them
@@ -40,28 +42,30 @@ _BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
 def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
-    """Find what other ranks did to break a collective of torch's: which one failed, left or did not come, or that all
-    came, but not to the same. None if that cannot be told. Looks into exception groups.
+    """Explain why a collective broke, from what the other ranks report. Looks into exception groups.
+
+    Returns:
+        The error to raise instead, which names the rank that failed, left or did not come, or the different collectives
+        that the ranks were in; None if that cannot be told.
     """
     for inner in getattr(error, "exceptions", ()):
         if isinstance(inner, PeerError):
             return as_error(failure_record(session.rank, inner))  # a new one, for the group becomes its cause
-        if cause := cause_of(inner, session):
+        cause = cause_of(inner, session)
+        if cause:
             return cause
     if not isinstance(error, RuntimeError) or isinstance(error, DdpkitError):
         return None
     text = message_of(error)
     if not isinstance(error, dist.DistError) and not _BROKEN.search(text):
         return None
-    if error is session.judged:  # on its way up
+    if error is session.failures.explained:  # on its way up
         return None
-    session.judged = error
+    session.failures.explained = error
     call, place = _called(error)
-    no_part = call in _BETWEEN_TWO or _groups_were_made() or isinstance(error, _OF_A_STORE)
-    local = not _BY_PEERS.search(text)
-    if session.told or session.compared or no_part or local or not dist.is_initialized():
-        return session.verdict()  # who is absent from the meeting below may have had no part in what broke
-    session.compared = True  # once: ranks that meet a second time may not mean the same collective
+    if not _all_took_part(error, text, call) or session.failures.known or session.failures.compared:
+        return session.find_cause()
+    session.failures.compared = True  # once: ranks that meet a second time may not mean the same collective
     try:
         places = session.exchange(f"{call} {place}", "broken collective", _PATIENCE)
     except BarrierTimeoutError as late:
@@ -75,16 +79,20 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
     return MismatchError(f"A collective broke because the ranks were not in the same one: {error}{lines}")
 
 
-def _groups_were_made() -> bool:
-    world = dist.distributed_c10d._world
-    return world.group_count > 1 or len(world.pg_map) > 1  # the first counts those too that this rank is not in
+def _all_took_part(error: BaseException, text: str, call: str) -> bool:
+    """Return whether all ranks must have been in what broke; else one that does not come now may be innocent."""
+    if isinstance(error, _OF_A_STORE) or not _BY_PEERS.search(text):
+        return False
+    if call in _BETWEEN_TWO or not dist.is_initialized():
+        return False
+    return not other_groups_were_made()
 
 
 def _absent(error: BaseException, late: BarrierTimeoutError, me: int) -> PeerError | None:
     (rank, host), *more = late.missing
     if more or rank == me:  # one of them may have kept the others waiting; or another collective broke before
         return None
-    here = ", ".join(str(rank) for rank, _ in late.arrived)
+    here = ", ".join(f"{rank}" for rank, _ in late.arrived)
     words = f"it did not come to where rank {here} gave up a collective ({error}). Is it stopped, stuck or elsewhere?"
     return PeerError(rank, host, "silent", words)
 
@@ -97,20 +105,21 @@ def _called(error: BaseException) -> tuple[str, str]:
             place = f"at {os.path.basename(frame.filename)}:{frame.lineno}: {frame.line}"
         elif frame.filename.endswith(_COLLECTIVES):
             call = frame.name
-        else:
-            call = next((name for file, name in _IN_MODELS.items() if frame.filename.endswith(file)), call)
+        for file, name in _IN_MODELS.items():
+            if frame.filename.endswith(file):
+                call = name
     return call, place
 
 
-def publish(error: BaseException, session: Session, watch: Watch | None) -> None:
+def publish(error: BaseException, session: Session, monitor: Monitor | None) -> None:
     """Tell the other ranks that this one is failing, or which peer it fails for, unless they know."""
-    if session.told is None:
+    if session.failures.known is None:
         failure = failure_record(session.rank, error)
-        if watch:
-            watch.tell(failure)
-        session.announce(failure)
-        session.told = failure
-    session.handled = True
+        if monitor:
+            monitor.tell(failure)
+        session.failures.announce(failure)
+        session.failures.known = failure
+    session.failures.settled = True
 
 
 def ended_well(error: BaseException) -> bool:
@@ -131,7 +140,9 @@ def fill_error_file(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    seconds = int(time.time()) + isinstance(error, PeerError)  # torchrun calls the earliest one the root cause
+    seconds = int(time.time())
+    if isinstance(error, PeerError):  # torchrun calls the earliest one the root cause
+        seconds += 1
     message = {
         "message": f"{type(error).__name__}: {message_of(error, _SHOWN)}",
         "extraInfo": {"py_callstack": trace_of(error), "timestamp": f"{seconds}"},

@@ -1,4 +1,4 @@
-"""Waiting for what may never come: polls that slow down, and calls that may not return."""
+"""Polls that slow down, and calls that are given up after a time."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ class Pause:
         self.seconds = min(1.3 * self.seconds, 0.02)
 
 
-def aside(work: Callable[[], T], patience: float, look: Callable[[], None] = lambda: None) -> T:
-    """Does work on a thread of its own and returns or raises what it does.
+def _nothing() -> None:
+    pass
+
+
+def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[], None] = _nothing) -> T:
+    """Call a function on a thread of its own, and return its value or raise its error.
 
     Args:
-        work: What may never return, because a process that it asks is stopped.
-        patience: Seconds after which `TimeoutError` is raised and the thread left to itself.
-        look: Called about once a second meanwhile; it ends the wait by raising.
+        work: It may never return, because a process that it asks is stopped.
+        seconds: After so many `TimeoutError` is raised and the thread left to itself.
+        check: Called about once a second meanwhile; it ends the wait by raising.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -38,7 +42,8 @@ def aside(work: Callable[[], T], patience: float, look: Callable[[], None] = lam
         except BaseException as error:
             errors.append(error)
 
-    thread, end = threading.Thread(target=run, daemon=True), time.monotonic() + patience
+    thread = threading.Thread(target=run, daemon=True)
+    end = time.monotonic() + seconds
     try:
         thread.start()
     except RuntimeError:  # Python 3.12.0 and 3.12.1 start none at exit
@@ -46,9 +51,9 @@ def aside(work: Callable[[], T], patience: float, look: Callable[[], None] = lam
     else:
         while thread.is_alive() and (left := end - time.monotonic()) > 0:
             thread.join(min(left, 1.0))
-            look()
+            check()
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError(f"no answer within {patience:g} s")
+        raise TimeoutError(f"no answer within {seconds:g} s")
     return results[0]

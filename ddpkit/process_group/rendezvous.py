@@ -1,322 +1,215 @@
-"""Joining a job: one store, one generation of it, and every rank number claimed once.
+"""Joining a job: every rank claims its number in one generation of the store, and learns who the members are.
 
-A restarted job finds the keys of the dead one, so each start of a job is a *generation* of its own. Rank 0 draws its
-number, every rank *claims* its rank under it, and rank 0 answers with the *roster* of all claims once they fit
-together. A restarted rank that meets an old generation sees that the roster does not hold its claim and waits for the
-next one.
+Rank 0 begins a generation and answers with its *members* once all claims fit together. A restarted rank that meets an
+old generation sees that its own claim is not among them and waits for the next one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from ..errors import LaunchError
 from ..launch.launchers import Launch, detect_launch
-from ..launch.process_tree import ancestors, born
-from .polling import Pause, aside
-from .session import FAILURE, add, as_error, failure_record, parse, refuse_text
-from .tcp_store import client, knock
+from .generation import Generation
+from .member import Member
+from .polling import Pause, call_with_timeout
+from .store_values import refuse_text
 
 _GRACE = 5.0  # seconds beyond the time-out in which the store must say that it is up
-PLACE = ("local_rank", "local_world_size", "node_rank", "num_nodes")  # what a launcher may leave untold
 
 
 class StartedByRank(LaunchError):
     """This process inherited the environment of a rank that is in its job."""
 
-
-@dataclass(frozen=True)
-class Member:
-    """A rank's claim: who holds this number, where, and what it believes about the job."""
-
-    rank: int
-    world_size: int
-    run_id: str | None
-    under_agent: bool  # the store is torchrun's or spawn's and outlives a restart of the ranks
-    watch: bool = True
-    door: tuple[str, int] | None = None  # where rank 0's watch listens
-    host: str = field(default_factory=socket.gethostname)
-    machine: tuple[str, ...] = field(default_factory=lambda: _machine())
-    pid: int = field(default_factory=os.getpid)
-    born: str = field(default_factory=lambda: born(os.getpid()))
-    cores: tuple[int, ...] = field(default_factory=lambda: _cores())
-    nonce: str = field(default_factory=lambda: os.urandom(8).hex())
-
-    def __str__(self) -> str:
-        return f"{self.host} (pid {self.pid})"
-
-    @classmethod
-    def load(cls, text: bytes | str, rank: int) -> Member:
-        """Read the claim of this rank from the store."""
-        member = cls.of(parse(text, f"claim/{rank}", _CLAIM))
-        if member.rank != rank:
-            refuse_text(text, f"claim/{rank}")
-        return member
-
-    @classmethod
-    def of(cls, entry: dict[str, Any]) -> Member:
-        return cls(**entry | {k: tuple(v) for k, v in entry.items() if isinstance(v, list)})
-
-    def dump(self) -> str:
-        return json.dumps(asdict(self))
-
-    @property
-    def node(self) -> tuple[str, ...]:
-        """What the ranks of one node share, and no others: a host name alone is also that of a cloned machine."""
-        return self.host, *self.machine[:2]
-
-    def is_alive(self) -> bool | None:
-        """Whether the process still runs; None where that cannot be seen from here."""
-        return born(self.pid) == self.born if self._is_here() and self.born else None
-
-    def is_above_me(self) -> bool:
-        """Return whether this process descends from it."""
-        return self._is_here() and ancestors().get(self.pid) == self.born
-
-    def _is_here(self) -> bool:
-        return (self.host, self.machine) == (socket.gethostname(), _machine())
-
-
-_CLAIM = get_type_hints(Member)
-
-
-def denounce(address: str, port: int, reason: str, patience: float = 2.0, launch: Launch | None = None) -> None:
-    """Tell a job that this process does not belong to it, so that its ranks do not wait.
-
-    Not the job of a rank that started this process: it waits for nobody.
-
-    Args:
-        address: Where the job's store is, or will be.
-        port: The same.
-        reason: What to tell.
-        patience: Seconds in which the job must begin.
-        launch: This process's, if it is one of the job's ranks. It does not wait for a job that all ranks refuse.
-    """
-    deadline = time.monotonic() + patience
-    with contextlib.suppress(OSError, RuntimeError):
-        store = _visit(address, port, deadline)
-        refusals = _note_refusal(store, launch) if launch else []
-        while time.monotonic() < deadline:
-            if room := _last_room(store):
-                if not _starter(room):
-                    _poison(room, reason)
-                    if launch and not room.check(["roster"]):
-                        add(room, "heard", 1)
-                return
-            if refusals and store.check(refusals):
-                return
-            time.sleep(0.1)
-
-
-def _note_refusal(store: dist.Store, launch: Launch) -> list[str]:
-    """Leave a note that this rank refuses to join; return the keys of all ranks' notes."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives it
-    notes = [f"ddpkit/refusals/{attempt}/{rank}" for rank in range(launch.world_size)]
-    store.set(notes[launch.rank], "")
-    return notes
-
-
-def call_off(store: dist.Store, world_size: int, reason: str) -> None:
-    """Tell the ranks that come to the store, which this rank 0 hosts, why it will not join them.
-
-    It stays until all have heard, at most 5 s.
-    """
-    _, room = _new_room(store)
-    _poison(room, reason)
-    _await_readers(room, world_size, 5.0)
-
-
-def refuse_child(address: str, port: int, world_size: int) -> bool:
-    """Return whether a rank of the job there started this process, which is then a job of its own of one rank.
-
-    Raises:
-        StartedByRank: If this process is to be one of several ranks.
-    """
-    try:
-        room = _last_room(_visit(address, port, time.monotonic() + 2))
-        starter = _starter(room) if room else None
-    except (OSError, RuntimeError):  # it is no store, or does not answer
-        return False
-    if starter and world_size > 1:
-        raise StartedByRank(_inherited(starter))
-    return starter is not None
-
-
-def _visit(address: str, port: int, deadline: float) -> dist.Store:
-    knock(address, port, deadline)
-    return client(address, port, timedelta(seconds=3))
-
-
-def _room(store: dist.Store, generation: int) -> dist.Store:
-    return dist.PrefixStore(f"ddpkit/{generation}", store)
-
-
-def _new_room(store: dist.Store) -> tuple[int, dist.Store]:
-    generation = add(store, "ddpkit/generation", 1)
-    return generation, _room(store, generation)
-
-
-def _last_room(store: dist.Store) -> dist.Store | None:
-    generation = add(store, "ddpkit/generation", 0)
-    return _room(store, generation) if generation else None
-
-
-def _starter(room: dist.Store) -> Member | None:
-    """Return the rank of a complete job, which has not ended, that started this process; None if there is none."""
-    if not room.check(["roster"]) or _is_over(room):
-        return None
-    return next((member for member in _read_roster(room) if member.is_above_me()), None)
-
-
-def _is_over(room: dist.Store) -> bool:
-    """Return whether all ranks have left in good order: then nobody reads or writes here any more."""
-    return room.check(["roster", "left"]) and add(room, "left", 0) >= len(_read_roster(room))
-
-
-def _inherited(starter: Member) -> str:
-    evidence = [line.partition("=") for line in detect_launch(os.environ).evidence if " " not in line]
-    return (
-        f"Rank {starter.rank} of a running job, {starter}, started this process, which has inherited its environment "
-        "and is no rank. The job goes on without it. To run it alone, start it without "
-        f"{', '.join(name for name, sign, _ in evidence if sign)}."
-    )
+    def __init__(self, starter: Member) -> None:
+        evidence = [line.partition("=") for line in detect_launch(os.environ).evidence if " " not in line]
+        names = ", ".join(name for name, sign, _ in evidence if sign)
+        super().__init__(
+            f"Rank {starter.rank} of a running job, {starter}, started this process, which has inherited its "
+            f"environment and is no rank. The job goes on without it. To run it alone, start it without {names}."
+        )
 
 
 def join(
     store: dist.Store, me: Member, timeout: timedelta, orphaned: Callable[[], str] = str
 ) -> tuple[dist.Store, list[Member]]:
-    """Agrees with all ranks on a generation and on who is who; raises `LaunchError` on every rank if that cannot be.
+    """Agree with all ranks on a generation and on its members.
 
-    `orphaned()` is what became of the process that must outlive this one, "" as long as it lives.
+    Args:
+        store: Where the ranks meet.
+        me: This process.
+        timeout: Bound on the wait for the others.
+        orphaned: Returns what became of the process that must outlive this one, "" while it lives.
+
+    Returns:
+        The store under the generation's prefix, and the members by rank.
+
+    Raises:
+        LaunchError: On every rank, if the ranks do not fit together or do not come.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    meet = _lead if me.rank == 0 else _follow
+    meet = _collect_claims if me.rank == 0 else _claim_until_accepted
+    seconds = timeout.total_seconds() + _GRACE
     try:
-        patience = timeout.total_seconds() + _GRACE
-        return aside(lambda: meet(store, me, deadline, timeout), patience, lambda: refuse(orphaned()))
+        return call_with_timeout(
+            lambda: meet(store, me, deadline, timeout),
+            seconds,
+            lambda: raise_if_orphaned(orphaned()),
+        )
     except TimeoutError:
         raise LaunchError(
             f"Rank {me.rank} did not join within {timeout}: the store does not answer. Is the process that hosts it, "
             "rank 0 or torchrun, stopped or cut off?"
         ) from None
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        refuse(orphaned())
+        raise_if_orphaned(orphaned())
         raise LaunchError(f"Rank {me.rank} lost the store while joining; its host has gone: {error}") from error
 
 
-def refuse(reason: str) -> None:
-    """Raises, if there is a reason not to join."""
+def raise_if_orphaned(reason: str) -> None:
+    """Raise if there is a reason why the process that must outlive this one has gone."""
     if reason:
         raise LaunchError(f"This rank cannot join: {reason}.")
 
 
-def place(launch: Launch, me: Member, roster: list[Member]) -> Launch:
-    """Fills in what the launcher did not tell, from the nodes of all ranks."""
-    near = [member for member in roster if member.node == me.node]
-    nodes = list(dict.fromkeys(member.node for member in roster))
-    found = (near.index(me), len(near), nodes.index(me.node), len(nodes))
-    untold: dict[str, Any] = {k: v for k, v in zip(PLACE, found, strict=True) if getattr(launch, k) is None}
+def complete_launch(launch: Launch, me: Member, members: list[Member]) -> Launch:
+    """Fill in what the launcher did not tell, from the nodes of all ranks."""
+    near = [member for member in members if member.node == me.node]
+    nodes = list(dict.fromkeys(member.node for member in members))
+    found = {
+        "local_rank": near.index(me),
+        "local_world_size": len(near),
+        "node_rank": nodes.index(me.node),
+        "num_nodes": len(nodes),
+    }
+    untold: dict[str, Any] = {name: value for name, value in found.items() if getattr(launch, name) is None}
     return replace(launch, **untold)
 
 
-def _lead(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, list[Member]]:
-    former = _last_room(store)
-    if former and (starter := _starter(former)):
+def _collect_claims(
+    store: dist.Store, me: Member, deadline: float, timeout: timedelta
+) -> tuple[dist.Store, list[Member]]:
+    """Begin a generation, as rank 0, and publish its members when all have claimed their rank."""
+    former = Generation.latest(store)
+    starter = former.starter() if former else None
+    if starter:
         if me.world_size > 1:
-            raise StartedByRank(_inherited(starter))
+            raise StartedByRank(starter)
         store = dist.HashStore()  # a job of its own, of one rank
-    generation, room = _new_room(store)
-    room.set("claim/0", me.dump())
-    roster: dict[int, Member] = {0: me}
+    generation = Generation.new(store)
+    generation.store.set("claim/0", me.to_json())
+    members = {0: me}
     readers = 0 if me.under_agent else me.world_size
     pause = Pause()
-    while len(roster) < me.world_size:
-        for rank in set(range(me.world_size)) - roster.keys() if add(room, "claims", 0) >= len(roster) else ():
-            if room.check([f"claim/{rank}"]):
-                roster[rank] = Member.load(room.get(f"claim/{rank}"), rank)
-                if problem := _disagreement(me, roster[rank]):
-                    _poison(room, problem)
-        _raise_if_poisoned(room, readers)
+    while len(members) < me.world_size:
+        _read_new_claims(generation, me, members)
+        generation.raise_if_failed(readers)
         if time.monotonic() > deadline:
-            _poison(room, _absent(room, me.world_size, timeout))
+            generation.fail(_say_who_is_absent(generation, me.world_size, timeout))
         pause()
-    members = [roster[rank] for rank in range(me.world_size)]
-    room.set("roster", json.dumps({"members": [asdict(member) for member in members]}))
-    _raise_if_poisoned(room, readers)  # by somebody who came too early to see the roster, and to warn the watch
-    _sweep(store, generation - 1)
-    return room, members
+    by_rank = [members[rank] for rank in range(me.world_size)]
+    generation.publish(by_rank)
+    generation.raise_if_failed(readers)  # of somebody who came too early to see the members, and to tell the monitor
+    _delete_former(store, generation.number - 1)
+    return generation.store, by_rank
 
 
-def _sweep(store: dist.Store, generation: int) -> None:
-    """Delete what this generation and those before it left in the store, where all ranks had left in good order.
+def _read_new_claims(generation: Generation, me: Member, members: dict[int, Member]) -> None:
+    if generation.claims_of_others() < len(members):
+        return
+    for rank in range(me.world_size):
+        if rank in members:
+            continue
+        holder = generation.holder(rank)
+        if holder is None:
+            continue
+        members[rank] = holder
+        problem = _disagreement(me, holder)
+        if problem:
+            generation.fail(problem)
 
-    All ranks have joined the next one, so nobody reads it any more. What a failed one left stays: it tells why.
+
+def _delete_former(store: dist.Store, number: int) -> None:
+    """Delete the keys of this generation and of those before it, where all ranks had left in good order.
+
+    All ranks have joined the next one, so nobody reads them any more. Those of a failed job stay: they tell why.
     """
-    while (room := _room(store, generation)).check(["roster"]):
-        if _is_over(room):
-            for key in _keys(room):
-                room.delete_key(key)
-        generation -= 1
+    former = Generation(store, number)
+    while former.is_complete():
+        if former.is_over():
+            former.delete_keys()
+        former = Generation(store, former.number - 1)
 
 
-def _keys(room: dist.Store) -> list[str]:
-    """Name the keys of a generation; without those of its last meeting where torch cannot list them (torch 2.6)."""
-    with contextlib.suppress(AttributeError, RuntimeError):
-        return list(room.list_keys())
-    names = ["claims", "left"]
-    for rank in range(len(_read_roster(room))):
-        names += [f"claim/{rank}", f"group//cpu//0/{rank}"]
-    return [*names, "roster"]
-
-
-def _follow(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, list[Member]]:
-    def unsure(holder: Member) -> bool:  # on another host; an agent gives a number again only when its holder has ended
-        return holder.is_alive() is None and not me.under_agent
-
-    room, seen, pause = None, 0, Pause()  # the room in which this rank's claim stands
+def _claim_until_accepted(
+    store: dist.Store, me: Member, deadline: float, timeout: timedelta
+) -> tuple[dist.Store, list[Member]]:
+    """Claim this rank in the newest generation, again if there is a newer one, until rank 0 publishes its members."""
+    seen = 0
+    claimed = None
+    pause = Pause()
     while True:
-        generation = add(store, "ddpkit/generation", 0)
-        if generation > seen:  # rank 0 may have drawn a newer one: those before it belong to dead attempts
-            here, seen = _room(store, generation), generation
-            if starter := _starter(here):
-                raise StartedByRank(_inherited(starter))
-            holder = Member.load(here.compare_set(f"claim/{me.rank}", "", me.dump()), me.rank)
-            room = here if holder.nonce == me.nonce else None
-            if room:
-                add(room, "claims", 1)
-            elif (holder.pid, holder.born) != (me.pid, me.born):  # else it is our own from before a teardown
-                if (holder.is_alive() or unsure(holder)) and not _is_over(here):
-                    _usurped(here, me, holder)
-                if holder.is_alive() is False and not here.check(["roster"]):  # others may wait for it
-                    _poison(here, f"Rank {me.rank} on {holder} ended while the ranks joined. Start all of them anew.")
-        if room:
-            complete = room.check(["roster"])  # before the look at the poison, as rank 0 looks at it once more
-            _raise_if_poisoned(room)
-            if complete:
-                roster = _read_roster(room)
-                if len(roster) != me.world_size:
-                    refuse_text(room.get("roster"), "roster")
-                return room, roster
+        latest = Generation.latest(store)
+        if latest and latest.number > seen:  # those before it belong to dead attempts
+            seen = latest.number
+            claimed = latest if _claim(latest, me) else None
+        members = _accepted(claimed, me) if claimed else None
+        if claimed and members:
+            return claimed.store, members
         if time.monotonic() > deadline:
-            if room is None:
+            if claimed is None:
                 raise LaunchError(
                     f"Rank 0 did not join within {timeout}. Is it running, and is MASTER_ADDR its address?"
                 )
-            _poison(room, _absent(room, me.world_size, timeout))
+            claimed.fail(_say_who_is_absent(claimed, me.world_size, timeout))
         pause()
 
 
+def _claim(generation: Generation, me: Member) -> bool:
+    """Claim this rank; return whether it is this process's. If not, a newer generation must come.
+
+    Raises:
+        LaunchError: If another process of this job holds the rank, or a rank of it started this process.
+    """
+    starter = generation.starter()
+    if starter:
+        raise StartedByRank(starter)
+    holder = generation.claim(me)
+    if holder.nonce == me.nonce:
+        return True
+    if (holder.pid, holder.born) == (me.pid, me.born):  # it is our own, from before a teardown
+        return False
+    alive = holder.is_alive()
+    # on another host that cannot be seen; an agent gives a number again only when its holder has ended
+    perhaps_alive = alive is None and not me.under_agent
+    if (alive or perhaps_alive) and not generation.is_over():
+        _refuse_second_claim(generation, me, holder)
+    if alive is False and not generation.is_complete():  # others may wait for it
+        generation.fail(f"Rank {me.rank} on {holder} ended while the ranks joined. Start all of them anew.")
+    return False
+
+
+def _accepted(generation: Generation, me: Member) -> list[Member] | None:
+    """Return the members of the generation in which this rank stands, None while rank 0 has published none."""
+    complete = generation.is_complete()  # before the look for a failure, for which rank 0 looks once more
+    generation.raise_if_failed()
+    if not complete:
+        return None
+    members = generation.members()
+    if len(members) != me.world_size:
+        refuse_text(generation.store.get("members"), "members")
+    return members
+
+
 def _disagreement(mine: Member, other: Member) -> str | None:
+    """Say why two ranks cannot be in one job; return None if they can."""
     if other.world_size != mine.world_size:
         return (
             f"Rank 0 on {mine} was told WORLD_SIZE={mine.world_size}, rank {other.rank} on {other} was told "
@@ -334,71 +227,15 @@ def _disagreement(mine: Member, other: Member) -> str | None:
     return None
 
 
-def _usurped(room: dist.Store, me: Member, holder: Member) -> NoReturn:
+def _refuse_second_claim(generation: Generation, me: Member, holder: Member) -> NoReturn:
     reason = f"Two processes claim rank {me.rank}: {holder} and {me}. Give every process its own RANK."
     if me.node == holder.node:
         reason += " If RANK and WORLD_SIZE count nodes or pods here, start torchrun once on each instead."
-    _poison(room, reason)
+    generation.fail(reason)
     raise LaunchError(reason)
 
 
-def _absent(room: dist.Store, world_size: int, timeout: timedelta) -> str:
-    absent = [rank for rank in range(world_size) if not room.check([f"claim/{rank}"])]
+def _say_who_is_absent(generation: Generation, world_size: int, timeout: timedelta) -> str:
+    absent = [rank for rank in range(world_size) if not generation.store.check([f"claim/{rank}"])]
     advice = "Are they running, with this MASTER_ADDR and MASTER_PORT?"
     return f"Ranks {absent} of {world_size} did not join within {timeout}. {advice}"
-
-
-def _poison(room: dist.Store, reason: str) -> None:
-    room.compare_set("failure", "", json.dumps(failure_record(-1, LaunchError(reason))))
-    if room.check(["roster"]):  # the others have joined: only their watch can tell them
-        _warn_watch(_read_roster(room), reason)
-
-
-def _raise_if_poisoned(room: dist.Store, readers: int = 0) -> None:
-    """Raises what somebody found wrong; the store's host first gives the other readers up to 2 s to see it."""
-    if room.check(["failure"]):
-        record = parse(room.get("failure"), "failure", FAILURE)
-        _await_readers(room, readers, 2.0)
-        raise as_error(record)
-
-
-def _await_readers(room: dist.Store, readers: int, seconds: float) -> None:
-    """Count this rank among those that have heard why the job is off, and wait until so many have."""
-    heard, end = add(room, "heard", 1), time.monotonic() + seconds
-    while heard < readers and time.monotonic() < end:
-        time.sleep(0.01)
-        heard = add(room, "heard", 0)
-
-
-def _read_roster(room: dist.Store) -> list[Member]:
-    text = room.get("roster")
-    roster = [Member.of(entry) for entry in parse(text, "roster", {"members": [_CLAIM]})["members"]]
-    if not roster or [member.rank for member in roster] != list(range(roster[0].world_size)):
-        refuse_text(text, "roster")
-    return roster
-
-
-def _warn_watch(roster: list[Member], reason: str) -> None:
-    if roster[0].door is None:
-        return
-    host, port = roster[0].door
-    line = json.dumps({"token": roster[0].nonce, "failure": failure_record(-1, LaunchError(reason))})
-    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2) as wire:
-        wire.sendall(line.encode() + b"\n")
-
-
-def _machine() -> tuple[str, ...]:
-    """The machine's boot, this process's network and its process numbers there; () where the system does not tell."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))
-    except OSError:
-        return ()
-
-
-def _cores() -> tuple[int, ...]:
-    return (
-        tuple(sorted(os.sched_getaffinity(0)))
-        if hasattr(os, "sched_getaffinity")
-        else tuple(range(os.cpu_count() or 1))
-    )

@@ -1,4 +1,4 @@
-"""Connections: those of the watch, which are kept alive, and those of gloo's group, cut when the job has failed.
+"""Connections: those of the monitor, which are kept alive, and those of gloo's group, cut when the job has failed.
 
 A collective of gloo's waits for its peers and cannot be called off; destroying the group waits for it, and a DDP model
 keeps the group until the process has ended. A connection that is cut ends the collective, at both ends. What is just
@@ -23,7 +23,7 @@ SETTLE = 0.5  # seconds in which collectives that can still end do
 
 
 def listen(address: str, one_node: bool) -> tuple[socket.socket, tuple[str, int]]:
-    """Open the listener to which the watches of all other ranks connect; return it and its address.
+    """Open the listener to which the monitors of all other ranks connect; return it and its address.
 
     On one node it listens on the loopback interface, which nobody else reaches. On several it listens on the interface
     of `address` alone, and on all of them only if that is a name, so that the interface is not known.
@@ -56,17 +56,19 @@ def _listen_on(interface: str) -> socket.socket:
 
 
 def is_loopback(address: str | None) -> bool:
-    """Tell whether an address, written as the user wrote it, reaches this machine alone."""
-    if address is None or address == "localhost":
-        return address is not None
+    """Return whether an address, written as the user wrote it, reaches this machine alone."""
+    if address is None:
+        return False
+    if address == "localhost":
+        return True
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
 
 
-def dial(address: str, port: int, timeout: float) -> socket.socket:
-    """Connects to that door; raises `LaunchError` if it cannot be reached."""
+def connect_to_monitor(address: str, port: int, timeout: float) -> socket.socket:
+    """Connect to the monitor of rank 0; raise `LaunchError` if it cannot be reached."""
     try:
         return socket.create_connection((address, port), timeout=timeout)
     except OSError as error:
@@ -76,12 +78,12 @@ def dial(address: str, port: int, timeout: float) -> socket.socket:
         ) from error
 
 
-def keep_alive(wire: socket.socket) -> None:
-    """Lets the kernel find a dead link: it asks after 3 s of silence, 3 times, 2 s apart."""
-    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel find a dead link: it asks after 3 s of silence, 3 times, 2 s apart."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
-            wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def send_exit_code(descriptors: Iterable[int]) -> None:
@@ -95,19 +97,22 @@ def send_exit_code(descriptors: Iterable[int]) -> None:
         return  # where a broken pipe kills, the write might change how the process ends
     libc.fdopen.restype = ctypes.c_void_p
     for descriptor in descriptors:
-        if stream := libc.fdopen(descriptor, b"w"):
+        stream = libc.fdopen(descriptor, b"w")
+        if stream:
             libc.on_exit(libc.fputc, ctypes.c_void_p(stream))
 
 
 def sockets() -> set[int]:
-    """The sockets of this process, as inode numbers; none where the system does not tell."""
+    """Return the sockets of this process, as inode numbers; none where the system does not tell."""
     return {number for _, number in _open_sockets()}
 
 
 def cut(some: set[int], after: float = 0.0) -> None:
-    """Ends the connections among these sockets, so many seconds later; whoever uses them will find that out."""
-    time.sleep(after if some else 0.0)
-    for descriptor, number in _open_sockets() if some else ():
+    """End the connections among these sockets, so many seconds later; whoever uses them will find that out."""
+    if not some:
+        return
+    time.sleep(after)
+    for descriptor, number in _open_sockets():
         if number in some:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as ours:
                 ours.getpeername()  # raises for a listener, which gloo would abort the process over
@@ -116,8 +121,11 @@ def cut(some: set[int], after: float = 0.0) -> None:
 
 
 def _open_sockets() -> Iterator[tuple[int, int]]:
+    """Yield the descriptor and the inode number of each open socket."""
     with suppress(OSError):
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
+        for name in os.listdir("/proc/self/fd"):
+            descriptor = int(name)
             with suppress(OSError):
-                if stat.S_ISSOCK((state := os.fstat(descriptor)).st_mode):
+                state = os.fstat(descriptor)
+                if stat.S_ISSOCK(state.st_mode):
                     yield descriptor, state.st_ino

@@ -13,7 +13,7 @@ from multiprocessing import process
 from types import FunctionType, ModuleType
 from typing import Any
 
-from ..process_group.session import message_of
+from ..process_group.failures import message_of
 
 
 def dump_call(caller: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -54,7 +54,8 @@ def agree(kinds: list[str], names: list[str], asked: str | None) -> Any:
         patch.setattr(devices, "choose_device", lambda *_: chosen)
         patch.setattr(devices, "identity", lambda _: names[get_rank()])
         try:
-            return devices.agree(lifecycle.current_session(), ranks.current_launch(), asked_device, None)[0].type
+            session, launch = lifecycle.current_session(), ranks.current_launch()
+            return devices.choose_together(session, launch, asked_device, None)[0].type
         except LaunchError as error:
             return str(error)
 

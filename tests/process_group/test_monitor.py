@@ -342,7 +342,7 @@ def leave_at_once() -> None:
         if context.rank == 1:
             raise ValueError("boom")
         session = lifecycle.current_session()
-        while session.told is None:
+        while session.failures.known is None:
             pass
     print(f"left; a group is there: {dist.is_initialized()}", flush=True)
 
@@ -414,7 +414,7 @@ def lose_the_watch() -> None:
     with ddpkit.distributed(timeout=LONG) as context:
         ddpkit.barrier()
         if context.rank == 1:
-            os.close(lifecycle._job.watch._star._selector.fileno())
+            os.close(lifecycle._job.monitor._star._selector.fileno())
         time.sleep(HANG)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ddpkit.process_group import monitor_connections
+from ddpkit.process_group.failures import failure_record
 from ddpkit.process_group.monitor_connections import Event, Star
 from ddpkit.process_group.monitor_messages import Message, encode, parse
-from ddpkit.process_group.session import failure_record
 from ddpkit.process_group.sockets import is_loopback, listen
 
 TOKEN = "secret"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpkit.process_group.failures import failure_record
 from ddpkit.process_group.monitor_messages import LONGEST, Lines, Message, checked_failure, encode, parse, shows_token
-from ddpkit.process_group.session import failure_record
 
 WORLD_SIZE = 4
 FAILURE = failure_record(1, ValueError("boom"))

@@ -22,8 +22,8 @@ from processes import free_port, platform_env, run
 from test_lifecycle import torchrun
 
 import ddpkit
+from ddpkit.process_group.failures import failure_record, trace_of
 from ddpkit.process_group.on_failure import fill_error_file
-from ddpkit.process_group.session import failure_record, trace_of
 
 
 class Mute(Exception):

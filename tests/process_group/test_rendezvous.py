@@ -6,7 +6,6 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from processes import Ended, free_port, launch, platform_env, run
 
 import ddpkit
 from ddpkit.process_group import rendezvous
+from ddpkit.process_group.generation import Generation
+from ddpkit.process_group.member import Member
 
 SOON = timedelta(seconds=100)
 
@@ -38,12 +39,12 @@ def join_and_stay() -> None:
 def join_or_end_early(folder: str) -> None:
     claimed = Path(folder, "claimed")
 
-    def end(room: dist.Store, readers: int = 0) -> None:
+    def end(generation: Generation, readers: int = 0) -> None:
         claimed.symlink_to(f"/proc/{os.getpid()}/exe")
         os.kill(os.getpid(), signal.SIGKILL)
 
     if os.environ["ROLE"] == "ends":
-        rendezvous._raise_if_poisoned = end  # which a rank calls when it has claimed its number
+        Generation.raise_if_failed = end  # which a rank calls when it has claimed its number
     while os.environ["ROLE"] == "follows" and (not claimed.is_symlink() or claimed.exists()):
         time.sleep(0.01)
     join_and_stay()
@@ -77,18 +78,17 @@ def test_duplicates_that_wait_for_rank_zero_are_refused_on_every_rank() -> None:
     all_name(ended, "Two processes claim rank 1")
 
 
-def test_a_refusal_that_comes_while_rank_zero_writes_the_roster_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, (me, other) = dist.HashStore(), (rendezvous.Member(rank, 2, None, True) for rank in range(2))
-    room = dist.PrefixStore("ddpkit/1", store)
-    room.set("claim/1", other.dump())
-    room.add("claims", 1)
+def test_a_refusal_that_comes_while_rank_zero_writes_the_members_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, (me, other) = dist.HashStore(), (Member(rank, 2, None, True) for rank in range(2))
+    dist.PrefixStore("ddpkit/1", store).set("claim/1", other.to_json())
+    dist.PrefixStore("ddpkit/1", store).add("claims", 1)
+    publish = Generation.publish
 
-    def refuse_then_write(member: rendezvous.Member) -> dict:
-        if room.check(["claim/0"]):
-            rendezvous._poison(room, "there are two of rank 1")
-        return asdict(member)
+    def refuse_then_publish(generation: Generation, members: list[Member]) -> None:
+        generation.fail("there are two of rank 1")
+        publish(generation, members)
 
-    monkeypatch.setattr(rendezvous, "asdict", refuse_then_write)
+    monkeypatch.setattr(Generation, "publish", refuse_then_publish)
     with pytest.raises(ddpkit.LaunchError, match="two of rank 1"):
         rendezvous.join(store, me, SOON)
 
@@ -193,13 +193,13 @@ def test_a_process_of_another_container_is_neither_alive_nor_dead_from_here() ->
     claim = [
         sys.executable,
         "-c",
-        "from ddpkit.process_group.rendezvous import Member; print(Member(0, 1, None, False).dump())",
+        "from ddpkit.process_group.member import Member; print(Member(0, 1, None, False).to_json())",
     ]
     ended, contained = launch(claim, ["unshare", "--pid", "--fork", "--mount-proc", *claim])
-    mine = rendezvous.Member(0, 1, None, False)
-    claims = [mine.dump(), ended.output, contained.output]
-    assert [rendezvous.Member.load(claim, 0).is_alive() for claim in claims] == [True, False, None]
-    assert {rendezvous.Member.load(claim, 0).node for claim in claims} == {mine.node}
+    mine = Member(0, 1, None, False)
+    claims = [mine.to_json(), ended.output, contained.output]
+    assert [Member.from_json(claim, 0).is_alive() for claim in claims] == [True, False, None]
+    assert {Member.from_json(claim, 0).node for claim in claims} == {mine.node}
 
 
 def test_a_restarted_job_on_the_same_store_forms_a_world_of_its_own() -> None:

@@ -19,10 +19,11 @@ from test_session import on_threads
 
 import ddpkit
 from ddpkit.process_group import lifecycle
-from ddpkit.process_group.rendezvous import Member, join
+from ddpkit.process_group.member import Member
+from ddpkit.process_group.rendezvous import join
 from ddpkit.process_group.session import Session
 
-JOINING = ["ddpkit/1/claim/1", "ddpkit/1/roster", "ddpkit/1/failure", "ddpkit/1/claims", "ddpkit/generation"]
+JOINING = ["ddpkit/1/claim/1", "ddpkit/1/members", "ddpkit/1/failure", "ddpkit/1/claims", "ddpkit/generation"]
 JOINED = [
     "ddpkit/1/failure",
     "ddpkit/1/barrier/1/0",
@@ -232,7 +233,7 @@ def test_a_text_that_no_rank_wrote_is_refused() -> None:
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-@pytest.mark.parametrize("key", ["claim/0", "claim/1", "roster", "failure"])
+@pytest.mark.parametrize("key", ["claim/0", "claim/1", "members", "failure"])
 def test_garbage_in_the_store_ends_the_joining(key: str, garbage: bytes) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank = 0 if key in ("claim/1", "failure") else 1
@@ -241,19 +242,19 @@ def test_garbage_in_the_store_ends_the_joining(key: str, garbage: bytes) -> None
     generation = dist.PrefixStore("ddpkit/1", server)
     generation.set(key, garbage)
     generation.add("claims", 1)
-    if key == "claim/0":  # what rank 1 reads of rank 0 is in the roster
-        claim = json.loads(Member(0, 2, None, False).dump())
-        generation.set("roster", json.dumps({"members": [claim | {"rank": garbage.hex()[:50]}, claim]}))
-        key = "roster"
+    if key == "claim/0":  # rank 1 reads of rank 0 among the members
+        claim = json.loads(Member(0, 2, None, False).to_json())
+        generation.set("members", json.dumps({"members": [claim | {"rank": garbage.hex()[:50]}, claim]}))
+        key = "members"
     with pytest.raises(ddpkit.LaunchError, match=f"under '{key}', which no rank"):
         join(server, Member(rank, 2, None, False), timedelta(seconds=60))
 
 
 @pytest.mark.parametrize("ranks", [[], [0], [0, 0], [1, 0], [0, 1, 2]])
-def test_a_roster_that_is_not_of_this_job_is_refused(ranks: list[int]) -> None:
+def test_members_that_are_not_of_this_job_is_refused(ranks: list[int]) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.add("ddpkit/generation", 1)
-    members = [json.loads(Member(rank, len(ranks), None, False).dump()) for rank in ranks]
-    dist.PrefixStore("ddpkit/1", server).set("roster", json.dumps({"members": members}))
-    with pytest.raises(ddpkit.LaunchError, match="'roster', which no rank"):
+    members = [json.loads(Member(rank, len(ranks), None, False).to_json()) for rank in ranks]
+    dist.PrefixStore("ddpkit/1", server).set("members", json.dumps({"members": members}))
+    with pytest.raises(ddpkit.LaunchError, match="'members', which no rank"):
         join(server, Member(1, 2, None, False), timedelta(seconds=60))

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from ddpkit.errors import BarrierTimeoutError, PeerError
-from ddpkit.process_group.session import Session, failure_record
+from ddpkit.process_group.failures import failure_record
+from ddpkit.process_group.session import Session
 
 
 def on_threads(world_size: int, fn: Callable[[Session], Any]) -> tuple[list[Any], dist.TCPStore]:
@@ -128,8 +129,9 @@ def test_a_wait_ends_with_the_first_recorded_failure() -> None:
     def meet(session: Session) -> None:
         if session.rank == 1:
             time.sleep(0.1)
-            assert session.record(failure_record(1, KeyError("a")))["message"] == "'a'"
-            assert session.record(failure_record(1, KeyError("b")))["message"] == "'a'", "the first failure stands"
+            record = session.failures.record
+            assert record(failure_record(1, KeyError("a")))["message"] == "'a'"
+            assert record(failure_record(1, KeyError("b")))["message"] == "'a'", "the first failure stands"
         else:
             session.meet("x/1")
 
@@ -141,7 +143,7 @@ def test_a_wait_ends_with_the_first_recorded_failure() -> None:
 
 def test_a_wait_for_a_rank_that_has_left_ends_at_once() -> None:
     def meet(session: Session) -> None:
-        session.left.append(1)  # what the watch does
+        session.failures.left.append(1)  # what the watch does
         if session.rank == 0:
             session.meet("x/1")
 

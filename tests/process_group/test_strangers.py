@@ -19,8 +19,9 @@ from nodes import needs, virtual_nodes
 from processes import ROOT, TORCHRUN, Ended, free_port, launch, platform_env, run
 
 import ddpkit
-from ddpkit.process_group import lifecycle, rendezvous
-from ddpkit.process_group.session import failure_record
+from ddpkit.process_group import lifecycle
+from ddpkit.process_group.failures import failure_record
+from ddpkit.process_group.member import Member
 
 PATHS = [f"{ROOT}/tests", f"{ROOT}/tests/process_group"]
 LONG = timedelta(seconds=60)
@@ -32,9 +33,10 @@ class Door:
     """Where the watch of this job listens, and what it lets in."""
 
     def __init__(self) -> None:
-        first = rendezvous._read_roster(lifecycle.current_session().store)[0]
-        assert first.door is not None
-        self.address, self.token = first.door, first.nonce
+        text = lifecycle.current_session().store.get("members")
+        first = Member.from_fields(json.loads(text)["members"][0])
+        assert first.monitor_address is not None
+        self.address, self.token = first.monitor_address, first.nonce
 
     def enter(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=5)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from ...collectives import ops, sync
 from ...parallel.wrap import wrap_model
+from ...process_group.job import Context
 from ...process_group.lifecycle import distributed
-from ...process_group.startup import Context
 from ..terminal import Progress, count
 from .timing import Case, time_cases
 from .workloads import METRICS, MODELS, Plan, make_step

@@ -22,9 +22,10 @@ from ...collectives.sync import exchange
 from ...errors import LaunchError
 from ...launch.launchers import Launch, forgotten_launcher
 from ...launch.process_tree import typed_in_terminal
+from ...process_group.job import Context
 from ...process_group.lifecycle import distributed
-from ...process_group.startup import Context, has_agent, offer_store, unnested_launch
-from ...process_group.tcp_store import connect, find_master
+from ...process_group.startup import offer_store, unnested_launch
+from ...process_group.tcp_store import find_master, has_agent, open_store
 from ...spawning.spawn import spawn
 from ..terminal import count
 from . import job_checks, machine_checks, network_checks
@@ -254,7 +255,7 @@ def _open_store(report: Report, launch: Launch, hosts_store: bool) -> dist.Store
     """
     address, port = launch.master_addr, launch.master_port
     if address and port:
-        store: dist.Store = connect(address, port, hosts_store, report.time_left())
+        store: dist.Store = open_store(address, port, hosts_store, report.time_left())
     else:
         store, address, port = find_master(launch, report.time_left())
     if hosts_store:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from ...collectives.ops import all_reduce, all_reduce_mean
 from ...collectives.sync import barrier, exchange
 from ...launch import ranks
+from ...process_group.job import Context
 from ...process_group.lifecycle import distributed, get_device
-from ...process_group.session import parse, refuse_text
-from ...process_group.startup import Context
+from ...process_group.store_values import parse, refuse_text
 from ..terminal import count, table
 from .check import Check, say_ranks
 from .machine_checks import installed

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ...errors import LaunchError
 from ...launch.launchers import Launch
 from ...process_group.polling import Pause
-from ...process_group.session import parse, refuse_text
+from ...process_group.store_values import parse, refuse_text
 from ..terminal import Progress
 from .check import STATUSES, Check, failure
 

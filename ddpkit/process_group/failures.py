@@ -1,0 +1,164 @@
+"""Failures of ranks: how one is written down for the others, and what this rank knows of the first of its job."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import DdpkitError, LaunchError, PeerError
+from .polling import call_with_timeout
+from .store_values import parse, printable
+
+_MESSAGE, _TRACE = 10_000, 50_000  # characters of a failure: the store drops connections over values of megabytes
+FAILURE = {"rank": int, "host": str, "type": str, "message": str, "traceback": str}
+
+
+def failure_record(rank: int, error: BaseException) -> dict[str, Any]:
+    """Write down an error for the other ranks; with rank -1 if the job itself is wrong."""
+    if isinstance(error, PeerError):  # it only passes on what became of a peer
+        return {
+            "rank": error.rank,
+            "host": error.host,
+            "type": error.error_type,
+            "message": error.message,
+            "traceback": error.traceback,
+        }
+    return {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "type": type(error).__name__,
+        "message": message_of(error),
+        "traceback": trace_of(error),
+    }
+
+
+def as_error(record: dict[str, Any]) -> DdpkitError:
+    """Make the exception that the other ranks raise for a failure record."""
+    message = record["message"][:_MESSAGE]
+    if record["rank"] < 0:
+        return LaunchError(message)
+    host, kind = record["host"][:_MESSAGE], record["type"][:_MESSAGE]
+    return PeerError(record["rank"], host, kind, message, record["traceback"][-2 * _TRACE :])
+
+
+def message_of(error: BaseException, length: int = _MESSAGE) -> str:
+    """Make the text of an exception, shortened to `length` characters, also where its own `__str__` raises."""
+    try:
+        text = str(error)
+    except BaseException as broken:  # SystemExit too: what matters is the error that we are asked about
+        text = f"(no message: its __str__ raises {type(broken).__name__})"
+    return printable(text[:length])
+
+
+def trace_of(error: BaseException) -> str:
+    """Format the traceback, "" for an error that was never raised; shortened in the middle if it is long."""
+    if error.__traceback__ is None:
+        return ""
+    try:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+    except BaseException:  # an exception may hold anything, and the formatter of a SyntaxError trusts its fields
+        lines = traceback.format_tb(error.__traceback__)
+        lines.append(f"{type(error).__name__}: {message_of(error)}\n")
+    text = "".join(lines)
+    if len(text) > _TRACE:
+        half = _TRACE // 2
+        text = f"{text[:half]}\n…\n{text[-half:]}"
+    return printable(text)
+
+
+class Failures:
+    """What this rank knows of the first failure of its job, and of ranks that have left.
+
+    The monitor's thread writes it, and the main thread.
+
+    Attributes:
+        known: The record of the first failure, as far as this rank has heard of one.
+        settled: Whether this rank has reported the failure or is leaving the job, so that it is raised no more.
+        left: Ranks that have left the job.
+        reasons: By rank, the failure that it was handling when it left.
+        ending: Ranks whose process is about to end, and until when to wait for its exit code.
+        orphaned: Returns what became of the process that must outlive this one, "" while it lives.
+        explained: The last exception whose cause was looked for.
+        compared: Whether the ranks have compared which collective broke.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], orphaned: Callable[[], str] = str) -> None:
+        self._store = store
+        self._rank = rank
+        self._hosts = hosts
+        self.known: dict[str, Any] | None = None
+        self.settled = False
+        self.left: list[int] = []
+        self.reasons: dict[int, dict[str, Any]] = {}
+        self.ending: dict[int, float] = {}
+        self.orphaned = orphaned
+        self.explained: BaseException | None = None
+        self.compared = False
+
+    def record(self, failure: dict[str, Any]) -> dict[str, Any]:
+        """Write a failure into the store, and return the one that came first."""
+        first = self._store.compare_set("failure", "", json.dumps(failure))
+        return parse(first, "failure", FAILURE)
+
+    def announce(self, failure: dict[str, Any], patience: float = 2.0) -> None:
+        """Write a failure into the store if that answers in so many seconds, for ranks that look there."""
+        with suppress(RuntimeError, TimeoutError):  # the store has gone, or its host is stopped
+            call_with_timeout(lambda: self.record(failure), patience)
+
+    def look_up(self) -> dict[str, Any] | None:
+        """Return the first failure; ask the store if this rank has heard of none."""
+        if self.known is None and self._store.check(["failure"]):
+            self.known = parse(self._store.get("failure"), "failure", FAILURE)
+        return self.known
+
+    def raise_if_any(self) -> None:
+        """Raise if any rank has failed; ask the store if this rank has heard of none."""
+        self.look_up()
+        self.raise_if_known()
+
+    def raise_if_known(self) -> None:
+        """Raise if this rank has heard that any rank has failed."""
+        if self.known:
+            raise as_error(self.known)
+
+    def find_cause(self, end: float) -> DdpkitError | None:
+        """Wait until it is known who failed or left: the cause of a broken connection. None if nobody did.
+
+        Args:
+            end: When to stop waiting, as `time.monotonic()` counts; later if a process is just ending.
+        """
+        look = self.raise_if_any
+        while time.monotonic() < max([end, *self.ending.values()]):
+            try:
+                look()
+            except DdpkitError as error:
+                return error
+            except RuntimeError:  # the store has gone too: only the monitor can tell
+                look = self.raise_if_known
+            if orphan := self.orphan():
+                return orphan
+            if self.left:
+                return self.departure(self.left[0])
+            time.sleep(0.01)
+        return None
+
+    def orphan(self) -> PeerError | None:
+        """Make the error to raise when the process that must outlive this rank has gone; None while it lives."""
+        words = self.orphaned()
+        if not words:
+            return None
+        return PeerError(self._rank, self._hosts[self._rank], "orphaned", words)
+
+    def departure(self, rank: int) -> DdpkitError:
+        """Make the error to raise where this rank waits for one that has left."""
+        if rank in self.reasons:
+            return as_error(self.reasons[rank])
+        words = "it called teardown() or ended while others still wait for it"
+        return PeerError(rank, self._hosts[rank], "left", words)

@@ -1,0 +1,108 @@
+"""The job that this process has joined, with everything that `teardown()` has to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..launch.launchers import Launch
+from ..torch_internals import current_group, no_group
+from .monitor import Monitor
+from .options import Options
+from .session import Session
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where this process stands in the job, as `setup()` found it; prints as a block for the log."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    device: torch.device
+    backend: str | None
+    launcher: str
+    master: str | None
+
+    def __str__(self) -> str:
+        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        rows = {
+            "launcher": self.launcher,
+            "backend": self.backend or "none (one process)",
+            "world size": f"{self.world_size} on {nodes}",
+            "rank": self.rank,
+            "local rank": f"{self.local_rank} of {self.local_world_size} on node {self.node_rank}",
+            "device": self.device,
+            "master": self.master or "none",
+        }
+        return "\n".join(f"{name:>10}: {value}" for name, value in rows.items())
+
+
+def context_of(launch: Launch, device: torch.device, backend: str | None = None, master: str | None = None) -> Context:
+    """Make the context of a launch; places that are not known are those of a job on one node."""
+    return Context(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        local_rank=launch.local_rank or 0,
+        local_world_size=launch.local_world_size or 1,
+        node_rank=launch.node_rank or 0,
+        num_nodes=launch.num_nodes or 1,
+        device=device,
+        backend=backend,
+        launcher=launch.kind,
+        master=master,
+    )
+
+
+@dataclass
+class Job:
+    """A job: what `setup()` makes and `teardown()` ends.
+
+    Attributes:
+        context: Where this process stands in it.
+        asked: The arguments of `setup()`.
+        group: Returns the process group that it belongs to, as long as that lives; one process has none.
+        launch: How this process was started, with all places filled in.
+        session: Where its ranks meet; one process has none.
+        monitor: The thread that hears of failures.
+        control: The device on which small control messages travel, if that is not the CPU.
+        owns_group: Whether `setup()` made the group.
+        hosts_store: Whether this process hosts the store.
+        former_hook: The exception hook from before `setup()`.
+        former_error: Identity of the exception that had ended something in this interpreter before.
+        interrupted: Whether it was left while a KeyboardInterrupt was handled.
+        finalizer: Runs where a child of multiprocessing ends.
+    """
+
+    context: Context
+    asked: Options
+    group: Callable[[], Any] = no_group
+    launch: Launch | None = None
+    session: Session | None = None
+    monitor: Monitor | None = None
+    control: torch.device | None = None
+    owns_group: bool = False
+    hosts_store: bool = False
+    former_hook: Any = None
+    former_error: int = 0
+    interrupted: bool = False
+    finalizer: Any = None
+
+    def is_current(self) -> bool:
+        """Return whether the group that it belongs to is the one that exists; one process needs none."""
+        group = current_group()
+        if group is None:
+            return self.session is None
+        return self.group() is group
+
+    def own_session(self) -> Session | None:
+        """Return its session, None on one process and in a child that was forked from a rank."""
+        if self.session is None or not self.session.is_own:
+            return None
+        return self.session

@@ -1,0 +1,193 @@
+"""Waits of several ranks for each other, on torch's key-value store: barriers, and what is built on them.
+
+Each rank adds its bit to a counter. So the first rank whose time is up, or that has failed, can name the missing; it
+sets a flag in the counter and writes down why, and all ranks raise, also those that come later.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from ..errors import BarrierTimeoutError
+from .failures import FAILURE, as_error
+from .store_values import add, parse, read_text, refuse_text
+from .waits import Waits
+
+_RANKS_PER_COUNTER = 60  # one bit for each, in an int64
+_BROKEN = 1 << 61  # a flag in the first counter
+_AT_ONCE = timedelta(seconds=5)  # bound on a wait for a key whose writer is at work
+_LONG = 1.0  # seconds of a wait after which a rank notes where it waits
+_MISSING = {"missing": [int], "seconds": float, "elsewhere": dict[str, str]}
+
+
+class Meeting:
+    """One wait of some ranks for each other.
+
+    Args:
+        waits: This rank's.
+        key: The meeting's, equal on all ranks, "name/number".
+        ranks: The ranks that meet.
+        timeout: Bound on the wait.
+        refusal: Key under which a rank that cannot come writes its failure; "" if there is none.
+    """
+
+    def __init__(self, waits: Waits, key: str, ranks: Sequence[int], timeout: timedelta, refusal: str = "") -> None:
+        self._waits = waits
+        self._store = waits.store
+        self._key = key
+        self._ranks = ranks
+        self._timeout = timeout
+        self._refusal = refusal
+        self.name = key.rpartition("/")[0]
+        firsts = range(0, len(ranks), _RANKS_PER_COUNTER)
+        self.counters = [f"{key}/{first}" for first in firsts]
+        self._all = [(1 << min(_RANKS_PER_COUNTER, len(ranks) - first)) - 1 for first in firsts]
+        self._bits: list[int] = []  # of each counter, at the last look
+        self._note = f"waits/{waits.rank}"  # where this rank says where it waits
+        self._note_at = 0.0
+        self._noted = False
+
+    def wait(self) -> None:
+        """Arrive, and return when all ranks have."""
+        place = self._ranks.index(self._waits.rank)
+        counter = place // _RANKS_PER_COUNTER
+        bits = add(self._store, self.counters[counter], 1 << place % _RANKS_PER_COUNTER)
+        if [bits] == self._all:
+            return
+        self._note_at = time.monotonic() + min(_LONG, self._timeout.total_seconds() / 2)
+        self._waits.until(self._is_complete, self._timeout, self._give_up)
+        if self._noted:
+            self._store.delete_key(self._note)
+
+    def call_off(self, failure: dict[str, Any]) -> None:
+        """Tell the others that this rank has failed. It does not arrive, so that nobody finds the meeting complete."""
+        if self._is_first_to_break():
+            add(self._store, self.counters[0], _BROKEN)
+            self._store.set(f"{self._key}/why", json.dumps(failure))
+
+    def _is_complete(self) -> bool | None:
+        """Return True if all have arrived, None if not; raise if that cannot be any more."""
+        self._say_where()
+        left = list(self._waits.failures.left)  # before the look, because who leaves has arrived before
+        self._bits = self._look()
+        for counter, bits, complete in zip(self.counters, self._bits, self._all, strict=True):
+            if bits & ~(complete | _BROKEN):
+                refuse_text(f"{bits}", counter)
+        if self._bits[0] & _BROKEN:
+            return self._explain()
+        if self._bits == self._all:
+            return True
+        absent = self._absent()
+        for rank in left:
+            if rank in absent:
+                self._waits.failures.raise_if_any()  # it may have left because another failed
+                raise self._waits.failures.departure(rank)
+        return None
+
+    def _say_where(self) -> None:
+        """Note where this rank waits, if the wait is long, for those who miss it elsewhere."""
+        if not self._noted and time.monotonic() > self._note_at:
+            self._store.set(self._note, self.name)
+            self._noted = True
+        if self._noted and self._refusal and self._store.check([self._refusal]):
+            raise as_error(parse(self._store.get(self._refusal), self._refusal, FAILURE))
+
+    def _look(self) -> list[int]:
+        bits = [add(self._store, counter, 0) for counter in reversed(self.counters)]
+        return bits[::-1]  # the first was read last: it holds the flag
+
+    def _absent(self) -> list[int]:
+        absent = []
+        for place, rank in enumerate(self._ranks):
+            bits = self._bits[place // _RANKS_PER_COUNTER]
+            if not bits >> place % _RANKS_PER_COUNTER & 1:
+                absent.append(rank)
+        return absent
+
+    def _give_up(self) -> bool:
+        """Break the meeting, for the time is up."""
+        if self._is_first_to_break():
+            first, *others = self.counters
+            self._bits = [add(self._store, first, _BROKEN)]
+            self._bits += [add(self._store, counter, 0) for counter in others]
+            absent = self._absent()
+            seconds = self._timeout.total_seconds()
+            why = {"missing": absent, "seconds": seconds, "elsewhere": self._elsewhere(absent)}
+            self._store.set(f"{self._key}/why", json.dumps(why))
+        return self._explain()
+
+    def _is_first_to_break(self) -> bool:
+        return add(self._store, f"{self._key}/broken", 1) == 1  # the first reason stands
+
+    def _elsewhere(self, missing: Sequence[int]) -> dict[str, str]:
+        """Find where missing ranks wait instead, by rank."""
+        found = {}
+        for rank in missing:
+            note = f"waits/{rank}"
+            if self._store.check([note]):
+                found[f"{rank}"] = read_text(self._store, note)
+        return found
+
+    def _explain(self) -> bool:
+        """Raise why the meeting broke; return True if the last rank came just before somebody gave up."""
+        reason = f"{self._key}/why"
+
+        def written() -> bool | None:
+            return self._store.check([reason]) or None
+
+        self._waits.until(written, _AT_ONCE, lambda: refuse_text("nothing", reason))
+        why = parse(self._store.get(reason), reason, FAILURE, _MISSING)
+        if "missing" not in why:
+            raise as_error(why)
+        if why["missing"]:
+            raise self._timeout_error(why)
+        return True
+
+    def _timeout_error(self, why: dict[str, Any]) -> BarrierTimeoutError:
+        hosts, me = self._waits.hosts, self._waits.rank
+        missing = [(rank, hosts[rank]) for rank in self._ranks if rank in why["missing"]]
+        arrived = [(rank, hosts[rank]) for rank in self._ranks if rank not in why["missing"]]
+        count = f"{len(missing)} of {len(self._ranks)} ranks"
+        text = f"{self.name}: {count} did not arrive within {why['seconds']:g} s"
+        text += f": {_names(missing)}. Arrived: {_names(arrived)}."
+        for rank, place in why["elsewhere"].items():
+            text += f" Rank {rank} waits in {place} instead."
+        if me in why["missing"]:
+            text += f" This is rank {me}, which came too late."
+        return BarrierTimeoutError(text, missing, arrived)
+
+
+class UsedKeys:
+    """Keys of earlier meetings, to be deleted once nobody reads them.
+
+    When the ranks meet again under a name, all have left the meeting before. A name may be used once, so its keys go
+    after the time-out, too. Threads may meet under different names at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._used: dict[str, tuple[float, list[str]]] = {}  # by a meeting's name: when it was, and its keys
+
+    def replace(self, name: str, keys: list[str], timeout: timedelta) -> list[str]:
+        """Note the keys of this use of a name; return those that nobody reads any more."""
+        now = time.monotonic()
+        with self._lock:
+            _, old = self._used.pop(name, (now, []))
+            while self._used:
+                oldest = next(iter(self._used))
+                since, more = self._used[oldest]
+                if now < since + timeout.total_seconds():
+                    break
+                del self._used[oldest]
+                old = old + more
+            self._used[name] = now, keys
+        return old
+
+
+def _names(places: list[tuple[int, str]]) -> str:
+    return ", ".join(f"rank {rank} ({host})" for rank, host in places) or "nobody"

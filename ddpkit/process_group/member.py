@@ -1,0 +1,115 @@
+"""The claim of a process that it is one of the job's ranks, and what others see from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_type_hints
+
+from ..launch.process_tree import ancestors, born
+from .store_values import parse, refuse_text
+
+
+def _machine() -> tuple[str, ...]:
+    """Return the machine's boot, this process's network and its process numbers; () where the system tells none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return boot, os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ()
+
+
+def _cores() -> tuple[int, ...]:
+    """Return the cores on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def _own_birth() -> str:
+    return born(os.getpid())
+
+
+def _nonce() -> str:
+    return os.urandom(8).hex()
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of the job: the process that claims its number, where that is, and what it believes about the job.
+
+    Attributes:
+        rank: The number that it claims.
+        world_size: Number of ranks in the job, as it was told.
+        run_id: Identity of the run, if it was told one.
+        under_agent: Whether the store is torchrun's or spawn's, which outlives a restart of the ranks.
+        watch: Whether it has a monitor.
+        monitor_address: Where rank 0's monitor listens.
+        host: The name of its machine.
+        machine: Identity of the machine, its network and its process numbers.
+        pid: Number of the process.
+        born: When the process began; a number may be given again.
+        cores: On which it may run.
+        nonce: Secret of this claim.
+    """
+
+    rank: int
+    world_size: int
+    run_id: str | None
+    under_agent: bool
+    watch: bool = True
+    monitor_address: tuple[str, int] | None = None
+    host: str = field(default_factory=socket.gethostname)
+    machine: tuple[str, ...] = field(default_factory=_machine)
+    pid: int = field(default_factory=os.getpid)
+    born: str = field(default_factory=_own_birth)
+    cores: tuple[int, ...] = field(default_factory=_cores)
+    nonce: str = field(default_factory=_nonce)
+
+    def __str__(self) -> str:
+        return f"{self.host} (pid {self.pid})"
+
+    @classmethod
+    def from_json(cls, text: bytes | str, rank: int) -> Member:
+        """Read the claim of this rank, as it stands in the store."""
+        key = f"claim/{rank}"
+        member = cls.from_fields(parse(text, key, MEMBER))
+        if member.rank != rank:
+            refuse_text(text, key)
+        return member
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Member:
+        """Make a member of what JSON holds."""
+        values: dict[str, Any] = {}
+        for name, value in fields.items():
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """Write the claim for the store."""
+        return json.dumps(asdict(self))
+
+    @property
+    def node(self) -> tuple[str, ...]:
+        """Return an identity that the ranks of one node share, and no others: cloned machines share a host name."""
+        return self.host, *self.machine[:2]
+
+    def is_alive(self) -> bool | None:
+        """Return whether the process still runs; None where that cannot be seen from here."""
+        if not self._is_here() or not self.born:
+            return None
+        return born(self.pid) == self.born
+
+    def is_above_me(self) -> bool:
+        """Return whether this process descends from it."""
+        return self._is_here() and ancestors().get(self.pid) == self.born
+
+    def _is_here(self) -> bool:
+        return (self.host, self.machine) == (socket.gethostname(), _machine())
+
+
+MEMBER = get_type_hints(Member)  # the form of its JSON

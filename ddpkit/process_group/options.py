@@ -1,0 +1,68 @@
+"""The arguments of `setup()`, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..arguments import check_timeout, is_positive_integer
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `setup()`."""
+
+    backend: str | None = None
+    device: torch.device | None = None
+    timeout: timedelta = timedelta(minutes=10)
+    num_threads: int | None = None
+    watch: bool = True
+
+
+def checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, watch: Any) -> Options:
+    """Convert the arguments of `setup()`.
+
+    Raises:
+        TypeError: If the time-out is a number.
+        ValueError: If an argument cannot be used.
+    """
+    check_timeout(timeout)
+    if not isinstance(watch, bool):
+        raise ValueError(f"watch must be True or False, got {watch!r}.")
+    return Options(_checked_backend(backend), _checked_device(device), timeout, _checked_threads(num_threads), watch)
+
+
+def _checked_threads(num_threads: Any) -> int | None:
+    if num_threads is None:
+        return None
+    if not is_positive_integer(num_threads):
+        raise ValueError(f"num_threads must be a positive integer, got {num_threads!r}.")
+    return int(num_threads)
+
+
+def _checked_backend(backend: Any) -> str | None:
+    if backend is None:
+        return None
+    if not isinstance(backend, str):
+        raise ValueError(f"backend must be a name such as 'gloo', got {backend!r}.")
+    for part in backend.split(","):  # "cpu:gloo,cuda:nccl"
+        name = part.rpartition(":")[2].lower()
+        if name not in dist.Backend.backend_list:
+            known = ", ".join(name for name in dist.Backend.backend_list if name not in ("undefined", "fake"))
+            raise ValueError(f"backend={backend!r} is none that torch knows here: {known}, or cpu:gloo,cuda:nccl.")
+    return backend
+
+
+def _checked_device(device: Any) -> torch.device | None:
+    if device is None:
+        return None
+    if not isinstance(device, (str, torch.device)):
+        raise ValueError(f"device must be a torch.device or a name such as 'cuda:0', got {device!r}.")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:  # torch lists its kinds of device
+        raise ValueError(f"device={device!r} is no device: {error}") from error

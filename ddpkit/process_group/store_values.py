@@ -1,0 +1,131 @@
+"""Reading the store, where any program that reaches the port may write: each value is checked first."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Mapping
+from types import NoneType, UnionType
+from typing import Any, NoReturn, Union, cast, get_args, get_origin
+
+import torch.distributed as dist
+
+from ..errors import LaunchError
+from .polling import call_with_timeout
+
+_LONGEST = 8 << 20  # bytes that the store takes at once; it has more only if somebody appends
+
+
+def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a JSON object that came from the store.
+
+    Args:
+        text: Bytes that the store gave.
+        key: Their key, for the error.
+        *shapes: Name and type of each field, one mapping for each form that is right; `[int]` is a list of ints.
+
+    Raises:
+        LaunchError: If the text has none of these forms.
+    """
+    if len(text) > _LONGEST:
+        refuse_text(text, key)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        refuse_text(text, key)
+    if not any(_fits(found, shape) for shape in shapes):
+        refuse_text(text, key)
+    return dict(found)
+
+
+def read_text(store: dist.Store, key: str) -> str:
+    """Read a text from the store.
+
+    Raises:
+        LaunchError: If it is none.
+    """
+    data = store.get(key)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        refuse_text(data, key)
+
+
+def refuse_text(text: bytes | str, key: str) -> NoReturn:
+    """Raise `LaunchError`: no rank of this job wrote this text."""
+    shown = repr(text[:60])
+    if len(text) > 60:
+        shown += "…"
+    raise LaunchError(
+        f"The store holds {shown} under {key!r}, which no rank of this job wrote. "
+        "Does another program use this MASTER_ADDR and MASTER_PORT? Give each job a port of its own."
+    )
+
+
+def printable(text: str) -> str:
+    """Escape characters that no encoding has, such as the halves of a broken file name."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def add(store: dist.Store, key: str, amount: int) -> int:
+    """Add to a counter of the store and return the sum.
+
+    The store drops the connection of whoever adds to a text. So that nobody takes it for the end of its host, the key
+    is read over another connection.
+
+    Raises:
+        LaunchError: If the key holds no number: no rank wrote it.
+    """
+    try:
+        return int(store.add(key, amount))
+    except (RuntimeError, ValueError):
+        text = _read_over_new_connection(store, key)
+        if text is not None and not re.match(rb"\s*[+-]?[0-9]{1,18}(?![0-9])", text):
+            refuse_text(text, key)
+        raise
+
+
+def without_prefixes(store: dist.Store) -> dist.Store:
+    """Return the store itself, which others show under a prefix."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _read_over_new_connection(store: dist.Store, key: str) -> bytes | None:
+    """Read a key; return None if it or a connection is not to be had. torch 2.6 can make none."""
+
+    def read() -> bytes | None:
+        clone = cast(Any, store).clone()
+        return bytes(clone.get(key)) if clone.check([key]) else None
+
+    server = without_prefixes(store)
+    try:
+        if isinstance(server, dist.TCPStore):  # torch would go on trying for the whole time-out
+            socket.create_connection((server.host, server.port), timeout=2).close()
+        return call_with_timeout(read, 3.0)
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        return None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value that was JSON has a type, or the form of a mapping from names to types, or of `[type]`."""
+    if isinstance(hint, Mapping):
+        if not isinstance(value, dict) or value.keys() != hint.keys():
+            return False
+        return all(_fits(value[name], hint[name]) for name in hint)
+    if isinstance(hint, list):
+        return isinstance(value, list) and all(_fits(each, hint[0]) for each in value)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, choice) for choice in args)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(each, args[1]) for each in value.values())
+    if origin is tuple and args[-1] is Ellipsis:
+        return _fits(value, [args[0]])
+    if origin is tuple:
+        return isinstance(value, list) and len(value) == len(args) and all(map(_fits, value, args))
+    if hint is None:
+        return type(value) is NoneType
+    return type(value) is hint  # a bool is no int

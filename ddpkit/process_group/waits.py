@@ -1,0 +1,86 @@
+"""Waits for other ranks, on torch's key-value store: each has a bound and ends when a rank fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from ..errors import DdpkitError, PeerError
+from .failures import Failures
+from .polling import Pause
+
+T = TypeVar("T")
+_PATIENCE = timedelta(seconds=1.5)  # in which the monitor learns why a connection broke
+
+
+class Waits:
+    """Waits of one rank, by any of its threads, for values that others write into the store.
+
+    Args:
+        store: Under the prefix of this start of the job.
+        rank: This process's.
+        hosts: The host name of each rank.
+        orphaned: Returns what became of the process that must outlive this one, "" while it lives.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], orphaned: Callable[[], str] = str) -> None:
+        self.store = store
+        self.rank = rank
+        self.hosts = hosts
+        self.failures = Failures(store, rank, hosts, orphaned)
+        self._deadlines: dict[int, float] = {}  # of the wait that each thread is in
+
+    @property
+    def deadline(self) -> float | None:
+        """Return the end of the wait that this rank is in, the first of its threads'; None if it is in none."""
+        return min(list(self._deadlines.values()), default=None)
+
+    def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
+        """Poll until `ready()` is not None and return that; raise a peer's failure; let `late()` decide after that."""
+        pause = Pause()
+        end = time.monotonic() + timeout.total_seconds()
+        while (value := ready()) is None:
+            if self.failures.look_up():
+                value = ready()
+                if value is not None:  # the peer failed after it had come here
+                    break
+                self.failures.raise_if_known()
+            if time.monotonic() > end:
+                return late()
+            pause()
+        return value
+
+    @contextmanager
+    def bounded(self, timeout: timedelta) -> Iterator[None]:
+        """Let the monitor end a wait in which the store itself does not answer; raise `PeerError` for a lost store."""
+        try:
+            with self._deadline(timeout):
+                yield
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            words = f"the connection to the store that it hosts, or its agent, broke: {error}"
+            raise self.find_cause() or PeerError(0, self.hosts[0], "lost", words) from error
+
+    def find_cause(self) -> DdpkitError | None:
+        """Wait until it is known who failed or left: the cause of a broken connection. None if nobody did."""
+        with self._deadline(_PATIENCE) as end:
+            return self.failures.find_cause(end)
+
+    @contextmanager
+    def _deadline(self, timeout: timedelta) -> Iterator[float]:
+        thread = threading.get_ident()
+        end = time.monotonic() + timeout.total_seconds()
+        outer = self._deadlines.get(thread)
+        self._deadlines[thread] = end
+        try:
+            yield end
+        finally:
+            if outer is None:
+                del self._deadlines[thread]
+            else:
+                self._deadlines[thread] = outer
