@@ -21,7 +21,8 @@ from .errors import (
     PeerError,
     ReplicaMismatchError,
 )
-from .launch.launchers import Launch, detect_launch
+from .launch.detection import detect_launch
+from .launch.launch import Launch
 from .launch.ranks import (
     get_local_rank,
     get_local_world_size,

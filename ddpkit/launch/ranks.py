@@ -1,4 +1,4 @@
-"""Who am I: the one place that knows the current launch. Nothing here talks to other ranks.
+"""The rank of this process: the one place that knows the current launch. Nothing here talks to other ranks.
 
 The launch belongs to the process group that exists. Where somebody makes a group, or replaces ours, the rank is that of
 the new group from then on. Where a group is destroyed the last one's rank stays, until `teardown()`: scripts ask for it
@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from ..errors import LaunchError, NotSetUpError
 from ..torch_internals import current_group, no_group, reference
-from .launchers import Launch, detect_launch
+from .detection import detect_launch
+from .launch import Launch
 
 _launch: Launch | None = None  # set by setup(), which fills in what the environment does not tell
 _group: Callable[[], Any] = no_group  # the group that it belongs to
@@ -32,7 +33,8 @@ def current_launch() -> Launch:
 def set_launch(launch: Launch | None) -> None:
     """Remember the launch and that it belongs to the group that exists now, or forget both."""
     global _launch, _group
-    _launch, _group = launch, reference(current_group() if launch else None)
+    _launch = launch
+    _group = reference(current_group()) if launch else no_group
 
 
 def launch_of_group() -> Launch:
@@ -51,17 +53,17 @@ def launch_of_group() -> Launch:
 
 
 def get_rank() -> int:
-    """This process's number in the job, from 0."""
+    """Return this process's number in the job, from 0."""
     return current_launch().rank
 
 
 def get_world_size() -> int:
-    """The number of processes in the job; 1 without a launcher."""
+    """Return the number of processes in the job; 1 without a launcher."""
     return current_launch().world_size
 
 
 def get_local_rank() -> int:
-    """This process's number on its node, from 0.
+    """Return this process's number on its node, from 0.
 
     Raises:
         NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
@@ -70,7 +72,7 @@ def get_local_rank() -> int:
 
 
 def get_local_world_size() -> int:
-    """The number of this job's processes on this node.
+    """Return the number of this job's processes on this node.
 
     Raises:
         NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
@@ -79,7 +81,7 @@ def get_local_world_size() -> int:
 
 
 def get_node_rank() -> int:
-    """This node's number in the job, from 0.
+    """Return this node's number in the job, from 0.
 
     Raises:
         NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
@@ -88,17 +90,17 @@ def get_node_rank() -> int:
 
 
 def is_distributed() -> bool:
-    """Whether the job has more than one process."""
+    """Return whether the job has more than one process."""
     return get_world_size() > 1
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0."""
+    """Return whether this is rank 0."""
     return get_rank() == 0
 
 
 def is_local_main_process() -> bool:
-    """Whether this is local rank 0, the first process on its node."""
+    """Return whether this is local rank 0, the first process on its node."""
     return get_local_rank() == 0
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from ..launch.launchers import Launch
+from ..launch.launch import Launch
 from .session import Session
 from .store_values import parse
 

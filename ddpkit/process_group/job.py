@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..launch.launchers import Launch
+from ..launch.launch import Launch
 from ..torch_internals import current_group, no_group
 from .monitor import Monitor
 from .options import Options

@@ -386,7 +386,7 @@ def report(error: BaseException) -> BaseException:
     """Tell the peers that this rank is failing; return the error to show, which is a peer's if that was the cause."""
     try:
         return _report(error)
-    except DdpkitError as heard:  # raised meanwhile by the watch, which does so once
+    except DdpkitError as heard:  # raised meanwhile by the monitor, which does so once
         return _report(heard)
 
 

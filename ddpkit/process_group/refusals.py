@@ -11,7 +11,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from ..launch.launchers import Launch, detect_launch
+from ..launch.detection import detect_launch
+from ..launch.launch import Launch
 from .generation import Generation
 from .rendezvous import StartedByRank
 from .tcp_store import connect, has_agent, open_store, wait_for_listener

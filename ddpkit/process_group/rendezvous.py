@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from ..launch.launchers import Launch, detect_launch
+from ..launch.detection import detect_launch
+from ..launch.launch import Launch
 from .generation import Generation
 from .member import Member
 from .polling import Pause, call_with_timeout

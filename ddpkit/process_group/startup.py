@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from ..launch.launchers import Launch, detect_launch, forgotten_launcher, outer_launch
+from ..launch.detection import detect_launch
+from ..launch.launch import Launch, forgotten_launcher
+from ..launch.nesting import outer_launch
 from ..launch.process_tree import Agent, find_agent, typed_in_terminal
 from ..torch_internals import current_group, group_store, reference
 from .devices import bind_device, choose_together

@@ -12,7 +12,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from ..launch.launchers import Launch, derive_port
+from ..launch.launch import Launch
+from ..launch.reading import derive_port
 from . import pmi
 from .polling import call_with_timeout
 

@@ -17,13 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpkit import LaunchError, detect_launch
-from ddpkit.launch.launchers import (
-    expand_counts,
-    expand_nodelist,
-    forgotten_launcher,
-    outer_launch,
-)
+from ddpkit.launch.launch import forgotten_launcher
+from ddpkit.launch.nesting import outer_launch
 from ddpkit.launch.process_tree import find_agent, typed_in_terminal
+from ddpkit.launch.slurm import expand_counts, expand_nodelist
 
 RANK = {"RANK": "3", "WORLD_SIZE": "4"}
 LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

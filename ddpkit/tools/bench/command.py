@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import LaunchError, PeerError
-from ...launch.launchers import detect_launch
+from ...launch.detection import detect_launch
 from ...spawning.spawn import spawn
 from . import results
 from .measure import measure

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ...collectives.sync import exchange
 from ...errors import LaunchError
-from ...launch.launchers import Launch, forgotten_launcher
+from ...launch.launch import Launch, forgotten_launcher
 from ...launch.process_tree import typed_in_terminal
 from ...process_group.job import Context
 from ...process_group.lifecycle import distributed

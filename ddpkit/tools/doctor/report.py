@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import LaunchError
-from ...launch.launchers import Launch
+from ...launch.launch import Launch
 from ...process_group.polling import Pause
 from ...process_group.store_values import parse, refuse_text
 from ..terminal import Progress
