@@ -1,6 +1,6 @@
-"""What can go wrong with the world: every error here says what was expected, what was found and what to do.
+"""Errors in the state of the job: each says what was expected, what was found and what to do.
 
-Bad arguments are plain `ValueError` and `TypeError`; these are for the state of the job.
+Bad arguments are plain `ValueError` and `TypeError`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class BarrierTimeoutError(DdpkitError):
 
     def __init__(self, message: str, missing: list[tuple[int, str]], arrived: list[tuple[int, str]]) -> None:
         super().__init__(message)
-        self.missing, self.arrived = missing, arrived
+        self.missing = missing
+        self.arrived = arrived
 
 
 class PeerError(DdpkitError):
@@ -74,9 +75,17 @@ class PeerError(DdpkitError):
     """
 
     def __init__(self, rank: int, host: str, error_type: str, message: str, traceback: str = "") -> None:
-        text = f"rank {rank} ({host}) failed: {error_type}{message and ': '}{message}"
-        super().__init__(f"{text}\n\nTraceback of rank {rank}:\n{traceback.rstrip()}" if traceback else text)
-        self.rank, self.host, self.error_type, self.message, self.traceback = rank, host, error_type, message, traceback
+        text = f"rank {rank} ({host}) failed: {error_type}"
+        if message:
+            text += f": {message}"
+        if traceback:
+            text += f"\n\nTraceback of rank {rank}:\n{traceback.rstrip()}"
+        super().__init__(text)
+        self.rank = rank
+        self.host = host
+        self.error_type = error_type
+        self.message = message
+        self.traceback = traceback
 
 
 def _rebuild(cls: type[DdpkitError], args: tuple[Any, ...], state: dict[str, Any]) -> DdpkitError:

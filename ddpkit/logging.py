@@ -1,4 +1,4 @@
-"""Who may speak: loggers and a filter that know the rank. No handler is added and no level set."""
+"""Loggers, and a filter, that know the rank. No handler is added and no level set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .launch import ranks
 
 
 class RankFilter(logging.Filter):
-    """Lets only some ranks speak, and tells every record which rank it comes from.
+    """Let only some ranks speak, and tell every record which rank it comes from.
 
     Put it on a handler, and the whole program speaks once: records below `WARNING` pass on the chosen ranks only,
     warnings and errors on every rank, since what goes wrong on one rank is seen nowhere else. Records gain the
@@ -41,10 +41,7 @@ class RankFilter(logging.Filter):
         if rank == "?":  # else it comes from a rank that spawn() started
             try:
                 rank, record.world_size = ranks.get_rank(), ranks.get_world_size()
-            except (
-                LaunchError,
-                NotSetUpError,
-            ):  # setup() will raise it; nothing wider, or a PeerError would be lost here
+            except (LaunchError, NotSetUpError):  # which setup() will raise; a PeerError must not be lost here
                 record.rank = record.world_size = "?"
                 return True
             record.rank = rank
@@ -52,7 +49,7 @@ class RankFilter(logging.Filter):
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """Returns the standard logger of that name, on which only the main process speaks below `WARNING`.
+    """Return the standard logger of that name, on which only the main process speaks below `WARNING`.
 
     It is `logging.getLogger(name)` with a `RankFilter`: handlers, levels and formats remain the program's business.
     The filter sees what is logged on this logger, not on its children; put a `RankFilter` on a handler for those.

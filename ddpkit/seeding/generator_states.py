@@ -1,4 +1,4 @@
-"""The states of this rank's random number generators, as data that a checkpoint can hold without pickled code."""
+"""States of this rank's random number generators, as data that a checkpoint can hold without pickled code."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ def get_rng_state() -> dict[str, Any]:
     """
     kind = get_device().type
     version, words, gauss = random.getstate()
+    accelerator = None
+    if kind != "cpu":
+        accelerator = torch.get_device_module(kind).get_rng_state()
     return {
         "python": (version, list(words), gauss),
         "numpy": _get_numpy_state(),
         "torch": torch.default_generator.get_state(),
         "device": kind,
-        "accelerator": None if kind == "cpu" else torch.get_device_module(kind).get_rng_state(),
+        "accelerator": accelerator,
     }
 
 
@@ -51,9 +54,9 @@ def check_rng_state(state: Any) -> None:
         if kind != "cpu" and state["device"] == kind:
             torch.Generator(get_device()).set_state(state["accelerator"])
     except Exception as error:
+        details = str(error).partition("\n")[0] or "no details"
         raise ValueError(
-            "its random states are none that this Python, NumPy and torch can take "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'})"
+            f"its random states are none that this Python, NumPy and torch can take ({type(error).__name__}: {details})"
         ) from error
 
 
@@ -73,13 +76,16 @@ def set_rng_states(saved: list[dict[str, Any]]) -> None:
     """Give this rank its generators back, or new ones derived from them if the job had another size or kind of device.
 
     Args:
-        saved: What `get_rng_state()` returned on every rank of the job that saved, by rank.
+        saved: The states from `get_rng_state()` of every rank of the job that saved, by rank.
     """
-    there, here = (len(saved), saved[0]["device"]), (get_world_size(), get_device().type)
+    there = (len(saved), saved[0]["device"])
+    here = (get_world_size(), get_device().type)
     if there == here:
-        return set_rng_state(saved[get_rank()])
+        set_rng_state(saved[get_rank()])
+        return
     text = f"{saved[0]['python']}{saved[0]['numpy']}{saved[0]['torch'].tolist()}"
-    seed_everything(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1, per_rank=True)
+    digest = hashlib.sha256(text.encode()).digest()
+    seed_everything(int.from_bytes(digest[:8], "big") >> 1, per_rank=True)
     if is_main_process():
         _log.warning(
             "Saved on %d ranks (%s), loaded on %d (%s): random numbers start anew on each rank.", *there, *here
@@ -94,7 +100,7 @@ def _python_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _numpy_bits() -> Any:
-    """Return what NumPy's global generator draws its bits from."""
+    """Return the bit generator of NumPy's global generator."""
     return np.random.get_bit_generator()  # type: ignore[attr-defined]  # NumPy does not list it
 
 
@@ -117,13 +123,17 @@ def _plain(value: Any) -> Any:
     """Turn the arrays in a state into lists, and NumPy's numbers into Python's."""
     if isinstance(value, Mapping):
         return {name: _plain(part) for name, part in value.items()}
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value
 
 
 def _bits_of(state: Mapping[str, Any]) -> Any:
-    """Return the class of bit generator that a state of NumPy's is of."""
+    """Return the class of bit generator from which a state of NumPy's is."""
     saved = state["numpy"]
-    name = saved["bit_generator"] if isinstance(saved, Mapping) else "MT19937"
+    name = "MT19937"
+    if isinstance(saved, Mapping):
+        name = saved["bit_generator"]
     kind = getattr(np.random, name)
     if not issubclass(kind, np.random.BitGenerator) or kind is np.random.BitGenerator:
         raise TypeError(f"{name} is no kind of bit generator")

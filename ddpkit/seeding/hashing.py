@@ -1,4 +1,4 @@
-"""How seeds are mixed, once for the whole library: (seed 0, epoch 1) and (seed 1, epoch 0) have nothing in common."""
+"""Mixing seeds, once for the whole library: (seed 0, epoch 1) and (seed 1, epoch 0) have nothing in common."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 
 def hash_seeds(use: str, *numbers: int) -> int:
-    """Mixes numbers into one seed, the same on every platform and Python version.
+    """Mix numbers into one seed, the same on every platform and Python version.
 
     Args:
         use: What the seed is for: different uses of the same numbers get unrelated seeds.
@@ -20,5 +20,8 @@ def hash_seeds(use: str, *numbers: int) -> int:
         >>> hash_seeds("order", 0, 1) == hash_seeds("order", 1, 0)
         False
     """
-    text = "/".join([use, *(str(operator.index(number)) for number in numbers)])
+    words = [use]
+    for number in numbers:
+        words.append(str(operator.index(number)))
+    text = "/".join(words)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

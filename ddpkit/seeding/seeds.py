@@ -1,4 +1,4 @@
-"""Where random numbers start: one seed for `random`, NumPy and torch, or one per rank or per sample."""
+"""Starting random numbers: one seed for `random`, NumPy and torch, or one per rank or per sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .hashing import hash_seeds
 
 
 def seed_everything(seed: int, per_rank: bool = False) -> int:
-    """Seeds `random`, NumPy and torch, with its accelerators.
+    """Seed `random`, NumPy and torch, with its accelerators.
 
     Call it with the same seed on every rank before the model is built, so that ranks start from equal weights; with
     `per_rank=True` after that, so that dropout and exploration noise differ between ranks.
@@ -36,14 +36,15 @@ def seed_everything(seed: int, per_rank: bool = False) -> int:
     seed = operator.index(seed)  # of NumPy's kinds, too, which random.seed() refuses
     if not 0 <= seed < 2**63:
         raise ValueError(f"A seed is a number in [0, 2**63), not {seed}.")
-    used = hash_seeds("rank", seed, ranks.get_rank()) if per_rank else seed
-    seed_cpu(used)
-    torch.manual_seed(used)  # and the accelerators: too slow for what workers do before every batch
-    return used
+    if per_rank:
+        seed = hash_seeds("rank", seed, ranks.get_rank())
+    seed_cpu(seed)
+    torch.manual_seed(seed)  # and the accelerators: too slow for what workers do before every batch
+    return seed
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """The seed for one sample's augmentation: it depends on no rank, worker or batch size.
+    """Make the seed for one sample's augmentation: it depends on no rank, worker or batch size.
 
     Seed a generator of the sample's own with it, in `__getitem__`: then any number of ranks augments alike.
 
@@ -63,7 +64,10 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def seed_cpu(seed: int) -> None:
-    """Seeds the global CPU generators of `random`, NumPy and torch; `seed` is a number in [0, 2**63)."""
+    """Seed the global CPU generators of `random`, NumPy and torch; `seed` is a number in [0, 2**63)."""
     random.seed(seed)
-    np.random.seed(seed if seed < 2**32 else [seed % 2**32, seed >> 32])  # NumPy takes no number beyond 32 bits
+    if seed < 2**32:
+        np.random.seed(seed)
+    else:  # NumPy takes no number beyond 32 bits
+        np.random.seed([seed % 2**32, seed >> 32])
     torch.default_generator.manual_seed(seed)
