@@ -204,7 +204,8 @@ class DistributedWeightedSampler(ResumableSampler):
     `torch.utils.data.WeightedRandomSampler` for any number of ranks, resumable. It takes O(n) time and memory.
 
     Args:
-        weights: Weight per sample, shape (n,), finite, not negative; they need not add up to one.
+        weights: Weight per sample, shape (n,), finite, not negative; they need not add up to one. They are copied:
+            for others make another sampler, on every rank.
         num_samples: Samples to draw per epoch by all ranks together; padded from the front to a multiple of the ranks.
         num_replicas: Number of ranks; the world size by default.
         rank: This rank, by default the process's own.
@@ -232,7 +233,8 @@ class DistributedWeightedSampler(ResumableSampler):
         seed: int = 0,
     ) -> None:
         super().__init__(positive(num_samples, "num_samples"), num_replicas, rank, seed)
-        self.weights, self.replacement = np.asarray(weights, dtype=np.float64), bool(replacement)
+        self.weights = np.asarray(weights, dtype=np.float64).copy()  # the caller may go on changing its own
+        self.replacement = bool(replacement)
         if (
             self.weights.ndim != 1
             or not np.all(np.isfinite(self.weights) & (self.weights >= 0))

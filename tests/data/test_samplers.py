@@ -293,3 +293,11 @@ def test_a_samplers_length_is_also_that_of_torchs():
     ours = DistributedSampler(range(100), num_replicas=3, rank=1)
     theirs = TorchSampler(range(100), num_replicas=3, rank=1)
     assert (ours.num_samples, ours.total_size) == (theirs.num_samples, theirs.total_size) == (34, 102)
+
+
+def test_weights_that_change_afterwards_change_no_draw():
+    for weights in (np.ones(4), torch.ones(4, dtype=torch.float64)):
+        sampler = DistributedWeightedSampler(weights, 8, 1, 0)
+        before, state = list(sampler), sampler.state_dict()
+        weights[:3] = 0
+        assert list(sampler) == before and sampler.state_dict() == state
