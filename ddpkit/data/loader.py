@@ -70,8 +70,8 @@ def make_loader(
 
     Raises:
         ValueError: If options contradict each other, or `drop_last` would leave nothing.
-        TypeError: On several ranks, if a stream has no `shard` or a sampler is not distributed; if the dataset is no
-            dataset; if an option is for `make_loader` to decide.
+        TypeError: If a stream has no `shard`, on several ranks or with several workers; if a sampler is not
+            distributed, on several ranks; if the dataset is no dataset; if an option is for `make_loader` to decide.
 
     Example:
         >>> loader = make_loader(range(10), batch_size=4)
@@ -90,7 +90,8 @@ def make_loader(
     if streamed:
         if sampler is not None:
             raise ValueError("A stream is read in its own order: leave out the sampler.")
-        return Loader(_shards_of(dataset, seed), batch_size, None, seed, drop_last, **options)
+        stream = _shards_of(dataset, seed, num_workers, options.get("persistent_workers", False))
+        return Loader(stream, batch_size, None, seed, drop_last, **options)
     if sampler is not None:
         _check_sampler(sampler, batch_size)
     elif train:
@@ -295,35 +296,67 @@ def _received(indices: list[int], seed: int, epoch: int, rank: int, position: in
 
 
 class _Stream(IterableDataset[Any]):
-    """A stream's shards, spread over ranks x workers."""
+    """Spread the shards of a stream over ranks x workers; one without shards has a single reader."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed, self.rank, self.world_size = dataset, seed, ranks.get_rank(), ranks.get_world_size()
-        epoch = torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the default device
-        self.epoch = epoch.share_memory_()  # type: ignore[no-untyped-call]  # persistent workers read it, too
+    def __init__(self, dataset: Any, seed: int, num_workers: int, persistent: bool) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.readers = max(num_workers, 1)  # per rank
+        self.rank = ranks.get_rank()
+        self.world_size = ranks.get_world_size()
+        self.epoch = 0
+        # Workers know the epoch in which they were started; those that live on read it in shared memory.
+        self.latest_epoch: torch.Tensor | None = None
+        if persistent:
+            epoch = torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the default device
+            self.latest_epoch = epoch.share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch.fill_(epoch)
+        self.epoch = epoch
+        if self.latest_epoch is not None:
+            self.latest_epoch.fill_(epoch)
+        _tell_epoch(self.dataset, epoch)
+
+    def seed_of(self, worker: int) -> int:
+        """Return the seed of what a worker of this rank draws in this epoch."""
+        return hash_seeds("stream", self.seed, self.epoch, self.rank * self.readers + worker)
+
+    def __len__(self) -> int:
+        if hasattr(self.dataset, "shard"):
+            raise TypeError("The length of a stream's shards is not known before they are read.")
+        return len(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, index, count = int(self.epoch), self.rank, self.world_size
-        if (worker := get_worker_info()) is not None:
-            index, count = index * worker.num_workers + worker.id, count * worker.num_workers
-            seed_cpu(hash_seeds("stream", self.seed, epoch, index))
-        _tell_epoch(self.dataset, epoch)
-        return iter(self.dataset.shard(index=index, num_shards=count))
+        worker = get_worker_info()
+        if worker is None:
+            return self._shard(0)
+        if self.latest_epoch is not None:
+            self.epoch = int(self.latest_epoch)
+        seed_cpu(self.seed_of(worker.id))
+        _tell_epoch(self.dataset, self.epoch)
+        return self._shard(worker.id)
+
+    def _shard(self, worker: int) -> Iterator[Any]:
+        if not hasattr(self.dataset, "shard"):
+            return iter(self.dataset)
+        index = self.rank * self.readers + worker
+        return iter(self.dataset.shard(index=index, num_shards=self.world_size * self.readers))
 
 
-def _shards_of(dataset: Any, seed: int) -> Any:
+def _shards_of(dataset: Any, seed: int, num_workers: int, persistent: bool) -> Any:
     if hasattr(dataset, "shard"):
-        return _Stream(dataset, seed)
-    if ranks.is_distributed():
+        return _Stream(dataset, seed, num_workers, persistent)
+    if ranks.is_distributed() or num_workers > 1:
+        readers = f"{num_workers} workers"
+        if ranks.is_distributed():
+            readers = f"{ranks.get_world_size()} ranks"
         raise TypeError(
-            f"{type(dataset).__name__} has no shard(index, num_shards): each of {ranks.get_world_size()} ranks would "
-            "read all of it. Give it that method, which returns one part as an iterable; or, if it splits itself, use "
-            "torch's DataLoader."
+            f"{type(dataset).__name__} has no shard(index, num_shards): each of {readers} would read all of it. Give "
+            "it that method, which returns one part as an iterable; or, if it splits itself, use torch's DataLoader."
         )
-    return dataset
+    if num_workers == 0:
+        return dataset
+    return _Stream(dataset, seed, num_workers, persistent)
 
 
 def _tell_epoch(dataset: Any, epoch: int) -> None:

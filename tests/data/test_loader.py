@@ -76,6 +76,27 @@ class Whole(IterableDataset):
         return iter(range(5))
 
 
+class Draws(IterableDataset):
+    """A stream of one part; it draws once at its start and then for each sample."""
+
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        offset = random.random()
+        return ((i, self.epoch, offset, random.random(), float(np.random.rand())) for i in range(8))
+
+
+class Parts(Draws):
+    def shard(self, index, num_shards):
+        return (row for row in self if row[0] % num_shards == index)
+
+
 def plain(batches):
     return [batch.tolist() for batch in batches]
 
@@ -686,6 +707,17 @@ def test_on_one_rank_any_stream_will_do():
     assert plain(loader) == [[0, 1], [2, 3], [4]] and loader.epoch == 1
     with pytest.raises(TypeError, match="_InfiniteConstantSampler cannot say where it is"):
         loader.state_dict()
+    assert plain(make_loader(Whole(), 2, num_workers=1)) == [[0, 1], [2, 3], [4]]
+    told = make_loader(Draws(), 2, collate_fn=list, num_workers=1, persistent_workers=True)
+    assert [epochs_in(list(told)) for _ in range(3)] == [{0}, {1}, {2}]
+    assert len(told) == 4
+    with pytest.raises(TypeError, match="length of a stream's shards is not known"):
+        len(make_loader(Parts(), 2))
+
+
+def test_a_stream_without_shards_is_not_read_by_several_workers():
+    with pytest.raises(TypeError, match=r"Whole has no shard\(index, num_shards\): each of 2 workers would read all"):
+        make_loader(Whole(), 2, num_workers=2)
 
 
 @pytest.mark.parametrize(
