@@ -8,6 +8,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, islice
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
+from ..errors import DdpkitError
 from ..launch import ranks
 from ..seeding.generator_states import get_rng_state, set_rng_state
 from ..seeding.hashing import hash_seeds
@@ -51,8 +54,8 @@ def make_loader(
 
     A stream, that is an `IterableDataset` or anything without a length, needs a method `shard(index, num_shards)` that
     returns an iterable: its shards are spread over ranks x workers. A dataset with `set_epoch(epoch)` is told the epoch
-    in every process that reads it, again and again: it should only keep the number. So is one inside wrappers that hold
-    it as `dataset` or in `datasets`, such as torch's `Subset` and `ConcatDataset`.
+    in every process that reads it, before every batch: it should only keep the number. So is one inside wrappers that
+    hold it as `dataset` or in `datasets`, such as torch's `Subset` and `ConcatDataset`.
 
     Args:
         dataset: Anything with a length and `__getitem__`, or a stream.
@@ -106,7 +109,10 @@ class Loader(DataLoader[Any]):
     """What `make_loader` returns: torch's DataLoader that counts epochs and what the loop was given.
 
     Each `iter()` is the next epoch, the first one epoch 0, unless `set_epoch` or a loaded state says otherwise. So
-    `next(iter(loader))` begins an epoch, and the next loop is over the one after it, with a warning: use `peek()`.
+    `next(iter(loader))` begins an epoch, and the next loop is over the one after it, with a warning: use `peek()`. What
+    is set or loaded later does not reach an iterator that exists. Loops at the same time, as in `zip(loader, loader)`,
+    are over one epoch each, and the state counts the one begun last; with persistent workers the older one raises
+    `DdpkitError`.
 
     A state counts the batches that the loop was given, not those that workers have fetched ahead. So take it in the
     loop after the optimiser step: the batch at hand is done, and the resumed run goes on with the next one. Taken at an
@@ -123,13 +129,12 @@ class Loader(DataLoader[Any]):
         self._made_for = self._rank, world_size = current_place()
         self._seed, self._global_batch = seed, batch_size * world_size
         self._epoch = 0
-        self._begun: int | None = None  # the epoch that the loop is in, or has left early
+        self._loop = _Loop(epoch=-1, counts=False)  # the last one that was begun
         options["generator"] = torch.Generator("cpu")
         if sampler is None:
             super().__init__(dataset, batch_size, drop_last=drop_last, **options)
         else:
-            batches = _Batches(sampler, batch_size, drop_last, stride=self._global_batch)
-            super().__init__(dataset, batch_sampler=batches, **options)
+            super().__init__(dataset, batch_sampler=_Batches(sampler, batch_size, drop_last), **options)
             # beside a batch sampler torch forgets these, which people read
             self.__dict__.update(batch_size=batch_size, sampler=sampler, drop_last=drop_last)
 
@@ -140,7 +145,8 @@ class Loader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch the next `iter()` is. It is needed only to leave the sequence 0, 1, 2, ..."""
-        self._epoch, self._begun = epoch, None
+        self._epoch = epoch
+        self._loop.counts = False
         _tell_epoch(self.sampler, epoch)
 
     def epochs(self, n: int) -> Iterator[int]:
@@ -184,7 +190,7 @@ class Loader(DataLoader[Any]):
         cuts: dict[str, Any] = {"batch_size": self.batch_size}
         if isinstance(self.batch_sampler, _Batches):
             first = range(len(self.dataset))[: self.batch_size]  # type: ignore[arg-type]
-            cuts = {"batch_sampler": [next(iter(self.batch_sampler.batches), list(first))]}
+            cuts = {"batch_sampler": [next(iter(self.batch_sampler), list(first))]}
         _tell_epoch(self.dataset, self.epoch)
         generator = torch.Generator("cpu")
         with torch.device("cpu"):
@@ -213,30 +219,68 @@ class Loader(DataLoader[Any]):
             TypeError: If the sampler cannot resume, or the dataset is a stream.
         """
         self._resumable().load_state_dict(state)
-        self._begun = None
+        self._loop.counts = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         check_place("The loader", self._made_for)
-        if self._begun == self.epoch:  # the loop left it early
+        if self._loop.counts and self._loop.epoch == self.epoch:  # it was left early
             self._warn_of_the_rest()
             self.set_epoch(self.epoch + 1)
-        epoch = self._begun = self.epoch
-        start = self.sampler.start if isinstance(self.sampler, ResumableSampler) else 0
-        self.generator.manual_seed(hash_seeds("workers", self._seed, epoch, start, self._rank))
-        _tell_epoch(self.dataset, epoch)
-        if isinstance(self.batch_sampler, _Batches):
-            self.batch_sampler.begin(self._seed, epoch, self._rank, start)
+        self._loop.counts = False
+        loop = self._loop = _Loop(self.epoch)
+        self.generator.manual_seed(hash_seeds("workers", self._seed, loop.epoch, self._start, self._rank))
+        _tell_epoch(self.dataset, loop.epoch)
         with torch.device("cpu"):  # torch draws the seed of its workers on the default device
-            batches = super().__iter__()
-        return self._handed_out(batches, epoch)
+            batches = self._begin(loop.epoch)
+        return self._handed_out(batches, loop)
 
-    def _handed_out(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
-        for batch in batches:
-            if self._begun == epoch and isinstance(self.sampler, ResumableSampler):
+    def _begin(self, epoch: int) -> Iterator[Any]:
+        """Begin a pass in torch's DataLoader, whose order is drawn now and not when the first batch is asked for."""
+        if not isinstance(self.batch_sampler, _Batches):
+            return super().__iter__()
+        batches = _started(iter(self.batch_sampler))
+        self.batch_sampler.prepared = self._with_seeds(batches, epoch, self._start)
+        try:
+            return super().__iter__()
+        finally:
+            self.batch_sampler.prepared = None
+
+    @property
+    def _start(self) -> int:
+        """Position in the global order where the next pass starts."""
+        return self.sampler.start if isinstance(self.sampler, ResumableSampler) else 0
+
+    def _with_seeds(self, batches: Iterator[list[int]], epoch: int, start: int) -> Iterator[list[int]]:
+        position = start
+        for indices in batches:
+            batch = _Batch(indices)
+            batch.seeds = (self._seed, epoch, self._rank, position)
+            yield batch
+            position += self._global_batch
+
+    def _handed_out(self, batches: Iterator[Any], loop: _Loop) -> Iterator[Any]:
+        listeners = _listeners(self.dataset) if self.num_workers == 0 else []
+        while True:
+            if self.persistent_workers and self._loop is not loop:
+                raise DdpkitError(
+                    f"This loop over epoch {loop.epoch} cannot go on, since another one over the same loader was "
+                    "begun: persistent workers serve one loop at a time. Make a loader for each loop, or leave out "
+                    "persistent_workers."
+                )
+            for dataset in listeners:  # another loader over the same dataset may have told it another epoch
+                dataset.set_epoch(loop.epoch)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            if self._is_counted(loop) and isinstance(self.sampler, ResumableSampler):
                 self.sampler.advance(self._global_batch)
             yield batch
-        if self._begun == epoch:
-            self.set_epoch(epoch + 1)
+        if self._is_counted(loop):
+            self.set_epoch(loop.epoch + 1)
+
+    def _is_counted(self, loop: _Loop) -> bool:
+        return loop.counts and loop.epoch == self.epoch  # torch's way to another epoch is sampler.set_epoch()
 
     def _warn_of_the_rest(self) -> None:
         if not isinstance(self.sampler, ResumableSampler) or not self.sampler.remaining:
@@ -244,8 +288,8 @@ class Loader(DataLoader[Any]):
         done = f"{self.sampler.consumed} of {self.sampler.n} samples"
         warnings.warn(
             f"The loop over epoch {self.epoch} was left after {done}; this one is over epoch {self.epoch + 1}, and the "
-            "rest goes unseen. To look at a batch use loader.peek(). If it was meant, loop over loader.epochs(n), or "
-            "call loader.set_epoch() before.",
+            "rest goes unseen, unless that loop goes on (then only this one is counted). To look at a batch use "
+            "loader.peek(). If it was meant, loop over loader.epochs(n), or call loader.set_epoch() before.",
             stacklevel=3,
         )
 
@@ -258,25 +302,29 @@ class Loader(DataLoader[Any]):
         return self.sampler
 
 
-class _Batches(Sampler[list[int]]):
-    """Cuts a sampler's indices into batches, each with what the random numbers drawn for it depend on."""
+@dataclass(eq=False)
+class _Loop:
+    """A pass over the loader."""
 
-    def __init__(self, sampler: Sampler[int], batch_size: int, drop_last: bool, stride: int) -> None:
-        self.batches, self.stride = BatchSampler(sampler, batch_size, drop_last), stride
-        self.seed = self.epoch = self.rank = self.start = 0
+    epoch: int
+    counts: bool = True  # the loader's state says how far it is
 
-    def begin(self, seed: int, epoch: int, rank: int, start: int) -> None:
-        """Says whose batches the next pass makes, and from which global position on."""
-        self.seed, self.epoch, self.rank, self.start = seed, epoch, rank, start
 
-    def __len__(self) -> int:
-        return len(self.batches)
+class _Batches(BatchSampler):
+    """Cut a sampler's indices into batches, or hand out those that a loop has prepared."""
+
+    prepared: Iterator[list[int]] | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        for number, indices in enumerate(self.batches):
-            batch = _Batch(indices)
-            batch.seeds = (self.seed, self.epoch, self.rank, self.start + number * self.stride)
-            yield batch
+        if self.prepared is None:
+            return super().__iter__()
+        return self.prepared
+
+
+def _started(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Draw the first item now: until then a generator does not look at its epoch."""
+    first = list(islice(iterator, 1))
+    return chain(first, iterator)
 
 
 class _Batch(list[int]):
@@ -317,9 +365,9 @@ class _Stream(IterableDataset[Any]):
             self.latest_epoch.fill_(epoch)
         _tell_epoch(self.dataset, epoch)
 
-    def seed_of(self, worker: int) -> int:
-        """Return the seed of what a worker of this rank draws in this epoch."""
-        return hash_seeds("stream", self.seed, self.epoch, self.rank * self.readers + worker)
+    def seed_of(self, epoch: int, worker: int) -> int:
+        """Return the seed of the random numbers that a worker of this rank draws in an epoch."""
+        return hash_seeds("stream", self.seed, epoch, self.rank * self.readers + worker)
 
     def __len__(self) -> int:
         if hasattr(self.dataset, "shard"):
@@ -328,11 +376,11 @@ class _Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        if worker is None:
+        if worker is None:  # without workers, or for peek(), which shows the first worker's part
             return self._shard(0)
         if self.latest_epoch is not None:
             self.epoch = int(self.latest_epoch)
-        seed_cpu(self.seed_of(worker.id))
+        seed_cpu(self.seed_of(self.epoch, worker.id))
         _tell_epoch(self.dataset, self.epoch)
         return self._shard(worker.id)
 
@@ -359,14 +407,21 @@ def _shards_of(dataset: Any, seed: int, num_workers: int, persistent: bool) -> A
     return _Stream(dataset, seed, num_workers, persistent)
 
 
-def _tell_epoch(dataset: Any, epoch: int) -> None:
-    """Tell the epoch to a dataset that has `set_epoch`, or to those inside the wrappers around them."""
-    waiting = [dataset]
-    seen = {id(dataset)}
+def _tell_epoch(owner: Any, epoch: int) -> None:
+    """Tell the epoch to an object that has `set_epoch`, or to those inside the wrappers around them."""
+    for listener in _listeners(owner):
+        listener.set_epoch(epoch)
+
+
+def _listeners(owner: Any) -> list[Any]:
+    """List what has `set_epoch`: the object itself, or else those that it holds as `dataset` or in `datasets`."""
+    found = []
+    waiting = [owner]
+    seen = {id(owner)}
     while waiting:
         one = waiting.pop()
         if callable(getattr(one, "set_epoch", None)):
-            one.set_epoch(epoch)
+            found.append(one)
             continue
         held = getattr(one, "__dict__", {})  # a property may be work
         inner = held.get("datasets", ())
@@ -375,6 +430,7 @@ def _tell_epoch(dataset: Any, epoch: int) -> None:
             if each is not None and id(each) not in seen:
                 seen.add(id(each))
                 waiting.append(each)
+    return found
 
 
 def _generators_in(*owners: Any) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """Loaders on real ranks against one process that goes through the same global order."""
 
 import random
+import warnings
 from collections import deque
 from functools import partial
 from itertools import chain
@@ -337,6 +338,32 @@ def test_a_dataset_inside_wrappers_is_told_the_epoch(w):
             assert epochs == [{0}, {1}], name
 
 
+def beside_another_loader(kind, number):
+    """The epochs that each batch of a loop saw, while other loaders over the same dataset are used in its middle."""
+    if kind == "stream":
+        base = Stream()
+        mine, others = base, base
+    else:
+        base = Augmented()
+        mine, others = Subset(base, range(11)), Subset(base, range(11, 24))
+    loader = make_loader(mine, 2, collate_fn=list, **workers(number))
+    other = make_loader(others, 2, train=False, collate_fn=list)
+    loader.set_epoch(4)
+    seen = []
+    for batch in loader:
+        seen.append(epochs_in(batch))
+        list(other), other.peek()
+    return seen
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_another_loader_over_the_same_dataset_leaves_the_epoch_of_this_one_alone(w):
+    for kind in ("subset", "stream"):
+        for number in (0, 2):
+            for seen in on_ranks(beside_another_loader, w, kind, number):
+                assert len(seen) >= 2 and all(epochs == {4} for epochs in seen), (kind, number)
+
+
 def test_each_iteration_is_the_next_epoch():
     loader = make_loader(range(20), 4)
     epochs = [one_epoch(20, 4, epoch=epoch) for epoch in range(6)]
@@ -367,6 +394,128 @@ def test_an_iterator_that_was_left_counts_nothing_anymore():
         new = iter(loader)
     next(new), next(new), list(old)
     assert (loader.epoch, loader.state_dict()["consumed"]) == (1, 8)
+
+
+class Lazy:
+    """A sampler of one's own whose `__iter__` is a generator, which does nothing before it is asked for an index."""
+
+    def __init__(self, n):
+        self.n, self.epoch = n, 0
+        self.num_replicas, self.rank = ddpkit.get_world_size(), ddpkit.get_rank()
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(self.n, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        yield from order[self.rank :: self.num_replicas]
+
+
+def samplers_of(n):
+    """Nobody's, so that the loader makes one, somebody's own and torch's."""
+    return None, Lazy(n), TorchSampler(range(n), ddpkit.get_world_size(), ddpkit.get_rank())
+
+
+def changed_after_iter(n, batch_size, number):
+    """What an iterator gives if the loader goes elsewhere before the first `next()`; and what it should."""
+    pairs = []
+    for sampler in samplers_of(n):
+        loader = make_loader(range(n), batch_size, sampler=sampler, **workers(number))
+        batches = iter(loader)
+        loader.set_epoch(5)
+        pairs.append((plain(batches), one_epoch(n, batch_size, sampler=sampler)))
+    loader = make_loader(range(n), batch_size, **workers(number))
+    state = {**loader.state_dict(), "epoch": 3, "consumed": GLOBAL_BATCH}
+    batches = iter(loader)
+    loader.load_state_dict(state)
+    pairs.append((plain(batches), one_epoch(n, batch_size)))
+    assert loader.state_dict() == state  # what the iterator gave is not of that epoch
+    pairs.append((plain(loader), one_epoch(n, batch_size, epoch=3)[1:]))
+    return pairs
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_an_iterator_takes_its_epoch_and_place_when_it_is_made(w):
+    for number in (0, 2):
+        for pairs in on_ranks(changed_after_iter, w, 20, GLOBAL_BATCH // w, number):
+            for got, expected in pairs:
+                assert got == expected
+
+
+class Numbered(Augmented):
+    """It gives the index and the epoch that it was told."""
+
+    def __getitem__(self, index):
+        return index, self.epoch
+
+
+def side_by_side(number):
+    """What zip() and nested loops over one loader give, for each sampler; and its epochs 0 to 2 one by one."""
+    found = []
+    for sampler in samplers_of(24):
+        options = {"collate_fn": list, "sampler": sampler, **workers(number)}
+        zipped = make_loader(Numbered(), 2, **options)
+        zipped.set_epoch(0)  # the sampler was in other loaders
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pairs = list(zip(zipped, zipped, strict=True))
+        nested = make_loader(Numbered(), 2, **options)
+        nested.set_epoch(0)
+        outer, inner = [], []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for step, batch in enumerate(nested):
+                outer.append(batch)
+                if step < 2:
+                    inner.append(list(nested))
+        one_by_one = make_loader(Numbered(), 2, **options)
+        one_by_one.set_epoch(0)
+        epochs = [list(one_by_one) for _ in range(3)]
+        found.append((pairs, [outer, *inner], epochs, [str(each.message) for each in caught]))
+    return found
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_loops_over_one_loader_at_once_are_each_over_an_epoch_of_their_own(w):
+    for number in (0, 2):
+        for found in on_ranks(side_by_side, w, number):
+            for pairs, nested, epochs, _ in found:
+                assert [list(one) for one in zip(*pairs, strict=True)] == epochs[:2]
+                assert nested == epochs
+            ours = found[0][3]
+            assert len(ours) == 1 and "left after 0 of 24 samples" in ours[0] and "unless that loop goes on" in ours[0]
+
+
+def zipped_streams(number):
+    loader = make_loader(Stream(), 2, **workers(number))
+    return [rows(one) for one in zip(*zip(loader, loader, strict=True), strict=True)], [rows(loader)]
+
+
+@pytest.mark.parametrize("w", [1, 2])
+def test_loops_over_one_stream_at_once_are_each_over_an_epoch_of_their_own(w):
+    for number in (0, 2):
+        for zipped, after in on_ranks(zipped_streams, w, number):
+            assert [{row[1] for row in rows} for rows in zipped + after] == [{0}, {1}, {2}]
+            assert [row[0] for row in zipped[0]] == [row[0] for row in zipped[1]] == [row[0] for row in after[0]]
+
+
+def test_persistent_workers_serve_one_loop_at_a_time():
+    for dataset in (range(24), Stream()):
+        loader = make_loader(dataset, 2, train=False, num_workers=1, persistent_workers=True, collate_fn=list)
+        with pytest.raises(ddpkit.DdpkitError, match="persistent workers serve one loop at a time"):
+            for _ in zip(loader, loader, strict=True):
+                pass
+        assert len(list(loader)) == 12  # the next loop is whole
+
+
+def test_an_iterator_of_the_same_epoch_that_was_left_counts_nothing_anymore():
+    loader = make_loader(range(20), 4)
+    old = iter(loader)
+    next(old)
+    loader.set_epoch(0)
+    new = iter(loader)
+    next(new), list(old)
+    assert (loader.epoch, loader.state_dict()["consumed"]) == (0, 4)
 
 
 def resumed_at(n, batch_size, consumed, **options):

@@ -301,3 +301,16 @@ def test_weights_that_change_afterwards_change_no_draw():
         before, state = list(sampler), sampler.state_dict()
         weights[:3] = 0
         assert list(sampler) == before and sampler.state_dict() == state
+
+
+@pytest.mark.parametrize("n", [50, LARGE])
+def test_an_iterator_keeps_the_epoch_and_place_that_it_was_made_with(n):
+    for made in (sampler(n, 2, 1), DistributedWeightedSampler(np.ones(n), n, 2, 1)):
+        expected = list(made)
+        indices = iter(made)
+        made.set_epoch(5)
+        assert list(indices) == expected
+        made.set_epoch(0)
+        indices = iter(made)
+        made.load_state_dict({**made.state_dict(), "epoch": 2, "consumed": 10})
+        assert list(indices) == expected
