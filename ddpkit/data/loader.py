@@ -171,14 +171,22 @@ class Loader(DataLoader[Any]):
     def peek(self) -> Any:
         """Return the batch that the next loop begins with, and count nothing: to see its shapes, or trace a model.
 
-        It is loaded in this process, and the random numbers that this takes are put back: those of `random`, NumPy and
-        torch, and of the generators that the sampler, the dataset and `collate_fn` hold: in attributes, in containers
-        of up to 100 entries, or as what a function or `functools.partial` was made with. A generator that a function
-        finds among the names of its module is not put back. Where nothing is left of the epoch it is made of the
-        dataset's first samples.
+        It is loaded in this process, with the random numbers of `random`, NumPy and torch that the loop's first batch
+        gets, in a worker too. A worker's own changes are not seen: those of `worker_init_fn`, and of a generator that
+        the dataset holds and that a persistent worker has drawn from.
+
+        The random numbers that this takes are put back: those of `random`, NumPy and torch, and of the generators that
+        the sampler, the dataset and `collate_fn` hold: in attributes, in containers of up to 100 entries, or as what a
+        function or `functools.partial` was made with. A generator that a function finds among the names of its module
+        is not put back. A dataset that keeps its epoch as `epoch` is told that one again. Where nothing is left of the
+        epoch the batch is made of the dataset's first samples.
         """
         saved = get_rng_state()
         put_back = [_keep(generator) for generator in _generators_in(self.sampler, self.dataset, self.collate_fn)]
+        for dataset in _listeners(self.dataset):
+            epoch = getattr(dataset, "epoch", None)
+            if isinstance(epoch, int):
+                put_back.append(functools.partial(dataset.set_epoch, epoch))
         try:
             return self._first_batch()
         finally:
@@ -191,11 +199,20 @@ class Loader(DataLoader[Any]):
         if isinstance(self.batch_sampler, _Batches):
             first = range(len(self.dataset))[: self.batch_size]  # type: ignore[arg-type]
             cuts = {"batch_sampler": [next(iter(self.batch_sampler), list(first))]}
+        if self.num_workers > 0:
+            self._seed_as_the_first_worker()
         _tell_epoch(self.dataset, self.epoch)
         generator = torch.Generator("cpu")
         with torch.device("cpu"):
             batches = iter(DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **cuts))
         return next(batches)
+
+    def _seed_as_the_first_worker(self) -> None:
+        if isinstance(self.dataset, _Stream):
+            seed = self.dataset.seed_of(self.epoch, worker=0)
+        else:
+            seed = hash_seeds("batch", self._seed, self.epoch, self._rank, self._start)
+        seed_cpu(seed)
 
     def __repr__(self) -> str:
         place = f"epoch={self.epoch}"
