@@ -117,7 +117,8 @@ class Loader(DataLoader[Any]):
     A state counts the batches that the loop was given, not those that workers have fetched ahead. So take it in the
     loop after the optimiser step: the batch at hand is done, and the resumed run goes on with the next one. Taken at an
     epoch's last batch, nothing is left: the resumed run goes through an empty loop once and so comes to what you do at
-    an epoch's end. Taken after the loop, the next epoch is left.
+    an epoch's end. Taken after the loop, the next epoch is left; but after a `break` the rest of this one is, unless
+    `set_epoch(epoch + 1)` has ended it.
 
     Workers seed `random`, NumPy and torch before every batch, from (seed, epoch, rank, position in the global order):
     random augmentations are the same with any number of workers, persistent or not, and after a resume.
@@ -152,7 +153,8 @@ class Loader(DataLoader[Any]):
     def epochs(self, n: int) -> Iterator[int]:
         """Go through the epochs that are left of `n`; in a resumed run, from the interrupted one on.
 
-        In each of them loop over the loader once. Leaving that loop early is meant then, and gives no warning.
+        In each of them loop over the loader once. Leaving that loop early is meant then, and gives no warning. If that
+        ends the epoch, call `set_epoch(epoch + 1)` before a state is taken; else the state says that its rest is left.
 
         Args:
             n: Number of epochs of the whole run.

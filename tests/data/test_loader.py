@@ -4,7 +4,7 @@ import random
 import warnings
 from collections import deque
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import pytest
@@ -750,6 +750,37 @@ def test_epochs_may_be_cut_short_on_purpose():
             break
     assert seen == [(epoch, one_epoch(20, 4, epoch=epoch)[0]) for epoch in range(3)]
     assert list(loader.epochs(np.int64(2))) == []
+
+
+def cut_short(n, batch_size, batches, epochs, state=None, stop=None, inside=True):
+    """The samples of epochs that are cut after so many batches, as the guide does it; and the state at a step."""
+    loader, seen, step = make_loader(range(n), batch_size), [], 0
+    if state:
+        loader.load_state_dict(state)
+    for epoch in loader.epochs(epochs):
+        left = batches - loader.sampler.consumed // GLOBAL_BATCH
+        for batch in islice(loader, left):
+            seen.append((epoch, batch.tolist()))
+            step += 1
+            if step == stop and inside:
+                return seen, loader.state_dict()
+        loader.set_epoch(epoch + 1)
+        if step == stop:
+            return seen, loader.state_dict()
+    return seen
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_a_run_of_epochs_cut_short_resumes_with_as_many_batches(w):
+    size = GLOBAL_BATCH // w
+    whole = on_ranks(cut_short, w, 20, size, 2, 3)
+    assert {len(seen) for seen in whole} == {6}
+    for stop, inside in [(1, True), (2, True), (2, False), (3, True)]:
+        for rank, (seen, state) in enumerate(on_ranks(cut_short, w, 20, size, 2, 3, None, stop, inside)):
+            assert seen == whole[rank][:stop]
+            saved = state
+        for rank, rest in enumerate(on_ranks(cut_short, w, 20, size, 2, 3, saved)):
+            assert rest == whole[rank][stop:]
 
 
 def test_a_loader_says_what_it_is():
