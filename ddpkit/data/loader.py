@@ -1,4 +1,4 @@
-"""Loading: torch's DataLoader with the right sampler, random numbers of its own and a place to resume from."""
+"""Load batches: torch's DataLoader with a distributed sampler, seeded workers and a state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from ..launch import ranks
 from ..seeding.generator_states import get_rng_state, set_rng_state
 from ..seeding.hashing import hash_seeds
 from ..seeding.seeds import seed_cpu
-from .samplers import DistributedEvalSampler, DistributedSampler, ResumableSampler, check_place, current_place, positive
+from .samplers import (
+    DistributedEvalSampler,
+    DistributedSampler,
+    ResumableSampler,
+    check_place,
+    current_place,
+    positive,
+)
 
 _DECIDED = {
     "batch_sampler": "it cuts the batches itself, so that every rank has as many",
@@ -30,6 +37,7 @@ _DECIDED = {
     "in_order": "batches out of order could be neither counted nor resumed",
 }
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_WITHOUT_GENERATORS = (type, ModuleType, torch.Tensor, np.ndarray)
 _SHORT = 100  # entries of a container that is searched for generators; longer ones hold samples
 
 
@@ -46,35 +54,43 @@ def make_loader(
     sampler: Sampler[int] | None = None,
     **options: Any,
 ) -> Loader:
-    """Makes the loader of this rank's part of a dataset.
+    """Make the loader of this rank's part of a dataset.
 
-    In training the ranks' batches of a step are together one batch of the global order, whatever the number of ranks;
-    the last, incomplete one is shared out as evenly as possible, and every rank gets as many batches. In evaluation
-    each sample comes exactly once, in order, so that some ranks may get a batch more.
+    In training the ranks' batches of a step are together one batch of the global order, whatever
+    the number of ranks; the last, incomplete one is shared out as evenly as possible, and every
+    rank gets as many batches. In evaluation each sample comes exactly once, in order, so that some
+    ranks may get a batch more.
 
-    A stream, that is an `IterableDataset` or anything without a length, needs a method `shard(index, num_shards)` that
-    returns an iterable: its shards are spread over ranks x workers. A dataset with `set_epoch(epoch)` is told the epoch
-    in every process that reads it, before every batch: it should only keep the number. So is one inside wrappers that
-    hold it as `dataset` or in `datasets`, such as torch's `Subset` and `ConcatDataset`.
+    A stream, that is an `IterableDataset` or anything without a length, needs a method
+    `shard(index, num_shards)` that returns an iterable: its shards are spread over ranks x workers.
+
+    The loader calls a dataset's `set_epoch(epoch)`, if it has one, in every process that reads it
+    and before every batch: it should only keep the number. So it does for a dataset inside wrappers
+    that hold it as `dataset` or in `datasets`, such as torch's `Subset` and `ConcatDataset`.
 
     Args:
         dataset: Anything with a length and `__getitem__`, or a stream.
         batch_size: Samples per step, per rank.
         train: Whether it is for training; else for evaluation.
-        shuffle: Whether each epoch has an order of its own: by default in training. Never in evaluation, nor beside a
-            sampler or for a stream.
-        seed: Any integer, the same on every rank: for the order and for the workers' random numbers.
-        num_workers: Processes per rank that load; 0 loads in this one and leaves its random numbers alone.
+        shuffle: Whether each epoch has an order of its own: by default in training. Never in
+            evaluation, nor beside a sampler or for a stream.
+        seed: Any integer, the same on every rank: for the order and for the workers' random
+            numbers.
+        num_workers: Processes per rank that load; 0 loads in this one and leaves its random numbers
+            alone.
         drop_last: Whether training leaves out the incomplete last global batch.
         collate_fn: Makes a batch of a list of samples; torch's default by default.
-        sampler: A sampler of this rank's indices, instead of `shuffle`: any of ours, torch's DistributedSampler, or one
-            with attributes `num_replicas` and `rank`; on one rank any sampler. Told the epoch if it has `set_epoch`.
-        **options: More of torch's DataLoader's: `pin_memory`, `persistent_workers`, `prefetch_factor`, ...
+        sampler: A sampler of this rank's indices, instead of `shuffle`: any of ours, torch's
+            DistributedSampler, or one with attributes `num_replicas` and `rank`; on one rank any
+            sampler. Its `set_epoch` is called, if it has one.
+        **options: More of torch's DataLoader's: `pin_memory`, `persistent_workers`,
+            `prefetch_factor`, ...
 
     Raises:
         ValueError: If options contradict each other, or `drop_last` would leave nothing.
-        TypeError: If a stream has no `shard`, on several ranks or with several workers; if a sampler is not
-            distributed, on several ranks; if the dataset is no dataset; if an option is for `make_loader` to decide.
+        TypeError: If a stream has no `shard`, on several ranks or with several workers; if a
+            sampler is not distributed, on several ranks; if the dataset is no dataset; if an option
+            is for `make_loader` to decide.
 
     Example:
         >>> loader = make_loader(range(10), batch_size=4)
@@ -86,75 +102,94 @@ def make_loader(
     for name in _DECIDED.keys() & options.keys():
         raise TypeError(f"make_loader() takes no {name}: {_DECIDED[name]}.")
     if not train and (shuffle or drop_last):
-        raise ValueError("With train=False each sample comes once, in order: leave out shuffle and drop_last.")
-    streamed = isinstance(dataset, IterableDataset) or (hasattr(dataset, "shard") and not hasattr(dataset, "__len__"))
-    if shuffle and (sampler is not None or streamed):
+        promise = "With train=False each sample comes once, in order"
+        raise ValueError(f"{promise}: leave out shuffle and drop_last.")
+    is_stream = _is_stream(dataset)
+    if shuffle and (sampler is not None or is_stream):
         raise ValueError("Leave out shuffle: the sampler, or the stream itself, decides the order.")
-    if streamed:
-        if sampler is not None:
-            raise ValueError("A stream is read in its own order: leave out the sampler.")
-        stream = _shards_of(dataset, seed, num_workers, options.get("persistent_workers", False))
-        return Loader(stream, batch_size, None, seed, drop_last, **options)
-    if sampler is not None:
+    if is_stream and sampler is not None:
+        raise ValueError("A stream is read in its own order: leave out the sampler.")
+    if is_stream:
+        persistent = options.get("persistent_workers", False)
+        dataset = _shards_of(dataset, seed, num_workers, persistent)
+    elif sampler is not None:
         _check_sampler(sampler, batch_size)
     elif train:
-        shuffle = True if shuffle is None else bool(shuffle)  # any false value means no, as in torch
-        sampler = DistributedSampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last, batch_size=batch_size)
+        sampler = DistributedSampler(
+            dataset,
+            shuffle=shuffle is None or bool(shuffle),  # any false value means no, as in torch
+            seed=seed,
+            drop_last=drop_last,
+            batch_size=batch_size,
+        )
     else:
         sampler = DistributedEvalSampler(dataset)
     return Loader(dataset, batch_size, sampler, seed, drop_last, **options)
 
 
 class Loader(DataLoader[Any]):
-    """What `make_loader` returns: torch's DataLoader that counts epochs and what the loop was given.
+    """Load as torch's DataLoader does, and count epochs and the batches that the loop was given.
 
-    Each `iter()` is the next epoch, the first one epoch 0, unless `set_epoch` or a loaded state says otherwise. So
-    `next(iter(loader))` begins an epoch, and the next loop is over the one after it, with a warning: use `peek()`. What
-    is set or loaded later does not reach an iterator that exists. Loops at the same time, as in `zip(loader, loader)`,
-    are over one epoch each, and the state counts the one begun last; with persistent workers the older one raises
-    `DdpkitError`.
+    `make_loader` makes it. Each `iter()` is the next epoch, the first one epoch 0, unless
+    `set_epoch` or a loaded state says otherwise. So `next(iter(loader))` begins an epoch, and the
+    next loop is over the one after it, with a warning: use `peek()`. A `set_epoch` or a state
+    loaded later does not reach an iterator that exists. Loops at the same time, as in
+    `zip(loader, loader)`, are over one epoch each, and the state counts the one begun last; with
+    persistent workers the older one raises `DdpkitError`.
 
-    A state counts the batches that the loop was given, not those that workers have fetched ahead. So take it in the
-    loop after the optimiser step: the batch at hand is done, and the resumed run goes on with the next one. Taken at an
-    epoch's last batch, nothing is left: the resumed run goes through an empty loop once and so comes to what you do at
-    an epoch's end. Taken after the loop, the next epoch is left; but after a `break` the rest of this one is, unless
+    A state counts the batches that the loop was given, not those that workers have fetched ahead.
+    So take it in the loop after the optimiser step: the batch at hand is done, and the resumed run
+    goes on with the next one. Taken at an epoch's last batch, nothing is left: the resumed run goes
+    through an empty loop once and so comes to what you do at an epoch's end. Taken after the loop,
+    the next epoch is left; but after a `break` the rest of this one is, unless
     `set_epoch(epoch + 1)` has ended it.
 
-    Workers seed `random`, NumPy and torch before every batch, from (seed, epoch, rank, position in the global order):
-    random augmentations are the same with any number of workers, persistent or not, and after a resume.
+    Workers seed `random`, NumPy and torch before every batch, from (seed, epoch, rank, position in
+    the global order): random augmentations are the same with any number of workers, persistent or
+    not, and after a resume.
     """
 
     def __init__(
-        self, dataset: Any, batch_size: int, sampler: Sampler[int] | None, seed: int, drop_last: bool, **options: Any
+        self,
+        dataset: Any,
+        batch_size: int,
+        sampler: Sampler[int] | None,
+        seed: int,
+        drop_last: bool,
+        **options: Any,
     ) -> None:
-        self._made_for = self._rank, world_size = current_place()
-        self._seed, self._global_batch = seed, batch_size * world_size
+        self._made_for = current_place()
+        self._rank, world_size = self._made_for
+        self._seed = seed
+        self._global_batch = batch_size * world_size
         self._epoch = 0
         self._loop = _Loop(epoch=-1, counts=False)  # the last one that was begun
         options["generator"] = torch.Generator("cpu")
         if sampler is None:
             super().__init__(dataset, batch_size, drop_last=drop_last, **options)
-        else:
-            super().__init__(dataset, batch_sampler=_Batches(sampler, batch_size, drop_last), **options)
-            # beside a batch sampler torch forgets these, which people read
-            self.__dict__.update(batch_size=batch_size, sampler=sampler, drop_last=drop_last)
+            return
+        batches = _Batches(sampler, batch_size, drop_last)
+        super().__init__(dataset, batch_sampler=batches, **options)
+        # beside a batch sampler torch forgets these, which people read
+        self.__dict__.update(batch_size=batch_size, sampler=sampler, drop_last=drop_last)
 
     @property
     def epoch(self) -> int:
-        """The epoch that the loop is in; outside of one, the next."""
+        """Return the epoch that the loop is in; outside of a loop, the next."""
         return getattr(self.sampler, "epoch", self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch the next `iter()` is. It is needed only to leave the sequence 0, 1, 2, ..."""
+        """Set the epoch of the next `iter()`: needed only to leave the sequence 0, 1, 2, ..."""
         self._epoch = epoch
         self._loop.counts = False
-        _tell_epoch(self.sampler, epoch)
+        _pass_epoch_on(self.sampler, epoch)
 
     def epochs(self, n: int) -> Iterator[int]:
-        """Go through the epochs that are left of `n`; in a resumed run, from the interrupted one on.
+        """Go through the epochs left of `n`; in a resumed run, from the interrupted one on.
 
-        In each of them loop over the loader once. Leaving that loop early is meant then, and gives no warning. If that
-        ends the epoch, call `set_epoch(epoch + 1)` before a state is taken; else the state says that its rest is left.
+        In each of them loop over the loader once. Leaving that loop early is meant then, and gives
+        no warning. If that ends the epoch, call `set_epoch(epoch + 1)` before a state is taken;
+        else the state says that its rest is left.
 
         Args:
             n: Number of epochs of the whole run.
@@ -171,21 +206,24 @@ class Loader(DataLoader[Any]):
             yield epoch
 
     def peek(self) -> Any:
-        """Return the batch that the next loop begins with, and count nothing: to see its shapes, or trace a model.
+        """Return the batch that the next loop begins with, and count nothing.
 
-        It is loaded in this process, with the random numbers of `random`, NumPy and torch that the loop's first batch
-        gets, in a worker too. A worker's own changes are not seen: those of `worker_init_fn`, and of a generator that
-        the dataset holds and that a persistent worker has drawn from.
+        It is for a look at the shapes, or for tracing a model. It is loaded in this process, with
+        the random numbers of `random`, NumPy and torch that the loop's first batch gets, in a
+        worker too. A worker's own changes are not seen: those of `worker_init_fn`, and of a
+        generator that the dataset holds and that a persistent worker has drawn from.
 
-        The random numbers that this takes are put back: those of `random`, NumPy and torch, and of the generators that
-        the sampler, the dataset and `collate_fn` hold: in attributes, in containers of up to 100 entries, or as what a
-        function or `functools.partial` was made with. A generator that a function finds among the names of its module
-        is not put back. A dataset that keeps its epoch as `epoch` is told that one again. Where nothing is left of the
-        epoch the batch is made of the dataset's first samples.
+        The random numbers that this takes are put back: those of `random`, NumPy and torch, and of
+        the generators that the sampler, the dataset and `collate_fn` hold: in attributes, in
+        containers of up to 100 entries, or as what a function or `functools.partial` was made with.
+        A generator that a function finds among the names of its module is not put back. The epoch
+        that a dataset keeps as `epoch` is put back, too. Where nothing is left of the epoch the
+        batch is made of the dataset's first samples.
         """
         saved = get_rng_state()
-        put_back = [_keep(generator) for generator in _generators_in(self.sampler, self.dataset, self.collate_fn)]
-        for dataset in _listeners(self.dataset):
+        generators = _generators_in(self.sampler, self.dataset, self.collate_fn)
+        put_back = [_keep(generator) for generator in generators]
+        for dataset in _with_set_epoch(self.dataset):
             epoch = getattr(dataset, "epoch", None)
             if isinstance(epoch, int):
                 put_back.append(functools.partial(dataset.set_epoch, epoch))
@@ -197,17 +235,26 @@ class Loader(DataLoader[Any]):
             set_rng_state(saved)
 
     def _first_batch(self) -> Any:
-        cuts: dict[str, Any] = {"batch_size": self.batch_size}
+        batching: dict[str, Any] = {"batch_size": self.batch_size}
         if isinstance(self.batch_sampler, _Batches):
-            first = range(len(self.dataset))[: self.batch_size]  # type: ignore[arg-type]
-            cuts = {"batch_sampler": [next(iter(self.batch_sampler), list(first))]}
+            batching = {"batch_sampler": [self._first_indices(self.batch_sampler)]}
         if self.num_workers > 0:
             self._seed_as_the_first_worker()
-        _tell_epoch(self.dataset, self.epoch)
-        generator = torch.Generator("cpu")
-        with torch.device("cpu"):
-            batches = iter(DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **cuts))
+        _pass_epoch_on(self.dataset, self.epoch)
+        one_batch = DataLoader(
+            self.dataset,
+            collate_fn=self.collate_fn,
+            generator=torch.Generator("cpu"),
+            **batching,
+        )
+        with torch.device("cpu"):  # as in a loop
+            batches = iter(one_batch)
         return next(batches)
+
+    def _first_indices(self, batches: _Batches) -> list[int]:
+        for indices in batches:
+            return indices
+        return list(range(len(self.dataset))[: self.batch_size])  # type: ignore[arg-type]
 
     def _seed_as_the_first_worker(self) -> None:
         if isinstance(self.dataset, _Stream):
@@ -220,10 +267,13 @@ class Loader(DataLoader[Any]):
         place = f"epoch={self.epoch}"
         if isinstance(self.sampler, ResumableSampler):
             place += f", consumed={self.sampler.consumed} of {self.sampler.n}"
-        return f"Loader({type(self.dataset).__name__}, batch_size={self.batch_size}, rank={self._rank}, {place})"
+        kind = type(self.dataset).__name__
+        return f"Loader({kind}, batch_size={self.batch_size}, rank={self._rank}, {place})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, the batch at hand included: the same on every rank, plain numbers and text.
+        """Return the place of the run in the order, the batch at hand included.
+
+        It is the same on every rank, and plain numbers and text.
 
         Raises:
             TypeError: If the sampler cannot resume, or the dataset is a stream.
@@ -231,7 +281,7 @@ class Loader(DataLoader[Any]):
         return self._resumable().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next `iter()` go on where `state` was taken, on any number of ranks.
+        """Make the next `iter()` go on where `state` was taken, on any number of ranks.
 
         Raises:
             ValueError: If dataset length, seed or shuffling are not those of the state.
@@ -247,14 +297,15 @@ class Loader(DataLoader[Any]):
             self.set_epoch(self.epoch + 1)
         self._loop.counts = False
         loop = self._loop = _Loop(self.epoch)
-        self.generator.manual_seed(hash_seeds("workers", self._seed, loop.epoch, self._start, self._rank))
-        _tell_epoch(self.dataset, loop.epoch)
+        seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._rank)
+        self.generator.manual_seed(seed)
+        _pass_epoch_on(self.dataset, loop.epoch)
         with torch.device("cpu"):  # torch draws the seed of its workers on the default device
             batches = self._begin(loop.epoch)
         return self._handed_out(batches, loop)
 
     def _begin(self, epoch: int) -> Iterator[Any]:
-        """Begin a pass in torch's DataLoader, whose order is drawn now and not when the first batch is asked for."""
+        """Begin a pass of torch's DataLoader, and draw its order now, not at its first batch."""
         if not isinstance(self.batch_sampler, _Batches):
             return super().__iter__()
         batches = _started(iter(self.batch_sampler))
@@ -266,11 +317,15 @@ class Loader(DataLoader[Any]):
 
     @property
     def _start(self) -> int:
-        """Position in the global order where the next pass starts."""
+        """Return the position in the global order where the next pass starts."""
         return self.sampler.start if isinstance(self.sampler, ResumableSampler) else 0
 
-    def _with_seeds(self, batches: Iterator[list[int]], epoch: int, start: int) -> Iterator[list[int]]:
-        position = start
+    def _with_seeds(
+        self,
+        batches: Iterator[list[int]],
+        epoch: int,
+        position: int,
+    ) -> Iterator[list[int]]:
         for indices in batches:
             batch = _Batch(indices)
             batch.seeds = (self._seed, epoch, self._rank, position)
@@ -278,55 +333,59 @@ class Loader(DataLoader[Any]):
             position += self._global_batch
 
     def _handed_out(self, batches: Iterator[Any], loop: _Loop) -> Iterator[Any]:
-        listeners = _listeners(self.dataset) if self.num_workers == 0 else []
+        resumable = self.sampler if isinstance(self.sampler, ResumableSampler) else None
+        read_here = _with_set_epoch(self.dataset) if self.num_workers == 0 else []
         while True:
             if self.persistent_workers and self._loop is not loop:
                 raise DdpkitError(
-                    f"This loop over epoch {loop.epoch} cannot go on, since another one over the same loader was "
-                    "begun: persistent workers serve one loop at a time. Make a loader for each loop, or leave out "
-                    "persistent_workers."
+                    f"This loop over epoch {loop.epoch} cannot go on, since another one over the "
+                    "same loader was begun: persistent workers serve one loop at a time. Make a "
+                    "loader for each loop, or leave out persistent_workers."
                 )
-            for dataset in listeners:  # another loader over the same dataset may have told it another epoch
+            for dataset in read_here:  # another loader over it may have set another epoch
                 dataset.set_epoch(loop.epoch)
             try:
                 batch = next(batches)
             except StopIteration:
                 break
-            if self._is_counted(loop) and isinstance(self.sampler, ResumableSampler):
-                self.sampler.advance(self._global_batch)
+            if resumable is not None and self._is_counted(loop):
+                resumable.advance(self._global_batch)
             yield batch
         if self._is_counted(loop):
             self.set_epoch(loop.epoch + 1)
 
     def _is_counted(self, loop: _Loop) -> bool:
-        return loop.counts and loop.epoch == self.epoch  # torch's way to another epoch is sampler.set_epoch()
+        # torch's way to another epoch, sampler.set_epoch(), does not pass here
+        return loop.counts and loop.epoch == self.epoch
 
     def _warn_of_the_rest(self) -> None:
         if not isinstance(self.sampler, ResumableSampler) or not self.sampler.remaining:
             return
         done = f"{self.sampler.consumed} of {self.sampler.n} samples"
         warnings.warn(
-            f"The loop over epoch {self.epoch} was left after {done}; this one is over epoch {self.epoch + 1}, and the "
-            "rest goes unseen, unless that loop goes on (then only this one is counted). To look at a batch use "
-            "loader.peek(). If it was meant, loop over loader.epochs(n), or call loader.set_epoch() before.",
+            f"The loop over epoch {self.epoch} was left after {done}; this one is over epoch "
+            f"{self.epoch + 1}, and the rest goes unseen, unless that loop goes on (then only this "
+            "one is counted). To look at a batch use loader.peek(). If it was meant, loop over "
+            "loader.epochs(n), or call loader.set_epoch() before.",
             stacklevel=3,
         )
 
     def _resumable(self) -> ResumableSampler:
         if not isinstance(self.sampler, ResumableSampler):
             raise TypeError(
-                f"{type(self.sampler).__name__} cannot say where it is. To resume inside an epoch use a dataset with a "
-                "length in training, or one of ddpkit's samplers; at an epoch's start set_epoch() is enough."
+                f"{type(self.sampler).__name__} cannot say where it is. To resume inside an epoch "
+                "use a dataset with a length in training, or one of ddpkit's samplers; at an "
+                "epoch's start set_epoch() is enough."
             )
         return self.sampler
 
 
 @dataclass(eq=False)
 class _Loop:
-    """A pass over the loader."""
+    """Remember one pass over the loader."""
 
     epoch: int
-    counts: bool = True  # the loader's state says how far it is
+    counts: bool = True  # whether its batches count in the loader's state
 
 
 class _Batches(BatchSampler):
@@ -347,7 +406,10 @@ def _started(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 class _Batch(list[int]):
-    """A batch's indices. A worker seeds its random numbers on receiving them: persistent ones hear of nothing else."""
+    """Carry a batch's indices to a worker, with the seeds that it sets when it unpickles them.
+
+    A persistent worker receives nothing else in a new epoch.
+    """
 
     seeds: tuple[int, int, int, int]
 
@@ -356,14 +418,15 @@ class _Batch(list[int]):
 
 
 def _received(indices: list[int], seed: int, epoch: int, rank: int, position: int) -> list[int]:
-    if (worker := get_worker_info()) is not None:  # else somebody copies the list in the main process
+    worker = get_worker_info()
+    if worker is not None:  # else somebody copies the list in the main process
         seed_cpu(hash_seeds("batch", seed, epoch, rank, position))
-        _tell_epoch(worker.dataset, epoch)
+        _pass_epoch_on(worker.dataset, epoch)
     return indices
 
 
 class _Stream(IterableDataset[Any]):
-    """Spread the shards of a stream over ranks x workers; one without shards has a single reader."""
+    """Spread the shards of a stream over ranks x workers; without shards it has one reader."""
 
     def __init__(self, dataset: Any, seed: int, num_workers: int, persistent: bool) -> None:
         self.dataset = dataset
@@ -372,7 +435,7 @@ class _Stream(IterableDataset[Any]):
         self.rank = ranks.get_rank()
         self.world_size = ranks.get_world_size()
         self.epoch = 0
-        # Workers know the epoch in which they were started; those that live on read it in shared memory.
+        # Workers know the epoch they were started in; persistent ones read it in shared memory.
         self.latest_epoch: torch.Tensor | None = None
         if persistent:
             epoch = torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the default device
@@ -382,7 +445,7 @@ class _Stream(IterableDataset[Any]):
         self.epoch = epoch
         if self.latest_epoch is not None:
             self.latest_epoch.fill_(epoch)
-        _tell_epoch(self.dataset, epoch)
+        _pass_epoch_on(self.dataset, epoch)
 
     def seed_of(self, epoch: int, worker: int) -> int:
         """Return the seed of the random numbers that a worker of this rank draws in an epoch."""
@@ -400,7 +463,7 @@ class _Stream(IterableDataset[Any]):
         if self.latest_epoch is not None:
             self.epoch = int(self.latest_epoch)
         seed_cpu(self.seed_of(self.epoch, worker.id))
-        _tell_epoch(self.dataset, self.epoch)
+        _pass_epoch_on(self.dataset, self.epoch)
         return self._shard(worker.id)
 
     def _shard(self, worker: int) -> Iterator[Any]:
@@ -408,6 +471,12 @@ class _Stream(IterableDataset[Any]):
             return iter(self.dataset)
         index = self.rank * self.readers + worker
         return iter(self.dataset.shard(index=index, num_shards=self.world_size * self.readers))
+
+
+def _is_stream(dataset: Any) -> bool:
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "shard") and not hasattr(dataset, "__len__")
 
 
 def _shards_of(dataset: Any, seed: int, num_workers: int, persistent: bool) -> Any:
@@ -418,22 +487,23 @@ def _shards_of(dataset: Any, seed: int, num_workers: int, persistent: bool) -> A
         if ranks.is_distributed():
             readers = f"{ranks.get_world_size()} ranks"
         raise TypeError(
-            f"{type(dataset).__name__} has no shard(index, num_shards): each of {readers} would read all of it. Give "
-            "it that method, which returns one part as an iterable; or, if it splits itself, use torch's DataLoader."
+            f"{type(dataset).__name__} has no shard(index, num_shards): each of {readers} would "
+            "read all of it. Give it that method, which returns one part as an iterable; or, if it "
+            "splits itself, use torch's DataLoader."
         )
     if num_workers == 0:
         return dataset
     return _Stream(dataset, seed, num_workers, persistent)
 
 
-def _tell_epoch(owner: Any, epoch: int) -> None:
-    """Tell the epoch to an object that has `set_epoch`, or to those inside the wrappers around them."""
-    for listener in _listeners(owner):
-        listener.set_epoch(epoch)
+def _pass_epoch_on(owner: Any, epoch: int) -> None:
+    """Set the epoch of an object, or of those inside the wrappers around them."""
+    for each in _with_set_epoch(owner):
+        each.set_epoch(epoch)
 
 
-def _listeners(owner: Any) -> list[Any]:
-    """List what has `set_epoch`: the object itself, or else those that it holds as `dataset` or in `datasets`."""
+def _with_set_epoch(owner: Any) -> list[Any]:
+    """List the object itself if it has `set_epoch`, else such objects that it wraps."""
     found = []
     waiting = [owner]
     seen = {id(owner)}
@@ -442,14 +512,22 @@ def _listeners(owner: Any) -> list[Any]:
         if callable(getattr(one, "set_epoch", None)):
             found.append(one)
             continue
-        held = getattr(one, "__dict__", {})  # a property may be work
-        inner = held.get("datasets", ())
-        inner = list(inner.values()) if isinstance(inner, dict) else inner
-        for each in [held.get("dataset"), *(inner if isinstance(inner, (list, tuple)) else ())]:
-            if each is not None and id(each) not in seen:
+        for each in _wrapped_by(one):
+            if id(each) not in seen:
                 seen.add(id(each))
                 waiting.append(each)
     return found
+
+
+def _wrapped_by(wrapper: Any) -> list[Any]:
+    """List the objects that a wrapper holds as `dataset` and in `datasets`."""
+    held = getattr(wrapper, "__dict__", {})  # a property may be work
+    inner = held.get("datasets")
+    if isinstance(inner, dict):
+        inner = list(inner.values())
+    if not isinstance(inner, (list, tuple)):
+        inner = []
+    return [each for each in [held.get("dataset"), *inner] if each is not None]
 
 
 def _generators_in(*owners: Any) -> Iterator[Any]:
@@ -458,7 +536,7 @@ def _generators_in(*owners: Any) -> Iterator[Any]:
     waiting = [*owners]
     while waiting:
         owner = waiting.pop()
-        if id(owner) in seen or isinstance(owner, (type, ModuleType, torch.Tensor, np.ndarray)):
+        if id(owner) in seen or isinstance(owner, _WITHOUT_GENERATORS):
             continue
         seen.add(id(owner))
         if isinstance(owner, random.SystemRandom):  # has no state
@@ -470,30 +548,38 @@ def _generators_in(*owners: Any) -> Iterator[Any]:
 
 
 def _held_by(owner: Any) -> list[Any]:
-    """List what an object holds: a container's entries, if few, or attributes and what a function was made with."""
+    """List a short container's entries, or the attributes and what a function was made with."""
     if isinstance(owner, dict):
         return list(owner.values()) if len(owner) <= _SHORT else []
     if isinstance(owner, (list, tuple, set, frozenset, deque)):
         return list(owner) if len(owner) <= _SHORT else []
-    held = list(getattr(owner, "__dict__", {}).values())
-    for base in type(owner).__mro__:
-        if "__slots__" in vars(base):
-            slots = [name for name, member in vars(base).items() if isinstance(member, MemberDescriptorType)]
-            held += [getattr(owner, name, None) for name in slots]
+    held = [*getattr(owner, "__dict__", {}).values(), *_in_slots(owner)]
     if isinstance(owner, MethodType):
         held += [owner.__self__, owner.__func__]
     elif isinstance(owner, functools.partial):
         held += [owner.func, owner.args, owner.keywords]
     elif isinstance(owner, FunctionType):
-        held += [owner.__defaults__, owner.__kwdefaults__, *(owner.__closure__ or ())]
+        cells = owner.__closure__ or ()
+        held += [owner.__defaults__, owner.__kwdefaults__, *cells]
     elif isinstance(owner, CellType):  # of a name that a function inside another one uses
         with suppress(ValueError):  # it has no value yet
             held.append(owner.cell_contents)
     return held
 
 
+def _in_slots(owner: Any) -> list[Any]:
+    held = []
+    for base in type(owner).__mro__:
+        if "__slots__" not in vars(base):
+            continue
+        for name, member in vars(base).items():
+            if isinstance(member, MemberDescriptorType):
+                held.append(getattr(owner, name, None))
+    return held
+
+
 def _keep(generator: Any) -> Callable[[], None]:
-    """Return what puts a generator back into its present state."""
+    """Return a function that puts a generator back into its present state."""
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return functools.partial(setattr, bits, "state", bits.state)
@@ -503,18 +589,23 @@ def _keep(generator: Any) -> Callable[[], None]:
 
 
 def _check_sampler(sampler: Sampler[int], batch_size: int) -> None:
-    here = (ranks.get_world_size(), ranks.get_rank())
-    found = (getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None))
-    if found == (None, None):
-        if here[0] > 1:
+    """Refuse a sampler of another rank, or one that gives ranks different numbers of batches."""
+    rank, world_size = current_place()
+    found_rank = getattr(sampler, "rank", None)
+    found_size = getattr(sampler, "num_replicas", None)
+    if found_rank is None and found_size is None:
+        if world_size > 1:
             raise TypeError(
-                f"{type(sampler).__name__} does not split its samples: each of {here[0]} ranks would load them all. "
-                "Pass DistributedSampler, DistributedWeightedSampler, or one with attributes num_replicas and rank."
+                f"{type(sampler).__name__} does not split its samples: each of {world_size} ranks "
+                "would load them all. Pass DistributedSampler, DistributedWeightedSampler, or one "
+                "with attributes num_replicas and rank."
             )
-    elif found != here:
-        raise ValueError(f"The sampler is for rank {found[1]} of {found[0]}, but this is rank {here[1]} of {here[0]}.")
+    elif (found_rank, found_size) != (rank, world_size):
+        its_place = f"rank {found_rank} of {found_size}"
+        place = f"rank {rank} of {world_size}"
+        raise ValueError(f"The sampler is for {its_place}, but this is {place}.")
     if isinstance(sampler, ResumableSampler) and sampler.batch_size not in (1, batch_size):
         raise ValueError(
-            f"The sampler was made for batch_size={sampler.batch_size}, the loader for {batch_size}: ranks could get "
-            "different numbers of batches. Give both the same."
+            f"The sampler was made for batch_size={sampler.batch_size}, the loader for "
+            f"{batch_size}: ranks could get different numbers of batches. Give both the same."
         )

@@ -1,4 +1,4 @@
-"""Random orders of [0, n): a position in the order goes in, the number there comes out. They need no O(n) memory."""
+"""Make random orders of [0, n): functions from positions to numbers, without a list of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import numpy.typing as npt
 Positions = npt.NDArray[np.int64]
 Order = Callable[[Positions], Positions]
 
-_IN_MEMORY = 2**17  # a permutation in memory up to here: 1 MB and 1.5 ms, and all orders equally likely
+# A permutation in memory up to here: 1 MB and 1.5 ms, and all orders equally likely.
+_IN_MEMORY = 2**17
 
 
 def shuffled(n: int, key: int) -> Order:
-    """A random order of [0, n): the same on every platform and NumPy version.
+    """Make a random order of [0, n), the same on every platform and NumPy version.
 
-    Up to 2**17 it is a true permutation. Beyond it is a keyed bijection: six Feistel rounds with random tables of about
-    sqrt(n) entries each on rows x columns >= n.
+    Up to 2**17 it is a true permutation. Beyond it is a keyed bijection: six Feistel rounds with
+    random tables of about sqrt(n) entries each on rows x columns >= n.
 
     Args:
         n: Length of the order, positive.
@@ -28,8 +29,9 @@ def shuffled(n: int, key: int) -> Order:
         A function from positions, int64 in [0, n), to the numbers there, in the same shape.
 
     References:
-        Luby and Rackoff, How to construct pseudorandom permutations from pseudorandom functions, 1988.
-        Black and Rogaway, Ciphers with arbitrary finite domains, 2002 (rows x columns, and walking back inside).
+        Luby and Rackoff, How to construct pseudorandom permutations from pseudorandom functions,
+        1988. Black and Rogaway, Ciphers with arbitrary finite domains, 2002 (rows x columns, and
+        walking back inside).
 
     Example:
         >>> sorted(shuffled(5, key=1)(np.arange(5)).tolist())
@@ -38,13 +40,18 @@ def shuffled(n: int, key: int) -> Order:
     bits = np.random.PCG64(key)
     if n > _IN_MEMORY:
         return bijection(n, bits)
-    return np.random.RandomState(bits).permutation(n).take  # RandomState, as no NumPy release may change its stream
+    generator = np.random.RandomState(bits)  # no NumPy release may change its stream
+    return generator.permutation(n).take
 
 
 def bijection(n: int, bits: np.random.PCG64) -> Order:
-    """A bijection on [0, n) with the statistics of a random one from about n = 1000 on; it uses raw bits only."""
+    """Make a bijection on [0, n), with the statistics of a random one from about n = 1000 on.
+
+    It uses raw bits only.
+    """
     root = isqrt(n - 1) + 1
-    rows = min(range(root, root + 64), key=lambda rows: -n % rows)  # rows x columns exceeds n by as little as possible
+    # rows x columns exceeds n by as little as possible
+    rows = min(range(root, root + 64), key=lambda rows: -n % rows)
     columns = -(-n // rows)
     rounds = [(_table(bits, columns, rows), _table(bits, rows, columns)) for _ in range(3)]
 
@@ -58,8 +65,10 @@ def bijection(n: int, bits: np.random.PCG64) -> Order:
 
     def order(positions: Positions) -> Positions:
         numbers = mixed(positions)
-        while (beyond := np.flatnonzero(numbers >= n)).size:  # walk on until back inside: that keeps it a bijection
+        beyond = np.flatnonzero(numbers >= n)
+        while beyond.size:  # walk on until back inside: that keeps it a bijection
             numbers[beyond] = mixed(numbers[beyond])
+            beyond = np.flatnonzero(numbers >= n)
         return numbers
 
     return order
@@ -70,5 +79,7 @@ def _table(bits: np.random.PCG64, length: int, below: int) -> Positions:
 
 
 def _wrapped(values: Positions, size: int) -> Positions:
-    """`values % size` for 0 <= values < 2 * size, but quicker: a negative number is a huge one without its sign."""
-    return np.minimum(values.view(np.uint64), (values - size).view(np.uint64)).view(np.int64)
+    """Return `values % size` for 0 <= values < 2 * size, but quicker."""
+    unsigned = values.view(np.uint64)
+    smaller = (values - size).view(np.uint64)  # a negative number is a huge one without its sign
+    return np.minimum(unsigned, smaller).view(np.int64)

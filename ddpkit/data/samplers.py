@@ -1,11 +1,13 @@
-"""Which samples a rank gets: index arithmetic, a pure function of (seed, epoch, n). Nothing here communicates.
+"""Give each rank its samples: a pure function of (seed, epoch, n). Nothing here communicates.
 
-Every sampler deals one global order out like cards: rank r takes its positions r, r + world size, and so on. So any
-number of ranks uses that order up from the front, what is done is one number, and a run resumes on any number of ranks.
+Every sampler deals one global order out like cards: rank r takes its positions r, r + world size,
+and so on. So any number of ranks uses that order up from the front, what is done is one number, and
+a run resumes on any number of ranks.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -21,19 +23,21 @@ from ..arguments import is_positive_integer
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..seeding.hashing import hash_seeds
-from .permutation import Order, shuffled
+from .permutation import Order, Positions, shuffled
 
 # Positions computed at a time: the first index comes quickly, the rest stays in the cache.
 _FIRST_BLOCK, _BLOCK = 2**10, 2**13
 
 
 class ResumableSampler(Sampler[int], ABC):
-    """One rank's part of a global order of `n` positions, from where the run left it.
+    """Deal a global order of `n` positions to the ranks, from where the run left it.
 
     Attributes:
         epoch: The epoch whose order is drawn; see `set_epoch`.
-        start: Global position where this pass over the order starts: 0, or what a loaded state had consumed.
-        consumed: Samples of this epoch consumed so far by all ranks together, as told by `advance`.
+        start: Global position where this pass over the order starts: 0, or the number of samples
+            that a loaded state had consumed.
+        consumed: Samples of this epoch consumed so far by all ranks together, as counted by
+            `advance`.
     """
 
     def __init__(
@@ -47,67 +51,85 @@ class ResumableSampler(Sampler[int], ABC):
     ) -> None:
         self.num_replicas, self.rank = _shard(num_replicas, rank)
         self._made_for = _place_unless_chosen(num_replicas, rank)
-        self.n, self.seed, self.batch_size, self.drop_last = n, operator.index(seed), batch_size, drop_last
-        self.epoch = self.start = self.consumed = 0
+        self.n = n
+        self.seed = operator.index(seed)
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.start = 0
+        self.consumed = 0
 
     @abstractmethod
     def _order(self) -> Order:
-        """The global order of this epoch."""
+        """Return the global order of this epoch."""
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
-        """What the order depends on besides the epoch: a state is loaded only where it is the same."""
+        """Return the numbers that the order depends on besides the epoch.
+
+        A state is loaded only where they are the same.
+        """
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch whose order to deal: from its front, or for a loaded state's epoch from where that was."""
+        """Choose the epoch whose order to deal.
+
+        It starts at its front, or for a loaded state's epoch where that state was taken.
+        """
         epoch = operator.index(epoch)
         if epoch != self.epoch:
-            self.epoch, self.start = epoch, 0
+            self.epoch = epoch
+            self.start = 0
         self.consumed = self.start
 
     def advance(self, samples: int) -> None:
-        """Counts `samples` more as consumed, of all ranks together.
+        """Count `samples` more as consumed, of all ranks together.
 
-        `make_loader` does this. In a loop of your own call it once per step, on every rank, with the global batch size:
-        the sampler cannot count what it yields, since workers fetch ahead of the loop.
+        `make_loader` does this. In a loop of your own call it once per step, on every rank, with
+        the global batch size: the sampler cannot count what it yields, since workers fetch ahead of
+        the loop.
         """
         self.consumed = min(self.consumed + samples, self.n)
 
     @property
     def remaining(self) -> int:
-        """Samples of this epoch that are still to come, of all ranks together, without padding."""
+        """Return how many samples of this epoch all ranks together have left, without padding."""
         return max(0, min(self._end(), self.n) - self.consumed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is: the same on every rank, plain numbers and text."""
+        """Return the place of the run: the same on every rank, plain numbers and text."""
         return {"epoch": self.epoch, "consumed": self.consumed, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, on any number of ranks, with any batch size.
 
         Raises:
-            ValueError: If the order is another one than the state's; the message names both values. Nothing is changed.
+            ValueError: If the order is another one than the state's; the message names both values.
+                Nothing is changed.
             TypeError: If it is no state of a sampler.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"A sampler's state is a dict, got a {type(state).__name__}.")
         for name, now in self._identity().items():
-            if state.get(name) != now:
+            saved = state.get(name)
+            if saved != now:
                 raise ValueError(
-                    f"Cannot resume: {name} was {state.get(name)!r} when the state was saved and is {now!r} now: "
-                    "the samples would come in another order. Make the sampler as it was, or start a new epoch."
+                    f"Cannot resume: {name} was {saved!r} when the state was saved and is {now!r} "
+                    "now: the samples would come in another order. Make the sampler as it was, or "
+                    "start a new epoch."
                 )
-        epoch, consumed = state.get("epoch"), state.get("consumed")
-        if type(epoch) is not int or epoch < 0 or type(consumed) is not int or not 0 <= consumed <= self.n:
+        epoch: Any = state.get("epoch")
+        consumed: Any = state.get("consumed")
+        if not _is_within(epoch) or not _is_within(consumed, self.n):
             raise ValueError(
-                f"Cannot resume: epoch {epoch!r} with {consumed!r} of {self.n} samples consumed is no place to go on "
-                "from. Start a new epoch."
+                f"Cannot resume: epoch {epoch!r} with {consumed!r} of {self.n} samples consumed is "
+                "no place to go on from. Start a new epoch."
             )
         self.epoch = epoch
-        self.start = self.consumed = consumed
+        self.start = consumed
+        self.consumed = consumed
 
     def __len__(self) -> int:
-        """Samples of this pass on this rank."""
+        """Return the number of samples of this pass on this rank."""
         return len(range(self.start + self.rank, self._end(), self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
@@ -116,36 +138,47 @@ class ResumableSampler(Sampler[int], ABC):
 
     @property
     def num_samples(self) -> int:
-        """Samples of a whole epoch on this rank, padding included, as torch's samplers have it."""
+        """Return the samples of a whole epoch on this rank, padding included, as in torch."""
         return len(range(self.rank, self.total_size, self.num_replicas))
 
     @property
     def total_size(self) -> int:
-        """Samples of a whole epoch on all ranks together, padding included."""
-        return self._end(start=0)
+        """Return the samples of a whole epoch on all ranks together, padding included."""
+        return self._end_from(0)
 
-    def _end(self, start: int | None = None) -> int:
-        """Where the dealing stops, beyond n with padding: every rank must get the same number of batches."""
-        start = self.start if start is None else start
+    def _end(self) -> int:
+        return self._end_from(self.start)
+
+    def _end_from(self, start: int) -> int:
+        """Return the position where the dealing stops: beyond n with padding, before it without.
+
+        Every rank must get the same number of batches.
+        """
         tail = (self.n - start) % (self.num_replicas * self.batch_size)
         if self.drop_last:
             return self.n - tail
-        return self.n + max(0, self.num_replicas - tail) if tail else self.n
+        if tail == 0:
+            return self.n
+        return self.n + max(0, self.num_replicas - tail)
 
     def _blocks(self, order: Order, start: int, end: int) -> Iterator[list[int]]:
         size = _FIRST_BLOCK
         while start < end:
             stop = min(start + size * self.num_replicas, end)
             positions = np.arange(start + self.rank, stop, self.num_replicas, dtype=np.int64)
-            yield order(positions % self.n if stop > self.n else positions).tolist()
-            start, size = stop, min(2 * size, _BLOCK)
+            if stop > self.n:
+                positions %= self.n
+            yield order(positions).tolist()
+            start = stop
+            size = min(2 * size, _BLOCK)
 
 
 class DistributedSampler(ResumableSampler):
-    """Deals a dataset's indices to the ranks in an order that a run can resume, in next to no memory.
+    """Deal a dataset's indices to the ranks in an order that a run can resume, in little memory.
 
-    A drop-in for `torch.utils.data.DistributedSampler` that needs no process group. The order is a pure function of
-    (seed, epoch, n); above 2**17 samples it is computed in blocks, so any number of samples starts in milliseconds.
+    A drop-in for `torch.utils.data.DistributedSampler` that needs no process group. The order is a
+    pure function of (seed, epoch, n); above 2**17 samples it is computed in blocks, so any number
+    of samples starts in milliseconds.
 
     Args:
         dataset: Anything with a length.
@@ -153,13 +186,16 @@ class DistributedSampler(ResumableSampler):
         rank: This rank, by default the process's own.
         shuffle: Whether each epoch has an order of its own; else 0, 1, 2, ...
         seed: Any integer, the same on every rank.
-        drop_last: Whether to leave out the end that does not fill a batch on every rank. By default the ranks share it.
-        batch_size: Samples per step, per rank, of the loader that takes the indices. All ranks get the same number of
-            batches; only where fewer samples than ranks are left for the last one, it is padded from the order's front.
-            The default, 1, is torch's padding: the same number of indices on every rank.
+        drop_last: Whether to leave out the end that does not fill a batch on every rank. By default
+            the ranks share it.
+        batch_size: Samples per step, per rank, of the loader that takes the indices. All ranks get
+            the same number of batches; only where fewer samples than ranks are left for the last
+            one, it is padded from the order's front. The default, 1, is torch's padding: the same
+            number of indices on every rank.
 
     Raises:
-        ValueError: If the dataset is empty, `drop_last` would leave nothing, or a number is out of range.
+        ValueError: If the dataset is empty, `drop_last` would leave nothing, or a number is out of
+            range.
         TypeError: If the dataset has no length.
 
     Example:
@@ -181,12 +217,15 @@ class DistributedSampler(ResumableSampler):
         *,
         batch_size: int = 1,
     ) -> None:
-        super().__init__(_length(dataset), num_replicas, rank, seed, positive(batch_size, "batch_size"), drop_last)
+        n = _length(dataset)
+        batch_size = positive(batch_size, "batch_size")
+        super().__init__(n, num_replicas, rank, seed, batch_size, drop_last)
         self.shuffle = bool(shuffle)
-        if not self._end():
+        if self._end() == 0:
             raise ValueError(
-                f"drop_last=True leaves nothing of {self.n} samples: {self.num_replicas} ranks take "
-                f"{self.num_replicas * batch_size} per step. Use fewer ranks, a smaller batch, or drop_last=False."
+                f"drop_last=True leaves nothing of {n} samples: {self.num_replicas} ranks take "
+                f"{self.num_replicas * batch_size} per step. Use fewer ranks, a smaller batch, or "
+                "drop_last=False."
             )
 
     def _identity(self) -> dict[str, Any]:
@@ -199,24 +238,28 @@ class DistributedSampler(ResumableSampler):
 
 
 class DistributedWeightedSampler(ResumableSampler):
-    """Draws samples in proportion to weights, one global draw per (seed, epoch) dealt to the ranks.
+    """Draw samples in proportion to weights, one global draw per (seed, epoch) for all ranks.
 
-    `torch.utils.data.WeightedRandomSampler` for any number of ranks, resumable. It takes O(n) time and memory.
+    `torch.utils.data.WeightedRandomSampler` for any number of ranks, resumable. It takes O(n) time
+    and memory.
 
     Args:
-        weights: Weight per sample, shape (n,), finite, not negative; they need not add up to one. They are copied:
-            for others make another sampler, on every rank.
-        num_samples: Samples to draw per epoch by all ranks together; padded from the front to a multiple of the ranks.
+        weights: Weight per sample, shape (n,), finite, not negative; they need not add up to one.
+            They are copied: for others make another sampler, on every rank.
+        num_samples: Samples to draw per epoch by all ranks together; padded from the front to a
+            multiple of the ranks.
         num_replicas: Number of ranks; the world size by default.
         rank: This rank, by default the process's own.
         replacement: Whether a sample may come more than once.
         seed: Any integer, the same on every rank.
 
     Raises:
-        ValueError: If weights are no such vector, or, without replacement, fewer than `num_samples` are positive.
+        ValueError: If weights are no such vector, or, without replacement, fewer than `num_samples`
+            are positive.
 
     References:
-        Without replacement: Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006.
+        Without replacement: Efraimidis and Spirakis, Weighted random sampling with a reservoir,
+        2006.
 
     Example:
         >>> list(DistributedWeightedSampler([0.0, 2.0, 0.0], num_samples=4, num_replicas=2, rank=0))
@@ -233,36 +276,55 @@ class DistributedWeightedSampler(ResumableSampler):
         seed: int = 0,
     ) -> None:
         super().__init__(positive(num_samples, "num_samples"), num_replicas, rank, seed)
-        self.weights = np.asarray(weights, dtype=np.float64).copy()  # the caller may go on changing its own
+        self.weights = np.asarray(weights, dtype=np.float64).copy()  # the caller may change its own
         self.replacement = bool(replacement)
-        if (
-            self.weights.ndim != 1
-            or not np.all(np.isfinite(self.weights) & (self.weights >= 0))
-            or not self.weights.any()
-        ):
-            raise ValueError("weights must be a vector of finite numbers >= 0, at least one of them positive.")
-        if not replacement and num_samples > (possible := np.count_nonzero(self.weights)):
-            raise ValueError(f"Cannot draw {num_samples} different samples: only {possible} weights are positive.")
+        if not _are_weights(self.weights):
+            expected = "finite numbers >= 0, at least one of them positive"
+            raise ValueError(f"weights must be a vector of {expected}.")
+        possible = np.count_nonzero(self.weights)
+        if not replacement and num_samples > possible:
+            found = f"only {possible} weights are positive"
+            raise ValueError(f"Cannot draw {num_samples} different samples: {found}.")
 
     def _identity(self) -> dict[str, Any]:
         digest = blake2b(self.weights.tobytes(), digest_size=8).hexdigest()
         return {"seed": self.seed, "n": self.n, "replacement": self.replacement, "weights": digest}
 
     def _order(self) -> Order:
-        key = hash_seeds("weighted", self.seed, self.epoch, len(self.weights))
-        count = self.n if self.replacement else len(self.weights)
-        uniform = (np.random.PCG64(key).random_raw(count) >> np.uint64(11)) * 2.0**-53  # in [0, 1)
-        if not self.replacement:
-            with np.errstate(divide="ignore"):  # a weight of 0 comes last
-                times = np.log(-np.log1p(-uniform)) - np.log(self.weights)  # logarithms, so that nothing overflows
-                return np.argsort(times, kind="stable")[: self.n].take
+        if self.replacement:
+            return self._with_replacement()
+        return self._without_replacement()
+
+    def _with_replacement(self) -> Order:
+        uniform = self._uniform(self.n)
         totals = np.cumsum(self.weights / self.weights.max())
         last = np.flatnonzero(self.weights)[-1]  # uniform * total may round up to the total
-        return lambda at: np.minimum(np.searchsorted(totals, uniform[at] * totals[-1], side="right"), last)
+
+        def order(positions: Positions) -> Positions:
+            points = uniform[positions] * totals[-1]
+            drawn: Positions = np.searchsorted(totals, points, side="right").clip(max=last)
+            return drawn
+
+        return order
+
+    def _without_replacement(self) -> Order:
+        uniform = self._uniform(len(self.weights))
+        with np.errstate(divide="ignore"):  # a weight of 0 comes last
+            # logarithms, so that nothing overflows
+            times = np.log(-np.log1p(-uniform)) - np.log(self.weights)
+            return np.argsort(times, kind="stable")[: self.n].take
+
+    def _uniform(self, count: int) -> npt.NDArray[np.float64]:
+        """Draw numbers in [0, 1) that depend on seed, epoch and the number of weights."""
+        key = hash_seeds("weighted", self.seed, self.epoch, len(self.weights))
+        bits = np.random.PCG64(key).random_raw(count) >> np.uint64(11)
+        return bits.astype(np.float64) * 2.0**-53
 
 
 class DistributedEvalSampler(Sampler[int]):
-    """Deals every index exactly once, in order, without padding: the shards differ by at most one and may be empty.
+    """Deal every index exactly once, in order, without padding.
+
+    The ranks' numbers of samples differ by at most one, and a rank may get none.
 
     Args:
         dataset: Anything with a length.
@@ -278,7 +340,12 @@ class DistributedEvalSampler(Sampler[int]):
         [[0, 3], [1, 4], [2]]
     """
 
-    def __init__(self, dataset: Any, num_replicas: int | None = None, rank: int | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
         self.num_replicas, self.rank = _shard(num_replicas, rank)
         self._made_for = _place_unless_chosen(num_replicas, rank)
         self.n = _length(dataset)
@@ -292,7 +359,7 @@ class DistributedEvalSampler(Sampler[int]):
 
 
 def positive(number: int, name: str) -> int:
-    """`number` as an int.
+    """Return `number` as an int.
 
     Raises:
         ValueError: If it is none, or not positive; the message calls it `name`.
@@ -322,26 +389,44 @@ def check_place(name: str, made_for: tuple[int, int] | None) -> None:
     now = current_place()
     if now != made_for:
         raise DdpkitError(
-            f"{name} was made for rank {made_for[0]} of {made_for[1]}, but this is rank {now[0]} of {now[1]} now: "
-            "the process group was made, replaced or left since. Make it anew; its state_dict() may go on."
+            f"{name} was made for rank {made_for[0]} of {made_for[1]}, "
+            f"but this is rank {now[0]} of {now[1]} now: the process group was made, replaced or "
+            "left since. Make it anew; its state_dict() may go on."
         )
 
 
 def _place_unless_chosen(num_replicas: int | None, rank: int | None) -> tuple[int, int] | None:
-    return current_place() if num_replicas is None or rank is None else None
+    if num_replicas is not None and rank is not None:
+        return None
+    return current_place()
 
 
 def _shard(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    num_replicas = ranks.get_world_size() if num_replicas is None else num_replicas
-    rank = ranks.get_rank() if rank is None else rank
+    if num_replicas is None:
+        num_replicas = ranks.get_world_size()
+    if rank is None:
+        rank = ranks.get_rank()
     if not 0 <= rank < num_replicas:
-        raise ValueError(f"rank must be in [0, num_replicas), but rank is {rank} and num_replicas is {num_replicas}.")
+        found = f"rank is {rank} and num_replicas is {num_replicas}"
+        raise ValueError(f"rank must be in [0, num_replicas), but {found}.")
     return num_replicas, rank
 
 
 def _length(dataset: Any) -> int:
     if not hasattr(dataset, "__len__"):
-        raise TypeError(f"A sampler needs a dataset with a length; {type(dataset).__name__} has no __len__.")
-    if not len(dataset):
+        kind = type(dataset).__name__
+        raise TypeError(f"A sampler needs a dataset with a length; {kind} has no __len__.")
+    length = len(dataset)
+    if length == 0:
         raise ValueError("The dataset is empty: there is nothing to sample.")
-    return len(dataset)
+    return length
+
+
+def _are_weights(weights: npt.NDArray[np.float64]) -> bool:
+    if weights.ndim != 1 or not weights.any():
+        return False
+    return bool(np.all(np.isfinite(weights) & (weights >= 0)))
+
+
+def _is_within(number: Any, limit: float = math.inf) -> bool:
+    return type(number) is int and 0 <= number <= limit
