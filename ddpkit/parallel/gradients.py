@@ -265,6 +265,16 @@ class _Held:
         self.parameters, self.names = list(names), list(names.values())
         self.gradients = [p.grad for p in self.parameters]
 
+    def separate(self) -> None:
+        """Replace gradients that cannot be overwritten, each by itself, by new tensors without values."""
+        shared = sharing_memory(self.gradients)
+        for place, gradient in enumerate(self.gradients):
+            if gradient is None:
+                continue
+            if place in shared or not writable(gradient):
+                parameter = self.parameters[place]
+                self.gradients[place] = torch.empty_like(parameter, dtype=gradient.dtype)
+
     def give_back(self) -> None:
         for p, gradient in zip(self.parameters, self.gradients, strict=True):
             p.grad = gradient
@@ -394,15 +404,10 @@ class _Bucket:
             p = parameters[place]
             dtype = getattr(p, "grad_dtype", None) or p.dtype
             gradients[place] = torch.empty_like(p, dtype=dtype) if somewhere[i] else None
-        written = set()
         for place, mean in zip(self.group.places, means, strict=True):
             gradient = gradients[place]
-            if gradient is None:
-                continue
-            if not writable(gradient) or gradient.data_ptr() in written:
-                gradients[place] = gradient = torch.empty_like(parameters[place], dtype=gradient.dtype)
-            written.add(gradient.data_ptr())
-            gradient.copy_(mean.view(gradient.shape))
+            if gradient is not None:
+                gradient.copy_(mean.view(gradient.shape))
 
 
 class _Exchange:
@@ -418,6 +423,7 @@ class _Exchange:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, held: _Held, refusal: str = "") -> None:
+        self.held = held
         self.session, self.checked = lifecycle.current_session(), False
         layout = [(p.device, p.dtype, p.shape, name) for p, name in zip(held.parameters, held.names, strict=True)]
         described, groups = _plan(tuple(layout))
@@ -470,6 +476,7 @@ class _Exchange:
         for work in self.works:
             with lifecycle.peer_errors():
                 work.wait()
+        self.held.separate()
         for bucket in self.buckets:
             bucket.distribute()
 

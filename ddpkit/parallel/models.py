@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -118,25 +118,36 @@ def writable(tensor: Tensor) -> bool:
     return True
 
 
-def sharing_memory(tensors: Sequence[Tensor]) -> set[int]:
+def sharing_memory(tensors: Iterable[Tensor | None]) -> set[int]:
     """Find the tensors, by place, that may share memory with one before them in the list."""
     spans = []
     for place, tensor in enumerate(tensors):
-        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        if tensor is None:
+            continue
+        if tensor.layout is not torch.strided or tensor.is_nested:
             continue
         length = tensor.nbytes
+        if not length:
+            continue
         if not tensor.is_contiguous():
-            steps = zip(tensor.stride(), tensor.shape, strict=True)
-            length = (1 + sum(stride * (size - 1) for stride, size in steps)) * tensor.element_size()
+            length = _reach(tensor)
         start = tensor.data_ptr()
         spans.append((start, start + length, place))
+    spans.sort()
     found = set()
-    first, reach = 0, 0
-    for start, end, place in sorted(spans):
-        if start < reach:
-            found.add(max(first, place))
-            first = min(first, place)
-        else:
-            first = place
+    first = reach = 0
+    for start, end, place in spans:
+        if start >= reach:
+            first, reach = place, end
+            continue
+        found.add(max(first, place))
+        first = min(first, place)
         reach = max(reach, end)
     return found
+
+
+def _reach(tensor: Tensor) -> int:
+    """Return the number of bytes from a tensor's first element to the end of its last."""
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    last = sum(stride * (size - 1) for stride, size in steps)
+    return (last + 1) * tensor.element_size()

@@ -16,7 +16,7 @@ from conftest import on_ranks
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ddpkit import MismatchError, PeerError, all_reduce, get_rank, get_world_size
+from ddpkit import MismatchError, PeerError, all_reduce, all_reduce_mean, get_rank, get_world_size
 from ddpkit.parallel.gradients import accumulate, average_gradients, averaging, global_mean
 from ddpkit.parallel.models import unwrap_model
 from ddpkit.parallel.wrap import wrap_model
@@ -616,6 +616,8 @@ def _of_one_memory(kind: str) -> list[torch.Tensor]:
         return [memory[:3], memory[:3].view(1, 3), memory[:3].view(3, 1)]
     if kind == "in part":
         return [memory[4:8], memory[2:5], memory[:3], memory[9:]]
+    if kind == "of two dtypes":
+        return [torch.view_as_complex(memory.view(6, 2))[:3], memory[4:7]]
     matrix = memory.view(3, 4)
     return [matrix[:, 1], matrix.t()[:2], matrix[1, 1:2], matrix[2, 2:]]
 
@@ -638,6 +640,30 @@ def _scaled_in_one_memory() -> dict[str, bool]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_global_mean_scales_gradients_that_share_memory_once(world_size):
     for found in on_ranks(_scaled_in_one_memory, world_size):
+        assert all(found.values()), found
+
+
+def _averaged_in_one_memory() -> dict[str, bool]:
+    """Whether gradients that overlap in memory on the last rank alone become the means of all ranks."""
+    is_last = get_rank() == get_world_size() - 1
+    found = {}
+    for kind in ("whole", "in part", "of two dtypes", "strided"):
+        ones = _of_one_memory(kind)
+        factors = [1.0 if is_last else place + 2.0 for place in range(len(ones))]
+        gradients = ones if is_last else [one * factor for one, factor in zip(ones, factors, strict=True)]
+        expected = [one * all_reduce_mean(factor) for one, factor in zip(ones, factors, strict=True)]
+        parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+        average_gradients(*parameters)
+        found[kind] = all(torch.allclose(p.grad, one) for p, one in zip(parameters, expected, strict=True))
+        found[f"{kind}: in place where possible"] = parameters[0].grad is gradients[0]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_that_overlap_in_memory_on_one_rank_get_their_means(world_size):
+    for found in on_ranks(_averaged_in_one_memory, world_size):
         assert all(found.values()), found
 
 
