@@ -146,6 +146,22 @@ def sharing_memory(tensors: Iterable[Tensor | None]) -> set[int]:
     return found
 
 
+def describe_sharing(tensors: Iterable[Tensor]) -> list[str]:
+    """Say of each tensor where it lies in memory that it shares with one before it; "" if it shares none.
+
+    Ranks that agree in it may write to the tensors one after the other: all get the same values.
+    """
+    tensors = list(tensors)
+    shared = sharing_memory(tensors)
+    texts = []
+    for place, tensor in enumerate(tensors):
+        if place in shared:
+            texts.append(f", sharing memory from element {tensor.storage_offset()}")
+        else:
+            texts.append("")
+    return texts
+
+
 def _reach(tensor: Tensor) -> int:
     """Return the number of bytes from a tensor's first element to the end of its last."""
     steps = zip(tensor.stride(), tensor.shape, strict=True)

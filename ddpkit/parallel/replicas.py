@@ -16,7 +16,15 @@ from ..collectives.sharded import explain_sharded
 from ..errors import ReplicaMismatchError
 from ..process_group import lifecycle
 from ..torch_internals import untraced
-from .models import check_module, check_tensors, check_writable, named_tensors, strip, wrapped_paths
+from .models import (
+    check_module,
+    check_tensors,
+    check_writable,
+    describe_sharing,
+    named_tensors,
+    strip,
+    wrapped_paths,
+)
 
 _SHOWN = 20  # differences listed in the error
 
@@ -108,8 +116,8 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
             integers and booleans become rank 0's. "broadcast" makes all of them rank 0's.
 
     Raises:
-        MismatchError: If the buffers' names, dtypes or shapes differ between ranks, on every rank; also on the ranks
-            whose peers raise one of the errors below.
+        MismatchError: If the buffers' names, dtypes or shapes, or memory that buffers share, differ between ranks, on
+            every rank; also on the ranks whose peers raise one of the errors below.
         TypeError: If the model is no module, or has sharded tensors.
         ValueError: If `how` is unknown, or a buffer cannot be written to or has no value.
 
@@ -133,12 +141,11 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
         if not lifecycle.joined():
             return
         mine = {name: digest(buffer) for name, buffer in buffers.items()}
-    agree(
-        terms(
-            f"sync_buffers(how={how!r})",
-            {name: f"{buffer.dtype}{list(buffer.shape)}" for name, buffer in buffers.items()},
-        )
-    )
+    kinds = {}
+    sharing = describe_sharing(buffers.values())
+    for (name, buffer), shared in zip(buffers.items(), sharing, strict=True):
+        kinds[name] = f"{buffer.dtype}{list(buffer.shape)}{shared}"
+    agree(terms(f"sync_buffers(how={how!r})", kinds))
     everyone = [json.loads(text) for text in sync.exchange(json.dumps(mine))]
     differing = [buffer for name, buffer in buffers.items() if len({each[name] for each in everyone}) > 1]
     averaged: list[torch.Tensor] = []

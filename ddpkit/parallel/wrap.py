@@ -20,7 +20,7 @@ from ..collectives.consistency import agree, all_raise, terms
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..process_group import lifecycle
-from .models import check_module, check_tensors, check_writable, named_tensors
+from .models import check_module, check_tensors, check_writable, describe_sharing, named_tensors
 
 logger = logging.getLogger(__name__)
 # dtypes that all backends send
@@ -60,8 +60,9 @@ def wrap_model(
         The wrapped model, or `model` itself. `unwrap_model` gives `model` back.
 
     Raises:
-        MismatchError: If names, shapes or dtypes of the model's tensors, or the options, differ between ranks, on every
-            rank; also on the ranks whose peers raise one of the errors below.
+        MismatchError: If names, shapes or dtypes of the model's tensors, the strides of trainable ones (channels last),
+            memory that tensors share, or the options, differ between ranks, on every rank; also on the ranks whose
+            peers raise one of the errors below.
         DdpkitError: If `strategy` insists on what the job has not got.
         TypeError: If the model is no module, or is sharded (FSDP, `fully_shard`, tensor parallelism).
         ValueError: If the model is already wrapped, or has tensors that are lazy and not initialised yet, on the meta
@@ -196,9 +197,31 @@ def _check_dtypes(model: nn.Module) -> None:
 
 
 def _describe(module: nn.Module) -> dict[str, str]:
-    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    """Describe each tensor of a model, as far as it must be equal on all ranks before DDP sends values."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    return {name: f"{t.dtype}{list(t.shape)}{', frozen' * (name in frozen)}" for name, t in tensors.items()}
+    sharing = describe_sharing(tensors.values())
+    texts = {}
+    for (name, tensor), shared in zip(tensors.items(), sharing, strict=True):
+        text = f"{tensor.dtype}{list(tensor.shape)}{shared}"
+        if tensor.requires_grad:
+            text += _strides_of(tensor)
+        elif isinstance(tensor, nn.Parameter):
+            text += ", frozen"
+        if name in ignored:
+            text += ", ignored by DDP"
+        texts[name] = text
+    return texts
+
+
+def _strides_of(tensor: torch.Tensor) -> str:
+    """Name the strides of a tensor that is not laid out as new ones are.
+
+    DDP takes no trainable parameter whose strides are not those of rank 0, not even those of dimensions of size 1,
+    and says so on the other rank only.
+    """
+    usual = torch.empty(tensor.shape, device="meta").stride()
+    return "" if tensor.stride() == usual else f", strides {list(tensor.stride())}"
 
 
 def _broadcast(model: nn.Module) -> nn.Module:

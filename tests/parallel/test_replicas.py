@@ -280,8 +280,21 @@ class _Buffer(nn.Module):
         self.register_buffer("scale", buffer)
 
 
+class _Overlapping(nn.Module):
+    """Two buffers, one of which may lie in the other's memory."""
+
+    def __init__(self, overlapping: bool) -> None:
+        super().__init__()
+        memory = torch.arange(4.0) + get_rank()
+        self.register_buffer("all", memory)
+        self.register_buffer("rest", memory[1:] if overlapping else memory[1:].clone())
+
+
 def _cannot() -> list[str]:
     found = []
+    together = _Overlapping(overlapping=True)
+    sync_buffers(together)
+    check_replicas(together)
     second = get_rank() == 1
     calls = {
         "expanded": lambda: sync_buffers(_Buffer(torch.ones(1).expand(3) if second else torch.ones(3))),
@@ -298,6 +311,7 @@ def _cannot() -> list[str]:
     calls = [
         lambda: sync_buffers(_Buffer(torch.ones(2 + second))),
         lambda: sync_buffers(nn.BatchNorm1d(2), "broadcast" if second else "mean"),
+        lambda: sync_buffers(_Overlapping(overlapping=second)),
     ]
     for call in calls:
         with pytest.raises(MismatchError) as caught:
@@ -316,8 +330,10 @@ def test_buffers_that_cannot_be_made_equal_are_an_error_on_every_rank(world_size
             assert reason in text
             assert text.startswith("MismatchError") == (rank != 1)
             assert rank == 1 or "rank 1: " in text
-        assert "scale: torch.float32[2] on rank" in found[-2] and "torch.float32[3] on rank 1" in found[-2]
-        assert "different collectives" in found[-1]
+        assert "scale: torch.float32[2] on rank" in found[-3] and "torch.float32[3] on rank 1" in found[-3]
+        assert "different collectives" in found[-2]
+        assert "rest: torch.float32[3] on rank" in found[-1]
+        assert "torch.float32[3], sharing memory from element 1 on rank 1" in found[-1]
 
 
 def test_on_one_process_there_is_nothing_to_make_equal_but_mistakes_are_found():

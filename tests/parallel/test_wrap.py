@@ -317,3 +317,73 @@ def test_a_buffer_of_a_dtype_that_ddp_cannot_send_is_named_on_every_rank(world_s
     for found in on_ranks(_of_unusual_dtypes, world_size):
         for dtype, text in found.items():
             assert f"the group's backend sends no {dtype}, which table is" in text
+
+
+class _Laid(nn.Module):
+    """A model with a tensor of a chosen kind and layout."""
+
+    def __init__(self, kind: str, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.usual = nn.Linear(1, 1)
+        if kind == "buffer":
+            self.register_buffer("laid", tensor)
+        else:
+            self.laid = nn.Parameter(tensor, requires_grad=kind != "frozen")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = torch.arange(1.0 + self.laid.numel())[1:].view(self.laid.shape)
+        return (self.laid * numbers).sum() * x + self.usual(torch.ones(1)).sum()
+
+
+def _strided(*strides: int) -> torch.Tensor:
+    """Numbers of shape (4, 1, 2, 2), or (4, 3, 2, 2) where the strides need that many, laid out with these strides."""
+    channels = 3 if strides[0] == 12 else 1
+    return torch.empty_strided((4, channels, 2, 2), strides).fill_(get_rank())
+
+
+USUAL, CHANNELS_LAST = (12, 4, 2, 1), (12, 1, 6, 3)
+OF_ONE, OF_ONE_LAST = (4, 4, 2, 1), (4, 1, 2, 1)  # the same order in memory, for the second dimension is of size 1
+
+
+def _laid_out_differently() -> tuple[list[str], list[bool]]:
+    """The errors of trainable parameters that differ in layout; whether other tensors come out right."""
+    second = get_rank() == 1
+    texts = []
+    for first, other in ((USUAL, CHANNELS_LAST), (CHANNELS_LAST, USUAL), (OF_ONE, OF_ONE_LAST)):
+        model = _Laid("parameter", _strided(*(other if second else first)))
+        texts.append(_message(MismatchError, lambda model=model: wrap_model(model)))
+    right = []
+    for kind in ("frozen", "buffer"):
+        model = _Laid(kind, _strided(*(CHANNELS_LAST if second else USUAL)))
+        wrap_model(model)
+        right.append(not model.laid.any())  # rank 0's
+    for strides in (CHANNELS_LAST, OF_ONE_LAST):
+        wrapped = wrap_model(_Laid("parameter", _strided(*strides)))
+        wrapped(torch.tensor(get_rank() + 1.0)).backward()
+        gradient = wrapped.module.laid.grad.flatten()
+        mean = all_reduce_mean(get_rank() + 1.0)
+        right.append(torch.allclose(gradient, mean * torch.arange(1.0 + len(gradient))[1:]))
+    ignored = nn.Linear(2, 1)
+    if second:
+        DDP._set_params_and_buffers_to_ignore_for_model(ignored, ["bias"])
+    texts.append(_message(MismatchError, lambda: wrap_model(ignored)))
+    overlapping = nn.Linear(2, 2)
+    memory = torch.zeros(4)
+    overlapping.weight.data = memory.view(2, 2)
+    overlapping.bias.data = memory[2:] if second else torch.zeros(2)
+    texts.append(_message(MismatchError, lambda: wrap_model(overlapping)))
+    return texts, right
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tensors_laid_out_differently_are_named_on_every_rank_where_ddp_would_refuse_them(world_size):
+    for texts, right in on_ranks(_laid_out_differently, world_size, timeout=30.0):
+        assert all(right)
+        lasts, firsts, of_one, ignored, overlapping = texts
+        assert "laid: torch.float32[4, 3, 2, 2] on rank" in lasts
+        assert "torch.float32[4, 3, 2, 2], strides [12, 1, 6, 3] on rank 1" in lasts
+        assert "torch.float32[4, 3, 2, 2], strides [12, 1, 6, 3] on rank" in firsts
+        assert "torch.float32[4, 1, 2, 2], strides [4, 1, 2, 1] on rank 1" in of_one  # torch refuses these, too
+        assert "bias: torch.float32[1] on rank" in ignored and "ignored by DDP on rank 1" in ignored
+        assert "bias: torch.float32[2] on rank" in overlapping
+        assert "torch.float32[2], sharing memory from element 2 on rank 1" in overlapping
