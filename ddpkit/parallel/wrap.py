@@ -5,10 +5,11 @@ Nothing here is a wrapper of ours: `wrap_model` returns torch's DDP or the model
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 # dtypes that all backends send
 _USUAL = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8}
 Compression = Literal["fp16", "bf16", "powersgd"]
+M = TypeVar("M", bound=nn.Module)
 
 
 def wrap_model(
@@ -57,7 +59,8 @@ def wrap_model(
             "powersgd" (Vogels et al. 2019, arXiv:1905.13727) sends rank-1 factors, after 1000 plain steps.
 
     Returns:
-        The wrapped model, or `model` itself. `unwrap_model` gives `model` back.
+        The wrapped model, or `model` itself. `unwrap_model` gives `model` back. On several ranks its forward raises
+        `DdpkitError` once a parameter needs a gradient that is frozen now: nothing would average it.
 
     Raises:
         MismatchError: If names, shapes or dtypes of the model's tensors, the strides of trainable ones (channels last),
@@ -93,6 +96,7 @@ def wrap_model(
         if several and device.type == "cpu" and (sync_batchnorm or gradient_compression == "bf16"):
             what = "sync_batchnorm=True" if sync_batchnorm else "gradient_compression='bf16'"
             raise ValueError(f"{what} needs an accelerator: torch has it for NCCL and XCCL only.")
+    _stop_watching(model)
     if strategy == "dp":
         return DataParallel(model.to(device))
     if not several:
@@ -109,7 +113,7 @@ def wrap_model(
     agree(terms("wrap_model", {name: str(value) for name, value in options.items()} | _describe(model)))
     model = model.to(device)
     if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP refuses it
-        return _broadcast(model)
+        return _watch_frozen(_broadcast(model))
     _check_dtypes(model)
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
@@ -123,7 +127,7 @@ def wrap_model(
     ddp.broadcast_buffers = broadcast_buffers  # as an argument, False would skip the first broadcast too
     if gradient_compression:
         _compress(ddp, gradient_compression)
-    return ddp
+    return _watch_frozen(ddp)
 
 
 def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -229,6 +233,46 @@ def _broadcast(model: nn.Module) -> nn.Module:
     for tensor, value in zip(tensors, ops.broadcast(tensors), strict=True):
         tensor.copy_(value)
     return model
+
+
+def _watch_frozen(model: M) -> M:
+    """Have a model's forward raise once a parameter needs a gradient that was frozen when it was wrapped."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    if frozen:
+        # no closure: a copy of the model has to look at its own parameters
+        model.register_forward_pre_hook(functools.partial(_refuse_unfrozen, frozen))
+    return model
+
+
+def _stop_watching(model: nn.Module) -> None:
+    """Undo `_watch_frozen` in a model that is wrapped again, or is part of one."""
+    for module in model.modules():
+        hooks = module._forward_pre_hooks
+        for number, hook in list(hooks.items()):
+            if isinstance(hook, functools.partial) and hook.func is _refuse_unfrozen:
+                del hooks[number]
+
+
+def _refuse_unfrozen(frozen: list[nn.Parameter], model: nn.Module, _: Any) -> None:
+    """Raise if a parameter of these needs a gradient now: it would differ between the ranks.
+
+    Raises:
+        DdpkitError: Naming the first of them.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for parameter in frozen:
+        if parameter.requires_grad:
+            raise DdpkitError(_explain_unfrozen(model, parameter))
+
+
+def _explain_unfrozen(model: nn.Module, parameter: nn.Parameter) -> str:
+    names = [name for name, tensor in named_tensors(model) if tensor is parameter]
+    name = names[0] if names else "a parameter"
+    return (
+        f"{name} was frozen when wrap_model() saw it, and needs a gradient now, which would not be averaged over the "
+        "ranks. Unfreeze it before wrap_model(), or wrap unwrap_model(model) again; the optimizer must have it, too."
+    )
 
 
 def _compress(ddp: DistributedDataParallel, name: Compression) -> None:

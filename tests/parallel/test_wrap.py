@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import warnings
@@ -387,3 +388,53 @@ def test_tensors_laid_out_differently_are_named_on_every_rank_where_ddp_would_re
         assert "bias: torch.float32[1] on rank" in ignored and "ignored by DDP on rank 1" in ignored
         assert "bias: torch.float32[2] on rank" in overlapping
         assert "torch.float32[2], sharing memory from element 2 on rank 1" in overlapping
+
+
+def _unfreeze() -> dict[str, Any]:
+    """What the forward of models says that have more to train than when they were wrapped."""
+    found: dict[str, Any] = {}
+    x = torch.ones(1, 3).double()
+    for name, frozen in {"wholly": ["0", "2"], "partly": ["2"]}.items():
+        for how in ("itself", "copied", "compiled"):
+            net = _net()
+            for path in frozen:
+                net.get_submodule(path).requires_grad_(False)
+            model = wrap_model(net)
+            if how == "copied" and model is net:
+                model = copy.deepcopy(model)
+            if how == "compiled":
+                model = compiled(model)
+            model(x)
+            unwrap_model(model)[2].bias.requires_grad_(True)
+            with torch.no_grad():
+                model(x)
+            found[f"{name}, {how}"] = _message(DdpkitError, lambda model=model: model(x))
+        again = wrap_model(unwrap_model(model))
+        again(x * (get_rank() + 1)).sum().backward()
+        found[f"{name}, wrapped again"] = again.module[2].bias.grad.item()
+    net[0].requires_grad_(False)  # from here on it is part of a model
+    part = wrap_model(net.requires_grad_(False))
+    whole = nn.Sequential(part.requires_grad_(True), nn.Linear(1, 1).double())
+    wrap_model(whole)(x).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_parameter_that_is_unfrozen_after_wrapping_is_an_error_in_forward(world_size):
+    for found in on_ranks(_unfreeze, world_size):
+        for name, said in found.items():
+            if name.endswith("again"):
+                assert said == 1.0
+            else:
+                assert "2.bias was frozen when wrap_model() saw it, and needs a gradient now" in said
+
+
+def _unfreeze_on_one() -> list[float]:
+    net = wrap_model(_net().requires_grad_(False)).requires_grad_(True)
+    net(torch.ones(1, 3).double()).sum().backward()
+    return net[2].bias.grad.tolist()
+
+
+def test_on_one_process_there_is_nothing_to_average_so_anything_may_be_unfrozen():
+    assert on_ranks(_unfreeze_on_one, 1) == [[1.0]]
+    assert _unfreeze_on_one() == [1.0]
