@@ -56,7 +56,7 @@ class Checkpointer:
 
     A checkpoint is one file that plain `torch.load` reads too: `torch.load(path)["state"]["model"]`. It becomes visible
     when it is complete and on the disk; then the text file `latest` lists it, the last written first. While a
-    `Checkpointer` that has saved exists, no other job can save into its folder.
+    `Checkpointer` that has saved exists, no other job can save into its folder, nor one of this job that keeps others.
 
     Args:
         folder: Where the checkpoints live; made by the first `save()`.
@@ -119,9 +119,10 @@ class Checkpointer:
 
         Raises:
             CheckpointError: On every rank, if the ranks' states differ, if a tensor is sharded (`fully_shard`, FSDP,
-                tensor parallelism), if another job writes into the folder, if rank 0 cannot write, or if loading a
-                value would need code from the file. The checkpoints written before stay as they are. If only `latest`
-                cannot be written, the message says that the checkpoint itself is complete.
+                tensor parallelism), if another job writes into the folder, or a `Checkpointer` of this one that has
+                another `keep` or `keep_best`, if rank 0 cannot write, or if loading a value would need code from the
+                file. The checkpoints written before stay as they are. If only `latest` cannot be written, the message
+                says that the checkpoint itself is complete.
             MismatchError: If the ranks pass other steps, scores or names; if another rank passes a bad argument.
             ValueError, TypeError: If an argument cannot be used.
         """
@@ -229,7 +230,7 @@ class Checkpointer:
         """Write a checkpoint, list it in `latest`, and delete those that are not kept any more."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._claim = claim(self.folder)
+            self._claim = self._claimed()
             self._delete_left_overs()
             write_durably(path, lambda file: dump(content, file))
         except OSError as error:
@@ -253,6 +254,18 @@ class Checkpointer:
                 (self.folder / name).unlink(missing_ok=True)
             except OSError as error:
                 _log.warning("Saved %s, but an old checkpoint stays: %s.", path, error)
+
+    def _claimed(self) -> Claim:
+        """Claim the folder for this process, and for the rule by which checkpoints are kept."""
+        held = claim(self.folder)
+        for other in held.savers:
+            if (other.keep, other.keep_best) != (self.keep, self.keep_best):
+                raise CheckpointError(
+                    f"{other!r} saves here, too, and keeps other checkpoints than {self!r}: each would delete the "
+                    "other's. Give each a folder of its own."
+                )
+        held.savers.add(self)
+        return held
 
     def _delete_left_overs(self) -> None:
         """Delete what a writer that was killed has left."""

@@ -57,6 +57,7 @@ class Claim:
         self.folder = folder
         self.path = folder / _NAME
         self.pid = os.getpid()
+        self.savers: weakref.WeakSet[Any] = weakref.WeakSet()  # objects of this process that write into it
         self.me = _describe_this_job()
         self.file = -1
         self._release: Finalize | None = None

@@ -125,6 +125,31 @@ def test_a_process_may_use_its_folder_several_times(tmp_path: Path) -> None:
     assert (tmp_path / ".writer").exists() and not (tmp_path / "3" / ".writer").exists()
 
 
+def save_by_two_rules(folder: str) -> tuple[str, list[int]]:
+    first = Checkpointer(folder, keep=3)
+    for step in range(2):
+        first.save(step)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpointer(folder, keep=1).save(2)
+    Checkpointer(folder, keep=1).load_latest()  # reading is for everybody
+    first.save(2)
+    Checkpointer(folder, keep=3).save(3)
+    steps = first.steps()
+    del first
+    again = Checkpointer(folder, keep=1)  # the next run may keep as many as it likes
+    again.save(4)
+    assert again.steps() == [4]
+    return str(caught.value), steps
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_a_second_one_that_would_delete_what_the_first_keeps_is_refused(tmp_path: Path, nprocs: int) -> None:
+    for said, steps in on_ranks(save_by_two_rules, nprocs, str(tmp_path)):
+        assert "keep=3) saves here, too, and keeps other checkpoints than Checkpointer(" in said
+        assert "keep=1): each would delete the other's. Give each a folder of its own." in said
+        assert steps == [1, 2, 3]
+
+
 def test_a_claim_that_somebody_deletes_is_made_again(tmp_path: Path, notes: Path) -> None:
     checkpoints = Checkpointer(tmp_path)
     for step in range(3):
