@@ -47,6 +47,7 @@ _log = logging.getLogger(__name__)
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d{9,})\.pt")
 _LEFT_OVER = re.compile(rf"({_NAME.pattern}|latest)\.tmp")  # by a writer that was killed
+_OWN = ("step", "score")  # names under which load() returns what is the checkpoint's own
 _LINES = 10  # of a message that lists things
 _TRIES = 20  # at a file that some ranks see and others do not
 
@@ -107,8 +108,8 @@ class Checkpointer:
         Args:
             step: Optimiser steps done, at least 0; it names the file. The same on every rank.
             score: How good this checkpoint is, greater being better, for `load_best()`. The same on every rank.
-            per_rank: What each rank has its own of, by name: kinds of values as in `state`. All are written, and
-                loading takes as many ranks.
+            per_rank: What each rank has its own of, by name, but not "step" or "score": kinds of values as in `state`,
+                which may be others on each rank. All are written, and loading takes as many ranks.
             **state: What to save: anything with `state_dict()` (modules, wrapped, compiled or not; optimizers,
                 schedulers, loaders), or plain data (numbers, strings, tensors, and dicts, lists and tuples of them).
                 Each rank's random number generators are added: those of `random`, NumPy (the global one) and torch, on
@@ -326,6 +327,12 @@ def _count(value: Any, least: int, what: str) -> int:
 def _named(values: Any) -> dict[str, Any]:
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise TypeError(f"per_rank must be a dict of values by name, got {values!r}.")
+    taken = [name for name in values if name in _OWN]
+    if taken:
+        raise ValueError(
+            f"per_rank cannot hold {', '.join(taken)}: under the names {', '.join(_OWN)} load() returns what is "
+            "the checkpoint's own. Choose others."
+        )
     return dict(values)
 
 
@@ -377,17 +384,29 @@ def _draft(step: int, score: float | None, state: Mapping[str, Any], own: Mappin
         raise CheckpointError(problem)
     if empty := [name for name, tensor in tensors if tensor.is_meta]:
         raise CheckpointError(f"Cannot save {empty[0]}: it is on the meta device and has no values. Make it with some.")
-    kinds = {name: describe(value)[0] for name, value in {**state, **own}.items()}
+    kinds, shapes = _described(state)
     content = {
         "format": _FORMAT,
         "step": step,
         "score": score,
         "state": written,
-        "kinds": {name: kind for name, kind in kinds.items() if kind},
-        "shapes": {name: describe(value)[1] for name, value in state.items()},
+        "kinds": kinds,
+        "shapes": shapes,
     }
-    shapes = {name: describe(value)[1] for name, value in own.items()}
-    return _Draft(content, _pack({"rng": get_rng_state(), "per_rank": mine, "shapes": shapes}))
+    own_kinds, own_shapes = _described(own)
+    part = {"rng": get_rng_state(), "per_rank": mine, "kinds": own_kinds, "shapes": own_shapes}
+    return _Draft(content, _pack(part))
+
+
+def _described(values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the classes of those values that have one that matters, and the shapes of all, by name."""
+    kinds: dict[str, str] = {}
+    shapes: dict[str, Any] = {}
+    for name, value in values.items():
+        kind, shapes[name] = describe(value)
+        if kind:
+            kinds[name] = kind
+    return kinds, shapes
 
 
 def _pack(mine: dict[str, Any]) -> bytes:
@@ -523,7 +542,7 @@ def _problem_of(content: Any, restores: bool) -> str:
         "step": isinstance(content.get("step"), int) and content["step"] >= 0,
         "score": isinstance(content.get("score"), float | None),
         "state": _is_named(content.get("state")),
-        "kinds": _is_named(content.get("kinds")) and all(isinstance(kind, str) for kind in content["kinds"].values()),
+        "kinds": _are_kinds(content.get("kinds")),
         "shapes": _is_named(content.get("shapes", {})),
         "rng": isinstance(rng, list) and bool(rng) and all(isinstance(state, dict) for state in rng),
         "per_rank": parts is None or (isinstance(parts, list) and all(map(_is_part, parts))),
@@ -542,8 +561,14 @@ def _is_named(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
+def _are_kinds(value: Any) -> bool:
+    return _is_named(value) and all(isinstance(kind, str) for kind in value.values())
+
+
 def _is_part(value: Any) -> bool:
-    return isinstance(value, dict) and _is_named(value.get("per_rank")) and _is_named(value.get("shapes"))
+    if not isinstance(value, dict) or not _are_kinds(value.get("kinds", {})):  # older versions wrote none
+        return False
+    return _is_named(value.get("per_rank")) and _is_named(value.get("shapes"))
 
 
 def _restore(path: Path, content: dict[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -592,6 +617,7 @@ def _restore(path: Path, content: dict[str, Any], objects: Mapping[str, Any]) ->
 def _fitting(path: Path, content: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return this rank's states by name, if those asked for are there and fit."""
     state, shapes = dict(content["state"]), dict(content.get("shapes", {}))
+    kinds = dict(content["kinds"])
     if parts := content.get("per_rank"):
         if len(parts) != get_world_size():
             names = ", ".join(parts[0]["per_rank"])
@@ -599,12 +625,14 @@ def _fitting(path: Path, content: Mapping[str, Any], objects: Mapping[str, Any])
                 f"{path} holds {names} of each of {len(parts)} ranks, and this job has {get_world_size()}. Run on "
                 f'{len(parts)} ranks, or read it with torch.load(path)["per_rank"].'
             )
-        state |= parts[get_rank()]["per_rank"]
-        shapes |= parts[get_rank()]["shapes"]
+        part = parts[get_rank()]
+        state |= part["per_rank"]
+        shapes |= part["shapes"]
+        kinds |= part.get("kinds", {})
     problems = []
     for name, target in objects.items():
         if name in state:
-            found = misfits(target, state[name], content["kinds"].get(name), shapes.get(name))
+            found = misfits(target, state[name], kinds.get(name), shapes.get(name))
             problems += [f"{name} {problem}" for problem in found]
         else:
             problems.append(f"{name} is not in it, but {', '.join(state) or 'nothing'} is")

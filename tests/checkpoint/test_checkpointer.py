@@ -551,6 +551,8 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) ->
     for step in (-1, 1.0, True, "1", np.float64(1), np.bool_(True), None):
         with pytest.raises(ValueError, match="step must be"):
             Checkpointer(tmp_path).save(step)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="per_rank cannot hold step, score: under the names step, score load"):
+        Checkpointer(tmp_path).save(1, per_rank={"step": 7, "mine": 1, "score": 2.0})
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -632,6 +634,10 @@ def test_whatever_a_file_holds_the_run_is_restored_or_untouched(tmp_path: Path) 
         (lambda content: content | {"state": [1]}, "its state is missing"),
         (lambda content: content | {"state": {1: 2}}, "its state is missing"),
         (lambda content: content | {"rng": []}, "its rng is missing"),
+        (
+            lambda content: content | {"per_rank": [{"per_rank": {}, "shapes": {}, "kinds": {"a": 1}}]},
+            "its per_rank is",
+        ),
         (lambda content: content | {"rng": [{}]}, "its random states are none that this Python, NumPy and torch"),
         (
             lambda content: other_rng(content, python=(4, [1], None)),

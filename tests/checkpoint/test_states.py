@@ -484,11 +484,18 @@ def save_what_may_differ(folder: str) -> list[Any]:
     everyone = ddpkit.all_gather_object(model.module[1].running_mean.tolist())
     assert world_size == 1 or everyone[0] != everyone[1], "the buffers are alike: this test shows nothing"
     state = {"model": model, "zero": zero, "plain": plain, "scheduler": scheduler, "loader": loader}
-    path = checkpoints.save(3, **state, per_rank={"part": part, "mine": {"rank": rank, "t": torch.full((rank,), 1)}})
+    different = [torch.optim.SGD, torch.optim.Adam][rank % 2](nn.Linear(2, 2).parameters(), lr=0.1)
+    own = {"part": part, "mine": {"rank": rank, "t": torch.full((rank,), 1)}, "different": different}
+    path = checkpoints.save(3, **state, per_rank=own)
     expected = step()[0]
     nn.init.normal_(model.module[0].weight)
     part.moment.zero_()
-    rest = checkpoints.load_latest(**state, part=part)
+    different.param_groups[0]["lr"] = 0.0
+    rest = checkpoints.load_latest(**state, part=part, different=different)
+    assert different.param_groups[0]["lr"] == 0.1
+    of_another = torch.optim.Adagrad(nn.Linear(2, 2).parameters()) if rank == 1 else different
+    with pytest.raises(CheckpointError, match="Rank 1: .*\n.*different is Adam there, Adagrad here"):
+        checkpoints.load(path, different=of_another)
     assert rest["mine"]["rank"] == rank and len(rest["mine"]["t"]) == rank and rest.keys() == {"step", "mine"}
     assert part.moment.tolist() == [rank + 1.0] * (2 + rank)
     batches = iter(loader)
@@ -502,7 +509,7 @@ def test_each_rank_gets_its_own_back_when_asked_to(tmp_path: Path, nprocs: int) 
     on_ranks(save_what_may_differ, nprocs, str(tmp_path), timeout=60.0)
     for others in (1, 2) if nprocs == 3 else (1, 3):
         for said in on_ranks(load_on_others, others, str(tmp_path)):
-            assert f"holds part, mine of each of {nprocs} ranks, and this job has {others}" in said
+            assert f"holds part, mine, different of each of {nprocs} ranks, and this job has {others}" in said
 
 
 def load_on_others(folder: str) -> str:
