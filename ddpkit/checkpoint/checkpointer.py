@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from torch import nn
 
 from ..collectives.consistency import agree, all_raise, name_ranks, terms
 from ..collectives.ops import all_gather_object
@@ -29,6 +30,7 @@ from .files import dump, from_bytes, read, to_bytes, unreadable, write_durably
 from .folder_lock import Claim, claim
 from .states import (
     Before,
+    contradictions,
     describe,
     fingerprint,
     is_consolidated,
@@ -636,6 +638,9 @@ def _fitting(path: Path, content: Mapping[str, Any], objects: Mapping[str, Any])
             problems += [f"{name} {problem}" for problem in found]
         else:
             problems.append(f"{name} is not in it, but {', '.join(state) or 'nothing'} is")
+    if not problems:
+        modules = {name: (target, state[name]) for name, target in objects.items() if isinstance(target, nn.Module)}
+        problems = contradictions(modules)
     if problems:
         raise CheckpointError("\n  ".join([f"{path} does not fit; nothing was loaded:", *_some(problems)]))
     return state

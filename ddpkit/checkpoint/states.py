@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..collectives.digest import digest
 from ..errors import CheckpointError
-from ..parallel.models import strip, unwrap_model, wrapped_paths
+from ..parallel.models import sharing_memory, strip, unwrap_model, wrapped_paths
 from ..parallel.wrap import clean_state_dict
 
 _SHAPED = (Optimizer, LRScheduler)  # a state of another class of these loads without an error, and fails later
@@ -129,6 +129,61 @@ def misfits(target: Any, saved: Any, kind: str | None, shapes: Any) -> list[str]
     return []
 
 
+def contradictions(modules: Mapping[str, tuple[nn.Module, Any]]) -> list[str]:
+    """Say which saved tensors differ but are meant for the same memory, where the last one loaded would win.
+
+    Args:
+        modules: By name, each model and the saved state that fits it.
+    """
+    here: dict[str, Tensor] = {}
+    there: dict[str, Tensor] = {}
+    for name, (module, saved) in modules.items():
+        mine = module_state(module)
+        matched = _matched(saved, list(mine))
+        for key, tensor in mine.items():
+            if isinstance(tensor, Tensor) and isinstance(matched[key], Tensor):
+                path = path_to(name, key)
+                here[path], there[path] = tensor, matched[key]
+    paths = list(here)
+    found = []
+    for place in sorted(sharing_memory(here.values())):
+        path = paths[place]
+        for other in paths[:place]:
+            if not sharing_memory([here[other], here[path]]):
+                continue
+            if _overwrites((here[path], there[path]), (here[other], there[other])):
+                found.append(f"{other} and {path} differ there, but share memory here: untie them, or load equal ones")
+                break
+    return found
+
+
+@torch.no_grad()
+def _overwrites(second: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]) -> bool:
+    """Return whether loading the second of two tensors changes the first, each given with its saved value."""
+    if _is_same(first[0], second[0]) and _is_same(first[1], second[1]):
+        return False
+    storages = [tensor.untyped_storage() for tensor, _ in (first, second)]
+    start = min(storage.data_ptr() for storage in storages)
+    end = max(storage.data_ptr() + storage.nbytes() for storage in storages)
+    memory = torch.empty(end - start, dtype=torch.uint8, device="cpu").untyped_storage()
+    copies = []
+    for tensor, _ in (first, second):
+        offset = (tensor.data_ptr() - start) // tensor.element_size()
+        copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        copies.append(copy.set_(memory, offset, tensor.shape, tensor.stride()))
+    copies[0].copy_(first[1])
+    before = digest(copies[0])
+    copies[1].copy_(second[1])
+    return digest(copies[0]) != before
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same elements of the same memory."""
+    if one.data_ptr() != other.data_ptr() or one.dtype != other.dtype:
+        return False
+    return one.shape == other.shape and one.stride() == other.stride()
+
+
 class Before:
     """An object as it was before a state was loaded into it, to be put back."""
 
@@ -203,6 +258,8 @@ def _module_misfits(module: nn.Module, saved: Any) -> list[str]:
         shapes = [_shape(there[key]), _shape(here[key])]
         if shapes[0] != shapes[1]:
             found.append(f"has {key} of shape {shapes[0]} there, of {shapes[1]} here")
+        elif isinstance(here[key], Tensor) and here[key].is_meta:
+            found.append(f"has {key} on the meta device here, which takes no values: move it with to_empty() before")
         elif isinstance(there[key], Tensor) and isinstance(here[key], Tensor):
             found += _losses(key, there[key], here[key].dtype)
     return found
@@ -210,17 +267,34 @@ def _module_misfits(module: nn.Module, saved: Any) -> list[str]:
 
 def _losses(key: str, saved: Tensor, dtype: torch.dtype) -> list[str]:
     """Say that a saved tensor would be changed by more than rounding if it were loaded as this dtype."""
-    if saved.dtype == dtype or (saved.is_floating_point() and (dtype.is_floating_point or dtype.is_complex)):
-        return []
-    if saved.is_complex() or dtype.is_complex:
-        kept = dtype.is_complex
-    else:
-        there = saved.to(dtype)
-        kept = torch.equal(there.to(saved.dtype), saved) and _has_negative(there) == _has_negative(saved)
-    if kept:
+    if saved.dtype == dtype or _holds(dtype, saved):
         return []
     names = [str(kind).removeprefix("torch.") for kind in (saved.dtype, dtype)]
     return [f"has {key} of {names[0]} there, of {names[1]} here, which does not hold its values"]
+
+
+def _holds(dtype: torch.dtype, saved: Tensor) -> bool:
+    """Return whether a tensor keeps its values in another dtype: numbers that are not integers may be rounded."""
+    if saved.is_complex() and not dtype.is_complex:
+        return False
+    there = saved.to(dtype)
+    if dtype.is_complex and not saved.is_complex():
+        there = there.real
+    rounds = saved.is_floating_point() or saved.is_complex()
+    if rounds and (dtype.is_floating_point or dtype.is_complex):
+        return _is_rounded(there, saved)
+    return torch.equal(there.to(saved.dtype), saved) and _has_negative(there) == _has_negative(saved)
+
+
+def _is_rounded(there: Tensor, saved: Tensor) -> bool:
+    """Return whether a tensor of another dtype is a saved one but for rounding, the smallest numbers to 0."""
+    limits = torch.finfo(there.dtype)
+    if limits.max >= torch.finfo(saved.dtype).max:
+        return True
+    if saved.itemsize == 1:  # torch does not compare floats of 8 bits
+        saved = saved.float()
+    back = there.to(saved.dtype)  # larger numbers became infinite, NaN, or the largest
+    return torch.allclose(back, saved, rtol=limits.eps, atol=limits.smallest_normal, equal_nan=True)
 
 
 def _has_negative(tensor: Tensor) -> bool:
@@ -240,7 +314,7 @@ def _optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> list[st
         return found
     mine = describe(optimizer)[1]
     if not shapes or shapes == mine:  # files of older versions do not say
-        return []
+        return _state_losses(optimizer, saved)
     for number, (group, other) in enumerate(zip(mine, shapes, strict=False)):
         for place, (wanted, shape) in enumerate(zip(group, other, strict=False)):
             if wanted != shape:
@@ -248,6 +322,25 @@ def _optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> list[st
                     f"has tensor {place} of group {number} of shape {tuple(shape)} there, of {tuple(wanted)} here"
                 )
     return found or ["has tensors of other shapes there"]
+
+
+def _state_losses(optimizer: Optimizer, saved: Any) -> list[str]:
+    """Say which tensors of an optimizer's saved state would be changed by the dtypes of its parameters."""
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return []  # only torch's own is known to give a state the dtype of its parameter
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    places = [place for group in saved["param_groups"] for place in group["params"]]
+    found = []
+    for place, parameter in zip(places, parameters, strict=True):
+        state = saved["state"].get(place)
+        if not parameter.is_floating_point() or not isinstance(state, Mapping):
+            continue
+        for key, value in state.items():
+            if key == "step":  # keeps its own
+                continue
+            for path, tensor in tensors_of(f"state[{place!r}].{key}", value):
+                found += _losses(path, tensor, parameter.dtype)
+    return found
 
 
 def _misplaced(here: Any, there: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +314,15 @@ DTYPES: list[tuple[torch.Tensor, list[torch.dtype], list[torch.dtype]]] = [
     (torch.tensor([2.0]), [torch.int8, torch.uint8], [torch.bool]),
     (torch.tensor([float("nan")]), [torch.float16], [torch.int64]),
     (torch.tensor([2**40]), [torch.float64, torch.float32], [torch.int8, torch.int32]),
-    (torch.tensor([2**53 + 1]), [torch.uint64], [torch.float64]),
+    (torch.tensor([2**53 + 1]), [torch.uint64], [torch.float64, torch.complex128]),
+    (torch.tensor([2**24 + 1]), [torch.float64, torch.complex128], [torch.float32, torch.complex64, torch.bfloat16]),
+    (torch.tensor([-1.0e6]), [torch.bfloat16, torch.complex64], [torch.float16, torch.float8_e4m3fn]),
+    (torch.tensor([float("inf"), -0.1]), [torch.float16, torch.bfloat16, torch.float8_e5m2], [torch.int64]),
+    (torch.tensor([1e300], dtype=torch.float64), [torch.complex128], [torch.float32, torch.complex64]),
+    (torch.tensor([1e300j], dtype=torch.complex128), [], [torch.complex64, torch.float64]),
+    (torch.tensor([5e4], dtype=torch.float16).to(torch.float8_e5m2), [torch.float16], [torch.float8_e4m3fn]),
+    (torch.tensor([1e-30]), [torch.float16], [torch.int8]),
+    (torch.tensor([70000]), [torch.float32], [torch.float16, torch.uint16]),
     (torch.tensor([-1], dtype=torch.int8), [torch.int64], [torch.uint8, torch.uint64]),
     (torch.tensor([True]), [torch.float16, torch.uint8, torch.complex64], []),
     (torch.tensor([1 + 2j]), [torch.complex128], [torch.float32, torch.int64]),
@@ -332,14 +341,117 @@ def test_a_buffer_of_a_dtype_that_does_not_hold_the_saved_values_is_refused(
     checkpoints = Checkpointer(tmp_path)
     path = checkpoints.save(1, model=holder(saved))
     for dtype in fit:
-        model = holder(torch.zeros(1, dtype=dtype))
+        model = holder(torch.zeros(len(saved), dtype=dtype))
         checkpoints.load(path, model=model)
         assert torch.equal(model.seen, saved.to(dtype)) or saved.isnan().all()
     for dtype in unfit:
-        model = holder(torch.zeros(1, dtype=dtype))
+        model = holder(torch.zeros(len(saved), dtype=dtype))
         with pytest.raises(CheckpointError, match=f"model has seen of {saved.dtype} there, of ".replace("torch.", "")):
             checkpoints.load(path, model=model)
-        assert not model.seen.any()
+        assert torch.equal(model.seen, torch.zeros(len(saved), dtype=dtype))
+
+
+def adam(value: float, dtype: torch.dtype, kind: type[torch.optim.Adam] = torch.optim.Adam) -> torch.optim.Adam:
+    """An optimizer after a step with a gradient of this value."""
+    parameter = nn.Parameter(torch.zeros(2, dtype=dtype))
+    parameter.grad = torch.full_like(parameter, value)
+    optimizer = kind([parameter], lr=1e-3)
+    optimizer.step()
+    return optimizer
+
+
+class Wide(torch.optim.Adam):
+    """An optimizer that keeps its state in float32, whatever its parameters are."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        (parameter,) = self.param_groups[0]["params"]
+        self.state[parameter] = dict(state_dict["state"][0])
+
+
+def test_an_optimizer_whose_dtype_does_not_hold_the_saved_state_is_refused(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    small, large = checkpoints.save(1, optimizer=adam(1.0, torch.float32)), tmp_path / "step-000000002.pt"
+    checkpoints.save(2, optimizer=adam(1e4, torch.float32))  # whose square's mean is 1e5
+    half = adam(0.5, torch.float16)
+    before = copy.deepcopy(half.state_dict())
+    with pytest.raises(
+        CheckpointError, match=r"optimizer has state\[0\]\.exp_avg_sq of float32 there, of float16 here"
+    ):
+        checkpoints.load(large, optimizer=half)
+    assert same(half.state_dict(), before)
+    checkpoints.load(small, optimizer=half)
+    assert half.state[half.param_groups[0]["params"][0]]["exp_avg_sq"].tolist() == pytest.approx([1e-3] * 2, rel=1e-3)
+    checkpoints.load(large, optimizer=adam(1.0, torch.bfloat16))
+    wide = checkpoints.save(3, optimizer=adam(1e4, torch.float32, Wide))
+    checkpoints.load(wide, optimizer=adam(0.5, torch.float16, Wide))
+
+
+# Tensors that share memory
+
+
+class Two(nn.Module):
+    """A model with two layers, which may be one."""
+
+    def __init__(self, tied: bool, value: float = 0.0, other: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        nn.init.constant_(self.first.weight, value)
+        nn.init.constant_(self.second.weight, other)
+        if tied:
+            self.second.weight = self.first.weight
+
+
+def load_into_shared_memory(folder: str) -> list[str]:
+    checkpoints = Checkpointer(folder, keep=9)
+    apart = checkpoints.save(1, model=Two(False, 1.0, 2.0))
+    equal = checkpoints.save(2, model=Two(False, 3.0, 3.0))
+    tied = checkpoints.save(3, model=Two(True, 4.0))
+    said = []
+    for wrap in (lambda model: model, ddpkit.wrap_model):
+        model = Two(True, 5.0)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.load(apart, model=wrap(model))
+        said.append(str(caught.value))
+        assert model.second.weight.unique().tolist() == [5.0]
+        for path, value in ((equal, 3.0), (tied, 4.0)):
+            checkpoints.load(path, model=wrap(Two(True)))
+            checkpoints.load(path, model=model)
+            assert model.second.weight.unique().tolist() == [value]
+            checkpoints.load(path, model=Two(False))
+    actor, critic = Two(False), Two(False)
+    path = checkpoints.save(4, actor=Two(False, 1.0, 2.0), critic=Two(False, 3.0, 4.0))
+    checkpoints.load(path, actor=actor, critic=critic)
+    critic.second = actor.first  # one layer in both
+    for names in ({"actor": actor, "critic": critic}, {"critic": critic, "actor": actor}):
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.load(path, **names)
+        said.append(str(caught.value))
+    checkpoints.load(checkpoints.save(5, actor=actor, critic=critic), actor=actor, critic=critic)
+    memory = torch.arange(6.0)
+    overlapping = nn.Module()
+    overlapping.register_buffer("all", memory)
+    overlapping.register_buffer("odd", memory[1::2])
+    overlapping.register_buffer("even", memory[::2])
+    path = checkpoints.save(6, model=overlapping)
+    checkpoints.load(path, model=overlapping)
+    separate = copy.deepcopy(overlapping)
+    separate.odd = separate.odd + 1
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.load(checkpoints.save(7, model=separate), model=overlapping)
+    said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_tensors_that_differ_are_not_loaded_into_one(tmp_path: Path, nprocs: int) -> None:
+    for said in on_ranks(load_into_shared_memory, nprocs, str(tmp_path)):
+        one, wrapped, actor, critic, overlapping = said
+        for text in (one, wrapped):
+            assert "model['first.weight'] and model['second.weight'] differ there, but share memory here" in text
+        assert "actor['first.weight'] and critic['second.weight'] differ there" in actor
+        assert "critic['second.weight'] and actor['first.weight'] differ there" in critic
+        assert "model.all and model.odd differ there" in overlapping and "even" not in overlapping
 
 
 # Ranks that hold different things
@@ -543,3 +655,10 @@ def test_the_default_device_does_not_matter(tmp_path: Path, nprocs: int) -> None
 def test_what_has_no_values_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"Cannot save state\.model\.weight: it is on the meta device"):
         Checkpointer(tmp_path).save(1, model=nn.Linear(1, 1, device="meta"))
+
+
+def test_nothing_is_loaded_into_what_takes_no_values(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    path = checkpoints.save(1, model=nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"model has weight on the meta device here, which .* to_empty\(\)"):
+        checkpoints.load(path, model=nn.Linear(2, 2, device="meta"))
