@@ -238,7 +238,7 @@ def _broadcast(model: nn.Module) -> nn.Module:
 def _watch_frozen(model: M) -> M:
     """Have a model's forward raise once a parameter needs a gradient that was frozen when it was wrapped."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    if frozen:
+    if frozen and not isinstance(model, torch.jit.ScriptModule):  # which takes no such hook
         # no closure: a copy of the model has to look at its own parameters
         model.register_forward_pre_hook(functools.partial(_refuse_unfrozen, frozen))
     return model

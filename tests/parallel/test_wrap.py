@@ -429,6 +429,18 @@ def test_a_parameter_that_is_unfrozen_after_wrapping_is_an_error_in_forward(worl
                 assert "2.bias was frozen when wrap_model() saw it, and needs a gradient now" in said
 
 
+def _wrap_scripted() -> float:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which people still use
+        model = wrap_model(torch.jit.script(nn.Linear(1, 1).requires_grad_(False)))
+        return model(torch.ones(1, 1)).item()
+
+
+def test_a_frozen_model_that_is_scripted_can_be_wrapped():
+    one, other = on_ranks(_wrap_scripted, 2)
+    assert one == other
+
+
 def _unfreeze_on_one() -> list[float]:
     net = wrap_model(_net().requires_grad_(False)).requires_grad_(True)
     net(torch.ones(1, 3).double()).sum().backward()
