@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from .merging import merge
-from .messages import RunOptions, RunTest, Task
+from .messages import Answer, RunOptions, RunTest, Task
 from .pool import Pools
 
 # options that ranks do not take over: how tests are chosen and distributed, files that are written
@@ -58,7 +58,7 @@ def pools_of(config: pytest.Config) -> Pools:
 
 
 def _reports(item: pytest.Item) -> list[pytest.TestReport]:
-    """Run a test on its ranks and return its reports, one for each phase."""
+    """Run a test on its ranks and return its reports."""
     config = item.config
     marker = item.get_closest_marker("ranks")
     assert marker is not None
@@ -80,10 +80,19 @@ def _reports(item: pytest.Item) -> list[pytest.TestReport]:
     )
     fresh = marker.kwargs.get("fresh", False)
     answers = pools_of(config).run(world_size, task, limit, fresh)
+    _end_run_if_asked(answers)
     reports = merge(item, answers)
     if not _keeps_folder(config, reports):
         shutil.rmtree(folder, ignore_errors=True)
     return reports
+
+
+def _end_run_if_asked(answers: list[Answer]) -> None:
+    """Call `pytest.exit()` here if the test has called it on a rank."""
+    for answer in answers:
+        if answer.done is not None and answer.done.ended_run is not None:
+            message, code = answer.done.ended_run
+            pytest.exit(f"{message} (rank {answer.rank} of {len(answers)})", returncode=code)
 
 
 def _folder(item: pytest.Item) -> Path:

@@ -15,6 +15,10 @@ import pytest
 
 _SIGNATURE = "ranks(*world_sizes, timeout=60, join=True, fresh=False)"
 _MARKER = f"{_SIGNATURE}: run the test on so many ranks, for each world size"
+_NO_WORLD_SIZE = (
+    "@pytest.mark.ranks has not taken hold of this test: it works on functions and on methods of plain classes, not of "
+    "unittest.TestCase, and must be there when tests are collected."
+)
 _TIMEOUT_HELP = "Seconds that a test on ranks may take unless its marker says more."
 _STREAMS = "_ddpkit_streams"
 _OPTIONS = {"timeout", "join", "fresh"}
@@ -59,14 +63,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("world_size", marker.args, ids=ids)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Run a marked test on its ranks; leave all others to pytest."""
-    if in_rank(item.config) or item.get_closest_marker("ranks") is None:
+    if not _is_for_ranks(item) or not _has_world_size(item):
         return None
     from ddpkit.testing.dispatch import run_on_ranks
 
     run_on_ranks(item, nextitem)
     return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a marked test that has got no number of ranks."""
+    if _is_for_ranks(item) and not _has_world_size(item):
+        pytest.fail(_NO_WORLD_SIZE, pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -103,6 +115,16 @@ def world_size(request: pytest.FixtureRequest) -> int:
 def in_rank(config: pytest.Config) -> bool:
     """Return true if this process is itself a rank, to which a test was sent."""
     return "ddpkit_rank" in getattr(config, "workerinput", {})
+
+
+def _has_world_size(item: pytest.Item) -> bool:
+    """Return true if the marker has given the test its number of ranks."""
+    call = getattr(item, "callspec", None)
+    return call is not None and "world_size" in call.params
+
+
+def _is_for_ranks(item: pytest.Item) -> bool:
+    return item.get_closest_marker("ranks") is not None and not in_rank(item.config)
 
 
 def _refuse(fixture: str) -> NoReturn:

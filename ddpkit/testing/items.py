@@ -12,7 +12,7 @@ import pytest
 
 from ..errors import PeerError
 from ..process_group import lifecycle
-from .messages import Done, RunTest
+from .messages import Done, Reported, RunTest
 
 
 class Items:
@@ -22,6 +22,7 @@ class Items:
         session: The rank's session.
         take_terminal: Waits until no other rank's debugger has the terminal.
         return_terminal: Gives it back.
+        send: Sends a message to the test process.
     """
 
     def __init__(
@@ -29,30 +30,29 @@ class Items:
         session: pytest.Session,
         take_terminal: Callable[[], None],
         return_terminal: Callable[[], None],
+        send: Callable[[object], None],
     ) -> None:
         self._session = session
+        self._send = send
         self._take_terminal = take_terminal
         self._return_terminal = return_terminal
         self._items: dict[str, pytest.Item] = {}
-        self._reports: list[pytest.TestReport] = []
+        self._any_failed = False
         self._problems: list[str] = []
         self._folder = Path()
         self._failing: BaseException | None = None
         self._debug = False
 
     def run(self, test: RunTest, begin: Callable[[], None]) -> Done:
-        """Run one test.
+        """Run one test and send its reports.
 
         Args:
             test: The test.
             begin: Called before its fixtures, when it has been imported.
-
-        Returns:
-            Its reports, in a form that can be sent.
         """
         self._folder = test.folder
         self._debug = test.debug
-        self._reports.clear()
+        self._any_failed = False
         item = self._collect(test)
         if item is None:
             raise_failure_of_peer()  # it may have interrupted the import
@@ -63,18 +63,45 @@ class Items:
         begin()
         assert item.parent is not None
         following = _Next.from_parent(item.parent, name="next")
-        item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
-        return Done(any(map(_failed, self._reports)), self._serialised_reports(item))
+        try:
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+        except pytest.exit.Exception as error:
+            return Done(True, None, ended_run=(error.msg, error.returncode))
+        return Done(self._any_failed, None)
 
     def finalise(self) -> None:
         """Finalise the fixtures that outlive a test."""
         self._session._setupstate.teardown_exact(None)
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep a report of the present test."""
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item) -> bool:
+        """Run the test once, as pytest itself does.
+
+        A plugin that repeats tests cannot do it on one rank alone.
+        """
+        runner = self._session.config.pluginmanager.getplugin("runner")
+        return bool(runner.pytest_runtest_protocol(item, nextitem))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self,
+        item: pytest.Item,
+        call: pytest.CallInfo[Any],
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Note in each report what the test process cannot see; subtests copy it to their own."""
+        report = yield
+        error = None if call.excinfo is None else call.excinfo.value
+        echo = isinstance(error, PeerError) or isinstance(self._failing, PeerError)
         report.ddpkit_time = time.monotonic()  # type: ignore[attr-defined]
-        report.ddpkit_echo = isinstance(self._failing, PeerError)  # type: ignore[attr-defined]
-        self._reports.append(report)
+        report.ddpkit_echo = echo  # type: ignore[attr-defined]
+        report.ddpkit_called_xfail = isinstance(error, pytest.xfail.Exception)  # type: ignore[attr-defined]
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Send a report, one of a phase or one that a plugin has added."""
+        self._any_failed |= report.failed or hasattr(report, "wasxfail")
+        config = self._session.config
+        self._send(Reported(config.hook.pytest_report_to_serializable(config=config, report=report)))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep the error that prevents a file from being collected."""
@@ -129,15 +156,11 @@ class Items:
                 self._items[item.nodeid] = item
         return self._items.get(test.nodeid)
 
-    def _serialised_reports(self, item: pytest.Item) -> list[Any]:
-        serialise = self._session.config.hook.pytest_report_to_serializable
-        return [serialise(config=item.config, report=report) for report in self._reports]
-
     def _report_failure(self) -> Generator[None, object, object]:
         """Tell the other ranks if this part fails; raise a peer's failure where it is the cause."""
         try:
             return (yield)
-        except pytest.skip.Exception:
+        except (pytest.skip.Exception, pytest.xfail.Exception):
             raise
         except BaseException as error:
             cause = lifecycle.report(error)
@@ -151,10 +174,6 @@ def raise_failure_of_peer() -> None:
     """Raise the failure of another rank, if one is known."""
     with lifecycle.peer_errors():
         pass
-
-
-def _failed(report: pytest.TestReport) -> bool:
-    return report.failed or hasattr(report, "wasxfail")
 
 
 class _Next(pytest.Item):

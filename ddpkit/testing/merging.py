@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,42 +12,47 @@ import pytest
 from .messages import Answer
 
 _PHASES = ("setup", "call", "teardown")
-Reports = dict[str, pytest.TestReport]  # of one rank, by phase
-Sections = list[tuple[str, str]]  # captured output, with a title
+Reports = list[pytest.TestReport]  # of one rank, in their order
+ByRank = dict[int, pytest.TestReport]  # reports of the same thing
 
 
-def merge(item: pytest.Item, answers: list[Answer]) -> list[pytest.TestReport]:
+def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
     """Report a test as one, from its outcomes on all ranks."""
     ranks = [_reports(item, answer) for answer in answers]
     _add_echoes(item, answers, ranks)
+    merged: Reports = []
     lost = [answer for answer in answers if answer.done is None]
     if lost:
-        return [_merge_lost(item, lost, ranks)]
-    merged: list[pytest.TestReport] = []
+        for phase in _PHASES:
+            merged += _merge_added(phase, ranks)
+        merged.append(_merge_lost(item, lost, ranks))
+        return merged
     for phase in _PHASES:
+        added = _merge_added(phase, ranks)
         report = _merge_phase(phase, ranks)
         if report is None:
             continue
-        if any(earlier.failed for earlier in merged):
+        if any(earlier.failed or hasattr(earlier, "wasxfail") for earlier in merged):
             if phase == "call":  # of ranks whose fixtures did not fail
                 continue
             if report.failed and _is_echo(report):
                 report.outcome = "passed"
                 report.longrepr = None
+        _fail_if_part_failed(report, added)
+        merged += added
         merged.append(report)
     return merged
 
 
 def _reports(item: pytest.Item, answer: Answer) -> Reports:
-    """Read the reports of one rank, by phase."""
+    """Read the reports of one rank."""
     done = answer.done
-    if done is None or done.heard_of is not None:
-        return {}
-    if isinstance(done.value, str):  # it could not begin
-        return {"setup": _failure(item, "setup", done.value)}
+    if done is not None and done.heard_of is not None:
+        return []
+    if done is not None and isinstance(done.value, str):  # it could not begin
+        return [_failure(item, "setup", done.value)]
     read = item.config.hook.pytest_report_from_serializable
-    reports = [read(config=item.config, data=data) for data in done.value]
-    return {report.when: report for report in reports}
+    return [read(config=item.config, data=data) for data in answer.reports]
 
 
 def _add_echoes(item: pytest.Item, answers: list[Answer], ranks: list[Reports]) -> None:
@@ -57,34 +63,99 @@ def _add_echoes(item: pytest.Item, answers: list[Answer], ranks: list[Reports]) 
             continue
         report = _failure(item, phase, answer.done.value)
         report.ddpkit_echo = True  # type: ignore[attr-defined]
-        ranks[answer.rank] = {phase: report}
+        ranks[answer.rank] = [report]
 
 
 def _first_failed_phase(ranks: list[Reports]) -> str:
     for phase in _PHASES:
-        if any(phase in reports and reports[phase].failed for reports in ranks):
+        if any(report.failed for report in _of_phase(phase, ranks).values()):
             return phase
     return "call"
 
 
+def _of_phase(phase: str, ranks: list[Reports]) -> ByRank:
+    """Find pytest's own report of a phase on each rank: it comes last, when the phase has ended."""
+    found: ByRank = {}
+    for rank, reports in enumerate(ranks):
+        for report in reports:
+            if report.when == phase and type(report) is pytest.TestReport:  # a subtest's is a subclass
+                found[rank] = report
+    return found
+
+
+def _added_in(phase: str, ranks: list[Reports]) -> list[ByRank]:
+    """Find the reports that plugins have added to a phase, such as those of subtests.
+
+    The first of ranks that bear one name are reports of the same thing, so are the second, and so on.
+    """
+    own = _of_phase(phase, ranks)
+    found: dict[tuple[str | None, int], ByRank] = {}
+    for rank, reports in enumerate(ranks):
+        times: Counter[str | None] = Counter()
+        for report in reports:
+            if report.when != phase or report is own.get(rank):
+                continue
+            name = report.head_line
+            times[name] += 1
+            found.setdefault((name, times[name]), {})[rank] = report
+    return list(found.values())
+
+
 def _merge_phase(phase: str, ranks: list[Reports]) -> pytest.TestReport | None:
     """Report one phase as the most important rank does; None if no rank came to it."""
-    reports = {rank: reports[phase] for rank, reports in enumerate(ranks) if phase in reports}
+    reports = _of_phase(phase, ranks)
     if not reports:
         return None
-    chosen = min(reports, key=lambda rank: _importance(reports[rank]))
-    report = reports[chosen]
-    report.duration = max(other.duration for other in reports.values())
-    report.sections = list(_sections(reports, len(ranks)))
-    if report.skipped:
-        _fail_if_some_skip(report, reports, len(ranks))
+    chosen, report = _merge_alike(reports, len(ranks))
     if report.failed and len(ranks) > 1:
-        title = f"That was rank {chosen} of {len(ranks)}"
-        _add_section(report, title, _describe_others(chosen, ranks))
+        _add_section(report, _title(chosen, ranks), _describe_others(chosen, ranks))
     return report
 
 
-def _sections(reports: dict[int, pytest.TestReport], world_size: int) -> Iterator[tuple[str, str]]:
+def _merge_added(phase: str, ranks: list[Reports]) -> Reports:
+    """Report what plugins have added to a phase, each thing once."""
+    merged: Reports = []
+    for reports in _added_in(phase, ranks):
+        chosen, report = _merge_alike(reports, len(ranks))
+        if report.failed and _is_echo(report):  # the rank that is the cause reports it
+            continue
+        if report.failed and len(ranks) > 1:
+            only_these = [[reports[rank]] if rank in reports else [] for rank in range(len(ranks))]
+            _add_section(report, _title(chosen, ranks), _describe_others(chosen, only_these))
+        merged.append(report)
+    return merged
+
+
+def _merge_alike(reports: ByRank, world_size: int) -> tuple[int, pytest.TestReport]:
+    """Choose the most important of several ranks' reports, and add to it what all must say."""
+    chosen = min(reports, key=lambda rank: _importance(reports[rank]))
+    report = reports[chosen]
+    report.duration = max(other.duration for other in reports.values())
+    report.sections = list(_sections(reports, world_size))
+    report.user_properties = _user_properties(reports)
+    if report.skipped:
+        _fail_unless_agreed(report, reports)
+    return chosen, report
+
+
+def _fail_if_part_failed(report: pytest.TestReport, added: Reports) -> None:
+    """Make a phase that passed fail if a report that was added to it failed, as pytest does."""
+    failures = sum(part.failed for part in added)
+    if report.passed and failures:
+        report.outcome = "failed"
+        report.longrepr = f"contains {failures} failed subtest{'s' if failures > 1 else ''}"
+
+
+def _user_properties(reports: ByRank) -> list[tuple[str, object]]:
+    """Collect what the ranks have recorded for files of results, the same thing once."""
+    found: dict[str, tuple[str, object]] = {}
+    for report in reports.values():
+        for entry in report.user_properties:
+            found.setdefault(repr(entry), entry)
+    return list(found.values())
+
+
+def _sections(reports: ByRank, world_size: int) -> Iterator[tuple[str, str]]:
     """Collect the ranks' output, with the rank in its title where there are several."""
     for rank, report in reports.items():
         for title, text in report.sections:
@@ -93,32 +164,47 @@ def _sections(reports: dict[int, pytest.TestReport], world_size: int) -> Iterato
             yield title, text
 
 
-def _fail_if_some_skip(
-    report: pytest.TestReport,
-    reports: dict[int, pytest.TestReport],
-    world_size: int,
-) -> None:
-    """Make a skip that not all ranks share a failure."""
-    skipped = []
-    for rank, other in reports.items():
-        if other.skipped and not hasattr(other, "wasxfail"):
-            skipped.append(rank)
-    if skipped and len(skipped) < world_size:
-        advice = "all ranks must, or none"
+def _fail_unless_agreed(report: pytest.TestReport, reports: ByRank) -> None:
+    """Make a skip, or a call of `pytest.xfail()`, that not all ranks share a failure."""
+    advice = "all ranks must, or none"
+    skipped = [rank for rank, other in reports.items() if _is_skip(other)]
+    if skipped and len(skipped) < len(reports):
         report.outcome = "failed"
         report.longrepr = f"Rank {skipped[0]} skipped the test and others did not; {advice}."
+    callers = [rank for rank, other in reports.items() if getattr(other, "ddpkit_called_xfail", False)]
+    if callers and not all(map(_expects_failure, reports.values())):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"Rank {callers[0]} called pytest.xfail() ({reports[callers[0]].wasxfail}) and others did not; {advice}. "
+            "If any rank may fail, use @pytest.mark.xfail."
+        )
+    if report.failed and hasattr(report, "wasxfail"):
+        del report.wasxfail
+
+
+def _is_skip(report: pytest.TestReport) -> bool:
+    return report.skipped and not hasattr(report, "wasxfail")
+
+
+def _expects_failure(report: pytest.TestReport) -> bool:
+    """Return true if the rank was expected to fail, whether it did or not."""
+    return hasattr(report, "wasxfail") or _passed_unexpectedly(report)
+
+
+def _passed_unexpectedly(report: pytest.TestReport) -> bool:
+    return report.failed and report.longreprtext.startswith("[XPASS(strict)]")
 
 
 def _importance(report: pytest.TestReport) -> tuple[int, float]:
     """Order reports: the smallest is the one to show."""
     when = getattr(report, "ddpkit_time", 0.0)
-    passed_unexpectedly = report.longreprtext.startswith("[XPASS(strict)]")
-    if report.failed and not passed_unexpectedly:
-        return int(_is_echo(report)), when
     if report.skipped and hasattr(report, "wasxfail"):
-        return 2, when
-    if report.failed:
+        return 1, when
+    if _passed_unexpectedly(report):
         return 3, when
+    if report.failed:
+        # an echo of an expected failure is expected, too
+        return 2 if _is_echo(report) else 0, when
     if report.skipped:
         return 4, when
     return 5, when
@@ -137,13 +223,19 @@ def _describe_others(chosen: int, ranks: list[Reports]) -> str:
 
 def _describe(reports: Reports) -> str:
     """Describe the outcome on one rank, on one line."""
-    bad = next((report for report in reports.values() if not report.passed), None)
+    if not reports:
+        return "nothing"
+    bad = next((report for report in reports if not report.passed), None)
     if bad is None:
         return "passed"
     crash = getattr(bad.longrepr, "reprcrash", None)
     if crash is None:
         return f"{bad.outcome}: {_first_line(bad.longreprtext)}"
     return f"{bad.outcome}: {crash.path}:{crash.lineno}: {_first_line(crash.message)}"
+
+
+def _title(chosen: int, ranks: list[Reports]) -> str:
+    return f"That was rank {chosen} of {len(ranks)}"
 
 
 def _first_line(text: str) -> str:
@@ -162,7 +254,8 @@ def _merge_lost(item: pytest.Item, lost: list[Answer], ranks: list[Reports]) -> 
     """Report a test in which ranks hung or died; a failure of another rank's own is shown first."""
     report = _failure(item, "call", _describe_lost(lost, ranks))
     report.sections = _all_sections(ranks)
-    failed = [other for reports in ranks for other in reports.values() if other.failed]
+    own = [other for phase in _PHASES for other in _of_phase(phase, ranks).values()]
+    failed = [other for other in own if other.failed]
     first = min(failed, key=_importance, default=None)
     if first is None or _is_echo(first):
         return report
@@ -183,11 +276,11 @@ def _describe_lost(lost: list[Answer], ranks: list[Reports]) -> str:
     return "\n".join(lines)
 
 
-def _all_sections(ranks: list[Reports]) -> Sections:
+def _all_sections(ranks: list[Reports]) -> list[tuple[str, str]]:
     """Collect the output of all ranks in all phases, with the rank in its title."""
-    sections: Sections = []
+    sections: list[tuple[str, str]] = []
     for rank, reports in enumerate(ranks):
-        for report in reports.values():
+        for report in reports:
             for title, text in report.sections:
                 sections.append((f"{title} (rank {rank})", text))
     return sections

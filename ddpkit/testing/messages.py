@@ -81,6 +81,17 @@ class Started:
 
 
 @dataclass
+class Reported:
+    """A report that the rank's pytest has made; sent at once, for the rank may not come to the end.
+
+    Attributes:
+        report: The report, in pytest's own form for sending.
+    """
+
+    report: Any
+
+
+@dataclass
 class Debugging:
     """The rank wants the terminal and waits for it, or gives it back."""
 
@@ -93,15 +104,17 @@ class Done:
 
     Attributes:
         failed: True if this rank's part of it failed.
-        value: The test's reports, or the pickled outcome of the call; a text if it did not begin.
+        value: The pickled outcome of a call, None of a test; a text if it did not begin.
         output: The text that a call has printed; a test's reports hold it themselves.
         heard_of: The other rank that failed and so ended this one's part; `value` is then a text.
+        ended_run: The message and exit code of `pytest.exit()`, if the test has called it.
     """
 
     failed: bool
     value: Any
     output: str = ""
     heard_of: int | None = None
+    ended_run: tuple[str, int | None] | None = None
 
 
 @dataclass
@@ -131,12 +144,14 @@ class Answer:
         done: The rank's own message; None if it did not come to an end.
         problem: Why it did not, "" if it did.
         stack: Its stack when its time was up.
+        reports: The reports of the test that it has made, in pytest's own form for sending.
     """
 
     rank: int
     done: Done | None = None
     problem: str = ""
     stack: str = ""
+    reports: list[Any] = field(default_factory=list)
 
     @property
     def failed(self) -> bool:

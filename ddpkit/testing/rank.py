@@ -93,7 +93,7 @@ class RankPlugin:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run the tasks that arrive, until nothing more comes."""
         self._capture = session.config.pluginmanager.getplugin("capturemanager")
-        items = Items(session, self.borrow_terminal, self.return_terminal)
+        items = Items(session, self.borrow_terminal, self.return_terminal, self._send)
         session.config.pluginmanager.register(items, "ddpkit items")
         cleaning.remember()
         self._originals = cleaning.Originals(session.config.rootpath)

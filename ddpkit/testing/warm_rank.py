@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from ..spawning.rank_process import describe_exit, read_stack
-from .messages import Answer, CleanUp, Debugging, Done, Leftovers, RunOptions, Started
+from .messages import (
+    Answer,
+    CleanUp,
+    Debugging,
+    Done,
+    Leftovers,
+    Reported,
+    RunOptions,
+    Started,
+)
 
 PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
 
@@ -38,6 +47,7 @@ class WarmRank:
         self.started = False
         self.debugging = False
         self.has_terminal = False
+        self._reports: list[Any] = []  # of the present test
         self._folder = tempfile.TemporaryDirectory(prefix="ddpkit-testing-")
         self._stack_file = Path(self._folder.name, "stack")
         self._stack_file.touch()
@@ -58,6 +68,7 @@ class WarmRank:
         """Hand over a message; a rank that has died is noticed when it should answer."""
         self.answer = None
         self.started = False
+        self._reports = []
         with suppress(OSError):
             self._pipe.send(message)
 
@@ -65,20 +76,23 @@ class WarmRank:
         """Take in one message of the rank, or its death."""
         message = self._next_message()
         if message is None:
-            self.answer = Answer(self.number, problem=self._describe_death())
+            problem = self._describe_death()
+            self.answer = Answer(self.number, problem=problem, reports=self._reports)
+        elif isinstance(message, Reported):
+            self._reports.append(message.report)
         elif isinstance(message, Started):
             self.started = True
         elif isinstance(message, Debugging):
             self.debugging = message.begins
             self.has_terminal = False
         elif isinstance(message, Done):
-            self.answer = Answer(self.number, done=message)
+            self.answer = Answer(self.number, done=message, reports=self._reports)
 
     def give_up(self, problem: str) -> None:
         """End a rank that has not come to an end, and note where it was."""
         stack = _stack_of_test(read_stack(self.process, self._stack_file))
         stack = stack or "  (no answer: stopped?)\n"
-        self.answer = Answer(self.number, problem=problem, stack=stack)
+        self.answer = Answer(self.number, problem=problem, stack=stack, reports=self._reports)
         self.process.kill()
 
     def request_leftovers(self) -> None:

@@ -151,6 +151,220 @@ def test_failures_say_which_rank_and_why(pytester: pytest.Pytester, capfd: pytes
     assert re.search(r"^SKIPPED .*: nowhere", text, re.MULTILINE)
 
 
+SUBTESTS = """
+@pytest.mark.ranks(2)
+def test_one_fails_on_one_rank(rank, subtests):
+    for number in range(3):
+        with subtests.test(number=number):
+            print("part", number, "of", rank)
+            assert number != 1 or rank == 0
+
+@pytest.mark.ranks(1, 2, 3)
+def test_all_pass(rank, subtests):
+    for number in range(2):
+        with subtests.test(number=number):
+            pass
+    if rank == 0:
+        with subtests.test("of rank 0 alone"):
+            pass
+
+@pytest.mark.ranks(2)
+def test_one_is_skipped_on_one_rank(rank, subtests):
+    with subtests.test("here"):
+        if rank == 1:
+            pytest.skip("not here")
+
+@pytest.mark.ranks(2, timeout=2)
+def test_a_rank_hangs_after_one_that_fails(rank, subtests):
+    with subtests.test("cause"):
+        assert rank == 0, "the cause"
+    time.sleep(60)
+
+@pytest.mark.ranks(2)
+def test_one_hears_of_a_failure(rank, subtests):
+    if rank == 1:
+        raise ValueError("not in a subtest")
+    with subtests.test("echo"):
+        ddpkit.barrier()
+"""
+
+
+def test_every_subtest_of_every_rank_counts(pytester: pytest.Pytester) -> None:
+    pytest.importorskip("_pytest.subtests", reason="needs pytest 9")
+    outcomes, text = run(pytester, SUBTESTS)
+    passed = [f"test_all_pass[{n}ranks]" for n in (1, 2, 3)]
+    failed = [name for name in outcomes if name not in passed]
+    assert outcomes == dict.fromkeys(passed, "PASSED") | dict.fromkeys(failed, "FAILED") and len(failed) == 4, text
+    summary = text.rpartition("short test summary info")[2]
+    lines = [line.partition(" - ")[0] for line in summary.splitlines() if line.startswith("SUBFAILED")]
+    assert [line.partition(" ")[0] for line in lines] == [
+        "SUBFAILED(number='1')",
+        "SUBFAILED[here]",
+        "SUBFAILED[cause]",
+    ]
+    assert "11 subtests passed" in summary, summary  # one that several ranks have is one
+    assert text.count("_\ncontains 1 failed subtest\n") == 2, text
+    assert re.search(
+        r"That was rank 1 of 2 -+\nrank 0: passed\n-+ Captured stdout call \(rank 0\) -+\npart 1 of 0", text
+    )
+    assert "Rank 1 skipped the test and others did not; all ranks must, or none." in text
+    assert "AssertionError: the cause" in text and "did not come to an end within 2 s." in text
+    assert "ValueError: not in a subtest" in text and "SUBFAILED[echo]" not in text
+
+
+XFAILS = """
+@pytest.mark.ranks(2)
+def test_of_one_rank_called(rank):
+    if rank == 1:
+        pytest.xfail("known")
+
+@pytest.mark.ranks(2)
+def test_of_all_ranks_called(rank):
+    pytest.xfail("known")
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=ValueError, reason="known")
+def test_marked_others_hear_of_it(rank):
+    if rank == 1:
+        raise ValueError
+    ddpkit.barrier()
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=ValueError)
+def test_marked_and_another_rank_fails_otherwise(rank):
+    if rank == 1:
+        raise TypeError
+    ddpkit.barrier()
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(strict=True)
+def test_marked_and_all_pass(rank):
+    pass
+"""
+
+
+def test_an_expected_failure_hides_no_other(pytester: pytest.Pytester) -> None:
+    outcomes, text = run(pytester, XFAILS)
+    assert {name.removesuffix("[2ranks]"): outcome for name, outcome in outcomes.items()} == {
+        "test_of_one_rank_called": "FAILED",
+        "test_of_all_ranks_called": "XFAIL",
+        "test_marked_others_hear_of_it": "XFAIL",
+        "test_marked_and_another_rank_fails_otherwise": "FAILED",
+        "test_marked_and_all_pass": "FAILED",
+    }, text
+    assert "Rank 1 called pytest.xfail() (known) and others did not; all ranks must, or none." in text
+
+
+REFUSED = """
+import unittest
+
+class TestOfUnittest(unittest.TestCase):
+    @pytest.mark.ranks(2)
+    def test_marked(self):
+        pass
+
+    def test_plain(self):
+        pass
+
+@pytest.mark.ranks(2)
+class TestMarked(unittest.TestCase):
+    def test_it(self):
+        pass
+
+def test_marked_too_late():
+    pass
+
+@pytest.mark.ranks(1)
+def test_of_a_function(rank):
+    pass
+"""
+
+
+def test_a_marker_without_effect_is_an_error_of_that_test_alone(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+import pytest
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.name == "test_marked_too_late":
+            item.add_marker(pytest.mark.ranks(2))
+"""
+    )
+    outcomes, text = run(pytester, REFUSED)
+    refused = ["TestOfUnittest::test_marked", "TestMarked::test_it", "test_marked_too_late"]
+    passed = ["TestOfUnittest::test_plain", "test_of_a_function[1ranks]"]
+    assert outcomes == dict.fromkeys(refused, "ERROR") | dict.fromkeys(passed, "PASSED"), text
+    shown = text.partition("short test summary info")[0]
+    assert shown.count("not of unittest.TestCase, and must be there when tests are collected.\n") == 3, text
+
+
+EXITS = """
+@pytest.mark.ranks(2)
+def test_ends_the_run(rank):
+    if rank == 1:
+        pytest.exit("enough", returncode=7)
+    ddpkit.barrier()
+
+def test_never_comes():
+    pass
+"""
+
+
+def test_pytest_exit_on_a_rank_ends_the_run(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(HEAD + EXITS)
+    result = pytester.runpytest_inprocess("-p", "no:randomly")
+    assert result.ret == 7
+    result.stdout.fnmatch_lines(["*no tests ran*", "*Exit: enough (rank 1 of 2)*"])
+
+
+HANGS_AT_THE_END = """
+@pytest.fixture
+def slow_end():
+    yield
+    time.sleep(60)
+
+@pytest.mark.ranks(2, timeout=2)
+def test_fails_and_hangs(rank, slow_end):
+    assert rank == 0, "the cause"
+"""
+
+
+def test_a_failure_is_shown_also_where_its_rank_hangs_afterwards(pytester: pytest.Pytester) -> None:
+    outcomes, text = run(pytester, HANGS_AT_THE_END)
+    assert outcomes == {"test_fails_and_hangs[2ranks]": "FAILED"}, text
+    assert "AssertionError: the cause" in text and "Rank 1 of 2 did not come to an end within 2 s." in text
+    assert "in slow_end" in text
+
+
+REPEATS = """
+import pytest
+from _pytest.runner import runtestprotocol
+
+def pytest_runtest_protocol(item, nextitem):
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        report.outcome = "rerun"
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logreport(report=runtestprotocol(item, log=False, nextitem=nextitem)[1])
+    return True
+"""
+
+
+def test_a_plugin_that_repeats_tests_does_not_repeat_those_on_ranks(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    pytester.makeconftest(REPEATS)
+    source = f"""
+@pytest.mark.ranks(2)
+def test_it(rank):
+    with open({str(tmp_path / "times")!r} + str(rank), "a") as file:
+        file.write("x")
+    ddpkit.barrier()
+    assert rank == 0
+"""
+    outcomes, text = run(pytester, source)
+    assert outcomes == {"test_it[2ranks]": "FAILED"} and "1 failed" in text, text
+    assert [(tmp_path / f"times{rank}").read_text() for rank in range(2)] == ["x", "x"]
+
+
 ALONE = """
 @pytest.mark.ranks(2, timeout=2)
 def test_one_is_alone_in_a_collective(rank):
