@@ -72,7 +72,10 @@ _PAIRS = {
     "PROCESS_ID": "NUM_PROCESSES",
     "WORKER_RANK": "WORKER_NUM",
     "DMLC_WORKER_ID": "DMLC_NUM_WORKER",
+    "RANK_ID": "RANK_SIZE",
 }
+_NEURON = ("NEURON_PJRT_PROCESS_INDEX", "NEURON_PJRT_PROCESSES_NUM_DEVICES")
+
 # endings of the number of a node, and of how many there are
 _NODE_NUMBERS = ("NODE_RANK", "MACHINE_RANK", "GROUP_RANK")
 _NODE_COUNTS = (
@@ -128,6 +131,8 @@ def pairs(env: Mapping[str, str]) -> list[str]:
     for rank, size in _PAIRS.items():
         if _is_one_of_several(env, rank, size):
             found += [rank, size]
+    if all(name in env for name in _NEURON) and "," in env[_NEURON[1]]:  # devices of each process
+        found += _NEURON
     for rank in ranks:
         stem = rank.upper().removesuffix("_RANK")
         sizes = [f"{stem}_{word}" for word in ("WORLD_SIZE", "NPROCS", "NRANKS")]
