@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import multiprocessing.util
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _job: Job | None = None
 _departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
+_children_keep_garbage = False  # whether forked children are told to, which cannot be taken back
 _FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
 
 
@@ -107,6 +110,7 @@ def _join(asked: Options) -> Job:
             job.context = context_of(launch, choose_device(asked.device, 0, 1))
             set_threads(asked.num_threads, 1, 1)
         else:
+            _let_children_keep_garbage()
             assemble(job, launch)
             _install_hooks(job)
     except BaseException as error:
@@ -124,6 +128,17 @@ def _join(asked: Options) -> Job:
     if ranks.is_main_process():
         log.info("joined\n%s", job.context)
     return job
+
+
+def _let_children_keep_garbage() -> None:
+    """Keep forked children, such as a loader's workers, from collecting the garbage of this process.
+
+    A process group that is in a reference cycle waits, when it is collected, for gloo's threads, which no child has.
+    """
+    global _children_keep_garbage
+    if not _children_keep_garbage:
+        os.register_at_fork(after_in_child=gc.freeze)
+        _children_keep_garbage = True
 
 
 def _install_hooks(job: Job) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from processes import ROOT, Ended, free_port, platform_env, run
 
 import ddpkit
+from ddpkit import testing
 
 LONG = timedelta(seconds=300)  # a rank waits while the other one starts programs
 REFUSED = "of a running job"
@@ -174,3 +177,40 @@ def test_the_refusal_is_not_the_error_of_the_rank(tmp_path: Path) -> None:
     ended = run_job(2, "torchrun", leave_the_error_file, str(tmp_path / "error.json"))
     assert [end.code for end in ended] == [0, 0], ended
     assert not (tmp_path / "error.json").exists()
+
+
+class Cycle:
+    """Garbage that only the collector finds, and that holds the group."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.group = dist.group.WORLD
+
+
+def leave_garbage_and_fork(torch_destroys: bool) -> int:
+    gc.collect()
+    gc.disable()
+    try:
+        if torch_destroys:
+            dist.init_process_group("gloo")
+            ddpkit.barrier()  # adopts it
+        else:
+            ddpkit.setup()
+        Cycle()
+        if torch_destroys:
+            dist.destroy_process_group()
+        ddpkit.teardown()
+        if child := os.fork():
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        signal.alarm(60)
+        gc.collect()
+        os._exit(0)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("torch_destroys", [False, True])
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_forked_child_does_not_collect_a_group_of_its_parent(nprocs: int, torch_destroys: bool) -> None:
+    codes = testing.on_ranks(leave_garbage_and_fork, nprocs, torch_destroys, join=False, fresh=True)
+    assert codes == [0] * nprocs
