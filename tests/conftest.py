@@ -86,9 +86,7 @@ class _Groups(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file, _, name = nodeid.partition("::")
-        if "/peers/" in file and name.endswith(("[on_2]", "[on_3]")):
-            return f"peers {name[-6:]}"  # a launch runs them all
+        file = nodeid.partition("::")[0]
         return file if file.endswith(_TOGETHER) else nodeid
 
 
