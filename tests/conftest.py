@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import warnings
@@ -64,8 +65,11 @@ collect_ignore_glob = [files for files, packages in _OF_EXAMPLES.items() if _mis
 def pytest_configure(config: pytest.Config) -> None:
     """Keep compiled modules for as long as the tests run, where the machine is told to keep none.
 
-    Each of the hundreds of processes would compile all that it imports.
+    Each of the hundreds of processes would compile all that it imports. And let what tests start hear of Ctrl-C, which
+    a shell has runs in the background ignore.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.dont_write_bytecode:
         folder = tempfile.TemporaryDirectory(prefix="ddpkit-bytecode-", ignore_cleanup_errors=True)
         config.add_cleanup(folder.cleanup)
