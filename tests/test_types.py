@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import mypy.api
+import pytest
 
+ROOT = Path(__file__).parents[1]
 RIGHT = """
 from dataclasses import dataclass
 import torch
@@ -50,11 +52,15 @@ all_reduce_mean(1.0, "3")
 """
 
 
-def test_a_checker_can_tell_the_types_of_results_and_sees_a_wrong_op(tmp_path: Path) -> None:
+def test_a_checker_can_tell_the_types_of_results_and_sees_a_wrong_op(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MYPY_CONFIG_FILE_DIR", str(ROOT))  # mypy sets it
     right, wrong = tmp_path / "right.py", tmp_path / "wrong.py"
     right.write_text(RIGHT)
     wrong.write_text(WRONG)
-    found = mypy.api.run(["--strict", "--config-file=", str(right), str(wrong)])[0]
+    ours = [f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={ROOT / '.mypy_cache'}"]  # knows torch already
+    found = mypy.api.run(["--strict", *ours, str(right), str(wrong)])[0]
     assert "right.py" not in found, found
     assert 'wrong.py:3: error: No overload variant of "all_reduce"' in found
     assert 'wrong.py:4: error: No overload variant of "all_reduce_mean"' in found

@@ -11,7 +11,8 @@ from processes import free_port, launch, platform_env
 HANG = 400.0  # seconds: longer than any test may take, however loaded the machine is
 # each script is a copy of this one, which has imported torch for all of them, and ends as the interpreter ends
 FORK = """
-import concurrent.futures, json, os, subprocess, sys, threading, time, traceback, ddpkit
+import concurrent.futures, gc, json, os, subprocess, sys, threading, time, traceback, ddpkit
+gc.freeze()  # or each would look through all of torch when it ends
 names = {}
 for name, (env, lines) in json.loads(sys.argv[1]).items():
     if pid := os.fork():
