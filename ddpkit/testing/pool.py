@@ -121,12 +121,14 @@ class Pool:
 
     def run(self, task: Task, timeout: float) -> list[Answer]:
         """Run a task on all ranks; `timeout` in seconds, from when all have begun."""
+        former = self._store  # stays until the ranks have left its group, as they begin the task
         store = self._store_for(task)
         for rank in self._ranks:
             rank.send(replace(task, environment=self._environment(rank.number, store.port)))
         self._joined = task.join
         self._group_timeout = task.timeout
         self._wait_for_answers(timeout)
+        del former
         answers = [rank.answer for rank in self._ranks if rank.answer is not None]
         if not any(answer.failed for answer in answers):
             self._settling = True

@@ -584,6 +584,34 @@ def test_ranks_in_which_a_test_has_replaced_functions_are_not_used_again(
     assert len(outcomes) == 6 and {*outcomes.values()} == {"PASSED"}, text
 
 
+GROUPS = """
+@pytest.mark.ranks(2)
+def test_1_keeps_its_group(rank):
+    ddpkit.barrier()
+
+@pytest.mark.ranks(2, join=False)
+def test_2_makes_its_own(rank):
+    with ddpkit.distributed():
+        ddpkit.barrier()
+
+@pytest.mark.ranks(2)
+def test_3_needs_another(rank):
+    ddpkit.barrier()
+
+@pytest.mark.ranks(2, timeout=300)
+def test_4_needs_one_with_more_time(rank):
+    ddpkit.barrier()
+"""
+
+
+def test_ranks_change_from_one_group_to_the_next_in_silence(
+    pytester: pytest.Pytester, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcomes, text = run(pytester, GROUPS)
+    assert len(outcomes) == 4 and {*outcomes.values()} == {"PASSED"}, text
+    assert "TCPStore" not in "".join(capfd.readouterr())
+
+
 KILLED = """
 @pytest.mark.ranks(3)
 def test_a(rank):
