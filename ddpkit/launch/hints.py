@@ -24,8 +24,9 @@ class Nodes(NamedTuple):
         """Return the line that starts the ranks of each node."""
         if self.number == "PET_NNODES":  # torchrun reads these by itself
             return "torchrun train.py"
-        number = f"${self.number}" if self.rank else "<number of nodes>"
-        rank = f"${self.rank}" if self.rank else "<number of this one, from 0>"
+        number, rank = "<number of nodes>", "<number of this one, from 0>"
+        if self.rank:
+            number, rank = f"${self.number}", f"${self.rank}"
         return (
             f"torchrun --nnodes={number} --node-rank={rank} --master-addr={self.address} --nproc-per-node=gpu train.py"
         )
@@ -93,10 +94,12 @@ def processes(env: Mapping[str, str]) -> list[str]:
     hints += _above_0(env)
     for name in _ending(env, "RANK", "RANKID"):
         value = number(env[name], -1)
-        local = re.search("_LOCAL_?RANK(ID)?$", name.upper())
-        if (local and value >= 0) or (name.upper().endswith("_NODE_RANK") and value > 0):
+        is_local = re.search("_LOCAL_?RANK(ID)?$", name.upper()) and value >= 0
+        is_node = name.upper().endswith("_NODE_RANK") and value > 0
+        if is_local or is_node:
             hints.append(name)
-    return list(dict.fromkeys([*hints, *pairs(env)]))
+    hints += pairs(env)
+    return list(dict.fromkeys(hints))
 
 
 def others(env: Mapping[str, str]) -> list[str]:
@@ -154,7 +157,8 @@ def nodes(env: Mapping[str, str]) -> tuple[list[Nodes], list[str]]:
     platforms = [each for each in _PLATFORMS if each.number in env and _count(env[each.number]) > 1]
     platforms += _numbered(env)
     names = [name for platform in platforms for name in platform[1:3] if name in env]
-    if tasks := _volcano(env):
+    tasks = _volcano(env)
+    if tasks:
         platforms.append(Nodes("Volcano", tasks[0]))
         names += tasks
     return platforms, list(dict.fromkeys(names))
@@ -178,9 +182,14 @@ def _numbered(env: Mapping[str, str]) -> Iterator[Nodes]:
 
 def _volcano(env: Mapping[str, str]) -> list[str]:
     """Name the numbers of pods, one for each kind of task; a version of a build may be called VC_BUILD_NUM."""
-    sizes = [name for name in env if name.startswith("VC_") and name.endswith("_NUM")]
-    sizes = [name for name in sizes if "VC_TASK_INDEX" in env or f"{name.removesuffix('_NUM')}_HOSTS" in env]
-    return sizes if sum(number(env[name]) for name in sizes) > 1 else []
+    sizes = []
+    for name in env:
+        if not name.startswith("VC_") or not name.endswith("_NUM"):
+            continue
+        if "VC_TASK_INDEX" in env or f"{name.removesuffix('_NUM')}_HOSTS" in env:
+            sizes.append(name)
+    pods = sum(number(env[name]) for name in sizes)
+    return sizes if pods > 1 else []
 
 
 def number(text: str | None, otherwise: int = 0) -> int:
@@ -191,14 +200,20 @@ def number(text: str | None, otherwise: int = 0) -> int:
 
 def _count(text: str) -> int:
     """Return a number of nodes, which may be that of the entries of a list or of a cluster in JSON."""
-    if count := number(text):
+    count = number(text)
+    if count:
         return count
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return len(re.findall(r"[^\s,;]+", text))
-    if isinstance(found, dict) and isinstance(found.get("hosts"), list):
-        found = found["hosts"]
-    if isinstance(found, dict) and isinstance(found.get("cluster"), dict):
-        found = [host for hosts in found["cluster"].values() if isinstance(hosts, list) for host in hosts]
-    return len(found) if isinstance(found, list) else 0
+    if isinstance(found, list):
+        return len(found)
+    if not isinstance(found, dict):
+        return 0
+    if isinstance(found.get("hosts"), list):
+        return len(found["hosts"])
+    if isinstance(found.get("cluster"), dict):
+        tasks = found["cluster"].values()
+        return sum(len(hosts) for hosts in tasks if isinstance(hosts, list))
+    return 0
