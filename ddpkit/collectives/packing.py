@@ -118,30 +118,15 @@ def unpack(lanes: Tensor, dtype: torch.dtype, op: str, divisor: float, wide: boo
         return _unpack_order(lanes, dtype, op)
     if wide:
         high, low = lanes.chunk(2)
-        return _wide_mean(high, low, divisor) if op == "mean" else _wide_sum(high, low)
+        return _divide(high * 2.0**32 + low, divisor) if op == "mean" else _wide_sum(high, low)
     lanes = _divide(lanes, divisor)
     if dtype.is_floating_point:
-        return _narrow(lanes, dtype)
+        return lanes.to(dtype)
     return lanes if op == "mean" else lanes.to(torch.int64)
 
 
 def _divide(lanes: Tensor, divisor: float) -> Tensor:  # by a number, CUDA multiplies with its reciprocal: rounds twice
     return lanes if divisor == 1 else lanes.div_(torch.full((), divisor, dtype=lanes.dtype, device=lanes.device))
-
-
-def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, rounded once. From float64 to half, torch rounds by way of float32, so twice.
-
-    References:
-        Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd",
-        IEEE Transactions on Computers 57(4), 2008.
-    """
-    if x.dtype != torch.float64 or dtype.itemsize > 2:
-        return x.to(dtype)
-    near = x.to(torch.float32)
-    bits = near.view(torch.int32)
-    bits = bits - (near.abs().to(torch.float64) > x.abs()).to(torch.int32)  # towards zero
-    return (bits | (near.to(torch.float64) != x).to(torch.int32)).view(torch.float32).to(dtype)
 
 
 def _wide_sum(high: Tensor, low: Tensor) -> Tensor:
@@ -150,16 +135,6 @@ def _wide_sum(high: Tensor, low: Tensor) -> Tensor:
     if high.numel() and bool(((high < -(2**31)) | (high >= 2**31)).any()):
         raise OverflowError("The sum of 64-bit integers over all ranks does not fit 64 bits. Reduce them as float64.")
     return (high << 32) + (low & _LOW)
-
-
-def _wide_mean(high: Tensor, low: Tensor, divisor: float) -> Tensor:
-    mean = _divide(high * 2.0**32 + low, divisor)
-    big = high.abs() >= 2.0**20  # beyond 53 bits the sum above was rounded, and the quotient again
-    if mean.numel() and bool(big.any()):
-        pairs = zip(high[big].tolist(), low[big].tolist(), strict=True)
-        exact = [(int(h) * 2**32 + int(low)) / int(divisor) for h, low in pairs]
-        mean[big] = torch.tensor(exact, dtype=mean.dtype, device=mean.device)
-    return mean
 
 
 def _pack_number_order(numbers: list[float], op: str) -> list[float]:
