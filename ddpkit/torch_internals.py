@@ -6,14 +6,23 @@ and size. No reference to it is kept, for then it would outlive its own destruct
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
+_SHARDED_CLASSES = {  # by module; one that was never imported has made no tensor
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed._tensor": "DTensor",
+    "torch.distributed._shard.sharded_tensor": "ShardedTensor",
+    "torch.distributed.fsdp._flat_param": "FlatParameter",
+}
+_ORDINARY_MODULES = ("torch", "torch.nn.parameter")  # of Tensor and Parameter
 
 
 def current_group() -> Any:
@@ -46,6 +55,28 @@ def abort_group() -> None:
 
 def no_group() -> None:
     """Stand for the reference to a group where there is none."""
+
+
+def is_sharded(value: Any) -> bool:
+    """Return whether torch spreads this tensor over ranks (`fully_shard`, FSDP, tensor parallelism).
+
+    (Modules of some of its classes are private, and so is the mark that FSDP puts on parameters which it replaces by
+    views of its own. The same from torch 2.6 to 2.13.)
+    """
+    if getattr(value, "_fsdp_flattened", False) is True:
+        return True
+    if type(value).__module__ in _ORDINARY_MODULES:
+        return False
+    for module, name in _SHARDED_CLASSES.items():
+        kind = getattr(sys.modules.get(module), name, None)
+        if isinstance(kind, type) and isinstance(value, kind):
+            return True
+    return False
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor is torch's zero that has no memory (private, the same from torch 2.6 to 2.13)."""
+    return tensor._is_zerotensor()
 
 
 def untraced(fn: F) -> F:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import MismatchError
 from ..launch import ranks
 from ..process_group import lifecycle
+from ..torch_internals import has_no_memory
 from .consistency import HEAD, ROOM, agree, all_raise, all_reduce, compare, name_ranks, new_block, terms, wire_device
 from .packing import join
 from .sharded import UnshardedPickler
@@ -123,7 +124,7 @@ def is_dense(tensor: Tensor) -> bool:
 def flat_bytes(tensor: Tensor) -> Tensor:
     """View a dense tensor as bytes, row-major: its own memory if it is contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain._is_zerotensor():  # has no memory
+    if has_no_memory(plain):  # has no memory
         plain = plain.clone()
     flat = plain.contiguous().reshape(-1)
     if flat.stride() != (1,):  # one element, or none, is contiguous whatever its stride
@@ -258,7 +259,7 @@ class _Pickler(UnshardedPickler):
         if not _can_be_pickled(obj.dtype):
             copy = flat_bytes(obj).cpu().clone()
             return _from_bytes, (copy, obj.dtype, tuple(obj.shape), obj.device, obj.requires_grad)
-        if obj.untyped_storage().nbytes() <= obj.nbytes and not obj._is_zerotensor():
+        if obj.untyped_storage().nbytes() <= obj.nbytes and not has_no_memory(obj):
             return NotImplemented
         whole: Any = obj.detach().clone().requires_grad_(obj.requires_grad)
         return whole.__reduce_ex__(2)

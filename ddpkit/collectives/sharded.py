@@ -4,34 +4,14 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-# where torch defines them; a module that was never imported has made none
-_CLASSES = {
-    "torch.distributed.tensor": "DTensor",
-    "torch.distributed._tensor": "DTensor",
-    "torch.distributed._shard.sharded_tensor": "ShardedTensor",
-    "torch.distributed.fsdp._flat_param": "FlatParameter",
-}
-_PLAIN = ("torch", "torch.nn.parameter")  # of Tensor and Parameter
+from ..torch_internals import is_sharded
+
 _NAMED = 3  # tensors that a message names
-
-
-def is_sharded(value: Any) -> bool:
-    """Return whether torch spreads this tensor over ranks (`fully_shard`, FSDP, tensor parallelism)."""
-    if getattr(value, "_fsdp_flattened", False) is True:  # FSDP marks the parameters that it makes views of its own
-        return True
-    if type(value).__module__ in _PLAIN:
-        return False
-    for module, name in _CLASSES.items():
-        kind = getattr(sys.modules.get(module), name, None)
-        if isinstance(kind, type) and isinstance(value, kind):
-            return True
-    return False
 
 
 def explain_sharded(call: str, tensors: Iterable[tuple[str, Any]]) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .sharded import is_sharded
+from ..torch_internals import is_sharded
 
 _NATIVE_NAMES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
 NATIVE = {np.dtype(name) for name in _NATIVE_NAMES}

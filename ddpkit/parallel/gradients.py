@@ -23,12 +23,11 @@ from torch.nn.parameter import is_lazy
 from ..collectives import ops
 from ..collectives.consistency import agree, all_raise, terms, wire_device
 from ..collectives.packing import safe_scale
-from ..collectives.sharded import is_sharded
 from ..errors import MismatchError
 from ..launch import ranks
 from ..process_group import lifecycle
 from ..process_group.session import Session
-from ..torch_internals import untraced
+from ..torch_internals import is_sharded, untraced
 from .models import check_module, check_tensors, named_tensors, sharing_memory, unwrap_model, writable
 
 Loss = TypeVar("Loss", torch.Tensor, float)

@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import ddpkit
 from ddpkit import MismatchError, get_rank, get_world_size
-from ddpkit.collectives.sharded import explain_sharded, is_sharded
+from ddpkit.collectives.sharded import explain_sharded
+from ddpkit.torch_internals import is_sharded
 
 
 def recognise() -> tuple[bool, bool, bool, str]:
