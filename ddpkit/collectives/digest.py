@@ -1,4 +1,4 @@
-"""A short text for any value, by which ranks compare what they hold. Nothing here talks to other ranks."""
+"""Describe any value in a short text, by which ranks compare what they hold. Nothing here talks to other ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .gather import flat_bytes, is_dense
+from .tensors import flat_bytes, is_dense, name_dtype
 
 _LONGEST = 100  # characters that are shown as they are
 _PLAIN = (Number, str, bytes, bytearray, Enum, torch.dtype, torch.device, type(None))
@@ -30,7 +30,8 @@ def digest(value: Any) -> str:
     text = _describe(value)
     if len(text) <= _LONGEST:
         return text
-    return f"{type(value).__name__} #{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    hashed = hashlib.sha256(text.encode()).hexdigest()
+    return f"{type(value).__name__} #{hashed[:16]}"
 
 
 def _describe(value: Any) -> str:
@@ -43,7 +44,7 @@ def _describe(value: Any) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, Mapping):
-        pairs = sorted(f"{_describe(key)}: {_describe(one)}" for key, one in value.items())
+        pairs = sorted(f"{_describe(key)}: {_describe(child)}" for key, child in value.items())
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, Set):
         return "{" + ", ".join(sorted(map(_describe, value))) + "}"
@@ -57,12 +58,16 @@ def _describe_tensor(tensor: Tensor) -> str:
     if is_dense(plain):
         data = flat_bytes(plain).numpy().data
     else:
-        torch.save(plain, buffer := io.BytesIO())
+        buffer = io.BytesIO()
+        torch.save(plain, buffer)
         data = buffer.getbuffer()
     shape = "[nested]" if tensor.is_nested else list(tensor.shape)
-    return f"{tensor.dtype}{shape} #{zlib.crc32(data):08x}".removeprefix("torch.")  # nobody cheats here
+    return f"{name_dtype(tensor.dtype)}{shape} #{zlib.crc32(data):08x}"  # nobody cheats here
 
 
 def _describe_array(array: np.ndarray[Any, Any]) -> str:
-    data = repr(list(map(digest, array.flat))).encode() if array.dtype.hasobject else array.tobytes()
+    if array.dtype.hasobject:
+        data = repr(list(map(digest, array.flat))).encode()
+    else:
+        data = array.tobytes()
     return f"{array.dtype}{list(array.shape)} array #{zlib.crc32(data):08x}"

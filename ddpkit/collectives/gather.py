@@ -19,10 +19,10 @@ from ..launch import ranks
 from ..process_group import lifecycle
 from ..torch_internals import has_no_memory
 from .consistency import HEAD, ROOM, agree, all_raise, all_reduce, compare, name_ranks, new_block, terms, wire_device
-from .packing import join
 from .sharded import UnshardedPickler
 from .sync import check_copies
-from .tree import Leaf, leaves_of, plain_index, tensor_problem, with_leaves
+from .tensors import bytes_as_tensor, concatenate, explain_not_dense, flat_bytes, is_dense, name_dtype
+from .tree import Leaf, leaves_of, plain_index, with_leaves
 
 _SMALL = 4 * (ROOM - 1)  # bytes that travel with the check: 32 bits are exact in a float64
 # torch 2.6 cannot index tensors of other dtypes
@@ -54,7 +54,7 @@ def gather_objects(call: str, obj: Any) -> list[Any]:
     with all_raise(call):
         file = io.BytesIO()
         _Pickler(file, call).dump(obj)
-        rows = _as_bytes(file.getvalue()).unsqueeze(1)
+        rows = bytes_as_tensor(file.getvalue()).unsqueeze(1)
     return [pickle.loads(part.numpy().tobytes()) for (part,) in _gather_rows(terms(call), [rows])]
 
 
@@ -76,7 +76,7 @@ def send(value: Any, src: Any) -> Any:
     if size <= _SMALL:
         data = lanes[1:].astype("<u4").tobytes()[:size]
     else:
-        data = _broadcast(_as_bytes(data.ljust(size)), src).numpy().tobytes()
+        data = _broadcast(bytes_as_tensor(data.ljust(size)), src).numpy().tobytes()
     if ranks.get_rank() == src:
         for tensor in tensors:
             _broadcast(flat_bytes(tensor), src)
@@ -116,22 +116,6 @@ def in_order(values: Any, indices: Any, n: Any) -> Any:
     return with_leaves(tree, _is_column, iter(ordered))
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether its elements are those in its memory, one after the other or strided."""
-    return not tensor_problem(tensor)
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """View a dense tensor as bytes, row-major: its own memory if it is contiguous."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    if has_no_memory(plain):  # has no memory
-        plain = plain.clone()
-    flat = plain.contiguous().reshape(-1)
-    if flat.stride() != (1,):  # one element, or none, is contiguous whatever its stride
-        flat = flat.as_strided(flat.shape, (1,))
-    return flat.view(torch.uint8)
-
-
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
@@ -146,7 +130,7 @@ def _is_column(value: Any) -> bool:
 def _problem(value: Any) -> str:
     """Say why this is no dense tensor; "" if it is one."""
     if isinstance(value, Tensor):
-        return tensor_problem(value)
+        return explain_not_dense(value)
     return str(value) if isinstance(value, Leaf) else type(value).__name__
 
 
@@ -182,7 +166,7 @@ def _as_column(call: str, path: str, column: Any, count: int) -> Any:
 
 def _join(parts: list[Any], order: NDArray[np.int64]) -> Any:
     if isinstance(parts[0], Tensor):
-        rows = join(parts)
+        rows = concatenate(parts)
         places = torch.from_numpy(order)
         if rows.dtype in _INDEXED:
             return rows[places]
@@ -329,16 +313,12 @@ def _broadcast(data: Tensor, src: int) -> Tensor:
     return wire.to(data.device)
 
 
-def _as_bytes(data: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-
-
 def _kind(part: Any) -> str:
     if isinstance(part, list):
         return "a list"
     shape = ", ".join(["any", *map(str, part.shape[1:])]) if part.ndim else ""
     if isinstance(part, Tensor):
-        return f"{part.dtype} tensor of shape ({shape})".removeprefix("torch.")
+        return f"{name_dtype(part.dtype)} tensor of shape ({shape})"
     texts = {"U": "str", "S": "bytes"}  # an array's is as long as its longest text
     return f"{texts.get(part.dtype.kind, part.dtype)} array of shape ({shape})"
 

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .tensors import concatenate
+
 Lanes = Tensor | NDArray[np.float64]
 EXTREMES = ("min", "max")
 WIDE = (torch.int64, torch.uint64)
@@ -76,14 +78,7 @@ def pack(flat: Tensor, op: str, wire: torch.dtype, weighted: bool = False) -> Te
     if weighted or flat.dtype not in WIDE:
         return flat.to(wire)
     low, high = flat.view(torch.int64) & _LOW, flat.view(torch.int64) >> 32
-    return join([high & _LOW if flat.dtype == torch.uint64 else high, low]).to(wire)
-
-
-def join(tensors: list[Tensor]) -> Tensor:
-    """Concatenate tensors of one dtype, always in new memory. Under autocast, plain `torch.cat` refuses float64."""
-    length = sum(len(tensor) for tensor in tensors)
-    out = torch.empty((length, *tensors[0].shape[1:]), dtype=tensors[0].dtype, device=tensors[0].device)
-    return torch.cat(tensors, out=out)
+    return concatenate([high & _LOW if flat.dtype == torch.uint64 else high, low]).to(wire)
 
 
 def scale(lanes: Lanes, factor: float) -> None:

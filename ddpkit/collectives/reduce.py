@@ -19,7 +19,6 @@ from .packing import (
     EXTREMES,
     WIDE,
     Lanes,
-    join,
     lanes_per_element,
     pack,
     pack_numbers,
@@ -29,6 +28,7 @@ from .packing import (
     unpack_numbers,
     wire_dtype,
 )
+from .tensors import concatenate
 from .tree import Leaf, Spec, flatten, rebuild, walk
 
 OPS = ("sum", "mean", *EXTREMES)
@@ -75,7 +75,7 @@ def combine(value: Any, op: str, weight: Any, check: bool) -> Any:
     for groups, flats in later:
         for group, flat in zip(groups, flats, strict=True):
             scale(flat[: group.scaled], factor)
-        joint = all_reduce(join(flats) if len(flats) > 1 else flats[0], greatest=op in EXTREMES)
+        joint = all_reduce(concatenate(flats) if len(flats) > 1 else flats[0], greatest=op in EXTREMES)
         for group, part in zip(groups, torch.split(joint, [len(flat) for flat in flats]), strict=True):
             group.unpack(part, leaves, op, world, sum_of_factors if op == "mean" else factor, results)
     return rebuild(value, iter(results))
@@ -154,7 +154,7 @@ class _Group:
     def _flat(self, leaves: list[Any]) -> Tensor:
         """Join the leaves in a new tensor."""
         mine = self._mine(leaves)
-        return join([leaf.to(mine[0].device).reshape(-1) for leaf in mine])
+        return concatenate([leaf.to(mine[0].device).reshape(-1) for leaf in mine])
 
 
 @dataclass(frozen=True)
