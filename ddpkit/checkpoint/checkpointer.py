@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from torch import nn
 
-from ..collectives.consistency import agree, all_raise, name_ranks, terms
+from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
+from ..collectives.differences import name_ranks
 from ..collectives.ops import all_gather_object
 from ..collectives.sharded import explain_sharded
 from ..collectives.sync import exchange, run_on_main
@@ -130,7 +131,7 @@ class Checkpointer:
             ValueError, TypeError: If an argument cannot be used.
         """
         call, own = "Checkpointer.save", dict[str, Any]()
-        with all_raise(call):
+        with raise_everywhere(call):
             if per_rank is not None:
                 own = _named(per_rank)
             step = _count(step, 0, "step must be a number of optimiser steps")
@@ -138,7 +139,7 @@ class Checkpointer:
             if both := own.keys() & state.keys():
                 raise ValueError(f"{', '.join(sorted(both))} is in per_rank and beside it. Pass it once.")
         names = {"names": ", ".join(state), "names in per_rank": ", ".join(own)}
-        agree(terms(call, {"step": f"{step}", "score": f"{score}", **names}))
+        check_fingerprint(fingerprint_of(call, {"step": f"{step}", "score": f"{score}", **names}))
         _all_or_none(lambda: _refuse_sharded(call, state | own))
         for optimizer in filter(is_consolidated, state.values()):
             with lifecycle.peer_errors():
@@ -200,7 +201,7 @@ class Checkpointer:
                 object, if another rank reads another file, or if it holds states per rank of another number of ranks.
             MismatchError: If the ranks pass other names; if another rank passes a bad argument.
         """
-        with all_raise("Checkpointer.load"):
+        with raise_everywhere("Checkpointer.load"):
             file = _as_path(path)
         _check_targets("Checkpointer.load", objects)
         return _restore(file, _read_everywhere(file, objects), objects)
@@ -491,13 +492,13 @@ def _merged(problems: list[str]) -> str:
 
 
 def _check_targets(call: str, objects: Mapping[str, Any]) -> None:
-    with all_raise(call):
+    with raise_everywhere(call):
         for name, target in objects.items():
             if not hasattr(target, "load_state_dict") or not hasattr(target, "state_dict"):
                 raise TypeError(
                     f"{name}={target!r} has no load_state_dict(). Plain data comes back in the returned dict."
                 )
-    agree(terms(call, {"names": ", ".join(objects)}))
+    check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
     _all_or_none(lambda: _refuse_sharded(call, objects))
 
 

@@ -1,4 +1,4 @@
-"""Everything that moves values between ranks: any value, checked before it moves, and on one process too."""
+"""Move values between ranks: any value, checked before it moves, and on one process too."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any, Literal, SupportsFloat, TypeVar, overload
 from torch import Tensor
 
 from ..torch_internals import untraced
-from .gather import gather_objects, gather_trees, in_order, send
-from .reduce import combine
+from .broadcast import broadcast_value
+from .gather import gather_objects, gather_trees
+from .gather_exact import gather_in_order
+from .reduce import reduce_tree
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -33,7 +35,7 @@ def all_reduce_mean(value: T, weight: SupportsFloat | None = None, *, check: boo
 def all_reduce_mean(value: Any, weight: SupportsFloat | None = None, *, check: bool = True) -> Any:
     """Average a number, tensor or nested structure over all ranks. Collective.
 
-    Up to 123 Python numbers or 495 elements of tensors cost one small all-reduce, check included. What is more goes in
+    Up to 123 Python numbers or 495 elements of tensors cost one small all-reduce, check included. Larger values go in
     one further all-reduce for half, bfloat16 and float32, added in float32, and one for the rest. The check makes the
     host wait for an accelerator's tensors.
 
@@ -68,7 +70,7 @@ def all_reduce_mean(value: Any, weight: SupportsFloat | None = None, *, check: b
             all_reduce_mean({"loss": 1.0}, weight=3)    # rank 0
             all_reduce_mean({"loss": 5.0}, weight=1)    # rank 1; both get {'loss': 2.0}
     """
-    return combine(value, "mean", weight, check)
+    return reduce_tree(value, "mean", weight, check)
 
 
 @overload
@@ -110,7 +112,7 @@ def all_reduce(value: Any, op: Op = "sum", *, check: bool = True) -> Any:
             all_reduce({"correct": 17}, "sum")    # rank 0
             all_reduce({"correct": 20}, "sum")    # rank 1; both get {'correct': 37}
     """
-    return combine(value, op, None, check)
+    return reduce_tree(value, op, None, check)
 
 
 @untraced
@@ -188,7 +190,7 @@ def broadcast(value: T, src: int = 0) -> T:
         >>> broadcast({"run": "2024-05-01", "lr": 0.1})
         {'run': '2024-05-01', 'lr': 0.1}
     """
-    return send(value, src)  # type: ignore[no-any-return]
+    return broadcast_value(value, src)  # type: ignore[no-any-return]
 
 
 @untraced
@@ -222,4 +224,4 @@ def gather_exact(values: T, indices: Any, n: int) -> T:
             gather_exact({"loss": torch.tensor([1, 3])}, [0, 2], n=3)    # rank 0
             gather_exact({"loss": torch.tensor([2])}, [1], n=3)    # rank 1; both get {"loss": tensor([1, 2, 3])}
     """
-    return in_order(values, indices, n)  # type: ignore[no-any-return]
+    return gather_in_order(values, indices, n)  # type: ignore[no-any-return]

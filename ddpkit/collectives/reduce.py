@@ -1,4 +1,7 @@
-"""Combines nested values of all ranks: which leaves travel with the check, as lanes, and which after it."""
+"""Reduce nested values over all ranks: take the tree apart, pack its leaves, compare fingerprints, add, and rebuild.
+
+Small values are inline: they travel in the block of the check. Larger ones travel separately, after it.
+"""
 
 from __future__ import annotations
 
@@ -14,90 +17,82 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .consistency import HEAD, ROOM, agree, all_raise, all_reduce, new_block, terms, wire_device, world_size
+from .consistency import (
+    CHECK,
+    PAYLOAD,
+    Block,
+    all_reduce,
+    communication_device,
+    fingerprint_of,
+    new_block,
+    raise_everywhere,
+    sum_block,
+    world_size,
+)
 from .packing import (
     EXTREMES,
-    WIDE,
-    Lanes,
-    lanes_per_element,
+    buffer_dtype,
+    is_in_halves,
     pack,
     pack_numbers,
     safe_scale,
     scale,
+    slots_per_element,
     unpack,
     unpack_numbers,
-    wire_dtype,
 )
 from .tensors import concatenate
 from .tree import Leaf, Spec, flatten, rebuild, walk
 
 OPS = ("sum", "mean", *EXTREMES)
-_USUAL = (2.0**-40, 2.0**500)  # weights whose sum is between these lose no digit but of numbers below 1e-295
+_LEAST_TOTAL, _GREATEST_TOTAL = 2.0**-40, 2.0**500  # weights of a sum between these cost no digit above 1e-295
+_CPU = torch.device("cpu")
+_TAKES = "numbers, NumPy arrays, dense real tensors, and dicts, lists, tuples and dataclasses of them"
 
 
-def combine(value: Any, op: str, weight: Any, check: bool) -> Any:
+def reduce_tree(value: Any, op: str, weight: Any, check: bool) -> Any:
     """Do what `all_reduce_mean` and `all_reduce` promise. Collective."""
     leaves: list[Any] = []
     weighted = weight is not None
-    with all_raise(_call(op, weighted)):
-        if op not in OPS:
-            raise ValueError(_bad_op(op))
-        share = _share(weight) if weighted else None
+    with raise_everywhere(_name_call(op, weighted)):
+        _check_op(op)
+        share = _as_share(weight) if weighted else None
         spec = flatten(value, leaves)
-        unchecked = not check and not weighted and isinstance(spec, Leaf) and spec.dtype is not None
-        plan = _plan(op, weighted, spec, rides=not unchecked and op not in EXTREMES)
-        block = new_block()
-        block[HEAD] = 1.0 if share is None else share
-        for group, start, end in plan.riders:
-            block[start:end] = group.pack(leaves, op)
-            if share is not None:
-                scale(block[start : start + group.scaled], share)
-        packed = [[group.pack_tensor(leaves, op) for group in groups] for groups in plan.later]
-    lanes = block[HEAD:] * world_size() if unchecked else agree(plan.terms, block)
-    total = float(lanes[0])
-    world = world_size() if weighted else int(total)
+        checked = check or weighted or not _is_one_tensor(spec)
+        plan = _make_plan(op, weighted, spec, inline=checked and op not in EXTREMES)
+        block = _pack_inline(plan, leaves, op, share)
+        separate = _pack_separate(plan, leaves, op)
+    if checked:
+        sum_block(plan.fingerprint, block)
+        total = float(block[CHECK])
+    else:
+        total = float(world_size())
     if not total:
         raise ValueError(
             "The weights are 0 on every rank, so there is no mean. Give at least one rank a positive weight."
         )
-    results: list[Any] = [None] * len(leaves)
-    later = list(zip(plan.later, packed, strict=True))
-    for group, start, end in plan.riders:
-        mine = lanes[start - HEAD : end - HEAD]
-        if world == 1 or _is_safe(mine[: group.scaled], total):
-            group.unpack(mine, leaves, op, world, total if op == "mean" else 1.0, results)
-        else:
-            again = torch.from_numpy(np.array(group.pack(leaves, op), np.float64))
-            later.append(([group], [again.to(wire_device(again.device))]))
-    if not later:
-        return rebuild(value, iter(results))
-    factor, sum_of_factors = (1.0, 1.0) if op in EXTREMES else _factors(share, total)
-    for groups, flats in later:
-        for group, flat in zip(groups, flats, strict=True):
-            scale(flat[: group.scaled], factor)
-        joint = all_reduce(concatenate(flats) if len(flats) > 1 else flats[0], greatest=op in EXTREMES)
-        for group, part in zip(groups, torch.split(joint, [len(flat) for flat in flats]), strict=True):
-            group.unpack(part, leaves, op, world, sum_of_factors if op == "mean" else factor, results)
-    return rebuild(value, iter(results))
+    reduction = _Reduction(op, leaves, share, total)
+    separate += _unpack_inline(plan, block[CHECK:], reduction)
+    if separate:
+        _reduce_separately(separate, reduction)
+    return rebuild(value, iter(reduction.results))
 
 
-def _is_safe(lanes: Lanes, total: float) -> bool:
-    """Return whether the sums did not overflow, nor lose digits; every rank sees the same."""
-    return not len(lanes) or (_USUAL[0] < total < _USUAL[1] and bool(np.logical_and.reduce(np.isfinite(lanes))))
+class _Reduction:
+    """Hold one call on this rank, and its results as they come."""
 
-
-def _factors(share: float | None, total: float) -> tuple[float, float]:
-    """Choose this rank's factor and tell the sum of all; the total of the weights may have overflowed. Collective."""
-    if share is None or total < math.inf:
-        return safe_scale(share, total)
-    less = math.ldexp(share, -64)
-    sums = torch.tensor([less], dtype=torch.float64, device=wire_device(torch.device("cpu")))
-    return safe_scale(less, all_reduce(sums).item())
+    def __init__(self, op: str, leaves: list[Any], share: float | None, total: float) -> None:
+        self.op = op
+        self.leaves = leaves
+        self.share = share  # this rank's weight; None without weights
+        self.total = total  # of all ranks' weights, 1 each without
+        self.world_size = int(total) if share is None else world_size()
+        self.results: list[Any] = [None] * len(leaves)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """The leaves of one dtype on one kind of device, which travel as one flat tensor; without dtype, Python numbers."""
+    """The leaves of one dtype on one kind of device, packed into one buffer; without dtype, Python numbers."""
 
     dtype: torch.dtype | None
     members: tuple[int, ...]  # places among the leaves
@@ -105,114 +100,222 @@ class _Group:
     weighted: bool
 
     @cached_property
-    def wide(self) -> bool:
-        """Whether each element takes two lanes."""
-        return self.dtype in WIDE and not self.weighted
+    def slots(self) -> int:
+        """Count the slots that the group takes when it is added."""
+        return sum(self.sizes) * slots_per_element(self.dtype, self.weighted)
 
     @cached_property
-    def lanes(self) -> int:
-        """How many lanes there are, when added."""
-        return sum(self.sizes) * lanes_per_element(self.dtype, self.weighted)
+    def float_slots(self) -> int:
+        """Count the slots, from the first, that hold floats, which are scaled: an int's are exact as they are."""
+        if self.dtype is None or self.dtype.is_floating_point or self.weighted:
+            return sum(self.sizes)
+        return 0
 
-    @cached_property
-    def scaled(self) -> int:
-        """How many of them, from the first, hold floats: an int's are exact as they are."""
-        floats = self.dtype is None or self.dtype.is_floating_point or self.weighted
-        return sum(self.sizes) if floats else 0
-
-    def pack(self, leaves: list[Any], op: str) -> Any:
-        """Make the lanes as a list or array of float64."""
+    def pack_inline(self, leaves: list[Any], op: str) -> Any:
+        """Pack into a list or array of float64."""
         if self.dtype is None:
-            return pack_numbers(self._mine(leaves), op, self.weighted)
-        return pack(self._flat(leaves).cpu(), op, torch.float64, self.weighted).numpy()
+            return pack_numbers(self._own(leaves), op, self.weighted)
+        flat = self._join(leaves).cpu()
+        return pack(flat, op, torch.float64, self.weighted).numpy()
 
-    def pack_tensor(self, leaves: list[Any], op: str) -> Tensor:
-        """Make the lanes where and as they travel by themselves."""
+    def pack(self, leaves: list[Any], op: str) -> Tensor:
+        """Pack into a buffer that travels separately, on the device where it does."""
+        dtype = buffer_dtype(self.dtype, op)
         if self.dtype is None:
-            wire = torch.int64 if op in EXTREMES else torch.float64
-            return torch.tensor(self.pack(leaves, op), dtype=wire, device=wire_device(torch.device("cpu")))
-        flat = self._flat(leaves)
-        return pack(flat.to(wire_device(flat.device)), op, wire_dtype(self.dtype), self.weighted)
+            numbers = pack_numbers(self._own(leaves), op, self.weighted)
+            return torch.tensor(numbers, dtype=dtype, device=communication_device(_CPU))
+        flat = self._join(leaves)
+        return pack(flat.to(communication_device(flat.device)), op, dtype, self.weighted)
 
-    def unpack(self, lanes: Any, leaves: list[Any], op: str, world: int, divisor: float, results: list[Any]) -> None:
-        """Put the results in their places. Lanes of ints that were not scaled are divided by the world size."""
+    def pack_again(self, leaves: list[Any], op: str) -> Tensor:
+        """Pack as inline, into a buffer that travels separately."""
+        packed = np.array(self.pack_inline(leaves, op), np.float64)
+        return torch.from_numpy(packed).to(communication_device(_CPU))
+
+    def unpack(self, buffer: Any, reduction: _Reduction, divisor: float) -> None:
+        """Put the results in their places. The divisor is that of the slots that were scaled."""
         if self.dtype is None:
-            found: list[Any] = unpack_numbers(lanes.tolist(), op, world, divisor)
+            found = unpack_numbers(buffer.tolist(), reduction.op, reduction.world_size, divisor)
         else:
-            if not self.scaled:
-                divisor = world if op == "mean" else 1.0
-            lanes = torch.from_numpy(lanes) if isinstance(lanes, np.ndarray) else lanes
-            flat = unpack(lanes, self.dtype, op, divisor, self.wide).to(leaves[self.members[0]].device)
-            parts = zip(torch.split(flat, self.sizes), self.members, strict=True)
-            found = [part.reshape(leaves[i].shape).to(leaves[i].device) for part, i in parts]
+            found = self._unpack_tensors(self.dtype, buffer, reduction, divisor)
         for i, result in zip(self.members, found, strict=True):
-            results[i] = result
+            reduction.results[i] = result
 
-    def _mine(self, leaves: list[Any]) -> list[Any]:
+    def _unpack_tensors(self, dtype: torch.dtype, buffer: Any, reduction: _Reduction, divisor: float) -> list[Any]:
+        op, leaves = reduction.op, reduction.leaves
+        if isinstance(buffer, np.ndarray):
+            buffer = torch.from_numpy(buffer)
+        if not self.float_slots:
+            divisor = reduction.world_size if op == "mean" else 1.0
+        flat = unpack(buffer, dtype, op, divisor, is_in_halves(dtype, self.weighted))
+        flat = flat.to(leaves[self.members[0]].device)
+        parts = torch.split(flat, self.sizes)
+        each = zip(parts, self._own(leaves), strict=True)
+        return [part.reshape(leaf.shape).to(leaf.device) for part, leaf in each]
+
+    def _own(self, leaves: list[Any]) -> list[Any]:
         return [leaves[i] for i in self.members]
 
-    def _flat(self, leaves: list[Any]) -> Tensor:
+    def _join(self, leaves: list[Any]) -> Tensor:
         """Join the leaves in a new tensor."""
-        mine = self._mine(leaves)
-        return concatenate([leaf.to(mine[0].device).reshape(-1) for leaf in mine])
+        own = self._own(leaves)
+        device = own[0].device
+        return concatenate([leaf.to(device).reshape(-1) for leaf in own])
+
+
+_Separate = list[tuple[list[_Group], list[Tensor]]]  # groups that travel as one tensor, with their buffers
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is done with every value of one spec, on every rank."""
+    """How values of one spec are packed, on every rank."""
 
-    terms: str
-    riders: list[tuple[_Group, int, int]]  # travel with the check, with their place in the block
-    later: list[list[_Group]]  # travel after it, each list as one tensor
+    fingerprint: str
+    inline: list[tuple[_Group, slice]]  # with their places in the payload of the check
+    separate: list[list[_Group]]  # travel after the check, each list as one tensor
 
 
 @lru_cache(maxsize=256)
-def _plan(op: str, weighted: bool, spec: Spec, rides: bool) -> _Plan:
-    call, nodes = _call(op, weighted), list(walk(spec))
-    for path, node in nodes:
-        if isinstance(node, Leaf) and not node.known:
-            raise TypeError(
-                f"{call} takes numbers, NumPy arrays, dense real tensors, and dicts, lists, tuples and dataclasses of "
-                f"them, found {node} at {path}."
-            )
-    riders: list[tuple[_Group, int, int]] = []
-    start, end = HEAD + 1, HEAD + ROOM if rides else 0
-    later: dict[tuple[str, torch.dtype], list[_Group]] = {}
-    for place, group in sorted(_groups(spec, weighted), key=lambda each: each[1].lanes):
-        if start + group.lanes <= end:
-            riders.append((group, start, start + group.lanes))
-            start += group.lanes
+def _make_plan(op: str, weighted: bool, spec: Spec, inline: bool) -> _Plan:
+    """Choose for each group of leaves if it travels inline, the smallest first, as long as there is room."""
+    fingerprint = _fingerprint(op, weighted, spec)
+    groups = sorted(_groups(spec, weighted), key=lambda each: each[1].slots)
+    free = PAYLOAD if inline else 0
+    start = 1  # after the weight
+    within: list[tuple[_Group, slice]] = []
+    separate: dict[tuple[str, torch.dtype], list[_Group]] = {}
+    for device, group in groups:
+        end = start + group.slots
+        if end <= free:
+            within.append((group, slice(start, end)))
+            start = end
         else:
-            wire = torch.float64 if group.dtype is None else wire_dtype(group.dtype)
-            later.setdefault((place, torch.int64 if op in EXTREMES else wire), []).append(group)
-    return _Plan(terms(call, {path: str(node) for path, node in nodes}), riders, list(later.values()))
+            dtype = buffer_dtype(group.dtype, op)
+            separate.setdefault((device, dtype), []).append(group)
+    return _Plan(fingerprint, within, list(separate.values()))
+
+
+def _fingerprint(op: str, weighted: bool, spec: Spec) -> str:
+    """Describe the call and each part of the value; refuse a value with a leaf that cannot be reduced."""
+    call = _name_call(op, weighted)
+    parts = {}
+    for path, node in walk(spec):
+        if isinstance(node, Leaf) and not node.known:
+            raise TypeError(f"{call} takes {_TAKES}, found {node} at {path}.")
+        parts[path] = str(node)
+    return fingerprint_of(call, parts)
 
 
 def _groups(spec: Spec, weighted: bool) -> Iterator[tuple[str, _Group]]:
+    """Yield the groups of leaves of one dtype on one kind of device, with that device."""
     leaves = [leaf for _, leaf in walk(spec) if isinstance(leaf, Leaf)]
-    members: dict[tuple[str, torch.dtype | None], list[int]] = {}
+    places: dict[tuple[str, torch.dtype | None], list[int]] = {}
     for i, leaf in enumerate(leaves):
-        members.setdefault((leaf.device, leaf.dtype), []).append(i)
-    for (place, dtype), mine in members.items():
-        yield place, _Group(dtype, tuple(mine), [math.prod(leaves[i].shape) for i in mine], weighted)
+        places.setdefault((leaf.device, leaf.dtype), []).append(i)
+    for (device, dtype), members in places.items():
+        sizes = [math.prod(leaves[i].shape) for i in members]
+        yield device, _Group(dtype, tuple(members), sizes, weighted)
 
 
-def _call(op: str, weighted: bool) -> str:
+def _pack_inline(plan: _Plan, leaves: list[Any], op: str, share: float | None) -> Block:
+    """Make the block of the check, with this rank's weight and its inline groups."""
+    block = new_block()
+    payload = block[CHECK:]
+    payload[0] = 1.0 if share is None else share
+    for group, place in plan.inline:
+        payload[place] = group.pack_inline(leaves, op)
+        if share is not None:
+            scale(payload[place][: group.float_slots], share)
+    return block
+
+
+def _pack_separate(plan: _Plan, leaves: list[Any], op: str) -> _Separate:
+    separate = []
+    for groups in plan.separate:
+        buffers = [group.pack(leaves, op) for group in groups]
+        separate.append((groups, buffers))
+    return separate
+
+
+def _unpack_inline(plan: _Plan, payload: Block, reduction: _Reduction) -> _Separate:
+    """Unpack the inline groups; return those whose sums overflowed, packed to be reduced separately."""
+    divisor = reduction.total if reduction.op == "mean" else 1.0
+    again: _Separate = []
+    for group, place in plan.inline:
+        sums = payload[place]
+        if reduction.world_size == 1 or _is_safe(sums[: group.float_slots], reduction.total):
+            group.unpack(sums, reduction, divisor)
+        else:
+            again.append(([group], [group.pack_again(reduction.leaves, reduction.op)]))
+    return again
+
+
+def _is_safe(sums: Block, total: float) -> bool:
+    """Return whether sums of floats did not overflow, nor lose digits; every rank sees the same."""
+    if not len(sums):
+        return True
+    if not _LEAST_TOTAL < total < _GREATEST_TOTAL:
+        return False
+    return bool(np.logical_and.reduce(np.isfinite(sums)))
+
+
+def _reduce_separately(separate: _Separate, reduction: _Reduction) -> None:
+    """Reduce what does not travel with the check, scaled so that no sum overflows, and unpack it. Collective."""
+    extreme = reduction.op in EXTREMES
+    factor, sum_of_factors = 1.0, 1.0
+    if not extreme:
+        factor, sum_of_factors = _choose_factors(reduction.share, reduction.total)
+    divisor = sum_of_factors if reduction.op == "mean" else factor
+    for groups, buffers in separate:
+        for group, buffer in zip(groups, buffers, strict=True):
+            scale(buffer[: group.float_slots], factor)
+        joint = concatenate(buffers) if len(buffers) > 1 else buffers[0]
+        all_reduce(joint, greatest=extreme)
+        parts = torch.split(joint, [len(buffer) for buffer in buffers])
+        for group, part in zip(groups, parts, strict=True):
+            group.unpack(part, reduction, divisor)
+
+
+def _choose_factors(share: float | None, total: float) -> tuple[float, float]:
+    """Choose this rank's factor and tell the sum of all; the total of the weights may have overflowed. Collective."""
+    if share is None or total < math.inf:
+        return safe_scale(share, total)
+    smaller = math.ldexp(share, -64)
+    sums = torch.tensor([smaller], dtype=torch.float64, device=communication_device(_CPU))
+    return safe_scale(smaller, all_reduce(sums).item())
+
+
+def _is_one_tensor(spec: Spec) -> bool:
+    return isinstance(spec, Leaf) and spec.dtype is not None
+
+
+def _name_call(op: str, weighted: bool) -> str:
+    if weighted:
+        return "all_reduce_mean(value, weight)"
     if op == "mean":
-        return "all_reduce_mean(value, weight)" if weighted else "all_reduce_mean(value)"
+        return "all_reduce_mean(value)"
     return f"all_reduce(value, {op!r})"
 
 
-def _bad_op(op: object) -> str:
+def _check_op(op: object) -> None:
+    if op in OPS:
+        return
+    text = f"op must be one of {', '.join(OPS)}, got {op!r}."
     near = get_close_matches(op, OPS, n=1) if isinstance(op, str) else []
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"op must be one of {', '.join(OPS)}, got {op!r}.{hint}"
+    if near:
+        text += f" Did you mean {near[0]!r}?"
+    raise ValueError(text)
 
 
-def _share(weight: Any) -> float:
+def _as_share(weight: Any) -> float:
+    """Check a weight and turn it into a float. Alone, any positive weight is 1: it gives the value itself."""
     if not isinstance(weight, (numbers.Real, Tensor)):
         raise TypeError(f"weight must be a number, got {type(weight).__name__}.")
-    share = float(weight.detach() if isinstance(weight, Tensor) else weight)
+    if isinstance(weight, Tensor):
+        weight = weight.detach()
+    share = float(weight)
     if not 0 <= share < math.inf:
         raise ValueError(f"weight must be finite and not negative, got {share}.")
-    return 1.0 if share and world_size() == 1 else share  # alone, any weight gives the value itself
+    if share and world_size() == 1:
+        return 1.0
+    return share

@@ -22,12 +22,11 @@ from ..process_group import lifecycle
 from ..process_group.failures import FAILURE, as_error, failure_record
 from ..process_group.session import Session
 from ..process_group.store_values import add, parse
-from .sharded import UnshardedPickler
+from .pickling import UnshardedPickler, check_copies
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _NAME = 1000  # characters: names are keys of the store
-_OF_A_CLASS = b"\x93"  # in a pickle that holds more than plain data: pickle.STACK_GLOBAL
 _WORK = timedelta(days=1)  # bound on work that one rank does while the others wait; a rank that dies is noticed at once
 
 
@@ -256,18 +255,6 @@ def _as_bool(flag: object) -> bool:
         return bool(flag)
     except Exception as error:
         raise TypeError(f"flag must be True or False, got {flag!r}: {error}") from error
-
-
-def check_copies(call: str, data: bytes, load: Callable[[bytes], object]) -> None:
-    """Raise if a value that was pickled cannot be unpickled, before others try to and part ways."""
-    if _OF_A_CLASS not in data:
-        return
-    try:
-        load(data)
-    except Exception as error:
-        raise TypeError(
-            f"{call} sends copies, but this value can be pickled and not unpickled: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _from_main(data: bytes) -> bytes:

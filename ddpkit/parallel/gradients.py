@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..collectives import ops
-from ..collectives.consistency import agree, all_raise, terms, wire_device
+from ..collectives.consistency import check_fingerprint, communication_device, fingerprint_of, raise_everywhere
 from ..collectives.packing import safe_scale
 from ..errors import MismatchError
 from ..launch import ranks
@@ -121,7 +121,7 @@ def global_mean(loss_sum: Any, count: float) -> Any:
             global_mean(model, sum(len(x) for x, _ in batches))    # then optimizer.step()
     """
     model = loss_sum if isinstance(loss_sum, nn.Module) else None
-    with all_raise("global_mean()"):
+    with raise_everywhere("global_mean()"):
         if model is not None:
             check_tensors("global_mean()", model.named_parameters())
         elif isinstance(loss_sum, torch.Tensor):
@@ -289,7 +289,7 @@ def _begin(call: str, modules: tuple[nn.Module | torch.Tensor, ...]) -> tuple[_H
     except (TypeError, ValueError) as error:
         if joined:  # the others learn it from the check, in which they would wait for this rank
             with suppress(MismatchError):
-                _Exchange(_Held([]), refusal=terms(call, error=f"{type(error).__name__}: {error}")).check()
+                _Exchange(_Held([]), refusal=fingerprint_of(call, error=f"{type(error).__name__}: {error}")).check()
         raise
     return held, _Exchange(held) if joined else None
 
@@ -354,7 +354,7 @@ def _form_of(groups: list[_Group]) -> _Form | None:
     if size > _LARGEST or dtype.is_complex:
         return None
     control = lifecycle.control_device()
-    if device != control and wire_device(device) != control:
+    if device != control and communication_device(device) != control:
         return None
     return _Form(size, dtype)
 
@@ -439,7 +439,7 @@ class _Exchange:
             if i == 0 and form:
                 message = self._message(form, bucket)
             else:
-                device, dtype = wire_device(bucket.group.device), bucket.group.dtype
+                device, dtype = communication_device(bucket.group.device), bucket.group.dtype
                 message = torch.empty(bucket.group.length, dtype=dtype, device=device)
                 bucket.fill(message)
             self.works.append(_start(message))
@@ -465,7 +465,7 @@ class _Exchange:
         expected = _head(self.terms, ranks.get_world_size(), self.front.dtype)
         if not torch.equal(self.front[:_HEAD].cpu(), expected):
             _first_messages.pop(self.session, None)
-            agree(self.terms)  # says what differs
+            check_fingerprint(self.terms)  # says what differs
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -499,7 +499,7 @@ def _plan(layout: tuple[tuple[torch.device, torch.dtype, torch.Size, str], ...])
     groups = []
     for (device, dtype), places in members.items():
         groups.append(_Group(device, dtype, places, [math.prod(layout[i][2]) for i in places]))
-    return terms("average_gradients", kinds), groups
+    return fingerprint_of("average_gradients", kinds), groups
 
 
 @functools.lru_cache(maxsize=256)

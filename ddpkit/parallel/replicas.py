@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..collectives import ops, sync
-from ..collectives.consistency import agree, all_raise, name_ranks, out_of_order, terms
+from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
+from ..collectives.differences import name_ranks, out_of_order
 from ..collectives.digest import digest
 from ..collectives.sharded import explain_sharded
 from ..errors import ReplicaMismatchError
@@ -60,7 +61,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
               optimizer group 0 lr: 0.1 on ranks 0, 2; 0.2 on rank 1
     """
     call = "check_replicas()"
-    with all_raise(call):
+    with raise_everywhere(call):
         check_module(call, model)
         check_tensors(call, named_tensors(model))
         if optimizer is not None:
@@ -76,7 +77,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         mine = _model_entries(model)
         if optimizer is not None:
             mine |= _optimizer_entries(model, optimizer)
-    agree(terms(call))
+    check_fingerprint(fingerprint_of(call))
     if len(set(sync.exchange(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
         return
     everyone = ops.all_gather_object(mine)
@@ -130,7 +131,7 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
             sync_buffers(model)    # rank 1, running_mean 3.0; both have 2.0
     """
     call = "sync_buffers()"
-    with all_raise(call):
+    with raise_everywhere(call):
         if how not in ("mean", "broadcast"):
             raise ValueError(f"how must be 'mean' or 'broadcast', got {how!r}.")
         check_module(call, model)
@@ -145,7 +146,7 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
     sharing = describe_sharing(buffers.values())
     for (name, buffer), shared in zip(buffers.items(), sharing, strict=True):
         kinds[name] = f"{buffer.dtype}{list(buffer.shape)}{shared}"
-    agree(terms(f"sync_buffers(how={how!r})", kinds))
+    check_fingerprint(fingerprint_of(f"sync_buffers(how={how!r})", kinds))
     everyone = [json.loads(text) for text in sync.exchange(json.dumps(mine))]
     differing = [buffer for name, buffer in buffers.items() if len({each[name] for each in everyone}) > 1]
     averaged: list[torch.Tensor] = []

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..collectives import ops
-from ..collectives.consistency import agree, all_raise, terms
+from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..process_group import lifecycle
@@ -78,7 +78,7 @@ def wrap_model(
     """
     device, world_size = lifecycle.get_device(), ranks.get_world_size()
     gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    with all_raise("wrap_model()"):
+    with raise_everywhere("wrap_model()"):
         _check_model(model)
         if strategy not in ("auto", "ddp", "dp"):
             raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}.")
@@ -110,7 +110,9 @@ def wrap_model(
         "broadcast_buffers": broadcast_buffers,
         "gradient_compression": gradient_compression,
     }
-    agree(terms("wrap_model", {name: str(value) for name, value in options.items()} | _describe(model)))
+    check_fingerprint(
+        fingerprint_of("wrap_model", {name: str(value) for name, value in options.items()} | _describe(model))
+    )
     model = model.to(device)
     if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP refuses it
         return _watch_frozen(_broadcast(model))

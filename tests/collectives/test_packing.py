@@ -1,4 +1,4 @@
-"""Lanes: what ranks add, here on one process, against exact arithmetic with fractions."""
+"""The packed buffers that ranks add, here on one process, against exact arithmetic with fractions."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def reduced(each: list[Tensor], op: str, wire: torch.dtype = torch.float64, weig
     for mine, weight in zip(packed, weights or [1] * len(each), strict=True):
         packing.scale(mine, weight)
     total = over_ranks(packed, op)
-    wide = packing.lanes_per_element(each[0].dtype, weights is not None) == 2
+    in_halves = packing.is_in_halves(each[0].dtype, weights is not None)
     divisor = float(sum(weights or [1] * len(each))) if op == "mean" else 1.0
-    return packing.unpack(total, each[0].dtype, op, divisor, wide).reshape(each[0].shape)
+    return packing.unpack(total, each[0].dtype, op, divisor, in_halves).reshape(each[0].shape)
 
 
 def reduced_numbers(each: list[list[Any]], op: str) -> list[Any]:

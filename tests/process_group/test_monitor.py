@@ -210,8 +210,8 @@ def test_a_peer_error_that_was_swallowed_ends_the_next_collective() -> None:
 def mismatch() -> None:
     with ddpkit.distributed(timeout=LONG) as context:
         if context.rank == 2:  # is busier than the others
-            say = consistency._difference
-            consistency._difference = lambda everyone: time.sleep(1) or say(everyone)
+            say = consistency.explain_mismatch
+            consistency.explain_mismatch = lambda everyone: time.sleep(1) or say(everyone)
         ddpkit.all_reduce_mean(torch.zeros(2 + context.rank))
 
 

@@ -1,0 +1,102 @@
+"""Give every rank the value of one: a small one in the block of the check, a larger one and tensors after it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..launch import ranks
+from ..process_group import lifecycle
+from .consistency import CHECK, PAYLOAD, communication_device, fingerprint_of, new_block, raise_everywhere, sum_block
+from .pickling import TensorPickler, TensorUnpickler, check_copies
+from .tensors import bytes_as_tensor, flat_bytes
+from .tree import plain_index
+
+_SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exact in a float64
+
+
+class _Description(NamedTuple):
+    """Describe a tensor to the other ranks before it comes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    on_cpu: bool
+
+
+def broadcast_value(value: Any, src: Any) -> Any:
+    """Give every rank the value of rank `src`: there itself, elsewhere a copy. Collective."""
+    src = plain_index(src)
+    call = f"broadcast(src={src!r})"
+    tensors: list[Tensor] = []
+    data = b""
+    with raise_everywhere(call):
+        if type(src) is not int or not 0 <= src < ranks.get_world_size():
+            raise ValueError(f"src must be a rank, 0 to {ranks.get_world_size() - 1}, got {src!r}.")
+        if ranks.get_rank() == src:
+            data = _pickle(call, value, tensors)
+    if not lifecycle.joined():
+        return value
+    data = _broadcast_bytes(call, data, src)
+    if ranks.get_rank() == src:
+        for tensor in tensors:
+            _broadcast_tensor(flat_bytes(tensor), src)
+        return value
+    descriptions, body = pickle.loads(data)
+    received = [_receive(description, src) for description in descriptions]
+    return TensorUnpickler(io.BytesIO(body), received).load()
+
+
+def _pickle(call: str, value: Any, tensors: list[Tensor]) -> bytes:
+    """Pickle a value and the descriptions of its tensors, which are appended to `tensors`."""
+
+    def load(body: bytes) -> Any:
+        return TensorUnpickler(io.BytesIO(body), tensors).load()
+
+    file = io.BytesIO()
+    TensorPickler(file, call, tensors).dump(value)
+    body = file.getvalue()
+    check_copies(call, body, load)
+    descriptions = [_describe(tensor) for tensor in tensors]
+    return pickle.dumps((descriptions, body))
+
+
+def _describe(tensor: Tensor) -> _Description:
+    on_cpu = tensor.device.type == "cpu"
+    return _Description(tensor.dtype, tuple(tensor.shape), on_cpu)
+
+
+def _broadcast_bytes(call: str, data: bytes, src: int) -> bytes:
+    """Give every rank the bytes that rank `src` holds; the others hold none. Collective."""
+    block = new_block()
+    payload = block[CHECK:]
+    payload[0] = len(data)
+    start = data[:_SMALL].ljust(_SMALL, b"\0")
+    payload[1:] = np.frombuffer(start, "<u4")
+    sum_block(fingerprint_of(call), block)
+    size = int(payload[0])
+    if size <= _SMALL:
+        return payload[1:].astype("<u4").tobytes()[:size]
+    sent = bytes_as_tensor(data.ljust(size))
+    return _broadcast_tensor(sent, src).numpy().tobytes()
+
+
+def _receive(description: _Description, src: int) -> Tensor:
+    """Receive a tensor of rank `src` on this rank's device, or on the CPU if it was there. Collective."""
+    device = torch.device("cpu") if description.on_cpu else lifecycle.get_device()
+    tensor = torch.empty(description.shape, dtype=description.dtype, device=device)
+    data = _broadcast_tensor(flat_bytes(tensor), src)
+    return data.view(description.dtype).reshape(description.shape)
+
+
+def _broadcast_tensor(data: Tensor, src: int) -> Tensor:
+    buffer = data.to(communication_device(data.device))
+    if buffer.numel():
+        with lifecycle.peer_errors():
+            dist.broadcast(buffer, src)
+    return buffer.to(data.device)

@@ -1,0 +1,81 @@
+"""Say in words in which of their parts the ranks differ. Nothing here talks to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_LINES = 10  # of a message
+_RANKS = 8  # that a message names
+
+
+def explain_mismatch(everyone: list[dict[str, Any]]) -> str:
+    """Explain why ranks did not pass the check, from the fields of their fingerprints, by rank."""
+    call = everyone[0]["call"]
+    failed = [f"  rank {rank}: {each['error']}" for rank, each in enumerate(everyone) if each["error"]]
+    if failed:
+        return "\n".join([f"{call} got a bad argument:", *_shorten(failed)])
+    calls = {rank: each["call"] for rank, each in enumerate(everyone)}
+    if len(set(calls.values())) > 1:
+        return (
+            f"The ranks are in different collectives: {_list_by_text(calls)}. "
+            "Every rank must make the same calls in the same order."
+        )
+    difference = explain_difference(call, {rank: each["parts"] for rank, each in enumerate(everyone)})
+    if difference:
+        return difference
+    place = out_of_order([list(each["parts"]) for each in everyone])
+    if place:
+        return f"{call} needs the same order on every rank, but {place}"
+    return (
+        f"{call} was called alike on every rank, but the ranks' checks differ: a message was damaged, or met another."
+    )
+
+
+def explain_difference(call: str, parts: dict[int, dict[str, str]]) -> str:
+    """Say in which parts, given by rank and path, these ranks differ; "" if in none."""
+    paths = dict.fromkeys(path for each in parts.values() for path in each)
+    lines = []
+    for path in paths:
+        texts = {rank: each.get(path, "missing") for rank, each in parts.items()}
+        if len(set(texts.values())) > 1:
+            lines.append(f"  {path}: {_list_by_text(texts)}")
+    if not lines:
+        return ""
+    headline = f"{call} needs the same structure, dtypes and shapes on every rank, but found:"
+    return "\n".join([headline, *_shorten(lines)])
+
+
+def out_of_order(names: Sequence[Sequence[str]]) -> str:
+    """Say where the ranks' names, by rank, first differ in order, and what to do; "" if nowhere."""
+    for place, row in enumerate(zip(*names, strict=False)):
+        if len(set(row)) > 1:
+            return (
+                f"entry {place} is {_list_by_text(dict(enumerate(row)))}. "
+                "A set, or a folder's listing, has another order in each process: sort it before you build from it."
+            )
+    return ""
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Name ranks as in a sentence, the first eight of them."""
+    names = ", ".join(map(str, ranks[:_RANKS]))
+    if len(ranks) == 1:
+        return f"rank {names}"
+    if len(ranks) > _RANKS:
+        names += ", …"
+    return f"ranks {names}"
+
+
+def _list_by_text(texts: dict[int, str]) -> str:
+    """List each text with the ranks that have it."""
+    holders: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        holders.setdefault(text, []).append(rank)
+    return "; ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in holders.items())
+
+
+def _shorten(lines: list[str]) -> list[str]:
+    if len(lines) <= _LINES:
+        return lines
+    return [*lines[:_LINES], f"  and {len(lines) - _LINES} more"]

@@ -1,0 +1,163 @@
+"""Put the ranks' results for a dataset into its order, and check that each sample is there once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import MismatchError
+from ..launch import ranks
+from .consistency import raise_everywhere
+from .differences import explain_difference, name_ranks
+from .gather import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
+from .tensors import concatenate
+from .tree import leaves_of, plain_index, with_leaves
+
+_SHOWN = 8  # places that a message names
+# torch 2.6 cannot index tensors of other dtypes
+_INDEXED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_INDEXED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+
+
+def gather_in_order(values: Any, indices: Any, n: Any) -> Any:
+    """Put the ranks' values in the order of their indices, which must together be range(n). Collective."""
+    n = plain_index(n)
+    call = f"gather_exact(n={n!r})"
+    with raise_everywhere(call):
+        if type(n) is not int or n < 0:
+            raise ValueError(f"n must be the length of the dataset, got {n!r}.")
+        places = _as_places(indices)
+        own = _columns_of(values)
+        ready = [_as_column(call, path, column, len(places)) for path, column in own.items()]
+        tree = with_leaves(values, _is_column, iter(ready))
+    shards = gather_objects(call, (places, tree))
+    places_by_rank = [places for places, _ in shards]
+    _check_range(places_by_rank, n)
+    # a rank without samples may pass an empty list whatever the others have
+    trees = {rank: tree for rank, (places, tree) in enumerate(shards) if len(places)}
+    if not trees:
+        trees = {ranks.get_rank(): tree}
+    columns = {rank: _columns_of(tree) for rank, tree in trees.items()}
+    _check_kinds(call, columns)
+    like = trees.get(ranks.get_rank(), next(iter(trees.values())))
+    order = np.argsort(np.concatenate(places_by_rank))
+    results = []
+    for path in _columns_of(like):
+        result = _join([parts[path] for parts in columns.values()], order)
+        if isinstance(result, Tensor) and isinstance(own.get(path), Tensor):
+            result = result.to(own[path].device)
+        results.append(result)
+    return with_leaves(like, _is_column, iter(results))
+
+
+def _columns_of(values: Any) -> dict[str, Any]:
+    return dict(leaves_of(values, _is_column, "values"))
+
+
+def _is_column(value: Any) -> bool:
+    """Return whether this is taken as the samples' results, rather than as a container of several such."""
+    if isinstance(value, tuple):  # of columns, or of results? nobody knows: refused
+        return not hasattr(type(value), "_fields")
+    return isinstance(value, (Tensor, np.ndarray, list))
+
+
+def _as_places(indices: Any) -> NDArray[np.int64]:
+    """Check the indices and turn them into an array."""
+    places = indices
+    if isinstance(indices, Tensor) and not explain_no_tensor(indices):
+        places = indices.detach().cpu()
+    places = np.asarray(places)
+    are_ints = places.dtype.kind in "iu" or places.shape == (0,)
+    if isinstance(indices, np.ma.MaskedArray) or places.ndim != 1 or not are_ints:
+        raise ValueError(f"indices must be ints in one dimension, got {describe_column(places)}.")
+    return places.astype(np.int64)
+
+
+def _as_column(call: str, path: str, column: Any, count: int) -> Any:
+    """Check that a column has one result per index, and make it ready to be pickled."""
+    problem = _problem_of_column(column)
+    if problem:
+        raise TypeError(
+            f"{call} takes the results of the indices in one tensor, array or list, or such columns in a dict, "
+            f"namedtuple or dataclass, found {problem} at {path}."
+        )
+    if len(column) != count:
+        results = "1 result" if len(column) == 1 else f"{len(column)} results"
+        indices = "there is 1 index" if count == 1 else f"there are {count} indices"
+        raise ValueError(f"{path} holds {results}, but {indices}: {call} takes one for each.")
+    if isinstance(column, Tensor):
+        return column.detach().as_subclass(Tensor).cpu()
+    if isinstance(column, np.ndarray):
+        return column
+    return list(column)
+
+
+def _problem_of_column(column: Any) -> str:
+    """Say why this cannot hold one result per index; "" if it can."""
+    is_plain = isinstance(column, list) or type(column) in (np.ndarray, np.memmap)
+    problem = "" if is_plain else explain_no_tensor(column)
+    if problem:
+        return problem
+    if isinstance(column, (Tensor, np.ndarray)) and not column.ndim:
+        return "a tensor without dimensions"
+    return ""
+
+
+def _check_kinds(call: str, columns: dict[int, dict[str, Any]]) -> None:
+    """Check that ranks have columns of the same kinds under the same paths."""
+    kinds = {}
+    for rank, parts in columns.items():
+        kinds[rank] = {path: describe_column(part) for path, part in parts.items()}
+    difference = explain_difference(call, kinds)
+    if difference:
+        raise MismatchError(difference)
+
+
+def _join(parts: list[Any], order: NDArray[np.int64]) -> Any:
+    """Join the ranks' parts of one column, in the order given."""
+    if isinstance(parts[0], Tensor):
+        joint = concatenate(parts)
+        places = torch.from_numpy(order)
+        if joint.dtype in _INDEXED:
+            return joint[places]
+        return from_rows(as_rows(joint)[places], joint)
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)[order]
+    results = [result for part in parts for result in part]
+    return [results[place] for place in order]
+
+
+def _check_range(shards: list[NDArray[np.int64]], n: int) -> None:
+    """Check that the ranks' indices together are range(n)."""
+    places = np.concatenate(shards)
+    inside = (places >= 0) & (places < n)
+    counts = np.bincount(places[inside], minlength=n)
+    wrong = {
+        "missing": np.flatnonzero(counts == 0),
+        "repeated": np.flatnonzero(counts > 1),
+        "out of range": np.unique(places[~inside]),
+    }
+    lines = []
+    for problem, found in wrong.items():
+        if len(found):
+            lines.append(f"  {len(found)} {problem}: {_name_places(found, shards)}")
+    if lines:
+        raise ValueError(
+            "\n".join([f"The ranks' indices must together be range({n}), each once, but:", *lines])
+            + "\nA DistributedSampler repeats or drops samples to even out its shards: use a DistributedEvalSampler."
+        )
+
+
+def _name_places(places: NDArray[np.int64], shards: list[NDArray[np.int64]]) -> str:
+    """Name the first few places, with the ranks that have them."""
+    names = []
+    for place in places[:_SHOWN]:
+        holders = [rank for rank, shard in enumerate(shards) if place in shard]
+        names.append(f"{place} on {name_ranks(holders)}" if holders else f"{place}")
+    if len(places) > _SHOWN:
+        names.append("…")
+    return ", ".join(names)
