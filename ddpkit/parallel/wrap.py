@@ -26,7 +26,6 @@ from .models import check_module, check_tensors, check_writable, describe_sharin
 logger = logging.getLogger(__name__)
 # dtypes that all backends send
 _USUAL = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8}
-Compression = Literal["fp16", "bf16", "powersgd"]
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -38,7 +37,6 @@ def wrap_model(
     static_graph: bool = False,
     sync_batchnorm: bool = False,
     broadcast_buffers: bool = True,
-    gradient_compression: Compression | None = None,
 ) -> nn.Module:
     """Move a model to this rank's device and wrap it in what the job needs: DDP on several ranks. Collective.
 
@@ -55,8 +53,6 @@ def wrap_model(
         sync_batchnorm: Batch statistics over all ranks' samples; accelerators only.
         broadcast_buffers: Whether rank 0's buffers (BatchNorm statistics) are sent to all before every forward; if not,
             each rank keeps its own after the first.
-        gradient_compression: "fp16", or on accelerators "bf16", halves the traffic and rounds the gradients;
-            "powersgd" (Vogels et al. 2019, arXiv:1905.13727) sends rank-1 factors, after 1000 plain steps.
 
     Returns:
         The wrapped model, or `model` itself. `unwrap_model` gives `model` back. On several ranks its forward raises
@@ -82,10 +78,6 @@ def wrap_model(
         _check_model(model)
         if strategy not in ("auto", "ddp", "dp"):
             raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}.")
-        if gradient_compression not in (None, "fp16", "bf16", "powersgd"):
-            raise ValueError(
-                f"gradient_compression must be None, fp16, bf16 or powersgd, got {gradient_compression!r}."
-            )
         if strategy == "dp" and (world_size > 1 or gpus < 2):
             raise DdpkitError(f"strategy='dp' is for 1 process on several GPUs; here are {world_size} and {gpus} GPUs.")
         several = lifecycle.joined() or (strategy == "ddp" and dist.is_initialized())
@@ -93,9 +85,8 @@ def wrap_model(
             raise DdpkitError(
                 "strategy='ddp' needs a process group. Start the script with torchrun --nproc_per_node=N."
             )
-        if several and device.type == "cpu" and (sync_batchnorm or gradient_compression == "bf16"):
-            what = "sync_batchnorm=True" if sync_batchnorm else "gradient_compression='bf16'"
-            raise ValueError(f"{what} needs an accelerator: torch has it for NCCL and XCCL only.")
+        if several and device.type == "cpu" and sync_batchnorm:
+            raise ValueError("sync_batchnorm=True needs an accelerator: torch has it for NCCL and XCCL only.")
     _stop_watching(model)
     if strategy == "dp":
         return DataParallel(model.to(device))
@@ -108,7 +99,6 @@ def wrap_model(
         "static_graph": static_graph,
         "sync_batchnorm": sync_batchnorm,
         "broadcast_buffers": broadcast_buffers,
-        "gradient_compression": gradient_compression,
     }
     check_fingerprint(
         fingerprint_of("wrap_model", {name: str(value) for name, value in options.items()} | _describe(model))
@@ -127,8 +117,6 @@ def wrap_model(
             static_graph=static_graph,
         )
     ddp.broadcast_buffers = broadcast_buffers  # as an argument, False would skip the first broadcast too
-    if gradient_compression:
-        _compress(ddp, gradient_compression)
     return _watch_frozen(ddp)
 
 
@@ -275,15 +263,6 @@ def _explain_unfrozen(model: nn.Module, parameter: nn.Parameter) -> str:
         f"{name} was frozen when wrap_model() saw it, and needs a gradient now, which would not be averaged over the "
         "ranks. Unfreeze it before wrap_model(), or wrap unwrap_model(model) again; the optimizer must have it, too."
     )
-
-
-def _compress(ddp: DistributedDataParallel, name: Compression) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    if name == "powersgd":
-        ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
-    else:
-        ddp.register_comm_hook(None, getattr(default_hooks, f"{name}_compress_hook"))
 
 
 def _walk(key: str) -> Iterable[tuple[str, str]]:

@@ -418,7 +418,7 @@ def test_equal_parts_in_another_order_are_an_error_that_says_where(world_size):
         "critic.weight",
         "MismatchError: sync_buffers(how='mean') needs the same order on every rank, but entry 3 is "
         "critic.running_mean",
-        "MismatchError: wrap_model needs the same order on every rank, but entry 7 is critic.weight",
+        "MismatchError: wrap_model needs the same order on every rank, but entry 6 is critic.weight",
     ]
     for found in on_ranks(_in_another_order, world_size):
         for text, head in zip(found, heads, strict=True):

@@ -13,6 +13,8 @@ import pytest
 import torch
 from conftest import on_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -73,7 +75,6 @@ def _wrap() -> dict[str, Any]:
     check_replicas(frozen)
     found["again"] = _message(ValueError, lambda: wrap_model(nn.Sequential(model)))
     found["batchnorm"] = _message(ValueError, lambda: wrap_model(nn.BatchNorm1d(2), sync_batchnorm=True))
-    found["bf16"] = _message(ValueError, lambda: wrap_model(_net(), gradient_compression="bf16"))
     found["dp"] = _message(DdpkitError, lambda: wrap_model(_net(), "dp"))
     different = nn.Linear(2 + get_rank(), 1)
     different.bias.requires_grad_(get_rank() == 0)
@@ -90,17 +91,24 @@ def test_on_several_ranks_a_model_becomes_ddp_with_rank_0s_weights_and_buffers(w
         assert found["seen, False"] == 2.0 * (rank + 1)  # rank 0's at the start, then each rank's own
         assert "already wrapped, in whole or in part" in found["again"]
         assert "sync_batchnorm=True needs an accelerator" in found["batchnorm"]
-        assert "gradient_compression='bf16' needs an accelerator" in found["bf16"]
         assert "1 process on several GPUs" in found["dp"]
         assert "weight: torch.float32[1, 2] on rank 0; torch.float32[1, 3] on rank 1" in found["different"]
         assert "bias: torch.float32[1] on rank 0; torch.float32[1], frozen on rank" in found["different"]
 
 
 def _compressed() -> dict[str | None, list[float]]:
+    """The gradients by the hooks of torch's that the guide shows."""
     gradients = {}
-    for kind in (None, "fp16", "powersgd"):
+    hooks = {
+        None: None,
+        "fp16": (None, fp16_compress_hook),
+        "powersgd": (PowerSGDState(None), powerSGD_hook),
+    }
+    for kind, hook in hooks.items():
         net = _net().float()
-        model = wrap_model(net, gradient_compression=kind)
+        model = wrap_model(net)
+        if hook:
+            model.register_comm_hook(*hook)
         model(torch.full((2, 3), get_rank() + 1.0)).sum().backward()
         gradients[kind] = torch.cat([p.grad.reshape(-1) for p in net.parameters()]).tolist()
     return gradients
@@ -116,13 +124,10 @@ def test_compressed_gradients_are_close_and_equal_on_all_ranks():
 
 def test_one_process_keeps_the_model_itself(caplog):
     net = _net()
-    for options in ({}, {"sync_batchnorm": True, "broadcast_buffers": False, "gradient_compression": "fp16"}):
+    for options in ({}, {"sync_batchnorm": True, "broadcast_buffers": False}):
         assert wrap_model(net, **options) is net
     assert "torchrun --nproc_per_node" in _message(DdpkitError, lambda: wrap_model(net, "ddp"))
     assert "auto, ddp or dp, got 'fsdp'" in _message(ValueError, lambda: wrap_model(net, "fsdp"))
-    assert "fp16, bf16 or powersgd, got 'int8'" in _message(
-        ValueError, lambda: wrap_model(net, gradient_compression="int8")
-    )
     assert "already wrapped" in _message(ValueError, lambda: wrap_model(DataParallel(net)))
 
 
@@ -229,7 +234,7 @@ def _refused() -> dict[str, str]:
             with pytest.raises((TypeError, ValueError, MismatchError)) as caught:
                 wrap_model(model)
             found[f"{words}, {alone}"] = f"{type(caught.value).__name__}: {caught.value}"
-    for options in ({"static_graph": True}, {"gradient_compression": "fp16"}, {"broadcast_buffers": False}):
+    for options in ({"static_graph": True}, {"broadcast_buffers": False}):
         mine = options if get_rank() == 1 else {}
         found[next(iter(options))] = _message(MismatchError, lambda mine=mine: wrap_model(nn.Linear(2, 1), **mine))
     return found
@@ -243,7 +248,6 @@ def test_models_that_cannot_be_wrapped_are_refused_on_every_rank(world_size):
             assert not found[f"{words}, False"].startswith("MismatchError")
             assert found[f"{words}, True"].startswith("MismatchError") == (rank != 1)
         assert "static_graph: False on rank" in found["static_graph"]
-        assert "fp16 on rank 1" in found["gradient_compression"]
         assert "broadcast_buffers" in found["broadcast_buffers"]
 
 

@@ -48,6 +48,7 @@ import torch
 import torch.distributed as dist
 from cases import close, gradients, on, share, wait_for
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
@@ -421,7 +422,8 @@ def test_one_rank_alone_may_evaluate_a_wrapped_model() -> None:
 def test_compressed_gradients_are_nearly_the_same() -> None:
     net = Net()
     alone, x = copy.deepcopy(net), torch.randn(4, 2)
-    model = wrap_model(net, gradient_compression="fp16")
+    model = wrap_model(net)
+    model.register_comm_hook(None, fp16_compress_hook)
     model(share(x)).square().mean().backward()
     alone(x).square().mean().backward()
     assert close(gradients(net), gradients(alone), rtol=1e-2, atol=1e-3)
