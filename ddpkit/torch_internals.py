@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, MutableMapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SHARDED_CLASSES = {  # by module; one that was never imported has made no tensor
@@ -77,6 +77,40 @@ def is_sharded(value: Any) -> bool:
 def has_no_memory(tensor: Tensor) -> bool:
     """Return whether a tensor is torch's zero that has no memory (private, the same from torch 2.6 to 2.13)."""
     return tensor._is_zerotensor()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `torch.compile` made this module (private, the same from torch 2.6 to 2.13).
+
+    The class is not imported here, which takes seconds: before somebody else has imported it, no module is of it.
+    """
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return compiled is not None and isinstance(module, compiled)
+
+
+def ignored_by_ddp(module: nn.Module) -> Collection[str]:
+    """Return the names of the tensors that DDP was told to leave alone (private, the same from torch 2.6 to 2.13)."""
+    ignored: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return ignored
+
+
+def forward_pre_hooks(module: nn.Module) -> MutableMapping[int, Callable[..., Any]]:
+    """Return a module's own hooks before forward, to remove some (private, the same from torch 2.6 to 2.13)."""
+    return module._forward_pre_hooks
+
+
+def module_versions(state_dict: Any) -> dict[str, Any]:
+    """Return the versions of a state dict's modules, by path (private, the same from torch 2.6 to 2.13).
+
+    By them `load_state_dict()` migrates an older state; it does so, too, with one that has no version.
+    """
+    versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
+    return versions
+
+
+def set_module_versions(state_dict: Any, versions: dict[str, Any]) -> None:
+    """Give a state dict the versions of its modules (private, the same from torch 2.6 to 2.13)."""
+    state_dict._metadata = versions
 
 
 def untraced(fn: F) -> F:

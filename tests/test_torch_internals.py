@@ -1,4 +1,4 @@
-"""Torch's private parts: that compiled code calls our functions as eager code does."""
+"""Torch's private parts: that they are still there, and that compiled code calls our functions as eager code does."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ import pytest
 import torch
 from conftest import on_ranks, same
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ddpkit
 from ddpkit import get_rank, get_world_size
-from ddpkit.torch_internals import untraced
+from ddpkit.torch_internals import (
+    forward_pre_hooks,
+    has_no_memory,
+    ignored_by_ddp,
+    is_compiled,
+    module_versions,
+    set_module_versions,
+    untraced,
+)
 
 
 def network() -> nn.Module:
@@ -91,3 +100,24 @@ def test_a_marked_function_is_the_function_itself() -> None:
         return 1
 
     assert untraced(function) is function  # nothing around it that costs time
+
+
+def test_torch_still_keeps_its_modules_hooks_versions_and_marks_where_we_look() -> None:
+    net = nn.BatchNorm1d(2)
+    assert is_compiled(torch.compile(net, backend="eager")) and not is_compiled(net)
+    net.register_forward_pre_hook(print)
+    assert list(forward_pre_hooks(net).values()) == [print]
+    assert list(ignored_by_ddp(net)) == []
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["bias"])
+    assert list(ignored_by_ddp(net)) == ["bias"]
+    assert has_no_memory(torch._efficientzerotensor((2,))) and not has_no_memory(torch.zeros(2))
+
+
+def test_torch_still_migrates_a_state_dict_by_the_versions_that_we_give_it() -> None:
+    state = nn.BatchNorm1d(2).state_dict()
+    assert module_versions(state) == {"": {"version": 2}}
+    del state["num_batches_tracked"]
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        nn.BatchNorm1d(2).load_state_dict(state)
+    set_module_versions(state, {"": {"version": 1}})  # which had none
+    nn.BatchNorm1d(2).load_state_dict(state)

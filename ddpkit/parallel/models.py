@@ -1,8 +1,7 @@
-"""Models and their tensors at the border: what a wrapper holds, and what no function here can handle."""
+"""Find a model in its wrappers, and look after its tensors: refuse, overwrite, describe them."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
 import torch
@@ -10,15 +9,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ..collectives import ops
 from ..collectives.sharded import explain_sharded
+from ..torch_internals import has_no_memory, is_compiled
 
 
 def child_of_wrapper(module: nn.Module) -> str:
-    """Name the attribute in which a wrapper of torch's holds the model; "" if the module is none."""
+    """Return the name of the attribute in which a wrapper of torch's holds the model.
+
+    It is "" for a module that is no wrapper.
+    """
     if isinstance(module, DataParallel | DistributedDataParallel):
         return "module"
-    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)  # takes long to import
-    return "_orig_mod" if compiled is not None and isinstance(module, compiled) else ""
+    if is_compiled(module):
+        return "_orig_mod"
+    return ""
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -37,19 +42,28 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def wrapped_paths(model: nn.Module) -> set[str]:
-    """Find where a model's tensors have the name of a wrapper's attribute in theirs, such as "actor.module"."""
+    """Find the paths in a model at which a wrapper holds a module, such as "actor.module"."""
     found = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        if child := child_of_wrapper(module):
-            found.add(f"{path}.{child}" if path else child)
+        child = child_of_wrapper(module)
+        if child:
+            found.add(join_path(path, child))
     return found
+
+
+def join_path(path: str, name: str) -> str:
+    """Join a dotted path, which may be empty, and the name of a child."""
+    if not path:
+        return name
+    return f"{path}.{name}"
 
 
 def strip(name: str, wrapped: set[str]) -> str:
     """Leave the parts that stand at these paths out of a dotted name."""
-    path, kept = "", []
+    path = ""
+    kept = []
     for part in name.split("."):
-        path = f"{path}.{part}" if path else part
+        path = join_path(path, part)
         if path not in wrapped:
             kept.append(part)
     return ".".join(kept)
@@ -63,7 +77,7 @@ def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def check_module(call: str, model: object) -> None:
-    """Refuse what is no module.
+    """Refuse an argument that is no module.
 
     Raises:
         TypeError: If it is none.
@@ -80,15 +94,17 @@ def check_tensors(call: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         ValueError: If some are not initialised yet, or on the meta device.
     """
     tensors = list(tensors)
-    if problem := explain_sharded(call, tensors):
+    problem = explain_sharded(call, tensors)
+    if problem:
         raise TypeError(problem)
     for name, tensor in tensors:
         if is_lazy(tensor):
-            raise ValueError(f"{call} needs initialised tensors, but {name} is lazy: call the model once before.")
+            remedy = "call the model once before"
+            raise ValueError(f"{call} needs initialised tensors, but {name} is lazy: {remedy}.")
         if tensor.is_meta:
             raise ValueError(
-                f"{call} needs tensors that have values, but {name} is on the meta device: "
-                "move the model with to_empty(device=ddpkit.get_device()) and initialise it before."
+                f"{call} needs tensors that have values, but {name} is on the meta device: move "
+                "the model with to_empty(device=ddpkit.get_device()) and initialise it before."
             )
 
 
@@ -99,14 +115,23 @@ def check_writable(call: str, name: str, tensor: Tensor) -> None:
         ValueError: If it is nested, or shares its elements' memory, or was made in inference mode.
     """
     if tensor.is_nested:
-        raise ValueError(f"{call} needs dense tensors, but {name} is nested: keep its parts, or a padded one.")
+        remedy = "keep its parts, or a padded one"
+        raise ValueError(f"{call} needs dense tensors, but {name} is nested: {remedy}.")
     if not writable(tensor):
-        raise ValueError(f"{call} cannot write to {name}, which was expanded or made in inference mode: clone it.")
+        reason = "which was expanded or made in inference mode"
+        raise ValueError(f"{call} cannot write to {name}, {reason}: clone it.")
+
+
+def broadcast_into(tensors: list[Tensor]) -> None:
+    """Overwrite tensors with rank 0's values. Collective."""
+    values = ops.broadcast(tensors)
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 def writable(tensor: Tensor) -> bool:
-    """Return whether every element can be written to, and by itself: an expanded tensor's share their memory."""
-    if tensor.is_inference() or tensor._is_zerotensor():  # a derivative that is 0 everywhere has no memory
+    """Return whether each element can be written to by itself; those of an expanded one cannot."""
+    if tensor.is_inference() or has_no_memory(tensor):
         return False
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return True
@@ -130,26 +155,45 @@ def sharing_memory(tensors: Iterable[Tensor | None]) -> set[int]:
         if not length:
             continue
         if not tensor.is_contiguous():
-            length = _reach(tensor)
+            length = _bytes_spanned(tensor)
         start = tensor.data_ptr()
         spans.append((start, start + length, place))
     spans.sort()
+    return _overlapping(spans)
+
+
+def _bytes_spanned(tensor: Tensor) -> int:
+    """Return the number of bytes from a tensor's first element to the end of its last."""
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    last = sum(stride * (size - 1) for stride, size in steps)
+    return (last + 1) * tensor.element_size()
+
+
+def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
+    """Find the places of spans that overlap with one of an earlier place.
+
+    Spans are (start, end, place), sorted. Those that overlap, directly or through others, follow
+    each other: all of them but the one of the first place are found.
+    """
     found = set()
-    first = reach = 0
+    first = 0
+    reached = 0
     for start, end, place in spans:
-        if start >= reach:
-            first, reach = place, end
+        if start >= reached:
+            first = place
+            reached = end
             continue
         found.add(max(first, place))
         first = min(first, place)
-        reach = max(reach, end)
+        reached = max(reached, end)
     return found
 
 
 def describe_sharing(tensors: Iterable[Tensor]) -> list[str]:
-    """Say of each tensor where it lies in memory that it shares with one before it; "" if it shares none.
+    """Describe the position of each tensor in memory that it shares with one before it.
 
-    Ranks that agree in it may write to the tensors one after the other: all get the same values.
+    A tensor that shares none is described by "". Ranks that agree in it may write to the tensors
+    one after the other: all get the same values.
     """
     tensors = list(tensors)
     shared = sharing_memory(tensors)
@@ -160,10 +204,3 @@ def describe_sharing(tensors: Iterable[Tensor]) -> list[str]:
         else:
             texts.append("")
     return texts
-
-
-def _reach(tensor: Tensor) -> int:
-    """Return the number of bytes from a tensor's first element to the end of its last."""
-    steps = zip(tensor.stride(), tensor.shape, strict=True)
-    last = sum(stride * (size - 1) for stride, size in steps)
-    return (last + 1) * tensor.element_size()
