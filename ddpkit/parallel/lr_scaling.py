@@ -1,7 +1,7 @@
-"""Batch size and learning rate on several ranks: plain arithmetic, no torch.
+"""Scale batch size and learning rate with the number of ranks: plain arithmetic, no torch.
 
-More ranks mean a larger global batch or a smaller share of the same one; which of the two, and what happens to the
-learning rate, is a decision. `ScalePlan` makes it once, prints it, and applies it once.
+More ranks mean a larger global batch or a smaller share of the same one; which of the two, and the
+fate of the learning rate, is a decision. `ScalePlan` makes it once, prints it, and applies it once.
 """
 
 from __future__ import annotations
@@ -16,19 +16,30 @@ from ..arguments import is_positive_integer
 Rule = Literal["linear", "sqrt", "none"]
 
 _LINEAR = ("SGD", "LARS")
-_SQRT = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam", "Adagrad", "RMSprop", "Lamb", "LAMB")
+_SQRT = (
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "SparseAdam",
+    "Adagrad",
+    "RMSprop",
+    "Lamb",
+    "LAMB",
+)
 _POWERS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 _MARK = "lr_scaled_by"  # in the optimizer's groups, so that a checkpoint carries it
 
 
 def scale_lr(base_lr: float, factor: float, rule: Rule = "linear") -> float:
-    """Scales a learning rate for a batch that is `factor` times as large.
+    """Scale a learning rate for a batch that is `factor` times as large.
 
     Args:
         base_lr: The learning rate that suits the base batch.
         factor: Global batch / base batch, above 0.
-        rule: "linear" multiplies by `factor` (SGD, Goyal et al. 2017), "sqrt" by its root (Adam, Malladi et al. 2022),
-            "none" leaves the learning rate alone.
+        rule: "linear" multiplies by `factor` (SGD, Goyal et al. 2017), "sqrt" by its root (Adam,
+            Malladi et al. 2022), "none" leaves the learning rate alone.
 
     Returns:
         The learning rate for the large batch.
@@ -38,9 +49,11 @@ def scale_lr(base_lr: float, factor: float, rule: Rule = "linear") -> float:
 
     References:
         Goyal et al. 2017, Accurate, Large Minibatch SGD, arXiv:1706.02677 (linear, with warm-up).
-        Krizhevsky 2014, One weird trick, arXiv:1404.5997, and Hoffer et al. 2017, arXiv:1705.08741 (sqrt for SGD).
-        Malladi et al. 2022, On the SDEs and Scaling Rules for Adaptive Gradient Algorithms, arXiv:2205.10287 (sqrt for
-        Adam and RMSprop). You et al. 2019, LAMB, arXiv:1904.00962 (sqrt).
+        Krizhevsky 2014, One weird trick, arXiv:1404.5997, and Hoffer et al. 2017, arXiv:1705.08741
+        (sqrt for SGD).
+        Malladi et al. 2022, On the SDEs and Scaling Rules for Adaptive Gradient Algorithms,
+        arXiv:2205.10287 (sqrt for Adam and RMSprop). You et al. 2019, LAMB, arXiv:1904.00962
+        (sqrt).
 
     Example:
         >>> scale_lr(0.1, 8), scale_lr(0.001, 4, "sqrt"), scale_lr(0.1, 8, "none")
@@ -49,17 +62,21 @@ def scale_lr(base_lr: float, factor: float, rule: Rule = "linear") -> float:
     if rule not in _POWERS:
         raise ValueError(f"rule must be one of {', '.join(_POWERS)}, got {rule!r}.")
     if not 0 < factor < math.inf:
-        raise ValueError(f"factor must be positive and finite (global batch / base batch), got {factor!r}.")
+        meaning = "global batch / base batch"
+        raise ValueError(f"factor must be positive and finite ({meaning}), got {factor!r}.")
     return float(base_lr * factor ** _POWERS[rule])
 
 
 def warmup_factor(step: int, steps: int, start: float = 0.0) -> float:
-    """What to multiply the learning rate by while it warms up linearly.
+    """Return the factor of the learning rate at a step of a linear warm-up.
 
     Args:
-        step: Optimiser steps taken so far, from 0. Pass `step + 1` to spend no step on a factor of 0.
-        steps: Length of the warm-up in optimiser steps; 0 means none. Derive it from samples: `plan.steps(samples)`.
-        start: The factor at step 0. Goyal et al. 2017 (arXiv:1706.02677) start from the base learning rate, 1 / scale.
+        step: Optimiser steps taken so far, from 0. Pass `step + 1` to spend no step on a factor
+            of 0.
+        steps: Length of the warm-up in optimiser steps; 0 means none. Derive it from samples:
+            `plan.steps(samples)`.
+        start: The factor at step 0. Goyal et al. 2017 (arXiv:1706.02677) start from the base
+            learning rate, 1 / scale.
 
     Returns:
         `start` at step 0, 1.0 from step `steps` on, a straight line between.
@@ -70,15 +87,19 @@ def warmup_factor(step: int, steps: int, start: float = 0.0) -> float:
     """
     if step < 0 or steps < 0:
         raise ValueError(f"step and steps count from 0, got step={step}, steps={steps}.")
-    return 1.0 if step >= steps else start + (1.0 - start) * step / steps
+    if step >= steps:
+        return 1.0
+    return start + (1.0 - start) * step / steps
 
 
 def rule_for(optimizer: Any) -> Rule:
-    """The rule that suits an optimizer: linear for SGD and LARS, sqrt for Adam, RMSprop, Adagrad, LAMB and their kin.
+    """Return the rule that suits an optimizer.
 
-    With SGD an update is proportional to the gradient, and k small steps are about one k times as long on the k times
-    larger batch (Goyal et al. 2017). Adam divides by the gradient's own size, which is mostly noise as long as batches
-    are small, and noise shrinks with the root of the batch (Malladi et al. 2022; You et al. 2019).
+    It is linear for SGD and LARS, sqrt for Adam, RMSprop, Adagrad, LAMB and their kin. With SGD an
+    update is proportional to the gradient, and k small steps are about one k times as long on the
+    k times larger batch (Goyal et al. 2017). Adam divides by the gradient's own size, which is
+    mostly noise as long as batches are small, and noise shrinks with the root of the batch (Malladi
+    et al. 2022; You et al. 2019).
 
     Args:
         optimizer: An optimizer or its class; judged by the names of its class and base classes.
@@ -92,32 +113,34 @@ def rule_for(optimizer: Any) -> Rule:
         ('linear', 'sqrt')
     """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    for name in (base.__name__ for base in cls.__mro__):
-        if name in _LINEAR:
+    for base in cls.__mro__:
+        if base.__name__ in _LINEAR:
             return "linear"
-        if name in _SQRT:
+        if base.__name__ in _SQRT:
             return "sqrt"
-    raise ValueError(
-        f"No learning-rate rule is known for {cls.__name__}; pass rule='linear', 'sqrt' or 'none' yourself."
-    )
+    remedy = "pass rule='linear', 'sqrt' or 'none' yourself"
+    raise ValueError(f"No learning-rate rule is known for {cls.__name__}; {remedy}.")
 
 
 @dataclass(frozen=True)
 class ScalePlan:
-    """What the batch and the learning rate become on several ranks, decided once and printed.
+    """Plan the batch and the learning rate on several ranks, once, and print the plan.
 
     Args:
         base_batch_size: Samples per optimiser step for which `base_lr` was chosen, on one process.
         base_lr: That learning rate.
         world_size: Number of ranks.
-        keep: "per_rank": each forward keeps `base_batch_size` samples, the global batch grows by the number of ranks
-            and accumulated micro-batches, the learning rate follows the rule. "global": the global batch stays
-            `base_batch_size` and is divided among them; the learning rate stays.
-        rule: "linear", "sqrt", "none", or "auto": what `rule_for` says of the optimizer given to `apply`.
+        keep: "per_rank": each forward keeps `base_batch_size` samples, the global batch grows by
+            the number of ranks and accumulated micro-batches, the learning rate follows the rule.
+            "global": the global batch stays `base_batch_size` and is divided among them; the
+            learning rate stays.
+        rule: "linear", "sqrt", "none", or "auto": that which `rule_for` gives for the optimizer
+            passed to `apply`.
         accumulation: Micro-batches per optimiser step.
 
     Raises:
-        ValueError: If an argument is out of range, or with keep="global" the batch does not divide exactly.
+        ValueError: If an argument is out of range, or with keep="global" the batch does not divide
+            exactly.
 
     Example:
         >>> plan = ScalePlan(256, 0.1, world_size=8, rule="linear")
@@ -143,94 +166,128 @@ class ScalePlan:
             if not is_positive_integer(value):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}.")
             object.__setattr__(self, name, int(value))  # NumPy's, too
-        if not (self.base_lr > 0 and math.isfinite(self.base_lr)):
+        if not 0 < self.base_lr < math.inf:
             raise ValueError(f"base_lr must be positive and finite, got {self.base_lr!r}.")
         if self.keep not in ("per_rank", "global"):
             raise ValueError(f"keep must be 'per_rank' or 'global', got {self.keep!r}.")
         if self.rule not in (*_POWERS, "auto"):
             raise ValueError(f"rule must be one of {', '.join(_POWERS)}, auto, got {self.rule!r}.")
-        parts = self.world_size * self.accumulation
-        if self.keep == "global" and self.base_batch_size % parts:
-            below = self.base_batch_size // parts * parts
-            raise ValueError(
-                f"A global batch of {self.base_batch_size} does not divide into {self.world_size} ranks x "
-                f"{self.accumulation} micro-batches. The nearest that do: "
-                f"{' and '.join(str(size) for size in (below, below + parts) if size)}."
-            )
+        if self.keep == "global":
+            self._check_division()
+
+    def _check_division(self) -> None:
+        """Raise if the global batch does not divide into micro-batches of equal size."""
+        remainder = self.base_batch_size % self._micro_batches
+        if not remainder:
+            return
+        below = self.base_batch_size - remainder
+        above = below + self._micro_batches
+        nearest = f"{below} and {above}" if below else f"{above}"
+        raise ValueError(
+            f"A global batch of {self.base_batch_size} does not divide into {self.world_size} "
+            f"ranks x {self.accumulation} micro-batches. The nearest that do: "
+            f"{nearest}."
+        )
+
+    @property
+    def _micro_batches(self) -> int:
+        """Return the number of forwards per optimiser step, over all ranks."""
+        return self.world_size * self.accumulation
 
     @property
     def per_rank_batch_size(self) -> int:
-        """Samples per forward on one rank: the `batch_size` of its loader."""
-        parts = self.world_size * self.accumulation
-        return self.base_batch_size if self.keep == "per_rank" else self.base_batch_size // parts
+        """Return the samples per forward on one rank: the `batch_size` of its loader."""
+        if self.keep == "per_rank":
+            return self.base_batch_size
+        return self.base_batch_size // self._micro_batches
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per optimiser step, over all ranks and accumulated micro-batches."""
-        return self.per_rank_batch_size * self.world_size * self.accumulation
+        """Return the samples per optimiser step, over all ranks and micro-batches."""
+        return self.per_rank_batch_size * self._micro_batches
 
     @property
     def factor(self) -> float:
-        """Global batch / base batch."""
+        """Return global batch / base batch."""
         return self.global_batch_size / self.base_batch_size
 
     @property
     def lr(self) -> float:
-        """The learning rate for the global batch.
+        """Return the learning rate for the global batch.
 
         Raises:
-            ValueError: If the rule is "auto" and the global batch is not the base: it depends on the optimizer.
+            ValueError: If the rule is "auto" and the global batch is not the base: it depends on
+                the optimizer.
         """
         if self.factor == 1:
             return float(self.base_lr)
         if self.rule == "auto":
             raise ValueError(
-                "With rule='auto' the learning rate depends on the optimizer: pass rule=rule_for(optimizer). "
-                "Its class will do."
+                "With rule='auto' the learning rate depends on the optimizer: pass "
+                "rule=rule_for(optimizer). Its class will do."
             )
         return scale_lr(self.base_lr, self.factor, self.rule)
 
     def steps(self, samples: int) -> int:
-        """Optimiser steps that see `samples` samples (an epoch, a warm-up); an incomplete last one counts as a step."""
+        """Return the optimiser steps that `samples` samples take (an epoch, a warm-up).
+
+        An incomplete last one counts as a step.
+        """
         return -(-samples // self.global_batch_size)
 
     def apply(self, optimizer: Any) -> None:
-        """Scales the learning rate of every parameter group in place, once.
+        """Scale the learning rate of every parameter group in place, once.
 
-        Build the optimizer with its base learning rates (they may differ between groups) and call this before any
-        learning-rate scheduler is made. A mark in the groups travels with the optimizer's state dict, so that a run
-        that resumes does not scale twice.
+        Build the optimizer with its base learning rates (they may differ between groups) and call
+        this before any learning-rate scheduler is made. A mark in the groups travels with the
+        optimizer's state dict, so that a run that resumes does not scale twice.
 
         Args:
             optimizer: A torch optimizer; anything with `param_groups`.
 
         Raises:
-            ValueError: If the optimizer was scaled before, or a scheduler has already read its learning rates.
+            ValueError: If the optimizer was scaled before, or a scheduler has already read its
+                learning rates.
         """
         groups: Iterable[dict[str, Any]] = optimizer.param_groups
         for group in groups:
-            if _MARK in group:
-                raise ValueError(
-                    f"This optimizer's learning rate was already scaled by {group[_MARK]:g}; apply a plan once."
-                )
-            if "initial_lr" in group:
-                raise ValueError(
-                    "A learning-rate scheduler has already read this optimizer's learning rate (initial_lr is set) and "
-                    "would undo the scaling. Apply the plan before making the scheduler."
-                )
-        scale = scale_lr(1.0, self.factor, rule_for(optimizer) if self.rule == "auto" else self.rule)
+            _check_unscaled(group)
+        rule = rule_for(optimizer) if self.rule == "auto" else self.rule
+        scale = scale_lr(1.0, self.factor, rule)
         for group in groups:
             group["lr"] = group["lr"] * scale
             group[_MARK] = scale
 
     def __str__(self) -> str:
-        rules: tuple[Rule, ...] = ("linear", "sqrt") if self.rule == "auto" else (self.rule,)
-        lrs = " or ".join(f"{scale_lr(self.base_lr, self.factor, rule):g} ({rule})" for rule in rules)
+        batch = f"{self.global_batch_size} samples per optimiser step"
         rows = {
             "ranks x accumulation": f"{self.world_size} x {self.accumulation}",
             "batch per rank": f"{self.per_rank_batch_size} samples per forward",
-            "global batch": f"{self.global_batch_size} samples per optimiser step, "
-            f"{self.factor:g} x the base of {self.base_batch_size}",
-            "learning rate": f"{self.base_lr:g} -> {lrs}" if self.factor != 1 else f"{self.base_lr:g}, unchanged",
+            "global batch": f"{batch}, {self.factor:g} x the base of {self.base_batch_size}",
+            "learning rate": self._describe_lr(),
         }
         return "\n".join(f"{name:<20}  {value}" for name, value in rows.items())
+
+    def _describe_lr(self) -> str:
+        if self.factor == 1:
+            return f"{self.base_lr:g}, unchanged"
+        rules: tuple[Rule, ...] = ("linear", "sqrt")
+        if self.rule != "auto":
+            rules = (self.rule,)
+        scaled = []
+        for rule in rules:
+            lr = scale_lr(self.base_lr, self.factor, rule)
+            scaled.append(f"{lr:g} ({rule})")
+        return f"{self.base_lr:g} -> {' or '.join(scaled)}"
+
+
+def _check_unscaled(group: dict[str, Any]) -> None:
+    """Raise if an optimizer's group was scaled before, or a scheduler has read it."""
+    if _MARK in group:
+        found = f"was already scaled by {group[_MARK]:g}"
+        raise ValueError(f"This optimizer's learning rate {found}; apply a plan once.")
+    if "initial_lr" in group:
+        raise ValueError(
+            "A learning-rate scheduler has already read this optimizer's learning rate (initial_lr "
+            "is set) and would undo the scaling. Apply the plan before making the scheduler."
+        )
