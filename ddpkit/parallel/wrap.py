@@ -1,4 +1,4 @@
-"""Models on several ranks: torch's own DDP, chosen and entered rightly, and the way back out of it.
+"""Wrap a model in torch's own DDP where the job needs it, and get its names back out of it.
 
 Nothing here is a wrapper of ours: `wrap_model` returns torch's DDP or the model itself.
 """
@@ -13,86 +13,107 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..collectives import ops
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..process_group import lifecycle
-from .models import check_module, check_tensors, check_writable, describe_sharing, named_tensors
+from ..torch_internals import (
+    forward_pre_hooks,
+    ignored_by_ddp,
+    module_versions,
+    set_module_versions,
+)
+from .models import (
+    broadcast_into,
+    check_module,
+    check_tensors,
+    check_writable,
+    describe_sharing,
+    join_path,
+    named_tensors,
+    strip,
+)
 
 logger = logging.getLogger(__name__)
-# dtypes that all backends send
-_USUAL = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8}
+_SENT_BY_ALL_BACKENDS = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+}
+Strategy = Literal["auto", "ddp", "dp"]
 M = TypeVar("M", bound=nn.Module)
 
 
 def wrap_model(
     model: nn.Module,
-    strategy: Literal["auto", "ddp", "dp"] = "auto",
+    strategy: Strategy = "auto",
     *,
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     sync_batchnorm: bool = False,
     broadcast_buffers: bool = True,
 ) -> nn.Module:
-    """Move a model to this rank's device and wrap it in what the job needs: DDP on several ranks. Collective.
+    """Move a model to this rank's device and wrap it in DDP if there are several. Collective.
 
-    After it every rank holds rank 0's parameters and buffers. Call it before the optimizer is built, and before
-    `torch.compile`. The keyword options only matter where DDP is used.
+    After it every rank holds rank 0's parameters and buffers. Call it before the optimizer is
+    built, and before `torch.compile`. The keyword options only matter where DDP is used.
 
     Args:
-        model: A plain module, the same on every rank. It is moved in place to `get_device()`; one that spans several
-            devices needs torch's DDP directly, one that is sharded needs nothing.
-        strategy: "auto" is DDP on several ranks and the model itself on one process, or if nothing in it is trainable.
-            "ddp" insists on a process group. "dp" is `torch.nn.DataParallel`: one process, several GPUs, slow.
-        find_unused_parameters: Set it if a forward may leave out parameters; it walks the graph at every step.
-        static_graph: Set it if every step uses the same parameters in the same way; cheaper than the former.
+        model: A plain module, the same on every rank. It is moved in place to `get_device()`; one
+            that spans several devices needs torch's DDP directly, one that is sharded needs
+            nothing.
+        strategy: "auto" is DDP on several ranks and the model itself on one process, or if nothing
+            in it is trainable. "ddp" insists on a process group. "dp" is `torch.nn.DataParallel`:
+            one process, several GPUs, slow.
+        find_unused_parameters: Set it if a forward may leave out parameters; it walks the graph at
+            every step.
+        static_graph: Set it if every step uses the same parameters in the same way; cheaper than
+            the former.
         sync_batchnorm: Batch statistics over all ranks' samples; accelerators only.
-        broadcast_buffers: Whether rank 0's buffers (BatchNorm statistics) are sent to all before every forward; if not,
-            each rank keeps its own after the first.
+        broadcast_buffers: Send rank 0's buffers (BatchNorm statistics) to all before every forward;
+            if False, each rank keeps its own after the first.
 
     Returns:
-        The wrapped model, or `model` itself. `unwrap_model` gives `model` back. On several ranks its forward raises
-        `DdpkitError` once a parameter needs a gradient that is frozen now: nothing would average it.
+        The wrapped model, or `model` itself. `unwrap_model` gives `model` back. On several ranks
+        its forward raises `DdpkitError` once a parameter needs a gradient that is frozen now:
+        nothing would average it.
 
     Raises:
-        MismatchError: If names, shapes or dtypes of the model's tensors, the strides of trainable ones (channels last),
-            memory that tensors share, or the options, differ between ranks, on every rank; also on the ranks whose
-            peers raise one of the errors below.
+        MismatchError: If names, shapes or dtypes of the model's tensors, the strides of trainable
+            ones (channels last), memory that tensors share, or the options, differ between ranks,
+            on every rank; also on the ranks whose peers raise one of the errors below.
         DdpkitError: If `strategy` insists on what the job has not got.
-        TypeError: If the model is no module, or is sharded (FSDP, `fully_shard`, tensor parallelism).
-        ValueError: If the model is already wrapped, or has tensors that are lazy and not initialised yet, on the meta
-            device, expanded, or made in inference mode; if an option is unknown or impossible on this device.
+        TypeError: If the model is no module, or is sharded (FSDP, `fully_shard`, tensor
+            parallelism).
+        ValueError: If the model is already wrapped, or has tensors that are lazy and not
+            initialised yet, on the meta device, expanded, or made in inference mode; if an option
+            is unknown or impossible on this device.
 
     Example:
         >>> net = nn.Linear(2, 1)
         >>> wrap_model(net) is net  # on one process
         True
     """
-    device, world_size = lifecycle.get_device(), ranks.get_world_size()
-    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    device = lifecycle.get_device()
     with raise_everywhere("wrap_model()"):
         _check_model(model)
-        if strategy not in ("auto", "ddp", "dp"):
-            raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}.")
-        if strategy == "dp" and (world_size > 1 or gpus < 2):
-            raise DdpkitError(f"strategy='dp' is for 1 process on several GPUs; here are {world_size} and {gpus} GPUs.")
-        several = lifecycle.joined() or (strategy == "ddp" and dist.is_initialized())
-        if strategy == "ddp" and not several:
-            raise DdpkitError(
-                "strategy='ddp' needs a process group. Start the script with torchrun --nproc_per_node=N."
-            )
-        if several and device.type == "cpu" and sync_batchnorm:
-            raise ValueError("sync_batchnorm=True needs an accelerator: torch has it for NCCL and XCCL only.")
-    _stop_watching(model)
+        has_group = lifecycle.joined() or (strategy == "ddp" and dist.is_initialized())
+        _check_strategy(strategy, has_group)
+        if has_group and sync_batchnorm and device.type == "cpu":
+            reason = "torch has it for NCCL and XCCL only"
+            raise ValueError(f"sync_batchnorm=True needs an accelerator: {reason}.")
+    _forget_frozen(model)
     if strategy == "dp":
         return DataParallel(model.to(device))
-    if not several:
-        if gpus > 1:
-            logger.warning("One process uses one of %d GPUs; torchrun --nproc_per_node=%d uses them all.", gpus, gpus)
+    if not has_group:
+        _point_at_torchrun()
         return model.to(device)
     options = {
         "find_unused_parameters": find_unused_parameters,
@@ -100,106 +121,115 @@ def wrap_model(
         "sync_batchnorm": sync_batchnorm,
         "broadcast_buffers": broadcast_buffers,
     }
-    check_fingerprint(
-        fingerprint_of("wrap_model", {name: str(value) for name, value in options.items()} | _describe(model))
-    )
+    described = {name: str(value) for name, value in options.items()}
+    check_fingerprint(fingerprint_of("wrap_model", described | _describe(model)))
     model = model.to(device)
-    if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP refuses it
-        return _watch_frozen(_broadcast(model))
+    if not _is_trainable(model):  # DDP refuses it
+        broadcast_into([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
+        return _remember_frozen(model)
     _check_dtypes(model)
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     with lifecycle.peer_errors():
         ddp = DistributedDataParallel(
             model,
-            device_ids=None if device.index is None or device.type == "cpu" else [device.index],
+            device_ids=_device_ids(device),
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
         )
-    ddp.broadcast_buffers = broadcast_buffers  # as an argument, False would skip the first broadcast too
-    return _watch_frozen(ddp)
-
-
-def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Rename the keys of a wrapped or compiled model's state dict to those of the model itself.
-
-    It is for files of others, of which only the keys are known: `unwrap_model(model).state_dict()` has the right names
-    of a model at hand. `module.` and `_orig_mod.` go wherever they stand in a key, if everything at that place lies
-    under them, which is how wrappers look; so does an only child that was called `module`. One with a sibling keeps its
-    name. The versions that torch keeps beside come along.
-
-    Args:
-        state_dict: A whole state dict; it is not modified.
-
-    Returns:
-        A new `OrderedDict` with the same values in the same order.
-
-    Example:
-        >>> dict(clean_state_dict({"module._orig_mod.0.weight": 1, "module._orig_mod.1.module.bias": 2}))
-        {'0.weight': 1, '1.bias': 2}
-    """
-    children: dict[str, set[str]] = {}
-    for key in state_dict:
-        for path, name in _walk(key):
-            children.setdefault(path, set()).add(name)
-
-    def clean(key: str) -> str:
-        return ".".join(name for path, name in _walk(key) if not is_wrapper(path, name))
-
-    def is_wrapper(path: str, name: str) -> bool:
-        return name in ("module", "_orig_mod") and children.get(path) == {name} and f"{path}{name}." in children
-
-    cleaned = OrderedDict((clean(key), value) for key, value in state_dict.items())
-    if versions := getattr(state_dict, "_metadata", {}):  # by module; load_state_dict() migrates what has no version
-        cleaned._metadata = {clean(f"{path}.x".lstrip("."))[:-2]: value for path, value in versions.items()}  # type: ignore[attr-defined]
-    return cleaned
+    # as an argument, False would skip the first broadcast, too
+    ddp.broadcast_buffers = broadcast_buffers
+    return _remember_frozen(ddp)
 
 
 def _check_model(model: nn.Module) -> None:
     call = "wrap_model()"
     check_module(call, model)
-    if any(isinstance(module, DataParallel | DistributedDataParallel) for module in model.modules()):
-        raise ValueError("The model is already wrapped, in whole or in part. Wrap the plain model, once.")
+    for module in model.modules():
+        if isinstance(module, DataParallel | DistributedDataParallel):
+            remedy = "Wrap the plain model, once."
+            raise ValueError(f"The model is already wrapped, in whole or in part. {remedy}")
     tensors = list(named_tensors(model))
     check_tensors(call, tensors)
     for name, tensor in tensors:
         check_writable(call, name, tensor)
 
 
+def _check_strategy(strategy: str, has_group: bool) -> None:
+    if strategy not in ("auto", "ddp", "dp"):
+        raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}.")
+    if strategy == "ddp" and not has_group:
+        remedy = "Start the script with torchrun --nproc_per_node=N."
+        raise DdpkitError(f"strategy='ddp' needs a process group. {remedy}")
+    world_size = ranks.get_world_size()
+    gpus = _count_gpus()
+    if strategy == "dp" and (world_size > 1 or gpus < 2):
+        found = f"here are {world_size} and {gpus} GPUs"
+        raise DdpkitError(f"strategy='dp' is for 1 process on several GPUs; {found}.")
+
+
+def _point_at_torchrun() -> None:
+    gpus = _count_gpus()
+    if gpus > 1:
+        logger.warning(
+            "One process uses one of %d GPUs; torchrun --nproc_per_node=%d uses them all.",
+            gpus,
+            gpus,
+        )
+
+
+def _count_gpus() -> int:
+    if not torch.accelerator.is_available():
+        return 0
+    return torch.accelerator.device_count()
+
+
+def _device_ids(device: torch.device) -> list[int] | None:
+    """Return the devices of a model in the form that DDP takes them; None on CPUs."""
+    if device.type == "cpu" or device.index is None:
+        return None
+    return [device.index]
+
+
+def _is_trainable(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
 def _check_dtypes(model: nn.Module) -> None:
-    """Refuse tensors that the group cannot send, which torch would not name. Collective.
+    """Refuse tensors that the group cannot send; torch would not name them. Collective.
 
     Raises:
         ValueError: On every rank, if there are some.
     """
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # by DDP
-    kinds: dict[tuple[torch.device, torch.dtype], str] = {}
+    ignored = ignored_by_ddp(model)
+    examples: dict[tuple[torch.device, torch.dtype], str] = {}
     for name, tensor in named_tensors(model):
-        if name not in ignored and tensor.dtype not in _USUAL:
-            kinds.setdefault((tensor.device, tensor.dtype), name)
-    for (device, dtype), name in kinds.items():
+        if name not in ignored and tensor.dtype not in _SENT_BY_ALL_BACKENDS:
+            examples.setdefault((tensor.device, tensor.dtype), name)
+    for (device, dtype), name in examples.items():
         try:
             with lifecycle.peer_errors():
                 dist.broadcast(torch.empty(1, dtype=dtype, device=device), 0)
         except (RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, DdpkitError) or "type" not in str(error):  # a connection that broke
-                raise
+            if isinstance(error, DdpkitError) or "type" not in str(error):
+                raise  # a connection that broke
             raise ValueError(
-                f"wrap_model() cannot wrap the model in DDP: the group's backend sends no {dtype}, which {name} is "
-                f"({error}). Keep it as another dtype, such as int32 or float32, or outside of the model."
+                "wrap_model() cannot wrap the model in DDP: the group's backend sends no "
+                f"{dtype}, which {name} is ({error}). Keep it as another dtype, such as int32 or "
+                "float32, or outside of the model."
             ) from error
 
 
-def _describe(module: nn.Module) -> dict[str, str]:
-    """Describe each tensor of a model, as far as it must be equal on all ranks before DDP sends values."""
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+def _describe(model: nn.Module) -> dict[str, str]:
+    """Describe each tensor, as far as it must be equal on all ranks before DDP sends values."""
+    ignored = ignored_by_ddp(model)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     sharing = describe_sharing(tensors.values())
     texts = {}
     for (name, tensor), shared in zip(tensors.items(), sharing, strict=True):
         text = f"{tensor.dtype}{list(tensor.shape)}{shared}"
         if tensor.requires_grad:
-            text += _strides_of(tensor)
+            text += _describe_strides(tensor)
         elif isinstance(tensor, nn.Parameter):
             text += ", frozen"
         if name in ignored:
@@ -208,43 +238,40 @@ def _describe(module: nn.Module) -> dict[str, str]:
     return texts
 
 
-def _strides_of(tensor: torch.Tensor) -> str:
+def _describe_strides(tensor: Tensor) -> str:
     """Name the strides of a tensor that is not laid out as new ones are.
 
-    DDP takes no trainable parameter whose strides are not those of rank 0, not even those of dimensions of size 1,
-    and says so on the other rank only.
+    DDP takes no trainable parameter whose strides are not those of rank 0, not even those of
+    dimensions of size 1, and says so on the other rank only.
     """
     usual = torch.empty(tensor.shape, device="meta").stride()
-    return "" if tensor.stride() == usual else f", strides {list(tensor.stride())}"
+    if tensor.stride() == usual:
+        return ""
+    return f", strides {list(tensor.stride())}"
 
 
-def _broadcast(model: nn.Module) -> nn.Module:
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-    for tensor, value in zip(tensors, ops.broadcast(tensors), strict=True):
-        tensor.copy_(value)
-    return model
-
-
-def _watch_frozen(model: M) -> M:
-    """Have a model's forward raise once a parameter needs a gradient that was frozen when it was wrapped."""
+def _remember_frozen(model: M) -> M:
+    """Have a model's forward raise once a parameter needs a gradient that is frozen now."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    if frozen and not isinstance(model, torch.jit.ScriptModule):  # which takes no such hook
+    if isinstance(model, torch.jit.ScriptModule):  # it takes no such hook
+        return model
+    if frozen:
         # no closure: a copy of the model has to look at its own parameters
         model.register_forward_pre_hook(functools.partial(_refuse_unfrozen, frozen))
     return model
 
 
-def _stop_watching(model: nn.Module) -> None:
-    """Undo `_watch_frozen` in a model that is wrapped again, or is part of one."""
+def _forget_frozen(model: nn.Module) -> None:
+    """Undo `_remember_frozen` in a model that is wrapped again, or is part of one."""
     for module in model.modules():
-        hooks = module._forward_pre_hooks
+        hooks = forward_pre_hooks(module)
         for number, hook in list(hooks.items()):
             if isinstance(hook, functools.partial) and hook.func is _refuse_unfrozen:
                 del hooks[number]
 
 
 def _refuse_unfrozen(frozen: list[nn.Parameter], model: nn.Module, _: Any) -> None:
-    """Raise if a parameter of these needs a gradient now: it would differ between the ranks.
+    """Raise if one of these parameters needs a gradient now: it would differ between the ranks.
 
     Raises:
         DdpkitError: Naming the first of them.
@@ -260,13 +287,58 @@ def _explain_unfrozen(model: nn.Module, parameter: nn.Parameter) -> str:
     names = [name for name, tensor in named_tensors(model) if tensor is parameter]
     name = names[0] if names else "a parameter"
     return (
-        f"{name} was frozen when wrap_model() saw it, and needs a gradient now, which would not be averaged over the "
-        "ranks. Unfreeze it before wrap_model(), or wrap unwrap_model(model) again; the optimizer must have it, too."
+        f"{name} was frozen when wrap_model() saw it, and needs a gradient now, which would not be "
+        "averaged over the ranks. Unfreeze it before wrap_model(), or wrap unwrap_model(model) "
+        "again; the optimizer must have it, too."
     )
 
 
-def _walk(key: str) -> Iterable[tuple[str, str]]:
-    path = ""
-    for name in key.split("."):
-        yield path, name
-        path += f"{name}."
+def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Rename the keys of a wrapped or compiled model's state dict to those of the model itself.
+
+    It is for files of others, of which only the keys are known: `unwrap_model(model).state_dict()`
+    has the right names of a model at hand. `module.` and `_orig_mod.` go wherever they stand in a
+    key, if everything at that place lies under them, which is how wrappers look; so does an only
+    child that was called `module`. One with a sibling keeps its name. The versions that torch keeps
+    beside come along.
+
+    Args:
+        state_dict: A whole state dict; it is not modified.
+
+    Returns:
+        A new `OrderedDict` with the same values in the same order.
+
+    Example:
+        >>> state = {"module._orig_mod.0.weight": 1, "module._orig_mod.1.module.bias": 2}
+        >>> dict(clean_state_dict(state))
+        {'0.weight': 1, '1.bias': 2}
+    """
+    wrappers = _find_wrappers(state_dict)
+    cleaned: OrderedDict[str, Any] = OrderedDict()
+    for key, value in state_dict.items():
+        cleaned[strip(key, wrappers)] = value
+    versions = module_versions(state_dict)
+    if versions:
+        by_path = {strip(path, wrappers): version for path, version in versions.items()}
+        set_module_versions(cleaned, by_path)
+    return cleaned
+
+
+def _find_wrappers(keys: Iterable[str]) -> set[str]:
+    """Find the paths of modules that look like the only child of a wrapper: "actor.module"."""
+    children: dict[str, set[str]] = {}
+    for key in keys:
+        parent = ""
+        for name in key.split("."):
+            child = join_path(parent, name)
+            children.setdefault(parent, set()).add(child)
+            parent = child
+    wrappers = set()
+    for siblings in children.values():
+        if len(siblings) > 1:
+            continue
+        (child,) = siblings
+        name = child.rpartition(".")[2]
+        if name in ("module", "_orig_mod") and child in children:
+            wrappers.add(child)
+    return wrappers
