@@ -1,6 +1,7 @@
-"""Gradients as one process would have them: over micro-batches, over uneven ranks, and where DDP does not fit.
+"""Give the ranks the gradients that one process would have, on all their samples.
 
-`average_gradients` is for tiny networks, several networks in one step, and methods other than `forward`.
+`accumulate` adds up micro-batches, `global_mean` weighs uneven ranks, and `average_gradients` is
+for tiny networks, several networks in one step, and methods other than `forward`.
 """
 
 from __future__ import annotations
@@ -10,46 +11,61 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2b
-from typing import Any, NamedTuple, NoReturn, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..collectives import ops
-from ..collectives.consistency import check_fingerprint, communication_device, fingerprint_of, raise_everywhere
+from ..collectives.consistency import (
+    check_fingerprint,
+    communication_device,
+    fingerprint_of,
+    raise_everywhere,
+)
 from ..collectives.packing import safe_scale
 from ..errors import MismatchError
 from ..launch import ranks
 from ..process_group import lifecycle
 from ..process_group.session import Session
 from ..torch_internals import is_sharded, untraced
-from .models import check_module, check_tensors, named_tensors, sharing_memory, unwrap_model, writable
+from .models import (
+    check_module,
+    check_tensors,
+    named_tensors,
+    sharing_memory,
+    unwrap_model,
+    writable,
+)
 
-Loss = TypeVar("Loss", torch.Tensor, float)
+Loss = TypeVar("Loss", Tensor, float)
+Modules = tuple[nn.Module | Tensor, ...]
+NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 @contextmanager
 def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> Iterator[bool]:
-    """Cover forward and backward of one micro-batch; gradients travel only with the one that completes a step.
+    """Cover forward and backward of one micro-batch; gradients travel only with a step's last.
 
-    Gradients of the micro-batches add up: divide each loss by `every`, or scale it with `global_mean`. A plain model
-    needs nothing and gets nothing but the answer. With `static_graph` torch has to synchronise a first backward, so the
-    first micro-batch of every step travels too.
+    Gradients of the micro-batches add up: divide each loss by `every`, or scale it with
+    `global_mean`. A plain model needs nothing and gets nothing but the answer. With `static_graph`
+    torch has to synchronise a first backward, so the first micro-batch of every step travels too.
 
     Args:
-        model: What `wrap_model` returned, or a module that contains such models (an `nn.ModuleList` of several).
+        model: The model that `wrap_model` returned, or a module that contains such models (an
+            `nn.ModuleList` of several).
         step: The micro-batch's number, from 0; optimiser steps complete at multiples of `every`.
         every: Micro-batches per optimiser step.
-        last: True for the last micro-batch of an epoch, which completes a step that would stay incomplete. It must be
-            the same on every rank.
+        last: True for the last micro-batch of an epoch, which completes a step that would stay
+            incomplete. It must be the same on every rank.
 
     Yields:
-        Whether this micro-batch completes the step: then call `optimizer.step()`.
+        True if this micro-batch completes the step: then call `optimizer.step()`.
 
     Raises:
         TypeError: If the model is no module, or has sharded tensors.
@@ -70,10 +86,14 @@ def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> I
     if step % every == 0:
         check_tensors("accumulate()", model.named_parameters())
     complete = last or (step + 1) % every == 0
-    with ExitStack() as quiet:
-        for module in () if complete else model.modules():
-            if isinstance(module, DistributedDataParallel) and (step % every or not module.static_graph):
-                quiet.enter_context(module.no_sync())
+    with ExitStack() as stack:
+        if not complete:
+            for module in model.modules():
+                if not isinstance(module, DistributedDataParallel):
+                    continue
+                if module.static_graph and step % every == 0:
+                    continue
+                stack.enter_context(module.no_sync())
         yield complete
 
 
@@ -83,21 +103,23 @@ def global_mean(loss_sum: Loss, count: float) -> Loss: ...
 def global_mean(loss_sum: nn.Module, count: float) -> None: ...
 @untraced
 def global_mean(loss_sum: Any, count: float) -> Any:
-    """Scale a sum of losses, or its gradients, so that the ranks' mean is that over all their samples. Collective.
+    """Scale a sum of losses, or its gradients, to a mean over all ranks' samples. Collective.
 
-    DDP and `average_gradients` take the mean of the ranks' gradients, which is wrong as soon as ranks hold different
-    numbers of samples (or tokens): here each sample counts the same. On one process it is a division by `count`.
+    DDP and `average_gradients` take the mean of the ranks' gradients, which is wrong as soon as
+    ranks hold different numbers of samples (or tokens): here each sample counts the same. On one
+    process it is a division by `count`.
 
     Args:
-        loss_sum: The loss summed over this rank's samples; without samples, that of an empty batch: it is 0 and still
-            has a graph for DDP to synchronise. Or the model, after `backward()` of such sums: then its gradients are
-            scaled in place, which with accumulation needs no count in advance.
-        count: Number of those samples, or their total weight; 0 is fine as long as some rank has samples. With
-            accumulation: of all micro-batches of the step.
+        loss_sum: The loss summed over this rank's samples; without samples, that of an empty batch:
+            it is 0 and still has a graph for DDP to synchronise. Or the model, after `backward()`
+            of such sums: then its gradients are scaled in place, which with accumulation needs no
+            count in advance.
+        count: Number of those samples, or their total weight; 0 is fine as long as some rank has
+            samples. With accumulation: of all micro-batches of the step.
 
     Returns:
-        `loss_sum * world size / total count`. Its mean over the ranks (`all_reduce_mean`) is the mean over all samples.
-        None for a model.
+        `loss_sum * world size / total count`. Its mean over the ranks (`all_reduce_mean`) is the
+        mean over all samples. None for a model.
 
     Raises:
         MismatchError: On the ranks whose peers raise one of the errors below.
@@ -111,7 +133,8 @@ def global_mean(loss_sum: Any, count: float) -> Any:
         On two::
 
             global_mean(torch.tensor(6.0), 3)    # rank 0, three samples: 6 * 2 / 4 = 3
-            global_mean(torch.tensor(1.0), 1)    # rank 1, one: 1 * 2 / 4 = 0.5; the mean of both is 7 / 4
+            global_mean(torch.tensor(1.0), 1)    # rank 1, one: 1 * 2 / 4 = 0.5
+                                                 # the mean of both is 7 / 4
 
         With accumulation, one exchange per step::
 
@@ -120,67 +143,80 @@ def global_mean(loss_sum: Any, count: float) -> Any:
                     F.mse_loss(model(x), y, reduction="sum").backward()
             global_mean(model, sum(len(x) for x, _ in batches))    # then optimizer.step()
     """
-    model = loss_sum if isinstance(loss_sum, nn.Module) else None
     with raise_everywhere("global_mean()"):
-        if model is not None:
-            check_tensors("global_mean()", model.named_parameters())
-        elif isinstance(loss_sum, torch.Tensor):
+        if isinstance(loss_sum, nn.Module):
+            check_tensors("global_mean()", loss_sum.named_parameters())
+        elif isinstance(loss_sum, Tensor):
             check_tensors("global_mean()", [("the loss", loss_sum)])
-        count = count.item() if isinstance(count, torch.Tensor | np.generic) else count  # float16 sums overflow
+        if isinstance(count, Tensor | np.generic):
+            count = count.item()  # a sum of float16 would overflow
         if not 0 <= count < math.inf:
             raise ValueError(f"global_mean() needs a count of at least 0, got {count}.")
     total = ops.all_reduce(count, op="sum")
     if not 0 < total < math.inf:
-        raise ValueError(f"global_mean() needs at least one sample on some rank, but the counts add up to {total}.")
-    share: float = ranks.get_world_size() / total
-    if model is None:
-        return loss_sum * share
+        found = f"the counts add up to {total}"
+        raise ValueError(f"global_mean() needs at least one sample on some rank, but {found}.")
+    factor = ranks.get_world_size() / total
+    if not isinstance(loss_sum, nn.Module):
+        return loss_sum * factor
     with torch.inference_mode(False), torch.no_grad():
-        _scale_gradients(model, share)
+        _scale_gradients(loss_sum, factor)
+    return None
 
 
-def _scale_gradients(model: nn.Module, share: float) -> None:
-    """Multiply a model's gradients in place; those that cannot be written to by themselves become new tensors."""
-    held = [p for p in model.parameters() if p.grad is not None]
-    found = {id(p.grad): p.grad for p in held if p.grad is not None}  # parameters may share a gradient
-    gradients = list(found.values())
+def _scale_gradients(model: nn.Module, factor: float) -> None:
+    """Multiply a model's gradients, in place where they can be written to by themselves."""
+    parameters = []
+    scaled: dict[int, Tensor] = {}  # by the identity of the gradient: parameters may share one
+    for p in model.parameters():
+        if p.grad is not None:
+            parameters.append(p)
+            scaled[id(p.grad)] = p.grad
+    gradients = list(scaled.values())
     shared = sharing_memory(gradients)
-    apart = [place not in shared and writable(gradient) for place, gradient in enumerate(gradients)]
-    for gradient, in_place in zip(gradients, apart, strict=True):
-        if not in_place:  # before what it shares memory with is multiplied
-            found[id(gradient)] = gradient * share
-    for gradient, in_place in zip(gradients, apart, strict=True):
-        if in_place:
-            gradient.mul_(share)
-    for p in held:
-        p.grad = found[id(p.grad)]
+    in_place = []
+    for place, gradient in enumerate(gradients):
+        if place in shared or not writable(gradient):
+            # before those that it shares memory with are multiplied
+            scaled[id(gradient)] = gradient * factor
+        else:
+            in_place.append(gradient)
+    for gradient in in_place:
+        gradient.mul_(factor)
+    for p in parameters:
+        p.grad = scaled[id(p.grad)]
 
 
 @untraced
-def average_gradients(*modules: nn.Module | torch.Tensor) -> None:
-    """Replace every `.grad` by its mean over the ranks, in place, in one flat all-reduce. Collective.
+def average_gradients(*modules: nn.Module | Tensor) -> None:
+    """Replace every `.grad` by its mean over the ranks, in one flat all-reduce. Collective.
 
-    Call it between `backward()` and `optimizer.step()`, with plain models that start equal on all ranks (seeded alike
-    or broadcast; `check_replicas` tells). One call takes all networks of a step, and whatever produced the gradients.
-    Half-precision gradients are added in float32. On one process it does nothing.
+    Call it between `backward()` and `optimizer.step()`, with plain models that start equal on all
+    ranks (seeded alike or broadcast; `check_replicas` tells). One call takes all networks of a
+    step, and whatever produced the gradients. They are replaced in place, and half-precision ones
+    are added in float32. On one process it does nothing.
 
-    Ranks compare what they pass in the same all-reduce, if the call before was for parameters of the same size and
-    dtype or both were small (up to 8,000 elements); otherwise, for more than 260,000 elements, and on accelerators,
-    in a small one before it.
+    Ranks compare what they pass in the same all-reduce, if the call before was for parameters of
+    the same size and dtype or both were small (up to 8,000 elements); otherwise, for more than
+    260,000 elements, and on accelerators, in a small one before it.
 
     Args:
-        *modules: Modules, or single tensors such as a learned temperature. The same on every rank, in the same order:
-            of two networks with equal names and shapes, such as twin critics, nothing tells which is which.
+        *modules: Modules, or single tensors such as a learned temperature. The same on every rank,
+            in the same order: of two networks with equal names and shapes, such as twin critics,
+            nothing tells which is which.
 
     Raises:
-        MismatchError: If the parameters differ in number, name, shape, dtype or kind of device between ranks, on every
-            rank; also on the ranks whose peers raise one of the errors below. No gradient has changed then.
-        TypeError: If a parameter is sharded, or a gradient is sparse or on another device than its parameter.
+        MismatchError: If the parameters differ in number, name, shape, dtype or kind of device
+            between ranks, on every rank; also on the ranks whose peers raise one of the errors
+            below. No gradient has changed then.
+        TypeError: If a parameter is sharded, or a gradient is sparse or on another device than its
+            parameter.
         ValueError: If a parameter is lazy and not initialised yet, or on the meta device.
 
     Note:
-        A parameter without gradient on some ranks counts there as zero and gets the mean; without any, it stays None.
-        A gradient that cannot be written to, such as an expanded one, is replaced by a new tensor.
+        A parameter without gradient on some ranks counts there as zero and gets the mean; without
+        any, it stays None. A gradient that cannot be written to, such as an expanded one, is
+        replaced by a new tensor.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -192,19 +228,19 @@ def average_gradients(*modules: nn.Module | torch.Tensor) -> None:
             average_gradients(actor, critic)    # rank 0, a gradient of 1.0
             average_gradients(actor, critic)    # rank 1, a gradient of 3.0; both have 2.0
     """
-    held, exchange = _begin("average_gradients()", modules)
+    gradients, exchange = _begin("average_gradients()", modules)
     if exchange:
         exchange.finish()
-        held.give_back()
+        gradients.give_back()
 
 
 @contextmanager
-def averaging(*modules: nn.Module | torch.Tensor) -> Iterator[None]:
-    """`average_gradients`, with the work of the block done while the gradients travel. Collective.
+def averaging(*modules: nn.Module | Tensor) -> Iterator[None]:
+    """Average gradients as `average_gradients` does, while a block does other work. Collective.
 
-    The block may draw the next batch, or play on: whatever needs neither the gradients nor the weights after this
-    step. Within it the parameters have no gradients, after it their means; after an exception they have none. On one
-    process they come back as they were.
+    The block may draw the next batch, or play on: whatever needs neither the gradients nor the
+    weights after this step. Within it the parameters have no gradients, after it their means; after
+    an exception they have none. On one process they come back as they were.
 
     Args:
         *modules: As for `average_gradients`, and with the same errors.
@@ -218,122 +254,157 @@ def averaging(*modules: nn.Module | torch.Tensor) -> Iterator[None]:
         >>> with averaging(net):
         ...     batch = torch.ones(1, 2)  # whatever comes next
     """
-    held, exchange = _begin("averaging()", modules)
-    for p in held.parameters:
-        p.grad = None  # so that nothing can step with what is one rank's only
+    gradients, exchange = _begin("averaging()", modules)
+    gradients.hide()
     yield
-    _end(held, exchange)
+    _end(gradients, exchange)
 
 
 @untraced
-def _end(held: _Held, exchange: _Exchange | None) -> None:
+def _begin(call: str, modules: Modules) -> tuple[_Gradients, _Exchange | None]:
+    """Send the gradients, if there are several ranks; refuse those that cannot travel."""
+    joined = lifecycle.joined()
+    try:
+        gradients = _Gradients(_parameters_of(call, modules))
+        if not all(map(_can_travel, gradients.parameters, gradients.values)):
+            _refuse(call, modules)
+    except (TypeError, ValueError) as error:
+        if joined:
+            _tell_peers(call, error)
+        raise
+    if not joined:
+        return gradients, None
+    return gradients, _Exchange(gradients)
+
+
+def _tell_peers(call: str, error: Exception) -> None:
+    """Let the other ranks raise from the check in which they would wait for this one."""
+    refusal = fingerprint_of(call, error=f"{type(error).__name__}: {error}")
+    exchange = _Exchange(_Gradients([]), refusal)
+    with suppress(MismatchError):
+        exchange.first.check()
+
+
+@untraced
+def _end(gradients: _Gradients, exchange: _Exchange | None) -> None:
     """Put the means in the place of the gradients."""
-    if any(p.grad is not None for p in held.parameters):
-        for p in held.parameters:
-            p.grad = None
+    if any(p.grad is not None for p in gradients.parameters):
+        gradients.hide()
         raise RuntimeError(
             "Gradients were computed while those before them were still being averaged: "
             "leave the block of averaging() and step before the next backward()."
         )
     if exchange:
         exchange.finish()
-    held.give_back()
+    gradients.give_back()
 
 
-class _Form(NamedTuple):
-    """The size, in elements, and dtype of a message: what must be equal on all ranks before they send it."""
-
-    size: int
-    dtype: torch.dtype
-
-
-_HEAD = 16  # elements of the check at the front of a first message
-_CHECK = _Form(1 << 13, torch.float32)  # of a first message, if no other is known to suit
-_LARGEST = 1 << 18  # elements of a first message
-_first_messages: WeakKeyDictionary[Session, _Form] = WeakKeyDictionary()  # of the next call, by job
+def _parameters_of(call: str, modules: Modules) -> NamedTensors:
+    for module in modules:
+        if isinstance(module, nn.Module):
+            yield from unwrap_model(module).named_parameters()
+        elif isinstance(module, Tensor):
+            yield "", module
+        else:
+            kind = type(module).__name__
+            raise TypeError(f"{call} takes modules and tensors, got {kind}: unpack a list with *.")
 
 
-class _Held:
-    """The gradients of some parameters, each of these once, while they are replaced by their means."""
+def _can_travel(parameter: Tensor, gradient: Tensor | None) -> bool:
+    if parameter.is_meta:
+        return False
+    # most parameters have no attributes of their own, and need no closer look, which takes longer
+    is_ordinary = type(parameter) is nn.Parameter and not parameter.__dict__
+    if not is_ordinary and (is_sharded(parameter) or is_lazy(parameter)):
+        return False
+    if gradient is None:
+        return True
+    if gradient.layout is not torch.strided or gradient.is_nested:
+        return False
+    return gradient.device == parameter.device
 
-    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        names: dict[torch.Tensor, str] = {}
+
+def _refuse(call: str, modules: Modules) -> None:
+    """Raise for the first parameter or gradient that cannot travel, and name it.
+
+    Raises:
+        TypeError: If a parameter is sharded, or a gradient is not dense, or on another device.
+        ValueError: If a parameter has no values.
+    """
+    named = list(_named_by_argument(modules))
+    check_tensors(call, named)
+    for name, p in named:
+        gradient = p.grad
+        if gradient is None or _can_travel(p, gradient):
+            continue
+        if gradient.device != p.device:
+            problem = f"is on {gradient.device}, the parameter on {p.device}"
+        else:
+            layout = str(gradient.layout).removeprefix("torch.")
+            problem = f"is a {layout} tensor"
+        raise TypeError(
+            f"{call} takes dense gradients beside their parameters, but that of {name} {problem}. "
+            "Make an embedding with sparse=False, or move and densify the gradient before."
+        )
+
+
+def _named_by_argument(modules: Modules) -> NamedTensors:
+    """Name the parameters that are trained, with the place of their argument among several."""
+    for i, module in enumerate(modules):
+        place = f" of argument {i}" if len(modules) > 1 else ""
+        if isinstance(module, nn.Module):
+            named = list(named_tensors(module))
+        else:
+            named = [("the tensor", module)]
+        for name, p in named:
+            if p.requires_grad:
+                yield name + place, p
+
+
+class _Gradients:
+    """The gradients of some parameters, while they are replaced by their means.
+
+    Attributes:
+        parameters: Those that are trained, each once.
+        names: Theirs.
+        values: Their gradients; None for a parameter that has none.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        names: dict[Tensor, str] = {}
         for name, p in named:
             if p.requires_grad:
                 names.setdefault(p, name)
-        self.parameters, self.names = list(names), list(names.values())
-        self.gradients = [p.grad for p in self.parameters]
+        self.parameters = list(names)
+        self.names = list(names.values())
+        self.values = [p.grad for p in self.parameters]
+
+    def hide(self) -> None:
+        """Leave the parameters without gradients: nothing can step with this rank's own."""
+        for p in self.parameters:
+            p.grad = None
 
     def separate(self) -> None:
-        """Replace gradients that cannot be overwritten, each by itself, by new tensors without values."""
-        shared = sharing_memory(self.gradients)
-        for place, gradient in enumerate(self.gradients):
+        """Replace gradients that cannot be overwritten, each by itself, by new tensors.
+
+        The new ones have no values yet.
+        """
+        shared = sharing_memory(self.values)
+        for place, gradient in enumerate(self.values):
             if gradient is None:
                 continue
             if place in shared or not writable(gradient):
                 parameter = self.parameters[place]
-                self.gradients[place] = torch.empty_like(parameter, dtype=gradient.dtype)
+                self.values[place] = torch.empty_like(parameter, dtype=gradient.dtype)
 
     def give_back(self) -> None:
-        for p, gradient in zip(self.parameters, self.gradients, strict=True):
+        """Give the parameters their gradients."""
+        for p, gradient in zip(self.parameters, self.values, strict=True):
             p.grad = gradient
 
 
-@untraced
-def _begin(call: str, modules: tuple[nn.Module | torch.Tensor, ...]) -> tuple[_Held, _Exchange | None]:
-    joined = lifecycle.joined()
-    try:
-        held = _Held(_parameters_of(call, modules))
-        if not all(map(_can_travel, held.parameters, held.gradients)):
-            _refuse(call, modules)
-    except (TypeError, ValueError) as error:
-        if joined:  # the others learn it from the check, in which they would wait for this rank
-            with suppress(MismatchError):
-                _Exchange(_Held([]), refusal=fingerprint_of(call, error=f"{type(error).__name__}: {error}")).check()
-        raise
-    return held, _Exchange(held) if joined else None
-
-
-def _parameters_of(call: str, modules: tuple[nn.Module | torch.Tensor, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    for module in modules:
-        if isinstance(module, nn.Module):
-            yield from unwrap_model(module).named_parameters()
-        elif isinstance(module, torch.Tensor):
-            yield "", module
-        else:
-            raise TypeError(f"{call} takes modules and tensors, got {type(module).__name__}: unpack a list with *.")
-
-
-def _can_travel(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
-    ordinary = type(parameter) is nn.Parameter and not parameter.__dict__  # most are, and this is quick
-    if parameter.is_meta or (not ordinary and (is_sharded(parameter) or is_lazy(parameter))):
-        return False
-    if gradient is None:
-        return True
-    return gradient.layout is torch.strided and gradient.device == parameter.device and not gradient.is_nested
-
-
-def _refuse(call: str, modules: tuple[nn.Module | torch.Tensor, ...]) -> NoReturn:
-    named: list[tuple[str, torch.Tensor]] = []
-    for i, module in enumerate(modules):
-        place = f" of argument {i}" if len(modules) > 1 else ""
-        parameters = named_tensors(module) if isinstance(module, nn.Module) else [("the tensor", module)]
-        named += [(name + place, p) for name, p in parameters if p.requires_grad]
-    check_tensors(call, named)
-    name, p = next((name, p) for name, p in named if not _can_travel(p, p.grad))
-    assert p.grad is not None
-    if p.grad.device != p.device:
-        found = f"is on {p.grad.device}, the parameter on {p.device}"
-    else:
-        found = f"is a {p.grad.layout} tensor".replace("torch.", "")
-    raise TypeError(
-        f"{call} takes dense gradients beside their parameters, but that of {name} {found}. "
-        "Make an embedding with sparse=False, or move and densify the gradient before."
-    )
-
-
-class _Group(NamedTuple):
-    """Parameters of one device and dtype, whose gradients travel as one flat tensor."""
+class _BucketLayout(NamedTuple):
+    """The parameters of one device and dtype; their gradients travel as one flat tensor."""
 
     device: torch.device
     dtype: torch.dtype  # of that tensor
@@ -342,168 +413,242 @@ class _Group(NamedTuple):
 
     @property
     def length(self) -> int:
+        """Return the elements of the tensor: the gradients, and a mark for each."""
         return sum(self.sizes) + len(self.places)
 
 
-def _form_of(groups: list[_Group]) -> _Form | None:
-    """Say in which form the first group's gradients travel behind a check; None if they travel without."""
-    if not groups:
-        return None
-    device, dtype, *_ = groups[0]
-    size = max(_HEAD + groups[0].length, _CHECK.size)
-    if size > _LARGEST or dtype.is_complex:
-        return None
-    control = lifecycle.control_device()
-    if device != control and communication_device(device) != control:
-        return None
-    return _Form(size, dtype)
-
-
 class _Bucket:
-    """The gradients of a group on their way."""
+    """The gradients of one layout on their way."""
 
-    flat: torch.Tensor
+    flat: Tensor
     divisor: float  # of the sums
 
-    def __init__(self, group: _Group, held: _Held) -> None:
-        self.group, self.held = group, held
+    def __init__(self, layout: _BucketLayout, gradients: _Gradients) -> None:
+        self.layout = layout
+        self.gradients = gradients
+        self.missing = []  # places in the layout
+        for i, place in enumerate(layout.places):
+            if gradients.values[place] is None:
+                self.missing.append(i)
 
-    def fill(self, flat: torch.Tensor) -> None:
-        """Write the gradients, zeros for those that are missing, and which of them there are.
+    def fill(self, flat: Tensor) -> None:
+        """Write the gradients, zeros for those that are missing, and a mark for each: 1 or 0.
 
-        They are divided by a power of two at least as large as the number of ranks: no sum overflows.
+        They are divided by a power of two at least as large as the number of ranks: no sum
+        overflows.
         """
-        device, dtype, places, sizes = self.group
-        self.missing = [i for i, place in enumerate(places) if self.held.gradients[place] is None]
-        present = torch.ones(len(places), device=device, dtype=dtype)
+        device, dtype, places, sizes = self.layout
+        marks = torch.ones(len(places), device=device, dtype=dtype)
         if self.missing:
-            present[self.missing] = 0
+            marks[self.missing] = 0
         pieces = []
         for place, size in zip(places, sizes, strict=True):
-            gradient = self.held.gradients[place]
-            pieces.append(present.new_zeros(size) if gradient is None else gradient.reshape(-1))
+            gradient = self.gradients.values[place]
+            if gradient is None:
+                pieces.append(marks.new_zeros(size))
+            else:
+                pieces.append(gradient.reshape(-1))
+        pieces.append(marks)
         if flat.device == device:
-            torch.cat([*pieces, present], out=flat)
+            torch.cat(pieces, out=flat)
         else:
-            flat.copy_(torch.cat([*pieces, present]))
+            flat.copy_(torch.cat(pieces))
         factor, self.divisor = safe_scale(None, ranks.get_world_size())
         if factor != 1:
             flat.mul_(factor)
         self.flat = flat
 
     def distribute(self) -> None:
-        """Put the means in the place of the gradients, and make those that this rank alone has not."""
+        """Write the means over the gradients, and make those that other ranks have."""
         if self.divisor != 1:
             self.flat.div_(self.divisor)
-        *means, present = torch.split(self.flat, [*self.group.sizes, len(self.group.places)])
-        somewhere = present.tolist() if self.missing else ()  # else there is no reason to wait for the accelerator
-        parameters, gradients = self.held.parameters, self.held.gradients
-        for i in self.missing:
-            place = self.group.places[i]
-            p = parameters[place]
-            dtype = getattr(p, "grad_dtype", None) or p.dtype
-            gradients[place] = torch.empty_like(p, dtype=dtype) if somewhere[i] else None
-        for place, mean in zip(self.group.places, means, strict=True):
-            gradient = gradients[place]
+        places, sizes = self.layout.places, self.layout.sizes
+        *means, marks = torch.split(self.flat, [*sizes, len(places)])
+        if self.missing:  # otherwise there is no reason to wait for the accelerator
+            self._make_missing(marks.tolist())
+        for place, mean in zip(places, means, strict=True):
+            gradient = self.gradients.values[place]
             if gradient is not None:
                 gradient.copy_(mean.view(gradient.shape))
+
+    def _make_missing(self, marks: list[float]) -> None:
+        """Make the gradients that this rank has not, where the sum of the marks says others do."""
+        for i in self.missing:
+            if not marks[i]:
+                continue
+            place = self.layout.places[i]
+            parameter = self.gradients.parameters[place]
+            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+            self.gradients.values[place] = torch.empty_like(parameter, dtype=dtype)
+
+
+class _Format(NamedTuple):
+    """The size, in elements, and dtype of a message: equal on all ranks before they send it."""
+
+    size: int
+    dtype: torch.dtype
+
+
+_HASH_SIZE = 16  # elements at the front of a first message
+_USUAL_FORMAT = _Format(1 << 13, torch.float32)  # of a first message, if no other is known to suit
+_LARGEST = 1 << 18  # elements of a first message
+_next_formats: WeakKeyDictionary[Session, _Format] = WeakKeyDictionary()  # of first messages
+
+
+def _format_of(layouts: list[_BucketLayout]) -> _Format | None:
+    """Return the format in which the first bucket travels behind a hash.
+
+    It is None if the bucket travels without.
+    """
+    if not layouts:
+        return None
+    device, dtype, *_ = layouts[0]
+    size = max(_HASH_SIZE + layouts[0].length, _USUAL_FORMAT.size)
+    if size > _LARGEST or dtype.is_complex:
+        return None
+    control = lifecycle.control_device()
+    if device != control and communication_device(device) != control:
+        return None
+    return _Format(size, dtype)
+
+
+class _FirstMessage:
+    """A hash of what this rank averages, and behind it a bucket, summed over the ranks."""
+
+    def __init__(self, fingerprint: str, format: _Format, bucket: _Bucket | None) -> None:
+        self.session = lifecycle.current_session()
+        self.fingerprint = fingerprint
+        self.flat = _write_message(fingerprint, format, bucket)
+        self.work = _start(self.flat)
+        self.checked = False
+
+    def check(self) -> None:
+        """Wait for the message, and make sure that the ranks average the same.
+
+        Raises:
+            MismatchError: If they do not.
+        """
+        if self.checked:
+            return
+        with lifecycle.peer_errors():
+            self.work.wait()
+        self.checked = True
+        expected = _hash(self.fingerprint, ranks.get_world_size(), self.flat.dtype)
+        if not torch.equal(self.flat[:_HASH_SIZE].cpu(), expected):
+            _next_formats.pop(self.session, None)
+            check_fingerprint(self.fingerprint)  # says what differs
 
 
 class _Exchange:
     """The gradients of one call on their way, after a check that all ranks have the same.
 
-    Of every call the first message has the same size and dtype on all ranks, whatever they pass: those that suit the
-    call before. At its front is a hash of the layout. So ranks that differ learn it there, before messages of different
-    sizes meet, which aborts a gloo process; and a loop that averages the same networks in every step needs no other
-    message, for where the first one suits this call too, it carries the gradients. Otherwise they follow in one of the
-    same form, because a sum is rounded by its place in a message, and must not depend on the call before.
+    Of every call the first message has the same size and dtype on all ranks, whatever they pass:
+    the format that suits the call before. At its front is a hash of the layout. So ranks that
+    differ learn it there, before messages of different sizes meet, which aborts a gloo process; and
+    a loop that averages the same networks in every step needs no other message, for where the first
+    one suits this call too, it carries the gradients. Otherwise they follow in one of the same
+    format, because a sum is rounded by its place in a message, and must not depend on the call
+    before.
     """
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, held: _Held, refusal: str = "") -> None:
-        self.held = held
-        self.session, self.checked = lifecycle.current_session(), False
-        layout = [(p.device, p.dtype, p.shape, name) for p, name in zip(held.parameters, held.names, strict=True)]
-        described, groups = _plan(tuple(layout))
-        self.terms = refusal or described
-        self.buckets = [_Bucket(group, held) for group in groups]
-        form, first = _form_of(groups), _first_messages.get(self.session, _CHECK)
-        _first_messages[self.session] = form or _CHECK
-        self.front = self._message(first, self.buckets[0] if form == first else None)
-        self.works = [_start(self.front)]
-        for i, bucket in enumerate(self.buckets):
-            if i == 0 and form == first:
-                continue
-            self.check()
-            if i == 0 and form:
-                message = self._message(form, bucket)
+    def __init__(self, gradients: _Gradients, refusal: str = "") -> None:
+        self.gradients = gradients
+        fingerprint, layouts = _plan_for(gradients)
+        fingerprint = refusal or fingerprint
+        self.buckets = [_Bucket(layout, gradients) for layout in layouts]
+        session = lifecycle.current_session()
+        expected = _next_formats.get(session, _USUAL_FORMAT)
+        suitable = _format_of(layouts)
+        _next_formats[session] = suitable or _USUAL_FORMAT
+        if suitable == expected:
+            self.first = _FirstMessage(fingerprint, expected, self.buckets[0])
+            remaining = self.buckets[1:]
+        else:
+            self.first = _FirstMessage(fingerprint, expected, None)
+            remaining = self.buckets
+        self.works: list[dist.Work] = []
+        for bucket in remaining:
+            self.first.check()
+            if suitable and bucket is self.buckets[0]:
+                message = _write_message(fingerprint, suitable, bucket)
             else:
-                device, dtype = communication_device(bucket.group.device), bucket.group.dtype
-                message = torch.empty(bucket.group.length, dtype=dtype, device=device)
-                bucket.fill(message)
+                message = _write_bucket(bucket)
             self.works.append(_start(message))
-
-    def _message(self, form: _Form, bucket: _Bucket | None) -> torch.Tensor:
-        """Write the hash, and behind it the gradients of a bucket."""
-        flat = torch.empty(form.size, dtype=form.dtype, device=lifecycle.control_device())
-        flat[:_HEAD] = _head(self.terms, 1, form.dtype)
-        end = _HEAD
-        if bucket:
-            end += bucket.group.length
-            bucket.fill(flat[_HEAD:end])
-        flat[end:] = 0
-        return flat
-
-    def check(self) -> None:
-        """Wait for the first message and make sure that it is that of equal ranks."""
-        if self.checked:
-            return
-        with lifecycle.peer_errors():
-            self.works.pop(0).wait()
-        self.checked = True
-        expected = _head(self.terms, ranks.get_world_size(), self.front.dtype)
-        if not torch.equal(self.front[:_HEAD].cpu(), expected):
-            _first_messages.pop(self.session, None)
-            check_fingerprint(self.terms)  # says what differs
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the means and put them into the gradients that were held."""
-        self.check()
+        """Wait for the means and write them over the gradients."""
+        self.first.check()
         for work in self.works:
             with lifecycle.peer_errors():
                 work.wait()
-        self.held.separate()
+        self.gradients.separate()
         for bucket in self.buckets:
             bucket.distribute()
 
 
-def _start(flat: torch.Tensor) -> dist.Work:
+def _write_message(fingerprint: str, format: _Format, bucket: _Bucket | None) -> Tensor:
+    """Write the hash of a fingerprint, and behind it a bucket."""
+    flat = torch.empty(format.size, dtype=format.dtype, device=lifecycle.control_device())
+    flat[:_HASH_SIZE] = _hash(fingerprint, 1, format.dtype)
+    end = _HASH_SIZE
+    if bucket:
+        end += bucket.layout.length
+        bucket.fill(flat[_HASH_SIZE:end])
+    flat[end:] = 0
+    return flat
+
+
+def _write_bucket(bucket: _Bucket) -> Tensor:
+    """Write a bucket alone."""
+    layout = bucket.layout
+    device = communication_device(layout.device)
+    flat = torch.empty(layout.length, dtype=layout.dtype, device=device)
+    bucket.fill(flat)
+    return flat
+
+
+def _start(flat: Tensor) -> dist.Work:
     with lifecycle.peer_errors():
         work: dist.Work = dist.all_reduce(flat, async_op=True)
     return work
 
 
+_Parameter = tuple[torch.device, torch.dtype, torch.Size, str]  # with its name
+
+
+def _plan_for(gradients: _Gradients) -> tuple[str, list[_BucketLayout]]:
+    parameters = []
+    for p, name in zip(gradients.parameters, gradients.names, strict=True):
+        parameters.append((p.device, p.dtype, p.shape, name))
+    return _plan(tuple(parameters))
+
+
 @functools.lru_cache(maxsize=256)
-def _plan(layout: tuple[tuple[torch.device, torch.dtype, torch.Size, str], ...]) -> tuple[str, list[_Group]]:
+def _plan(parameters: tuple[_Parameter, ...]) -> tuple[str, list[_BucketLayout]]:
     """Describe parameters to the other ranks, and sort them by what can travel in one tensor."""
-    kinds: dict[str, str] = {}
-    members: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, (device, dtype, shape, name) in enumerate(layout):
-        called = f"{name}, " if name else ""
-        place = "" if device.type == "cpu" else f" on {device.type}"
-        kinds[f"parameter {i}"] = f"{called}{dtype}{list(shape)}{place}"
-        members.setdefault((device, torch.promote_types(dtype, torch.float32)), []).append(i)
-    groups = []
-    for (device, dtype), places in members.items():
-        groups.append(_Group(device, dtype, places, [math.prod(layout[i][2]) for i in places]))
-    return fingerprint_of("average_gradients", kinds), groups
+    described = {}
+    buckets: dict[tuple[torch.device, torch.dtype], _BucketLayout] = {}
+    for i, (device, dtype, shape, name) in enumerate(parameters):
+        text = f"{dtype}{list(shape)}"
+        if name:
+            text = f"{name}, {text}"
+        if device.type != "cpu":
+            text += f" on {device.type}"
+        described[f"parameter {i}"] = text
+        sum_dtype = torch.promote_types(dtype, torch.float32)
+        empty = _BucketLayout(device, sum_dtype, [], [])
+        layout = buckets.setdefault((device, sum_dtype), empty)
+        layout.places.append(i)
+        layout.sizes.append(math.prod(shape))
+    return fingerprint_of("average_gradients", described), list(buckets.values())
 
 
 @functools.lru_cache(maxsize=256)
-def _head(mine: str, world_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """The hash of terms as numbers, summed over so many ranks that have these."""
-    digest = blake2b(mine.encode(), digest_size=_HEAD).digest()
+def _hash(fingerprint: str, world_size: int, dtype: torch.dtype) -> Tensor:
+    """Return the hash of a fingerprint as numbers, summed over so many ranks that have it."""
+    digest = blake2b(fingerprint.encode(), digest_size=_HASH_SIZE).digest()
     return torch.tensor([world_size * byte for byte in digest], dtype=dtype, device="cpu")
