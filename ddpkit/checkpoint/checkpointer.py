@@ -28,7 +28,7 @@ from ..process_group import lifecycle
 from ..process_group.failures import message_of
 from ..seeding.generator_states import check_rng_state, get_rng_state, set_rng_state, set_rng_states
 from .files import dump, from_bytes, read, to_bytes, unreadable, write_durably
-from .folder_lock import Claim, claim
+from .folder_lock import FolderLock, lock_folder
 from .states import (
     Before,
     contradictions,
@@ -87,7 +87,7 @@ class Checkpointer:
         self.folder = Path(folder)
         self.keep = _count(keep, 1, "keep must be a number of checkpoints")
         self.keep_best = _count(keep_best, 0, "keep_best must be a number of checkpoints")
-        self._claim: Claim | None = None
+        self._lock: FolderLock | None = None
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"The checkpoint folder {self.folder} is a file. Pass a folder, or a path not yet in use.")
 
@@ -234,7 +234,7 @@ class Checkpointer:
         """Write a checkpoint, list it in `latest`, and delete those that are not kept any more."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._claim = self._claimed()
+            self._lock = self._lock_folder()
             self._delete_left_overs()
             write_durably(path, lambda file: dump(content, file))
         except OSError as error:
@@ -259,17 +259,17 @@ class Checkpointer:
             except OSError as error:
                 _log.warning("Saved %s, but an old checkpoint stays: %s.", path, error)
 
-    def _claimed(self) -> Claim:
-        """Claim the folder for this process, and for the rule by which checkpoints are kept."""
-        held = claim(self.folder)
-        for other in held.savers:
+    def _lock_folder(self) -> FolderLock:
+        """Lock the folder for this process, and for the rule by which checkpoints are kept."""
+        lock = lock_folder(self.folder)
+        for other in lock.writers:
             if (other.keep, other.keep_best) != (self.keep, self.keep_best):
                 raise CheckpointError(
                     f"{other!r} saves here, too, and keeps other checkpoints than {self!r}: each would delete the "
                     "other's. Give each a folder of its own."
                 )
-        held.savers.add(self)
-        return held
+        lock.writers.add(self)
+        return lock
 
     def _delete_left_overs(self) -> None:
         """Delete what a writer that was killed has left."""

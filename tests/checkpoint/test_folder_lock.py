@@ -150,7 +150,7 @@ def test_a_second_one_that_would_delete_what_the_first_keeps_is_refused(tmp_path
         assert steps == [1, 2, 3]
 
 
-def test_a_claim_that_somebody_deletes_is_made_again(tmp_path: Path, notes: Path) -> None:
+def test_a_lock_whose_file_somebody_deletes_is_taken_again(tmp_path: Path, notes: Path) -> None:
     checkpoints = Checkpointer(tmp_path)
     for step in range(3):
         checkpoints.save(step)
@@ -162,29 +162,29 @@ def test_a_claim_that_somebody_deletes_is_made_again(tmp_path: Path, notes: Path
     assert f"Another job (process {os.getpid()} on " in (notes / "output").read_text()
 
 
-def claim_of(**changed: Any) -> str:
+def holder_text(**changed: Any) -> str:
     holder = {"host": "elsewhere", "machine": "other", "pid": os.getpid(), "since": "2024-01-01 00:00:00", "job": ""}
     return json.dumps(holder | {"token": "00"} | changed)
 
 
-def test_a_claim_of_another_machine_holds_as_long_as_it_is_fresh(tmp_path: Path, monkeypatch: Any) -> None:
-    claim = tmp_path / ".writer"
-    claim.write_text(claim_of())
-    said = rf"process {os.getpid()} on elsewhere, since 2024.*within the last 5 minutes.*delete {re.escape(str(claim))}"
+def test_a_lock_of_another_machine_holds_as_long_as_it_is_fresh(tmp_path: Path, monkeypatch: Any) -> None:
+    lock = tmp_path / ".writer"
+    lock.write_text(holder_text())
+    said = rf"process {os.getpid()} on elsewhere, since 2024.*within the last 5 minutes.*delete {re.escape(str(lock))}"
     with pytest.raises(CheckpointError, match=said):
         save(tmp_path)
-    assert json.loads(claim.read_text())["host"] == "elsewhere"
+    assert json.loads(lock.read_text())["host"] == "elsewhere"
     long_ago = time.time() - 400
-    os.utime(claim, (long_ago, long_ago))
+    os.utime(lock, (long_ago, long_ago))
     save(tmp_path)
 
-    claim.write_text(claim_of(job="SLURM_JOB_ID=7"))
+    lock.write_text(holder_text(job="SLURM_JOB_ID=7"))
     with pytest.raises(CheckpointError, match="elsewhere"):
         save(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "7")  # the same job, started again on another machine
     monkeypatch.setenv("SLURM_NTASKS", "1")
     save(tmp_path)
-    assert not claim.exists()
+    assert not lock.exists()
 
 
 def test_a_dead_process_on_this_machine_holds_nothing_though_its_number_is_used_again(tmp_path: Path) -> None:
@@ -207,8 +207,8 @@ def another_process() -> Iterator[int]:
         process.wait()
 
 
-def claim_here(folder: Path, pid: int, **changed: Any) -> None:
-    """Leave the claim of a process of this machine whose lock somebody has lost."""
+def leave_lock(folder: Path, pid: int, **changed: Any) -> None:
+    """Leave the file of a process of this machine that has lost its lock."""
     checkpoints = Checkpointer(folder)
     checkpoints.save(1)
     mine = json.loads((folder / ".writer").read_text())
@@ -218,14 +218,14 @@ def claim_here(folder: Path, pid: int, **changed: Any) -> None:
 
 def test_a_process_that_has_the_number_of_a_dead_one_holds_nothing(tmp_path: Path) -> None:
     with another_process() as pid:
-        claim_here(tmp_path, pid, born="1")
+        leave_lock(tmp_path, pid, born="1")
         save(tmp_path)
 
 
 @pytest.mark.parametrize("known", [True, False])  # an older ddpkit did not note when a process had started
-def test_a_process_that_lost_its_lock_holds_its_claim_while_it_runs(tmp_path: Path, known: bool) -> None:
+def test_a_process_that_lost_its_lock_holds_the_folder_while_it_runs(tmp_path: Path, known: bool) -> None:
     with another_process() as pid:
-        claim_here(tmp_path, pid, born=born(pid) if known else "")
+        leave_lock(tmp_path, pid, born=born(pid) if known else "")
         with pytest.raises(CheckpointError, match=f"process {pid} on "):
             save(tmp_path)
     save(tmp_path)
@@ -233,7 +233,7 @@ def test_a_process_that_lost_its_lock_holds_its_claim_while_it_runs(tmp_path: Pa
 
 def test_a_holder_that_was_killed_and_not_yet_waited_for_holds_nothing(tmp_path: Path) -> None:
     with another_process() as pid:
-        claim_here(tmp_path, pid, born=born(pid))
+        leave_lock(tmp_path, pid, born=born(pid))
         os.kill(pid, signal.SIGKILL)
         while born(pid):
             time.sleep(0.01)
@@ -244,7 +244,7 @@ UNREADABLE = ["", "{", "[]", "null", "\0" * 50, '{"machine": 3}', '{"pid": "x", 
 
 
 @pytest.mark.parametrize("text", UNREADABLE)
-def test_a_claim_that_cannot_be_read_holds_no_longer_than_its_lock(tmp_path: Path, text: str) -> None:
+def test_a_text_that_cannot_be_read_holds_no_longer_than_its_lock(tmp_path: Path, text: str) -> None:
     (tmp_path / ".writer").write_text(text)
     long_ago = time.time() - 400
     os.utime(tmp_path / ".writer", (long_ago, long_ago))
@@ -254,7 +254,7 @@ def test_a_claim_that_cannot_be_read_holds_no_longer_than_its_lock(tmp_path: Pat
 def test_a_folder_that_another_machine_took_over_is_noticed(tmp_path: Path) -> None:
     checkpoints = Checkpointer(tmp_path)
     checkpoints.save(1)
-    (tmp_path / ".writer").write_text(claim_of())  # where locks end at the machine
+    (tmp_path / ".writer").write_text(holder_text())  # where locks end at the machine
     with pytest.raises(CheckpointError, match="elsewhere, since 2024-01-01 00:00:00.* has begun to write into"):
         checkpoints.save(2)
     assert checkpoints.steps() == [1]
