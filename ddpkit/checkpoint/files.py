@@ -1,6 +1,7 @@
-"""Files that are whole or not there: written under another name and renamed, with a checksum that reading verifies.
+"""Files that are whole or not there: written under another name, then renamed, with a checksum.
 
-What is in them is `torch.save`'s zip archive, so plain `torch.load` reads them, and one more line with its SHA-256.
+They are `torch.save`'s zip archives, so plain `torch.load` reads them, and one more line with their
+SHA-256, which reading verifies.
 """
 
 from __future__ import annotations
@@ -16,23 +17,26 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import CheckpointError, DdpkitError
+from .leaves import has_names
 
-_SAVEABLE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
+_ADVICE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
 _MARK = b"\nsha256:"
-_TAIL = len(_MARK) + 64 + 1  # the mark, the digest in hexadecimal, a newline
+_LAST_LINE = len(_MARK) + 64 + 1  # bytes: the mark, the digest in hexadecimal, a newline
+_BLOCK = 1 << 20  # bytes that are hashed at a time
 
 
 def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Writes a file so that a crash at any moment leaves either the old one or the new one.
+    """Write a file so that a crash at any moment leaves either the old one or the new one.
 
     Args:
         path: The file's name in an existing folder; `<path>.tmp` is used meanwhile.
         write: Gets the file, open for writing bytes.
 
     Raises:
-        OSError: If it cannot be written, for example on a full disk. The old file is untouched then.
+        OSError: If it cannot be written, for example on a full disk; the old file is untouched.
     """
-    temporary = path.with_name(f"{path.name}.tmp")  # in the same folder: a rename is atomic within one file system
+    # in the same folder: a rename is atomic within one file system
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
@@ -45,27 +49,29 @@ def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 
 def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
-    """Writes `content` and its checksum to a file on the disk.
+    """Write `content` and its checksum to a file on the disk.
 
     Raises:
         OSError: If the disk does not take it.
-        CheckpointError: If loading `content` would need code from the file; the message names the key.
+        CheckpointError: If loading `content` would need code from the file; the message names the
+            key.
     """
-    hashed = _Hashed(file)
+    hashed = _HashedFile(file)
     try:
         torch.save(content, hashed)  # type: ignore[arg-type]
     except (OSError, DdpkitError):
         raise
     except Exception as error:
-        if isinstance(error.__context__, OSError):  # torch makes a RuntimeError of what write() raises
-            raise error.__context__ from None
-        raise CheckpointError(f"Cannot save {_culprit(content)}: {_reason(error)} {_SAVEABLE}") from error
-    file.write(_MARK + hashed.sha256.hexdigest().encode() + b"\n")
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # torch made a RuntimeError of what write() raised
+        raise _unsaveable(content, error) from error
+    file.write(_last_line(hashed.sha256.hexdigest()))
     file.flush()
     try:
-        torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)  # mapped: reads no tensor's bytes
+        # mapped: reads no tensor's bytes
+        torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise CheckpointError(f"Cannot save {_culprit(content)}: {_reason(error)} {_SAVEABLE}") from error
+        raise _unsaveable(content, error) from error
 
 
 def read(file: BinaryIO) -> tuple[Any, str]:
@@ -88,13 +94,14 @@ def read(file: BinaryIO) -> tuple[Any, str]:
 
 
 def unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointError:
-    """Return the error to raise where a file cannot be read."""
+    """Make the error to raise where a file cannot be read."""
     return CheckpointError(f"Cannot read {path}: {_reason(error)}")
 
 
 def to_bytes(content: Any) -> bytes:
     """Return `content` as `torch.save` writes it."""
-    torch.save(content, buffer := io.BytesIO())
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
     return buffer.getvalue()
 
 
@@ -103,11 +110,12 @@ def from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-class _Hashed:
-    """A file to write to that knows the SHA-256 of what was written."""
+class _HashedFile:
+    """A file to write to, with the SHA-256 of all that was written."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.sha256 = file, hashlib.sha256()
+        self.file = file
+        self.sha256 = hashlib.sha256()
 
     def write(self, data: bytes) -> int:
         self.sha256.update(data)
@@ -117,22 +125,38 @@ class _Hashed:
         self.file.flush()
 
 
+def _last_line(digest: str) -> bytes:
+    return _MARK + digest.encode() + b"\n"
+
+
 def _verify(file: BinaryIO) -> str:
-    left, sha256 = max(0, file.seek(0, os.SEEK_END) - _TAIL), hashlib.sha256()
+    """Compare a file with its checksum, and return that; raise ValueError if they differ."""
+    size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    while left and (block := file.read(min(left, 1 << 20))):
-        sha256.update(block)
-        left -= len(block)
-    tail, digest = file.read(), sha256.hexdigest()
-    if not tail.startswith(_MARK):
-        raise ValueError("its checksum is missing: it was truncated, or a Checkpointer did not write it.")
-    if tail != _MARK + digest.encode() + b"\n":
+    digest = _hash(file, max(0, size - _LAST_LINE))
+    last_line = file.read()
+    if not last_line.startswith(_MARK):
+        problem = "its checksum is missing: it was truncated, or a Checkpointer did not write it."
+        raise ValueError(problem)
+    if last_line != _last_line(digest):
         raise ValueError("its checksum does not match: it was damaged.")
     return digest
 
 
+def _hash(file: BinaryIO, length: int) -> str:
+    """Return the SHA-256 of the next `length` bytes of a file, in hexadecimal."""
+    sha256 = hashlib.sha256()
+    while length > 0:
+        block = file.read(min(length, _BLOCK))
+        if not block:  # somebody truncates the file
+            break
+        sha256.update(block)
+        length -= len(block)
+    return sha256.hexdigest()
+
+
 def _sync_folder(folder: Path) -> None:
-    """Flush the names in a folder, so that a rename outlives a loss of power; where the system can."""
+    """Flush the names in a folder, where the system can: a rename then outlives a loss of power."""
     with suppress(OSError):
         entry = os.open(folder, os.O_RDONLY)
         try:
@@ -141,18 +165,38 @@ def _sync_folder(folder: Path) -> None:
             os.close(entry)
 
 
-def _culprit(content: Mapping[str, Any]) -> str:
-    """The key of the first value that does not load on its own, with the inner keys as far as they are known."""
+def _unsaveable(content: Mapping[str, Any], error: Exception) -> CheckpointError:
+    name = _first_unsaveable(content)
+    return CheckpointError(f"Cannot save {name}: {_reason(error)} {_ADVICE}")
+
+
+def _first_unsaveable(content: Mapping[str, Any]) -> str:
+    """Find the first value that does not load on its own.
+
+    Returns:
+        Its key, after a dot the key inside it, and so on as far as keys are known; "" if all load.
+    """
     for key, value in content.items():
         try:
             from_bytes(to_bytes(value))
         except Exception:
-            inner = isinstance(value, Mapping) and all(isinstance(name, str) for name in value) and _culprit(value)
+            inner = ""
+            if has_names(value):
+                inner = _first_unsaveable(value)
             return f"{key}.{inner}" if inner else key
     return ""
 
 
 def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines()] or [repr(error)]
-    found = next((line.split(" Please use")[0] for line in lines if "nsupported" in line), lines[0])
-    return found if found.endswith((".", "!", "?")) else f"{found}."
+    """Shorten the text of an error to one sentence: torch's, to the line on what is unsupported."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    if not lines:
+        lines = [repr(error)]
+    reason = lines[0]
+    for line in lines:
+        if "nsupported" in line:
+            reason, _, _ = line.partition(" Please use")
+            break
+    if reason.endswith((".", "!", "?")):
+        return reason
+    return f"{reason}."

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from ddpkit.checkpoint.states import fingerprint
 from ddpkit.collectives.digest import digest
 
 
@@ -62,32 +61,3 @@ def test_what_is_equal_has_the_same_digest() -> None:
     ]:
         assert digest(one) == digest(other)
         assert len(digest([one] * 1000)) < 100
-
-
-def test_no_two_paths_of_a_state_are_the_same() -> None:
-    states: list[Any] = [
-        {"a.b": 1, "a": {"b": 2}},
-        {"a.b": 2, "a": {"b": 2}},
-        {"a.b": 2, "a": {"b": 1}},
-        {"a": {"b": {"c": 1}, "b.c": 2}},
-        {"a": {"b": {"c": 2}, "b.c": 2}},
-        {"a": [5], "a[0]": 6},
-        {"a": [7], "a[0]": 6},
-        {1: 5, "1": 6},
-        {1: 7, "1": 6},
-        {"1": 5},
-        {1: 5},
-        {1.0: 5},
-        {(1, 2): 5},
-        {"": 5},
-        {"'a'": 5},
-    ]
-    for one, other in combinations(states, 2):
-        assert fingerprint("run", one) != fingerprint("run", other), (one, other)
-    assert set(fingerprint("run", {"a": {"b.c": [1]}, 2: 3})) == {
-        "run",
-        "run.a",
-        "run.a['b.c']",
-        "run.a['b.c'][0]",
-        "run[2]",
-    }

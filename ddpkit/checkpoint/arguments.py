@@ -1,0 +1,96 @@
+"""Checks of the arguments of a `Checkpointer`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..collectives.sharded import explain_sharded
+from ..errors import CheckpointError
+from .leaves import has_names, tensors_of
+from .states import is_fsdp
+
+_RESERVED = ("step", "score")  # in what load() returns: the checkpoint's own
+
+
+def as_count(value: Any, least: int, expectation: str) -> int:
+    """Convert any library's integer to an int.
+
+    Raises:
+        ValueError: If it is none, or less than `least`; the expectation begins the message.
+    """
+    number = _as_int(value)
+    if number is None or number < least:
+        raise ValueError(f"{expectation}, an int of at least {least}, got {value!r}.")
+    return number
+
+
+def _as_int(value: Any) -> int | None:
+    if isinstance(value, (bool, np.bool_)):  # older versions of NumPy take theirs for an index
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_path(path: Any) -> Path:
+    """Convert a path of any kind; raise TypeError if it is none."""
+    try:
+        return Path(path)
+    except TypeError:
+        problem = f"path must be that of a file that save() wrote, got {path!r}."
+        raise TypeError(problem) from None
+
+
+def as_named_values(values: Any) -> dict[str, Any]:
+    """Convert `per_rank` to a dict.
+
+    Raises:
+        TypeError: If it is no mapping from names.
+        ValueError: If a name is one of the checkpoint's own.
+    """
+    if not has_names(values):
+        raise TypeError(f"per_rank must be a dict of values by name, got {values!r}.")
+    reserved = [name for name in values if name in _RESERVED]
+    if reserved:
+        raise ValueError(
+            f"per_rank cannot hold {', '.join(reserved)}: under the names {', '.join(_RESERVED)} "
+            "load() returns what is the checkpoint's own. Choose others."
+        )
+    return dict(values)
+
+
+def check_disjoint(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise ValueError if a name stands in `per_rank` and among the states of all ranks."""
+    both = sorted(own.keys() & state.keys())
+    if both:
+        raise ValueError(f"{', '.join(both)} is in per_rank and beside it. Pass it once.")
+
+
+def check_loadable(objects: Mapping[str, Any]) -> None:
+    """Raise TypeError if an object takes no state."""
+    for name, target in objects.items():
+        if not hasattr(target, "load_state_dict") or not hasattr(target, "state_dict"):
+            problem = f"{name}={target!r} has no load_state_dict()."
+            raise TypeError(f"{problem} Plain data comes back in the returned dict.")
+
+
+def check_unsharded(call: str, values: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a tensor of these named values is spread over the ranks."""
+    tensors: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        tensors.extend(tensors_of(name, value))
+    problem = explain_sharded(call, tensors)
+    if problem:
+        raise CheckpointError(problem)
+    wrapped = [name for name, value in values.items() if is_fsdp(value)]
+    if wrapped:
+        raise CheckpointError(
+            f"{call} does not handle sharded tensors, but {', '.join(wrapped)} is wrapped in FSDP: "
+            "each rank holds only its own part. Use torch.distributed.checkpoint for it."
+        )

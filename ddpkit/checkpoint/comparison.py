@@ -1,0 +1,83 @@
+"""Comparison of the ranks' states before rank 0's are saved for all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..collectives.differences import name_ranks
+from ..collectives.ops import all_gather_object
+from ..collectives.sync import exchange
+from ..errors import CheckpointError
+from ..parallel.models import strip, wrapped_paths
+from .all_or_none import list_problems
+from .leaves import digest_leaves, path_to
+from .states import is_consolidated
+
+_ADVICE = (
+    "Only rank 0's would be written. Make them equal first (BatchNorm's statistics and other "
+    "buffers with ddpkit.sync_buffers(model), data with ddpkit.broadcast), or save what each rank "
+    "has its own of with per_rank={name: value}."
+)
+
+
+def check_equal(values: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Raise on every rank unless all ranks would write the same states. Collective.
+
+    Args:
+        values: The objects to save, by name.
+        states: Their states; consolidated optimizers may lack one, for only rank 0 has it.
+
+    Raises:
+        CheckpointError: If some differ, with their names and the ranks.
+    """
+    mine = _digests(values, states)
+    digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
+    if len(set(exchange(digest))) == 1:
+        return
+    differences = _differences(all_gather_object(mine))
+    headline = f"Nothing was saved: {len(differences)} entries differ between ranks:"
+    raise CheckpointError(f"{list_problems(headline, differences)}\n{_ADVICE}")
+
+
+def _digests(values: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, str]:
+    """Digest the leaves of this rank's states that must be those of every rank."""
+    digests: dict[str, str] = {}
+    for name, value in values.items():
+        if is_consolidated(value):
+            continue
+        digests.update(digest_leaves(name, states[name]))
+        for buffer in _broadcast_buffers(value):
+            digests.pop(path_to(name, buffer), None)
+    return digests
+
+
+def _broadcast_buffers(model: Any) -> set[str]:
+    """Name the buffers that DDP overwrites with rank 0's before the next forward."""
+    names: set[str] = set()
+    if not isinstance(model, nn.Module):
+        return names
+    wrapped = wrapped_paths(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
+            for name, _ in module.named_buffers(prefix=path, remove_duplicate=False):
+                names.add(strip(name, wrapped))
+    return names
+
+
+def _differences(everyone: list[dict[str, str]]) -> list[str]:
+    """Say which entries differ, and on which ranks, from the digests by rank and path."""
+    paths = dict.fromkeys(path for digests in everyone for path in digests)
+    found = []
+    for path in paths:
+        holders: dict[str, list[int]] = {}
+        for rank, digests in enumerate(everyone):
+            holders.setdefault(digests.get(path, "absent"), []).append(rank)
+        if len(holders) > 1:
+            texts = [f"{text} on {name_ranks(ranks)}" for text, ranks in holders.items()]
+            found.append(f"{path}: {'; '.join(texts)}")
+    return found

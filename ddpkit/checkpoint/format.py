@@ -1,0 +1,80 @@
+"""The form of a checkpoint file's content, and its check: a file may hold anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..launch.ranks import get_rank
+from ..seeding.generator_states import check_rng_state
+from .leaves import has_names
+
+FORMAT = 1
+
+
+def explain_unusable(content: Any, with_random_states: bool) -> str:
+    """Say why a file's content cannot be used; "" if it has the form that `save()` gives it.
+
+    Args:
+        content: The data, of any kind.
+        with_random_states: Whether this rank means to set its random number generators from it.
+    """
+    if not isinstance(content, dict):
+        return f"it holds a {type(content).__name__}, which no Checkpointer wrote"
+    version = content.get("format")
+    if type(version) is not int or version != FORMAT:
+        return f"its format is {version}, this ddpkit reads {FORMAT}"
+    is_right = {
+        "step": _is_step(content.get("step")),
+        "score": isinstance(content.get("score"), float | None),
+        "state": has_names(content.get("state")),
+        "kinds": _are_kinds(content.get("kinds")),
+        "shapes": has_names(content.get("shapes", {})),
+        "rng": _are_random_states(content.get("rng")),
+        "per_rank": _are_parts(content.get("per_rank")),
+    }
+    wrong = [name for name, right in is_right.items() if not right]
+    if wrong:
+        return f"its {', '.join(wrong)} is missing or not what a Checkpointer writes"
+    if with_random_states:
+        return _explain_random_states(content["rng"])
+    return ""
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _are_kinds(value: Any) -> bool:
+    return has_names(value) and all(isinstance(kind, str) for kind in value.values())
+
+
+def _are_random_states(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(state, dict) for state in value)
+
+
+def _are_parts(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, list) and all(_is_part(part) for part in value)
+
+
+def _is_part(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if not _are_kinds(value.get("kinds", {})):  # older versions wrote none
+        return False
+    return has_names(value.get("per_rank")) and has_names(value.get("shapes"))
+
+
+def _explain_random_states(states: list[dict[str, Any]]) -> str:
+    """Say why this rank cannot use the states of generators, given by rank; "" if it can."""
+    rank = get_rank()
+    if rank >= len(states):
+        rank = 0  # whose states new ones are derived from
+    try:
+        check_rng_state(states[rank])
+    except ValueError as error:
+        return f"{error}; load(path) without objects still reads the rest"
+    return ""

@@ -1,0 +1,216 @@
+"""Loading of a checkpoint: every rank reads it, and all objects are restored, or none is."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..collectives.sync import exchange
+from ..errors import CheckpointError
+from ..launch.ranks import get_rank, get_world_size, is_main_process
+from ..process_group.failures import message_of
+from ..seeding.generator_states import set_rng_states
+from .all_or_none import list_problems, merge_problems, try_on_all, try_on_main
+from .files import read, unreadable
+from .fit import Saved, explain_misfits
+from .format import explain_unusable
+from .states import load_into
+from .undo import Undo
+
+_log = logging.getLogger(__name__)
+_TRIES = 20  # at a file that some ranks see and others do not
+_PAUSE = 0.05  # seconds between them
+
+
+class FileChanged(CheckpointError):
+    """A file has gone, or is another one, since its name was read."""
+
+
+def load_first(
+    folder: Path,
+    candidates: Callable[[Path], list[str]],
+    objects: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """Load the first checkpoint that can be read. Collective.
+
+    Args:
+        folder: The folder of the checkpoints.
+        candidates: Names those in a folder that may be taken, the first to try in front.
+        objects: The objects to restore, by name.
+
+    Returns:
+        The rest of its content; None if there is no candidate.
+
+    Raises:
+        CheckpointError: On every rank, if there are candidates and none can be read, or the one
+            that can does not fit.
+    """
+    reasons: dict[str, str] = {}  # why those that were tried cannot be read
+    tries: Counter[str] = Counter()
+
+    def choose() -> str | None:
+        for name in candidates(folder):
+            if name not in reasons:
+                return name
+        return None
+
+    while True:
+        name = try_on_main(choose)
+        if name is None:
+            break
+        tries[name] += 1
+        try:
+            content = _read_on_all(folder / name, bool(objects))
+        except CheckpointError as error:  # the same on every rank
+            if isinstance(error, FileChanged) and tries[name] < _TRIES:
+                time.sleep(_PAUSE)  # a job beside this one saves and deletes
+                continue
+            if is_main_process():
+                _log.warning("%s Trying the checkpoint before it.", error)
+            reasons[name] = f"\n  {error}"
+            continue
+        return _restore(folder / name, content, objects)
+    if reasons:
+        texts = "".join(reasons.values())
+        raise CheckpointError(f"No checkpoint in {folder} can be read:{texts}")
+    return None
+
+
+def load_file(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Load one checkpoint, and return what is not restored into an object. Collective.
+
+    Raises:
+        CheckpointError: On every rank, if one cannot read it, or it does not fit.
+    """
+    content = _read_on_all(path, bool(objects))
+    return _restore(path, content, objects)
+
+
+def _read_on_all(path: Path, with_random_states: bool) -> dict[str, Any]:
+    """Return the content of a file that every rank reads. Collective.
+
+    Raises:
+        CheckpointError: On every rank, if one cannot read it, or it is no checkpoint that could be
+            restored.
+    """
+    problem = ""
+    with ExitStack() as stack:
+        try:
+            # held open, for it may be deleted before all have read it
+            file = stack.enter_context(open(path, "rb"))
+        except (OSError, ValueError) as error:  # the second for a name with a null character
+            problem = message_of(unreadable(path, error))
+        problems = exchange(problem)
+        if any(problems):
+            raise FileChanged(merge_problems(problems))
+        content, digest = try_on_all(
+            lambda: _read(path, file, with_random_states),
+            doing=f"Cannot read {path}: ",
+        )
+    files = len(set(exchange(digest)))
+    if files > 1:
+        raise FileChanged(
+            f"The ranks see {files} different files at {path}. They must share the folder.",
+        )
+    return content
+
+
+def _read(path: Path, file: BinaryIO, with_random_states: bool) -> tuple[dict[str, Any], str]:
+    content, digest = read(file)
+    problem = explain_unusable(content, with_random_states)
+    if problem:
+        raise CheckpointError(f"Cannot read {path}: {problem}.")
+    return content, digest
+
+
+def _restore(path: Path, content: dict[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Load a checkpoint's content into objects, on all ranks or on none. Collective.
+
+    Returns:
+        The rest of its content.
+    """
+    states = try_on_all(
+        lambda: _fitting_states(path, content, objects),
+        doing=f"{path} does not fit; nothing was loaded: ",
+    )
+    undo = Undo()
+    try:
+        try_on_all(lambda: _load_into_all(objects, states, content["rng"], undo))
+    except CheckpointError as error:
+        _undo_on_all(path, undo, error)
+    except BaseException:
+        with suppress(CheckpointError):
+            undo.put_back()
+        raise
+    rest = {name: state for name, state in states.items() if name not in objects}
+    result = {"step": content["step"]}
+    if content.get("score") is not None:
+        result["score"] = content["score"]
+    return result | rest
+
+
+def _fitting_states(
+    path: Path,
+    content: Mapping[str, Any],
+    objects: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return this rank's states by name; raise if those asked for are not there or do not fit."""
+    saved = _states_of_this_rank(path, content)
+    problems = explain_misfits(objects, saved)
+    if problems:
+        headline = f"{path} does not fit; nothing was loaded:"
+        raise CheckpointError(list_problems(headline, problems))
+    return saved.states
+
+
+def _states_of_this_rank(path: Path, content: Mapping[str, Any]) -> Saved:
+    saved = Saved(
+        states=dict(content["state"]),
+        kinds=dict(content["kinds"]),
+        shapes=dict(content.get("shapes", {})),
+    )
+    parts = content.get("per_rank")
+    if not parts:
+        return saved
+    if len(parts) != get_world_size():
+        names = ", ".join(parts[0]["per_rank"])
+        raise CheckpointError(
+            f"{path} holds {names} of each of {len(parts)} ranks, and this job has "
+            f"{get_world_size()}. Run on {len(parts)} ranks, or read it with "
+            'torch.load(path)["per_rank"].'
+        )
+    own = parts[get_rank()]
+    saved.states.update(own["per_rank"])
+    saved.kinds.update(own.get("kinds", {}))
+    saved.shapes.update(own["shapes"])
+    return saved
+
+
+def _load_into_all(
+    objects: Mapping[str, Any],
+    states: Mapping[str, Any],
+    rng_states: list[dict[str, Any]],
+    undo: Undo,
+) -> None:
+    """Load states into objects, and set the generators if there are objects."""
+    if not objects:
+        return
+    undo.remember_generators()
+    for name, target in objects.items():
+        undo.remember(name, target)
+        load_into(target, states[name])
+    set_rng_states(rng_states)
+
+
+def _undo_on_all(path: Path, undo: Undo, error: CheckpointError) -> None:
+    """Put everything back on every rank, and raise. Collective."""
+    try:
+        try_on_all(undo.put_back)
+    except CheckpointError as worse:
+        raise CheckpointError(f"Cannot load {path}: {error}\n{worse}") from error
+    raise CheckpointError(f"Cannot load {path}; nothing was changed: {error}") from error

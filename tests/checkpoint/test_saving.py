@@ -1,0 +1,160 @@
+"""States of which each rank holds only a part, has its own, or that have no values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import on_ranks
+from runs import (
+    Halves,
+    OwnPart,
+    run_with,
+)
+from torch import nn
+
+import ddpkit
+from ddpkit.checkpoint.checkpointer import Checkpointer
+from ddpkit.errors import CheckpointError, DdpkitError
+
+
+def shard_models(folder: str) -> dict[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (ddpkit.get_world_size(),))
+    plain = nn.Linear(4, 4)
+    path = Checkpointer(folder).save(1, model=plain, optimizer=torch.optim.Adam(plain.parameters()), ema=Halves(1))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters())
+    tensor = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    holder = Halves(1)
+    holder.average = tensor
+    assert isinstance(tensor, DTensor)
+    calls = {
+        "model": lambda: Checkpointer(folder).save(2, model=model),
+        "optimizer": lambda: Checkpointer(folder).save(2, optimizer=optimizer),
+        "nested": lambda: Checkpointer(folder).save(2, notes={"deep": [1, tensor]}),
+        "held": lambda: Checkpointer(folder).save(2, holder=holder),
+        "own": lambda: Checkpointer(folder).save(2, per_rank={"mine": tensor}),
+        "one rank": lambda: Checkpointer(folder).save(2, note=tensor if ddpkit.get_rank() else 1),
+        "load model": lambda: Checkpointer(folder).load(path, model=model),
+        "load optimizer": lambda: Checkpointer(folder).load_latest(optimizer=optimizer),
+    }
+    try:
+        calls["fsdp1"] = (lambda old: lambda: Checkpointer(folder).save(2, model=old))(
+            FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=True, device_id=torch.device("cpu"))
+        )
+    except Exception:  # some versions of torch have it on accelerators only
+        pass
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = "went on"
+        except DdpkitError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    assert Checkpointer(folder).steps() == [1]
+    return said
+
+
+def test_sharded_models_and_tensors_are_refused_by_name_on_every_rank(tmp_path: Path) -> None:
+    named = {"model": "model.0.weight", "optimizer": "optimizer.param_groups.0.params.0", "nested": "notes.deep.1"}
+    named |= {"held": "state.holder.average", "own": "mine", "one rank": "note", "fsdp1": "model"}
+    named |= {"load model": "model.0.weight", "load optimizer": "optimizer.param_groups.0.params.0"}
+    for said in on_ranks(shard_models, 2, str(tmp_path), timeout=60.0):
+        for name, text in said.items():
+            assert text.startswith("CheckpointError: ") and "does not handle sharded tensors" in text, (name, text)
+            assert named[name] in text, (name, text)
+
+
+def save_what_may_differ(folder: str) -> list[Any]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of what it uses itself
+
+    rank, world_size, checkpoints = ddpkit.get_rank(), ddpkit.get_world_size(), Checkpointer(folder)
+    torch.manual_seed(rank)
+    model = ddpkit.wrap_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(plain, 5)
+    loader = ddpkit.make_loader(torch.utils.data.TensorDataset(torch.randn(50, 2)), 4)
+
+    def step() -> list[Any]:
+        (x,) = next(batches)
+        model(x + rank).square().sum().backward()
+        for optimizer in (zero, plain):
+            optimizer.step()
+        plain.zero_grad()
+        scheduler.step()
+        return [tensor.detach().clone() for tensor in model.module.state_dict().values()]
+
+    batches, part = iter(loader), OwnPart(rank + 1.0)
+    for _ in range(2):
+        step()
+    everyone = ddpkit.all_gather_object(model.module[1].running_mean.tolist())
+    assert world_size == 1 or everyone[0] != everyone[1], "the buffers are alike: this test shows nothing"
+    state = {"model": model, "zero": zero, "plain": plain, "scheduler": scheduler, "loader": loader}
+    different = [torch.optim.SGD, torch.optim.Adam][rank % 2](nn.Linear(2, 2).parameters(), lr=0.1)
+    own = {"part": part, "mine": {"rank": rank, "t": torch.full((rank,), 1)}, "different": different}
+    path = checkpoints.save(3, **state, per_rank=own)
+    expected = step()[0]
+    nn.init.normal_(model.module[0].weight)
+    part.moment.zero_()
+    different.param_groups[0]["lr"] = 0.0
+    rest = checkpoints.load_latest(**state, part=part, different=different)
+    assert different.param_groups[0]["lr"] == 0.1
+    of_another = torch.optim.Adagrad(nn.Linear(2, 2).parameters()) if rank == 1 else different
+    with pytest.raises(CheckpointError, match="Rank 1: .*\n.*different is Adam there, Adagrad here"):
+        checkpoints.load(path, different=of_another)
+    assert rest["mine"]["rank"] == rank and len(rest["mine"]["t"]) == rank and rest.keys() == {"step", "mine"}
+    assert part.moment.tolist() == [rank + 1.0] * (2 + rank)
+    batches = iter(loader)
+    assert torch.equal(step()[0], expected), "the resumed run is another one"
+    assert torch.load(path, weights_only=True)["per_rank"][rank]["per_rank"]["mine"]["rank"] == rank
+    return [rank]
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+def test_each_rank_gets_its_own_back_when_asked_to(tmp_path: Path, nprocs: int) -> None:
+    on_ranks(save_what_may_differ, nprocs, str(tmp_path), timeout=60.0)
+    for others in (1, 2) if nprocs == 3 else (1, 3):
+        for said in on_ranks(load_on_others, others, str(tmp_path)):
+            assert f"holds part, mine, different of each of {nprocs} ranks, and this job has {others}" in said
+
+
+def load_on_others(folder: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpointer(folder).load_latest()
+    return str(caught.value)
+
+
+def on_a_default_device(folder: str, device: str) -> list[Any]:
+    torch.manual_seed(0)
+    run = run_with(2)
+    checkpoints = Checkpointer(folder)
+    torch.set_default_device(device)
+    try:
+        path = checkpoints.save(1, **run, note=[1, {"a": 2.0}])
+        drawn = torch.rand((), device="cpu").item()
+        assert checkpoints.load_latest(**run)["note"] == [1, {"a": 2.0}]
+        again = torch.rand((), device="cpu").item()
+        whole = checkpoints.load(path)
+        return [drawn == again, whole["model"]["0.weight"].tolist(), run["optimizer"].state_dict()["param_groups"]]
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_the_default_device_does_not_matter(tmp_path: Path, nprocs: int) -> None:
+    usual, other = (on_ranks(on_a_default_device, nprocs, str(tmp_path / kind), kind) for kind in ("cpu", "meta"))
+    assert all(result[0] for result in usual) and other == usual
+
+
+def test_what_has_no_values_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"Cannot save state\.model\.weight: it is on the meta device"):
+        Checkpointer(tmp_path).save(1, model=nn.Linear(1, 1, device="meta"))
