@@ -10,9 +10,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torch.optim import Optimizer
+
 from ..collectives.sync import exchange
 from ..errors import CheckpointError
 from ..launch.ranks import get_rank, get_world_size, is_main_process
+from ..parallel.lr_scaling import applied_scales
 from ..process_group.failures import message_of
 from ..seeding.generator_states import set_rng_states
 from .all_or_none import list_problems, merge_problems, try_on_all, try_on_main
@@ -203,8 +206,31 @@ def _load_into_all(
     undo.remember_generators()
     for name, target in objects.items():
         undo.remember(name, target)
-        load_into(target, states[name])
+        if isinstance(target, Optimizer):
+            _load_optimizer(name, target, states[name])
+        else:
+            load_into(target, states[name])
     set_rng_states(rng_states)
+
+
+def _load_optimizer(name: str, optimizer: Optimizer, state: Any) -> None:
+    """Load an optimizer's state; warn where its learning rates are those of another global batch."""
+    here = applied_scales(optimizer)
+    load_into(optimizer, state)
+    if not is_main_process():
+        return
+    for old, new in zip(applied_scales(optimizer), here, strict=True):
+        if old is None or new is None or old == new:
+            continue
+        _log.warning(
+            "The learning rates of %s were scaled by %g when it was saved, and by %g here: the saved ones are back. If "
+            "the global batch is another one now, multiply each group's lr, and base_lrs of its scheduler, by %g.",
+            name,
+            old,
+            new,
+            new / old,
+        )
+        return
 
 
 def _undo_on_all(path: Path, undo: Undo, error: CheckpointError) -> None:

@@ -281,6 +281,11 @@ class ScalePlan:
         return f"{self.base_lr:g} -> {' or '.join(scaled)}"
 
 
+def applied_scales(optimizer: Any) -> list[float | None]:
+    """Return by which factor `ScalePlan.apply()` has scaled each group's learning rate."""
+    return [group.get(_MARK) for group in optimizer.param_groups]
+
+
 def _check_unscaled(group: dict[str, Any]) -> None:
     """Raise if an optimizer's group was scaled before, or a scheduler has read it."""
     if _MARK in group:

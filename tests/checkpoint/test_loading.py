@@ -117,3 +117,24 @@ def load_what_does_not_fit(folder: str) -> None:
 
 def test_what_does_not_fit_changes_nothing_and_is_named(tmp_path: Path) -> None:
     on_ranks(load_what_does_not_fit, 1, str(tmp_path))
+
+
+def test_learning_rates_of_another_global_batch_are_kept_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def optimizer_of(world_size: int, apply: bool = True) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        if apply:
+            ddpkit.ScalePlan(64, 0.1, world_size, rule="linear").apply(optimizer)
+        return optimizer
+
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, optimizer=optimizer_of(8))
+    for same in (optimizer_of(8), optimizer_of(2, apply=False)):
+        checkpointer.load_latest(optimizer=same)
+        assert same.param_groups[0]["lr"] == pytest.approx(0.8) and not caplog.messages
+    other = optimizer_of(2)
+    checkpointer.load_latest(optimizer=other)
+    assert other.param_groups[0]["lr"] == pytest.approx(0.8)
+    (said,) = caplog.messages
+    assert "rates of optimizer were scaled by 8 when it was saved, and by 2 here" in said and "by 0.25." in said
