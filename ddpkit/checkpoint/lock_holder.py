@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..launch.process_tree import born
+from ..launch.process_tree import born, runs_since
 
 # variables that stay the same when a job is started again, maybe on another machine
 _IDENTITIES = (
@@ -27,7 +27,7 @@ def describe_this_job() -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": _machine(),
         "pid": os.getpid(),
-        "born": born(os.getpid()),
+        "born": _own_birth(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         "job": _identity(os.environ),
         "token": os.urandom(8).hex(),
@@ -47,10 +47,18 @@ def is_running(holder: Mapping[str, Any]) -> bool:
     pid = holder.get("pid")
     if os.name != "posix" or not isinstance(pid, int):
         return False
-    start: object = holder.get("born")
-    if start:
-        return born(pid) == start
-    return _is_in_use(pid)  # /proc did not tell when it started
+    start = holder.get("born")
+    runs = runs_since(pid, start) if isinstance(start, str) and start else None
+    if runs is None:  # /proc does not tell
+        return _is_in_use(pid)
+    return runs
+
+
+def _own_birth() -> str:
+    try:
+        return born(os.getpid())
+    except OSError:
+        return ""
 
 
 def _is_in_use(pid: int) -> bool:

@@ -20,7 +20,7 @@ class Agent:
 
     def lost(self) -> str:
         """Say what became of it; "" as long as it lives."""
-        if born(self.pid) == self.born:
+        if runs_since(self.pid, self.born) is not False:
             return ""
         return f"torchrun (pid {self.pid}), which started it, has gone: it was killed or crashed"
 
@@ -49,8 +49,9 @@ def find_agent(env: Mapping[str, str], pid: int) -> Agent | None:
 def ancestors() -> dict[int, str]:
     """Return the processes above this one and when they were born; only the parent where `/proc` does not tell."""
     pid = os.getppid()
-    found = {pid: born(pid)}
+    found = {}
     with suppress(OSError, ValueError, IndexError):
+        found[pid] = born(pid)
         for above in _parents(pid):
             found[above] = born(above)
     return found
@@ -74,14 +75,26 @@ def typed_in_terminal(launch: Launch, env: Mapping[str, str], pid: int) -> bool:
 
 
 def born(pid: int) -> str:
-    """Return when a process started, in the kernel's words, for its number may be given again; "" if it has ended."""
+    """Return when a process started, in the kernel's words, for its number may be given again; "" if it has ended.
+
+    Raises:
+        OSError: If that cannot be seen now, for example because this process has no more file descriptors.
+    """
     try:
         state = _stat(pid)
-        if state[0] in "ZX":  # dead, but its parent has not asked for its exit code
-            return ""
-        return state[19]
-    except (OSError, IndexError):
+    except (FileNotFoundError, ProcessLookupError):
         return ""
+    if state[0] in "ZX":  # dead, but its parent has not asked for its exit code
+        return ""
+    return state[19]
+
+
+def runs_since(pid: int, start: str) -> bool | None:
+    """Return whether the process that started then still runs; None where that cannot be seen now."""
+    try:
+        return born(pid) == start
+    except OSError:
+        return None
 
 
 def _parents(pid: int) -> Iterator[int]:

@@ -8,7 +8,7 @@ import socket
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
-from ..launch.process_tree import ancestors, born
+from ..launch.process_tree import ancestors, born, runs_since
 from .store_values import parse, refuse_text
 
 
@@ -30,7 +30,10 @@ def _cores() -> tuple[int, ...]:
 
 
 def _own_birth() -> str:
-    return born(os.getpid())
+    try:
+        return born(os.getpid())
+    except OSError:
+        return ""
 
 
 def _nonce() -> str:
@@ -102,7 +105,7 @@ class Member:
         """Return whether the process still runs; None where that cannot be seen from here."""
         if not self._is_here() or not self.born:
             return None
-        return born(self.pid) == self.born
+        return runs_since(self.pid, self.born)
 
     def is_above_me(self) -> bool:
         """Return whether this process descends from it."""
