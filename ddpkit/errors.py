@@ -17,6 +17,7 @@ class DdpkitError(RuntimeError):
     _made: float  # when, in this process: so which job's it is, and for how long it has been on its way
 
     def __new__(cls: type[_Error], *args: Any, **kwargs: Any) -> _Error:
+        """Make the error, and note when."""
         error = super().__new__(cls, *args)
         error._made = time.monotonic()
         return error

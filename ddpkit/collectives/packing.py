@@ -74,8 +74,7 @@ def pack_numbers(numbers: list[float], op: str, weighted: bool = False) -> Seque
 def unpack_numbers(buffer: list[Any], op: str, world_size: int, divisor: float) -> list[float]:
     """Unpack sums, means, minima or maxima of Python numbers. Sums of ints alone are ints.
 
-    Args:
-        divisor: Of the slots that hold floats, for a mean and for a sum: it takes back the scale, too.
+    The slots that hold floats are divided by `divisor`, for a sum, too: it takes back the scale.
     """
     if op in EXTREMES:
         return numbers_from_keys(buffer, op)

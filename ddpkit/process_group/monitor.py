@@ -78,7 +78,6 @@ class Monitor(threading.Thread):
 
     def wait(self, timeout: timedelta) -> None:
         """Wait on rank 0 until all ranks are connected: from then on, every end of a connection means something."""
-
         if self._session.rank != 0:
             return
 

@@ -47,6 +47,18 @@ class _Connection:
     ends: bool = False  # whether its process is about to end, and its exit code to come
 
 
+def _last_events(connection: _Connection) -> list[Event]:
+    """Return the last byte of a process that was about to end, its exit code, and the end of a rank's connection."""
+    if connection.rank is None:
+        return []
+    events = []
+    code = connection.lines.rest()
+    if connection.ends and len(code) == 1:
+        events.append(Event(connection.rank, Message(code=code[0])))
+    events.append(Event(connection.rank, None))
+    return events
+
+
 class Star:
     """This rank's part of the star: on rank 0 all connections, elsewhere the one to rank 0.
 
@@ -61,7 +73,9 @@ class Star:
     """
 
     def __init__(self, rank: int, world_size: int, token: str, end: socket.socket, say: Callable[[str], None]) -> None:
-        self._world_size, self._token, self._say = world_size, token, say
+        self._world_size = world_size
+        self._token = token
+        self._say = say
         self._ranks: dict[int, _Connection] = {}
         self._strangers: dict[_Connection, None] = {}  # in the order in which they came
         self._behind: set[_Connection] = set()  # with something unsent
@@ -70,7 +84,8 @@ class Star:
         self._listener = end if rank == 0 else None
         self._accepts = False
         self._accept_again = 0.0
-        self._second, self._accepted = 0.0, 0  # how many were accepted since when
+        self._second = 0.0  # when the present second began
+        self._accepted = 0  # how many connections were accepted in it
         self._complained = False  # that nothing can be accepted
         self._refused: set[int] = set()  # ranks that somebody else has claimed to be
         self._leaving = False
@@ -248,10 +263,7 @@ class Star:
         connection.taken += len(data)
         if not data:
             self._end(connection)
-            if connection.ends and len(code := connection.lines.rest()) == 1:
-                events.append(Event(connection.rank, Message(code=code[0])))
-            if connection.rank is not None:
-                events.append(Event(connection.rank, None))
+            events += _last_events(connection)
         elif connection.rank is None and connection.taken > _LONGEST:
             self._end(connection)
         return events

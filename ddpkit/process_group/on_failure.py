@@ -54,20 +54,31 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
         cause = cause_of(inner, session)
         if cause:
             return cause
-    if not isinstance(error, RuntimeError) or isinstance(error, DdpkitError):
-        return None
-    text = message_of(error)
-    if not isinstance(error, dist.DistError) and not _BROKEN.search(text):
-        return None
-    if error is session.failures.explained:  # on its way up
+    if error is session.failures.explained or not _is_of_broken_collective(error):  # the former is on its way up
         return None
     session.failures.explained = error
     call, place = _called(error)
-    if not _all_took_part(error, text, call) or session.failures.known or session.failures.compared:
+    if not _all_took_part(error, call) or session.failures.known or session.failures.compared:
         return session.find_cause()
     session.failures.compared = True  # once: ranks that meet a second time may not mean the same collective
+    return _compare_places(error, f"{call} {place}", session)
+
+
+def _is_of_broken_collective(error: BaseException) -> bool:
+    """Return whether torch raises such an error where a collective breaks."""
+    if not isinstance(error, RuntimeError) or isinstance(error, DdpkitError):
+        return False
+    return isinstance(error, dist.DistError) or _BROKEN.search(message_of(error)) is not None
+
+
+def _compare_places(error: BaseException, place: str, session: Session) -> DdpkitError | None:
+    """Meet the ranks whose collective broke, too, and compare where in the script that was. Collective.
+
+    Returns:
+        The error to raise instead: one rank is absent, or the ranks were in different collectives. None if neither.
+    """
     try:
-        places = session.exchange(f"{call} {place}", "broken collective", _PATIENCE)
+        places = session.exchange(place, "broken collective", _PATIENCE)
     except BarrierTimeoutError as late:
         return _absent(error, late, session.rank)
     except DdpkitError as cause:
@@ -79,9 +90,9 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
     return MismatchError(f"A collective broke because the ranks were not in the same one: {error}{lines}")
 
 
-def _all_took_part(error: BaseException, text: str, call: str) -> bool:
+def _all_took_part(error: BaseException, call: str) -> bool:
     """Return whether all ranks must have been in what broke; else one that does not come now may be innocent."""
-    if isinstance(error, _OF_A_STORE) or not _BY_PEERS.search(text):
+    if isinstance(error, _OF_A_STORE) or not _BY_PEERS.search(message_of(error)):
         return False
     if call in _BETWEEN_TWO or not dist.is_initialized():
         return False

@@ -17,6 +17,7 @@ class Pause:
         self.seconds = 50e-6
 
     def __call__(self) -> None:
+        """Sleep, a little longer than the last time."""
         time.sleep(self.seconds)
         self.seconds = min(1.3 * self.seconds, 0.02)
 

@@ -36,9 +36,9 @@ def can_show(text: str, stream: TextIO | None = None) -> bool:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Lay out a table; columns of numbers, and of figures with a unit, are aligned to the right.
+    r"""Lay out a table; columns of numbers, and of figures with a unit, are aligned to the right.
 
-    >>> print("\\n".join(table(["rank", "host"], [[0, "node1"], [10, "node2"]])))
+    >>> print("\n".join(table(["rank", "host"], [[0, "node1"], [10, "node2"]])))
     rank  host
        0  node1
       10  node2
