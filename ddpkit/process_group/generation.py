@@ -126,7 +126,7 @@ class Generation:
     # Deleting
 
     def delete_keys(self) -> None:
-        """Delete the keys of a job that is over; but for those of its last meeting where torch cannot list them."""
+        """Delete the keys of a job that is over; but for those of its last barrier where torch cannot list them."""
         for key in self._keys():
             self.store.delete_key(key)
 

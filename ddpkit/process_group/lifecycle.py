@@ -20,12 +20,12 @@ import torch.distributed as dist
 from ..errors import DdpkitError, LaunchError, NotSetUpError
 from ..launch import ranks
 from ..torch_internals import current_group
+from .declining import tell_peers
 from .devices import choose_device, count_accelerators
 from .job import Context, Job, context_of
 from .leaving import destroy_group, say_goodbye
-from .on_failure import cause_of, ended_well, fill_error_file, last_error, publish
 from .options import Options, checked_options
-from .refusals import tell_peers
+from .own_failure import cause_of, ended_well, fill_error_file, last_error, publish
 from .rendezvous import StartedByRank
 from .session import Session
 from .sockets import SETTLE, cut

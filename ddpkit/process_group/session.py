@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .meeting import Meeting, UsedKeys
 from .polling import Pause, call_with_timeout
+from .store_barrier import StoreBarrier, UsedKeys
 from .store_values import add, printable, read_text
 from .waits import Waits
 
@@ -73,7 +73,7 @@ class Session(Waits):
         """Wait until ranks are here, by default all; with a `failure`, tell the others instead and do not wait.
 
         Args:
-            key: The meeting's, from `count()`.
+            key: The barrier's, from `count()`.
             timeout: Bound on the wait.
             ranks: The ranks that meet.
             failure: The record of why this rank does not come.
@@ -81,16 +81,16 @@ class Session(Waits):
             refusal: Key under which a rank that cannot come, for it does not know `key`, writes its failure.
         """
         ranks, timeout = self.everyone if ranks is None else ranks, timeout or self.timeout
-        meeting = Meeting(self, key, ranks, timeout, refusal)
+        barrier = StoreBarrier(self, key, ranks, timeout, refusal)
         with self.bounded(timeout):
             if failure:
-                meeting.call_off(failure)
+                barrier.call_off(failure)
                 return
-            meeting.wait()
+            barrier.wait()
             keys = list(used)
             if self.rank == ranks[0]:
-                keys += meeting.counters
-            for old in self._used_keys.replace(meeting.name, keys, self.timeout):
+                keys += barrier.counters
+            for old in self._used_keys.replace(barrier.name, keys, self.timeout):
                 self.store.delete_key(old)
 
     def exchange(self, text: str, name: str = "exchange", timeout: timedelta | None = None) -> list[str]:

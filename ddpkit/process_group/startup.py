@@ -21,13 +21,13 @@ from ..launch.launch import Launch, forgotten_launcher
 from ..launch.nesting import outer_launch
 from ..launch.process_tree import Agent, find_agent, typed_in_terminal
 from ..torch_internals import current_group, group_store, reference
+from .declining import is_child_of_rank, refuse_job, tell_peers
 from .devices import bind_device, choose_together
 from .job import Job, context_of
 from .member import Member
 from .monitor import Monitor
-from .on_failure import fill_error_file
+from .own_failure import fill_error_file
 from .polling import call_with_timeout
-from .refusals import is_child_of_rank, refuse_job, tell_peers
 from .rendezvous import complete_launch, join, raise_if_orphaned
 from .session import Session
 from .sockets import connect_to_monitor, is_loopback, listen, sockets

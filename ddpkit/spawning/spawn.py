@@ -25,7 +25,7 @@ from ..arguments import check_timeout
 from ..errors import PeerError
 from ..process_group import lifecycle
 from ..process_group.failures import message_of, trace_of
-from ..process_group.on_failure import ended_well
+from ..process_group.own_failure import ended_well
 from .output import Copier, Forwarder, describe_logging, handle_record, own_streams, redirect
 from .pickling import can_import, dump, dump_call
 from .rank_process import (

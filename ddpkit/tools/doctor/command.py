@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ...collectives.sync import exchange
 from ...errors import LaunchError
 from ...launch.launch import Launch, forgotten_launcher
+from ...launch.launchers import ENGINES
 from ...launch.process_tree import typed_in_terminal
 from ...process_group.job import Context
 from ...process_group.lifecycle import distributed
@@ -33,8 +34,6 @@ from .check import Check, attempt, worst
 from .guard import Guard
 from .report import MARK, Report
 
-# variables that number the processes of a launcher
-_TASKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 _NCCL_ENDS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 _MARK_WAIT = 5.0  # seconds in which rank 0 of a doctor's job marks its store
 
@@ -280,7 +279,7 @@ def _await_mark(store: dist.Store, report: Report, place: str) -> None:
 
 def _is_a_task() -> bool:
     """Return true if a launcher has started this process beside a first one."""
-    names = [*_TASKS]
+    names = [engine.needs["rank"] for engine in ENGINES]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         names.append("RANK")
     return any(os.environ.get(name, "0").strip() not in ("", "0") for name in names)

@@ -25,12 +25,12 @@ _LONG = 1.0  # seconds of a wait after which a rank notes where it waits
 _MISSING = {"missing": [int], "seconds": float, "elsewhere": dict[str, str]}
 
 
-class Meeting:
+class StoreBarrier:
     """One wait of some ranks for each other.
 
     Args:
         waits: This rank's.
-        key: The meeting's, equal on all ranks, "name/number".
+        key: The barrier's, equal on all ranks, "name/number".
         ranks: The ranks that meet.
         timeout: Bound on the wait.
         refusal: Key under which a rank that cannot come writes its failure; "" if there is none.
@@ -65,7 +65,7 @@ class Meeting:
             self._store.delete_key(self._note)
 
     def call_off(self, failure: dict[str, Any]) -> None:
-        """Tell the others that this rank has failed. It does not arrive, so that nobody finds the meeting complete."""
+        """Tell the others that this rank has failed. It does not arrive, so that nobody finds the barrier complete."""
         if self._is_first_to_break():
             add(self._store, self.counters[0], _BROKEN)
             self._store.set(f"{self._key}/why", json.dumps(failure))
@@ -110,7 +110,7 @@ class Meeting:
         return absent
 
     def _give_up(self) -> bool:
-        """Break the meeting, for the time is up."""
+        """Break the barrier, for the time is up."""
         if self._is_first_to_break():
             first, *others = self.counters
             self._bits = [add(self._store, first, _BROKEN)]
@@ -134,7 +134,7 @@ class Meeting:
         return found
 
     def _explain(self) -> bool:
-        """Raise why the meeting broke; return True if the last rank came just before somebody gave up."""
+        """Raise why the barrier broke; return True if the last rank came just before somebody gave up."""
         reason = f"{self._key}/why"
 
         def written() -> bool | None:
@@ -163,15 +163,15 @@ class Meeting:
 
 
 class UsedKeys:
-    """Keys of earlier meetings, to be deleted once nobody reads them.
+    """Keys of earlier barriers, to be deleted once nobody reads them.
 
-    When the ranks meet again under a name, all have left the meeting before. A name may be used once, so its keys go
+    When the ranks meet again under a name, all have left the barrier before. A name may be used once, so its keys go
     after the time-out, too. Threads may meet under different names at the same time.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._used: dict[str, tuple[float, list[str]]] = {}  # by a meeting's name: when it was, and its keys
+        self._used: dict[str, tuple[float, list[str]]] = {}  # by a barrier's name: when it was, and its keys
 
     def replace(self, name: str, keys: list[str], timeout: timedelta) -> list[str]:
         """Note the keys of this use of a name; return those that nobody reads any more."""

@@ -23,7 +23,7 @@ from test_lifecycle import torchrun
 
 import ddpkit
 from ddpkit.process_group.failures import failure_record, trace_of
-from ddpkit.process_group.on_failure import fill_error_file
+from ddpkit.process_group.own_failure import fill_error_file
 
 
 class Mute(Exception):
@@ -244,5 +244,5 @@ def test_a_rank_that_does_one_collective_more_is_shown_beside_those_in_a_model(w
     ended = run(train_and_log_on_1, [platform_env(rank, world_size, port) for rank in range(world_size)])
     for end in ended:
         assert end.code == 1 and "MismatchError: A collective broke" in end.output, end.output
-        assert re.search(r"  rank 0: (DDP's forward|backward) at test_on_failure.py:\d+: model\(", end.output)
-        assert re.search(r"  rank 1: all_reduce at test_on_failure.py:\d+: ddpkit.all_reduce_mean\(", end.output)
+        assert re.search(r"  rank 0: (DDP's forward|backward) at test_own_failure.py:\d+: model\(", end.output)
+        assert re.search(r"  rank 1: all_reduce at test_own_failure.py:\d+: ddpkit.all_reduce_mean\(", end.output)
