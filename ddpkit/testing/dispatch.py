@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from .merging import merge
+from .merging import merge, merge_late
 from .messages import Answer, RunOptions, RunTest, Task
 from .pool import Pools
 
@@ -35,7 +35,7 @@ def run_on_ranks(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Run a marked test and report it, in the place of pytest."""
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    reports = _reports(item)
+    reports = _reports(item, nextitem)
 
     def end_fixtures() -> None:  # that other tests of the module had in this process
         item.session._setupstate.teardown_exact(nextitem)
@@ -52,12 +52,36 @@ def pools_of(config: pytest.Config) -> Pools:
     """Return the ranks of this run; none has been started before the first test asks for them."""
     state = config.__dict__
     if "_ddpkit_pool" not in state:
-        state["_ddpkit_pool"] = Pools(_run_options(config))
+
+        def report_late(by_rank: list[list[Any]]) -> None:
+            for report in merge_late(config, by_rank):
+                _log_late(config, report)
+
+        state["_ddpkit_pool"] = Pools(_run_options(config), report_late)
     pools: Pools = state["_ddpkit_pool"]
     return pools
 
 
-def _reports(item: pytest.Item) -> list[pytest.TestReport]:
+def _log_late(config: pytest.Config, report: pytest.TestReport) -> None:
+    """Log a report of a test that ran before the present one."""
+    # a worker of xdist refuses the report of another test than that which it believes to run
+    workers = [plugin for plugin in config.pluginmanager.get_plugins() if _runs_by_index(plugin)]
+    before = [worker.item_index for worker in workers]
+    for worker in workers:
+        nodeids = [item.nodeid for item in worker.session.items]
+        worker.item_index = nodeids.index(report.nodeid)
+    try:
+        config.hook.pytest_runtest_logreport(report=report)
+    finally:
+        for worker, index in zip(workers, before, strict=True):
+            worker.item_index = index
+
+
+def _runs_by_index(plugin: Any) -> bool:
+    return type(plugin).__name__ == "WorkerInteractor" and hasattr(plugin, "item_index")
+
+
+def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
     """Run a test on its ranks and return its reports."""
     config = item.config
     marker = item.get_closest_marker("ranks")
@@ -70,21 +94,50 @@ def _reports(item: pytest.Item) -> list[pytest.TestReport]:
         usual = _DEBUGGING
         limit = _DEBUGGING
     folder = _folder(item)
+    fresh = marker.kwargs.get("fresh", False)
+    following = None if fresh else _next_on_these_ranks(item, nextitem)
     task = Task(
-        RunTest(item.path, item.nodeid, folder, post_mortem),
+        RunTest(item.path, item.nodeid, folder, post_mortem, _shared(item, following)),
         join=marker.kwargs.get("join", True),
         # one group serves all tests but the longest; joining takes long on a loaded machine
         timeout=max(limit, usual),
         folder=os.getcwd(),
         path=sys.path,
     )
-    fresh = marker.kwargs.get("fresh", False)
     answers = pools_of(config).run(world_size, task, limit, fresh)
     _end_run_if_asked(answers)
     reports = merge(item, answers)
     if not _keeps_folder(config, reports):
         shutil.rmtree(folder, ignore_errors=True)
     return reports
+
+
+def _next_on_these_ranks(item: pytest.Item, nextitem: pytest.Item | None) -> pytest.Item | None:
+    """Return the next test of the same number of ranks, None if there is none or it has new ones."""
+    if nextitem is None:
+        return None
+    items = item.session.items
+    start = items.index(nextitem) if nextitem in items else len(items)
+    world_size = _world_size(item)
+    for other in [nextitem, *items[start + 1 :]]:
+        marker = other.get_closest_marker("ranks")
+        if marker is not None and _world_size(other) == world_size:
+            return None if marker.kwargs.get("fresh", False) else other
+    return None
+
+
+def _world_size(item: pytest.Item) -> int | None:
+    call = getattr(item, "callspec", None)
+    return None if call is None else call.params.get("world_size")
+
+
+def _shared(item: pytest.Item, following: pytest.Item | None) -> str | None:
+    """Name the smallest class or module that holds both tests, "" if only the session does."""
+    if following is None:
+        return None
+    others = following.listchain()
+    shared = [node.nodeid for node in item.listchain() if node in others and node.path == item.path]
+    return shared[-1] if shared else ""
 
 
 def _end_run_if_asked(answers: list[Answer]) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pdb
 import time
+import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..errors import PeerError
+from ..errors import DdpkitError, PeerError
 from ..process_group import lifecycle
-from .messages import Done, Reported, RunTest
+from .messages import Done, EndedBadly, Reported, RunTest
 
 
 class Items:
@@ -37,6 +38,7 @@ class Items:
         self._take_terminal = take_terminal
         self._return_terminal = return_terminal
         self._items: dict[str, pytest.Item] = {}
+        self._last: pytest.Item | None = None
         self._any_failed = False
         self._problems: list[str] = []
         self._folder = Path()
@@ -58,20 +60,24 @@ class Items:
             raise_failure_of_peer()  # it may have interrupted the import
             not_found = f"{test.nodeid} was not found in {test.path} on the ranks.\n"
             return Done(True, "".join(self._problems) or not_found)
-        # ends the fixtures that the tests before had and this one does not
-        self._session._setupstate.teardown_exact(item)
+        # those that were kept for another test than this one
+        self._end_fixtures(item, group_is_whole=True)
+        self._last = item
         begin()
-        assert item.parent is not None
-        following = _Next.from_parent(item.parent, name="next")
+        following = self._following(item, test.keep)
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
         except pytest.exit.Exception as error:
             return Done(True, None, ended_run=(error.msg, error.returncode))
         return Done(self._any_failed, None)
 
-    def finalise(self) -> None:
-        """Finalise the fixtures that outlive a test."""
-        self._session._setupstate.teardown_exact(None)
+    def finalise(self, group_is_whole: bool) -> None:
+        """Finalise the fixtures that are left.
+
+        Args:
+            group_is_whole: False if a test has failed, so that collectives fail as well.
+        """
+        self._end_fixtures(None, group_is_whole)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item) -> bool:
@@ -156,6 +162,33 @@ class Items:
                 self._items[item.nodeid] = item
         return self._items.get(test.nodeid)
 
+    def _following(self, item: pytest.Item, keep: str | None) -> pytest.Item | None:
+        """Stand in for the next test on these ranks, so that pytest ends what it does not share."""
+        if keep is None:
+            return None
+        for node in item.listchain():
+            if isinstance(node, pytest.Collector) and node.nodeid == keep:
+                return _Next.from_parent(node, name="next")
+        return _Next.from_parent(self._session, name="next")
+
+    def _end_fixtures(self, following: pytest.Item | None, group_is_whole: bool) -> None:
+        """End the fixtures that the test before had and the following has not; send if they fail."""
+
+        def end() -> None:
+            self._session._setupstate.teardown_exact(following)
+
+        ending = pytest.CallInfo.from_call(end, "teardown")
+        if ending.excinfo is None or self._last is None:
+            return
+        if not group_is_whole and _needs_group(ending.excinfo.value):
+            return
+        self._failing = None
+        item = self._last
+        report = item.ihook.pytest_runtest_makereport(item=item, call=ending)
+        config = self._session.config
+        data = config.hook.pytest_report_to_serializable(config=config, report=report)
+        self._send(EndedBadly(data))
+
     def _report_failure(self) -> Generator[None, object, object]:
         """Tell the other ranks if this part fails; raise a peer's failure where it is the cause."""
         try:
@@ -174,6 +207,17 @@ def raise_failure_of_peer() -> None:
     """Raise the failure of another rank, if one is known."""
     with lifecycle.peer_errors():
         pass
+
+
+def _needs_group(error: BaseException) -> bool:
+    """Return true if this may be an error only because a test has failed before."""
+    parts = getattr(error, "exceptions", None)  # of several fixtures
+    if parts is not None:
+        return all(_needs_group(part) for part in parts)
+    if isinstance(error, DdpkitError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("torch/distributed" in Path(frame.filename).as_posix() for frame in frames)
 
 
 class _Next(pytest.Item):

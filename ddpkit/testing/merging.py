@@ -44,6 +44,19 @@ def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
     return merged
 
 
+def merge_late(config: pytest.Config, by_rank: list[list[Any]]) -> Reports:
+    """Report as one each failure of fixtures at their end that ranks have sent after a test."""
+    read = config.hook.pytest_report_from_serializable
+    ranks = [[read(config=config, data=data) for data in sent] for sent in by_rank]
+    merged: Reports = []
+    for nodeid in dict.fromkeys(report.nodeid for reports in ranks for report in reports):
+        of_test = [[report for report in reports if report.nodeid == nodeid] for reports in ranks]
+        report = _merge_phase("teardown", of_test)
+        if report is not None and not _is_echo(report):
+            merged.append(report)
+    return merged
+
+
 def _reports(item: pytest.Item, answer: Answer) -> Reports:
     """Read the reports of one rank."""
     done = answer.done

@@ -35,12 +35,15 @@ class RunTest:
         nodeid: pytest's name of the test.
         folder: Its `tmp_path`, on all ranks.
         debug: Open the debugger where it fails.
+        keep: pytest's name of the class or module whose fixtures the next test on these ranks
+            shares, "" if only those of the session, None if no test follows.
     """
 
     path: Path
     nodeid: str
     folder: Path
     debug: bool
+    keep: str | None
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,17 @@ class Reported:
 
     Attributes:
         report: The report, in pytest's own form for sending.
+    """
+
+    report: Any
+
+
+@dataclass
+class EndedBadly:
+    """Fixtures have failed at their end when the last test that had them was already reported.
+
+    Attributes:
+        report: The report for that test, in pytest's own form for sending.
     """
 
     report: Any

@@ -7,9 +7,11 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -26,10 +28,20 @@ _MARK = "DDPKIT_TESTING_RANKS"  # in the environment of ranks, and so of all tha
 
 
 class Pools:
-    """The pools of a test run, at most one for each world size."""
+    """The pools of a test run, at most one for each world size.
 
-    def __init__(self, options: RunOptions) -> None:
+    Args:
+        options: How to start the ranks.
+        report_late: Called with the reports of tests that had been reported before, by rank.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        report_late: Callable[[list[list[Any]]], None],
+    ) -> None:
         self._options = options
+        self._report_late = report_late
         self._pools: dict[int, Pool] = {}
         self._leaving: list[Pool] = []
 
@@ -51,6 +63,7 @@ class Pools:
         except BaseException:  # Ctrl-C
             pool.kill()
             raise
+        self._report_late(pool.take_late_reports())
         if fresh or any(answer.failed for answer in answers):
             self._dismiss(pool)
         else:
@@ -63,6 +76,7 @@ class Pools:
             pool.dismiss()
         for pool in [*self._pools.values(), *self._leaving]:
             pool.end()
+            self._report_late(pool.take_late_reports())
         self._pools.clear()
         self._leaving.clear()
 
@@ -84,8 +98,13 @@ class Pools:
 
     def _dismiss(self, pool: Pool) -> None:
         pool.dismiss()
-        self._leaving = [other for other in self._leaving if not other.gone()]
-        self._leaving.append(pool)
+        leaving = [*self._leaving, pool]
+        self._leaving = []
+        for other in leaving:
+            if other.gone():
+                self._report_late(other.take_late_reports())
+            else:
+                self._leaving.append(other)
 
 
 class Pool:
@@ -152,8 +171,12 @@ class Pool:
         """Wait for the ranks to end after `dismiss()`, and kill those that do not."""
         deadline = time.monotonic() + _ENDING
         for rank in self._ranks:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
+            rank.wait_for_end(deadline)
         self.kill()
+
+    def take_late_reports(self) -> list[list[Any]]:
+        """Return what came of tests that had been reported before, by rank."""
+        return [rank.take_late_reports() for rank in self._ranks]
 
     def kill(self) -> None:
         """End the ranks and all that they have started, at once."""

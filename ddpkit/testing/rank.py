@@ -98,15 +98,14 @@ class RankPlugin:
         cleaning.remember()
         self._originals = cleaning.Originals(session.config.rootpath)
         threading.Thread(target=self._listen, name="ddpkit testing", daemon=True).start()
+        group_is_whole = False
         try:
-            self._run_tasks(items)
+            group_is_whole = self._run_tasks(items)
         except PeerError:
             # a rank died between tests or after its part of one; the test process replaces all
             lifecycle.teardown()
-            with suppress(Exception):
-                items.finalise()
-            return True
-        items.finalise()
+        with suppress(PeerError):
+            items.finalise(group_is_whole)
         lifecycle.teardown()
         return True
 
@@ -128,18 +127,23 @@ class RankPlugin:
         """Let another rank's debugger have the terminal."""
         self._send(Debugging(False))
 
-    def _run_tasks(self, items: Items) -> None:
+    def _run_tasks(self, items: Items) -> bool:
+        """Run tasks, and return true if the ranks are still as they were before the last one."""
+        unharmed = True
         while True:
             task = self._wait()
             if task is None:
-                return
+                return unharmed
             before = self._run(task, items)
             if before is None:
                 lifecycle.teardown()  # the process will not be used again
+                unharmed = False
             elif self._wait() is not None:  # all ranks have done it
-                self._send(self._leftovers(task, before))
+                leftovers = self._leftovers(task, before)
+                unharmed = not leftovers.traces
+                self._send(leftovers)
             else:
-                return
+                return False
 
     def _wait(self) -> Any:
         """Wait for the test process, without log records: nobody asks about ranks that wait.

@@ -18,6 +18,7 @@ from .messages import (
     CleanUp,
     Debugging,
     Done,
+    EndedBadly,
     Leftovers,
     Reported,
     RunOptions,
@@ -48,6 +49,7 @@ class WarmRank:
         self.debugging = False
         self.has_terminal = False
         self._reports: list[Any] = []  # of the present test
+        self._late_reports: list[Any] = []  # of those before
         self._folder = tempfile.TemporaryDirectory(prefix="ddpkit-testing-")
         self._stack_file = Path(self._folder.name, "stack")
         self._stack_file.touch()
@@ -80,6 +82,8 @@ class WarmRank:
             self.answer = Answer(self.number, problem=problem, reports=self._reports)
         elif isinstance(message, Reported):
             self._reports.append(message.report)
+        elif isinstance(message, EndedBadly):
+            self._late_reports.append(message.report)
         elif isinstance(message, Started):
             self.started = True
         elif isinstance(message, Debugging):
@@ -110,6 +114,12 @@ class WarmRank:
                 return message
         return None
 
+    def take_late_reports(self) -> list[Any]:
+        """Return what came of tests that had been reported before, each report once."""
+        taken = self._late_reports
+        self._late_reports = []
+        return taken
+
     def lend_terminal(self) -> None:
         """Let the rank's debugger talk to the person."""
         self.has_terminal = True
@@ -122,6 +132,19 @@ class WarmRank:
             self.process.kill()
         with suppress(OSError):
             self._pipe.send(None)
+
+    def wait_for_end(self, deadline: float) -> None:
+        """Wait until the rank has ended, and take in what it says."""
+        while self.process.is_alive() and wait_for_messages([self], deadline):
+            self._receive_all()
+        self._receive_all()
+
+    def _receive_all(self) -> None:
+        message = self._next_message()
+        while message is not None:
+            if isinstance(message, EndedBadly):
+                self._late_reports.append(message.report)
+            message = self._next_message()
 
     def kill(self) -> None:
         """End the rank, if it has not ended."""

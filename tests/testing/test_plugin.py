@@ -844,3 +844,134 @@ def test_functions_are_called_on_warm_ranks(monkeypatch: pytest.MonkeyPatch) -> 
         on_ranks(lambda: None, 2)
     with pytest.raises(ValueError, match="positive integer, got 0"):
         on_ranks(double, 0)
+
+
+ENDINGS = """
+def ends_badly(scope):
+    @pytest.fixture(scope=scope)
+    def fixture(rank_of):
+        yield
+        assert rank_of() == 0, f"the {scope} ends badly"
+    return fixture
+
+@pytest.fixture(scope="session")
+def rank_of():
+    return ddpkit.get_rank
+
+of_class = ends_badly("class")
+of_module = ends_badly("module")
+of_session = ends_badly("session")
+
+@pytest.mark.ranks(2)
+class TestFirst:
+    def test_of_class(self, of_class): pass
+
+@pytest.mark.ranks(2)
+class TestSecond:
+    @classmethod
+    def teardown_class(cls):
+        assert ddpkit.get_rank() == 0, "teardown_class ends badly"
+
+    def test_of_teardown_class(self): pass
+
+@pytest.mark.ranks(2)
+def test_next_to_it(): pass
+
+@pytest.mark.ranks(1)
+def test_elsewhere(): pass
+
+@pytest.mark.ranks(2)
+def test_of_module(of_module): pass
+"""
+SECOND_FILE = """
+import pytest
+from test_a import of_session, rank_of
+
+@pytest.mark.ranks(2)
+def test_of_session(of_session): pass
+
+def test_on_no_rank(): pass
+"""
+
+
+def test_fixtures_that_end_badly_are_errors_of_the_last_test_that_had_them(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # for whole messages in the summary
+    pytester.makepyfile(test_a=HEAD + ENDINGS, test_b=SECOND_FILE)
+    result = pytester.runpytest_inprocess("-p", "no:randomly", "-rA")
+    text = result.stdout.str()
+    result.assert_outcomes(passed=7, errors=4)
+    assert result.ret == 1
+    blamed = re.findall(r"^ERROR (\S+) - (.*)$", text, re.MULTILINE)
+    assert dict(blamed) == {
+        "test_a.py::TestFirst::test_of_class[2ranks]": "AssertionError: the class ends badly",
+        "test_a.py::TestSecond::test_of_teardown_class[2ranks]": "AssertionError: teardown_class ends badly",
+        "test_a.py::test_of_module[2ranks]": "AssertionError: the module ends badly",
+        "test_b.py::test_of_session[2ranks]": "AssertionError: the session ends badly",
+    }, text
+    assert "That was rank 1 of 2" in text
+    assert "INTERNALERROR" not in text
+
+
+def test_fixtures_that_end_badly_when_the_ranks_end_are_errors_too(
+    pytester: pytest.Pytester,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # for whole messages in the summary
+    outcomes, text = run(
+        pytester,
+        """
+@pytest.fixture(scope="module")
+def server():
+    yield
+    ddpkit.barrier()  # does not fail because a test has
+    assert False, "the server was not well"
+
+@pytest.fixture(scope="module")
+def group():
+    yield
+    torch.distributed.barrier()
+
+@pytest.mark.ranks(2)
+def test_leaves_a_thread(server):
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail
+def test_fails(group, rank):
+    assert rank == 0
+
+@pytest.mark.ranks(2)
+def test_next(): pass
+""",
+    )
+    assert outcomes["test_fails[2ranks]"] == "XFAIL"
+    assert outcomes["test_next[2ranks]"] == "PASSED"
+    assert re.findall(r"^ERROR \S+::(\S+) - (.*)$", text, re.MULTILINE) == [
+        ("test_leaves_a_thread[2ranks]", "AssertionError: the server was not well"),
+    ], text
+    assert "INTERNALERROR" not in text + capfd.readouterr().err
+
+
+def test_fixtures_that_end_badly_after_the_next_test_are_errors_with_xdist(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    source = """
+@pytest.fixture(scope="module")
+def server():
+    yield
+    assert False, "the server was not well"
+
+@pytest.mark.ranks(2)
+def test_leaves_a_thread(server):
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+@pytest.mark.ranks(2)
+def test_next(): pass
+"""
+    with started(tmp_path, source, "-n1") as run:
+        text = run.end()
+    assert "2 passed, 1 error" in text, text
+    assert "ERROR at teardown of test_leaves_a_thread[2ranks]" in text, text
