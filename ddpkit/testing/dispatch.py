@@ -190,6 +190,8 @@ def _arguments(config: pytest.Config) -> Iterator[str]:
     """Write the command line of a rank's pytest."""
     option = config.option
     yield from ("--rootdir", str(config.rootpath), "-o", "addopts=", "-p", "no:terminal")
+    for setting in config.known_args_namespace.pythonwarnings or ():
+        yield from ("-W", setting)
     # a rank has imported ddpkit before its pytest
     yield from ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     if config.inipath is not None:

@@ -975,3 +975,28 @@ def test_next(): pass
         text = run.end()
     assert "2 passed, 1 error" in text, text
     assert "ERROR at teardown of test_leaves_a_thread[2ranks]" in text, text
+
+
+WARNINGS = """
+import warnings
+
+class OfThisFile(UserWarning):
+    def __init__(self, one, two):  # cannot be made anew from its text
+        super().__init__(f"{one} and {two}")
+
+@pytest.mark.ranks(2)
+def test_warns(rank):
+    warnings.warn("all say this", DeprecationWarning)
+    warnings.warn(OfThisFile("one", "two"))
+    if rank == 1:
+        warnings.warn("one says this", RuntimeWarning)
+"""
+
+
+def test_filters_of_warnings_on_the_command_line_hold_on_ranks(pytester: pytest.Pytester) -> None:
+    errors = ("-W", "ignore", "-W", "error::RuntimeWarning")
+    outcomes, text = run(pytester, WARNINGS, *errors)
+    assert outcomes == {"test_warns[2ranks]": "FAILED"}, text
+    assert "RuntimeWarning: one says this" in text
+    assert "That was rank 1 of 2" in text
+    assert "1 failed in" in text, text  # no warnings
