@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 
 from .merging import merge, merge_late
-from .messages import Answer, RunOptions, RunTest, Task
+from .messages import Answer, RunOptions, RunTest, Task, Warned
 from .pool import Pools
 
 # options that ranks do not take over: how tests are chosen and distributed, files that are written
@@ -106,6 +109,7 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
     )
     answers = pools_of(config).run(world_size, task, limit, fresh)
     _end_run_if_asked(answers)
+    _record_warnings(item, answers)
     reports = merge(item, answers)
     if not _keeps_folder(config, reports):
         shutil.rmtree(folder, ignore_errors=True)
@@ -146,6 +150,35 @@ def _end_run_if_asked(answers: list[Answer]) -> None:
         if answer.done is not None and answer.done.ended_run is not None:
             message, code = answer.done.ended_run
             pytest.exit(f"{message} (rank {answer.rank} of {len(answers)})", returncode=code)
+
+
+def _record_warnings(item: pytest.Item, answers: list[Answer]) -> None:
+    """Hand the ranks' warnings to pytest, one that several ranks have once."""
+    counts: Counter[Warned] = Counter()
+    for answer in answers:
+        counts |= Counter(answer.warnings)
+    for warned in counts.elements():
+        message = _warning(warned)
+        record = warnings.WarningMessage(message, type(message), warned.filename, warned.lineno)
+        item.ihook.pytest_warning_recorded.call_historic(
+            kwargs={
+                "warning_message": record,
+                "nodeid": item.nodeid,
+                "when": "runtest",
+                "location": None,
+            },
+        )
+
+
+def _warning(warned: Warned) -> Warning:
+    """Return a rank's warning, or another with its text if it cannot be made here."""
+    try:
+        message = pickle.loads(warned.pickled or b"")
+    except Exception:  # the class decides what it raises
+        message = None
+    if isinstance(message, Warning):
+        return message
+    return UserWarning(f"{warned.category}: {warned.text}")
 
 
 def _folder(item: pytest.Item) -> Path:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pdb
+import pickle
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from ..errors import DdpkitError, PeerError
 from ..process_group import lifecycle
-from .messages import Done, EndedBadly, Reported, RunTest
+from .messages import Done, EndedBadly, Reported, RunTest, Warned
 
 
 class Items:
@@ -108,6 +110,11 @@ class Items:
         self._any_failed |= report.failed or hasattr(report, "wasxfail")
         config = self._session.config
         self._send(Reported(config.hook.pytest_report_to_serializable(config=config, report=report)))
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
+        """Send a warning of a test; the test process has collected the files itself."""
+        if when == "runtest":
+            self._send(_warned(warning_message))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep the error that prevents a file from being collected."""
@@ -207,6 +214,15 @@ def raise_failure_of_peer() -> None:
     """Raise the failure of another rank, if one is known."""
     with lifecycle.peer_errors():
         pass
+
+
+def _warned(record: warnings.WarningMessage) -> Warned:
+    try:
+        pickled = pickle.dumps(record.message)
+    except Exception:  # the class decides what it raises
+        pickled = None
+    name = record.category.__name__
+    return Warned(pickled, name, str(record.message), record.filename, record.lineno)
 
 
 def _needs_group(error: BaseException) -> bool:

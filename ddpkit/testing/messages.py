@@ -94,6 +94,25 @@ class Reported:
     report: Any
 
 
+@dataclass(frozen=True)
+class Warned:
+    """A warning that the rank's pytest has recorded in a test.
+
+    Attributes:
+        pickled: The warning, None if it cannot be pickled.
+        category: The name of its class.
+        text: The warning as a text.
+        filename: The file that has caused it.
+        lineno: The line in that file.
+    """
+
+    pickled: bytes | None = field(compare=False)  # ranks may write the same warning differently
+    category: str
+    text: str
+    filename: str
+    lineno: int
+
+
 @dataclass
 class EndedBadly:
     """Fixtures have failed at their end when the last test that had them was already reported.
@@ -159,6 +178,7 @@ class Answer:
         problem: Why it did not, "" if it did.
         stack: Its stack when its time was up.
         reports: The reports of the test that it has made, in pytest's own form for sending.
+        warnings: The warnings of the test.
     """
 
     rank: int
@@ -166,6 +186,7 @@ class Answer:
     problem: str = ""
     stack: str = ""
     reports: list[Any] = field(default_factory=list)
+    warnings: list[Warned] = field(default_factory=list)
 
     @property
     def failed(self) -> bool:

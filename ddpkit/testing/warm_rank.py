@@ -23,6 +23,7 @@ from .messages import (
     Reported,
     RunOptions,
     Started,
+    Warned,
 )
 
 PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
@@ -49,6 +50,7 @@ class WarmRank:
         self.debugging = False
         self.has_terminal = False
         self._reports: list[Any] = []  # of the present test
+        self._warnings: list[Warned] = []
         self._late_reports: list[Any] = []  # of those before
         self._folder = tempfile.TemporaryDirectory(prefix="ddpkit-testing-")
         self._stack_file = Path(self._folder.name, "stack")
@@ -71,6 +73,7 @@ class WarmRank:
         self.answer = None
         self.started = False
         self._reports = []
+        self._warnings = []
         with suppress(OSError):
             self._pipe.send(message)
 
@@ -79,9 +82,11 @@ class WarmRank:
         message = self._next_message()
         if message is None:
             problem = self._describe_death()
-            self.answer = Answer(self.number, problem=problem, reports=self._reports)
+            self.answer = self._answer(problem=problem)
         elif isinstance(message, Reported):
             self._reports.append(message.report)
+        elif isinstance(message, Warned):
+            self._warnings.append(message)
         elif isinstance(message, EndedBadly):
             self._late_reports.append(message.report)
         elif isinstance(message, Started):
@@ -90,13 +95,13 @@ class WarmRank:
             self.debugging = message.begins
             self.has_terminal = False
         elif isinstance(message, Done):
-            self.answer = Answer(self.number, done=message, reports=self._reports)
+            self.answer = self._answer(done=message)
 
     def give_up(self, problem: str) -> None:
         """End a rank that has not come to an end, and note where it was."""
         stack = _stack_of_test(read_stack(self.process, self._stack_file))
         stack = stack or "  (no answer: stopped?)\n"
-        self.answer = Answer(self.number, problem=problem, stack=stack, reports=self._reports)
+        self.answer = self._answer(problem=problem, stack=stack)
         self.process.kill()
 
     def request_leftovers(self) -> None:
@@ -156,6 +161,9 @@ class WarmRank:
     def sources(self) -> list[Any]:
         """List the objects that become ready when the rank says something or dies."""
         return [self._pipe, self.process.sentinel]
+
+    def _answer(self, **outcome: Any) -> Answer:
+        return Answer(self.number, **outcome, reports=self._reports, warnings=self._warnings)
 
     def _next_message(self) -> Any:
         """Receive a message, None if the rank has died."""

@@ -993,6 +993,15 @@ def test_warns(rank):
 """
 
 
+def test_warnings_of_ranks_are_shown_once(pytester: pytest.Pytester) -> None:
+    outcomes, text = run(pytester, WARNINGS)
+    assert outcomes == {"test_warns[2ranks]": "PASSED"}, text
+    assert text.count("DeprecationWarning: all say this") == 1, text
+    assert text.count("OfThisFile: one and two") == 1, text
+    assert text.count("RuntimeWarning: one says this") == 1, text
+    assert "1 passed, 3 warnings" in text, text
+
+
 def test_filters_of_warnings_on_the_command_line_hold_on_ranks(pytester: pytest.Pytester) -> None:
     errors = ("-W", "ignore", "-W", "error::RuntimeWarning")
     outcomes, text = run(pytester, WARNINGS, *errors)
