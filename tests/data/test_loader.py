@@ -478,7 +478,9 @@ def side_by_side(number):
         one_by_one = make_loader(Numbered(), 2, **options)
         one_by_one.set_epoch(0)
         epochs = [list(one_by_one) for _ in range(3)]
-        found.append((pairs, [outer, *inner], epochs, [str(each.message) for each in caught]))
+        said = [str(each.message) for each in caught]
+        ours = [text for text in said if "multi-threaded" not in text]  # so says Python 3.12 of every fork
+        found.append((pairs, [outer, *inner], epochs, ours))
     return found
 
 
