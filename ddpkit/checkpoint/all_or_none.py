@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from ..collectives.differences import first_of
 from ..collectives.sync import exchange, run_on_main
 from ..errors import CheckpointError, PeerError
 from ..process_group.failures import message_of
@@ -73,7 +74,4 @@ def merge_problems(problems: list[str]) -> str:
 
 def list_problems(headline: str, problems: list[str]) -> str:
     """Write problems below a headline, one a line, the first ten of many."""
-    lines = problems[:_LINES]
-    if len(problems) > _LINES:
-        lines.append(f"and {len(problems) - _LINES} more")
-    return "\n  ".join([headline, *lines])
+    return "\n  ".join([headline, *first_of(problems, _LINES)])

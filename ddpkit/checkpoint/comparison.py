@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..collectives.differences import name_ranks
+from ..collectives.differences import differing_parts
 from ..collectives.ops import all_gather_object
 from ..collectives.sync import exchange
 from ..errors import CheckpointError
@@ -71,13 +71,5 @@ def _broadcast_buffers(model: Any) -> set[str]:
 
 def _differences(everyone: list[dict[str, str]]) -> list[str]:
     """Say which entries differ, and on which ranks, from the digests by rank and path."""
-    paths = dict.fromkeys(path for digests in everyone for path in digests)
-    found = []
-    for path in paths:
-        holders: dict[str, list[int]] = {}
-        for rank, digests in enumerate(everyone):
-            holders.setdefault(digests.get(path, "absent"), []).append(rank)
-        if len(holders) > 1:
-            texts = [f"{text} on {name_ranks(ranks)}" for text, ranks in holders.items()]
-            found.append(f"{path}: {'; '.join(texts)}")
-    return found
+    differing = differing_parts(dict(enumerate(everyone)), absent="absent")
+    return [f"{path}: {digests}" for path, digests in differing.items()]

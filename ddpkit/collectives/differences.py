@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _LINES = 10  # of a message
@@ -12,9 +12,9 @@ _RANKS = 8  # that a message names
 def explain_mismatch(everyone: list[dict[str, Any]]) -> str:
     """Explain why ranks did not pass the check, from the fields of their fingerprints, by rank."""
     call = everyone[0]["call"]
-    failed = [f"  rank {rank}: {each['error']}" for rank, each in enumerate(everyone) if each["error"]]
+    failed = [f"rank {rank}: {each['error']}" for rank, each in enumerate(everyone) if each["error"]]
     if failed:
-        return "\n".join([f"{call} got a bad argument:", *_shorten(failed)])
+        return "\n  ".join([f"{call} got a bad argument:", *first_of(failed, _LINES)])
     calls = {rank: each["call"] for rank, each in enumerate(everyone)}
     if len(set(calls.values())) > 1:
         return (
@@ -34,16 +34,26 @@ def explain_mismatch(everyone: list[dict[str, Any]]) -> str:
 
 def explain_difference(call: str, parts: dict[int, dict[str, str]]) -> str:
     """Say in which parts, given by rank and path, these ranks differ; "" if in none."""
-    paths = dict.fromkeys(path for each in parts.values() for path in each)
-    lines = []
-    for path in paths:
-        texts = {rank: each.get(path, "missing") for rank, each in parts.items()}
-        if len(set(texts.values())) > 1:
-            lines.append(f"  {path}: {_list_by_text(texts)}")
-    if not lines:
+    differing = differing_parts(parts, absent="missing")
+    if not differing:
         return ""
+    lines = [f"{path}: {values}" for path, values in differing.items()]
     headline = f"{call} needs the same structure, dtypes and shapes on every rank, but found:"
-    return "\n".join([headline, *_shorten(lines)])
+    return "\n  ".join([headline, *first_of(lines, _LINES)])
+
+
+def differing_parts(parts: Mapping[int, Mapping[str, str]], absent: str) -> dict[str, str]:
+    """Describe the parts, given by rank and path, in which these ranks differ: by path, each value with its ranks.
+
+    A part that a rank does not have counts as `absent` there.
+    """
+    paths = dict.fromkeys(path for each in parts.values() for path in each)
+    found = {}
+    for path in paths:
+        texts = {rank: each.get(path, absent) for rank, each in parts.items()}
+        if len(set(texts.values())) > 1:
+            found[path] = _list_by_text(texts)
+    return found
 
 
 def out_of_order(names: Sequence[Sequence[str]]) -> str:
@@ -75,7 +85,12 @@ def _list_by_text(texts: dict[int, str]) -> str:
     return "; ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in holders.items())
 
 
-def _shorten(lines: list[str]) -> list[str]:
-    if len(lines) <= _LINES:
-        return lines
-    return [*lines[:_LINES], f"  and {len(lines) - _LINES} more"]
+def first_of(texts: Sequence[str], most: int) -> list[str]:
+    """Keep the first texts, and say how many more there are.
+
+    >>> first_of(["a", "b", "c"], most=2)
+    ['a', 'b', 'and 1 more']
+    """
+    if len(texts) <= most:
+        return list(texts)
+    return [*texts[:most], f"and {len(texts) - most} more"]

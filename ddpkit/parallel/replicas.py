@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..collectives import ops, sync
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
-from ..collectives.differences import name_ranks, out_of_order
+from ..collectives.differences import differing_parts, first_of, out_of_order
 from ..collectives.digest import digest
 from ..collectives.sharded import explain_sharded
 from ..errors import ReplicaMismatchError
@@ -109,32 +109,16 @@ def _equal_on_all_ranks(mine: Entries) -> bool:
 def _explain(everyone: list[Entries]) -> str:
     """List the entries that differ, and their values by rank."""
     names = dict.fromkeys(name for entries in everyone for name in entries)
-    lines = []
-    remedy = ""
-    for name in names:
-        holders = _ranks_by_value(name, everyone)
-        if len(holders) == 1:
-            continue
-        values = [f"{value} on {name_ranks(who)}" for value, who in holders.items()]
-        lines.append(f"  {name}: {'; '.join(values)}")
-        if name.startswith("buffer "):
-            remedy = " (sync_buffers(model) makes buffers equal)"
-    if not lines:
+    differing = differing_parts(dict(enumerate(everyone)), absent="absent")
+    if not differing:
         place = out_of_order([list(entries) for entries in everyone])
         return f"The ranks hold equal entries, but in different orders: {place}"
+    remedy = ""
+    if any(name.startswith("buffer ") for name in differing):
+        remedy = " (sync_buffers(model) makes buffers equal)"
+    lines = [f"{name}: {values}" for name, values in differing.items()]
     head = f"{len(lines)} of {len(names)} entries differ between ranks{remedy}:"
-    shown = lines[:_SHOWN]
-    if len(lines) > _SHOWN:
-        shown.append(f"  and {len(lines) - _SHOWN} more")
-    return "\n".join([head, *shown])
-
-
-def _ranks_by_value(name: str, everyone: list[Entries]) -> dict[str, list[int]]:
-    holders: dict[str, list[int]] = {}
-    for rank, entries in enumerate(everyone):
-        value = entries.get(name, "absent")
-        holders.setdefault(value, []).append(rank)
-    return holders
+    return "\n  ".join([head, *first_of(lines, _SHOWN)])
 
 
 def _model_entries(model: nn.Module) -> Entries:

@@ -72,17 +72,6 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}s"
 
 
-def first_of(texts: Sequence[str], most: int) -> list[str]:
-    """Keep the first texts, and say how many more there are.
-
-    >>> first_of(["a", "b", "c"], most=2)
-    ['a', 'b', 'and 1 more']
-    """
-    if len(texts) <= most:
-        return list(texts)
-    return [*texts[:most], f"and {len(texts) - most} more"]
-
-
 class Progress:
     """Show the present step on stderr: one changing line on a terminal, else a line a step."""
 

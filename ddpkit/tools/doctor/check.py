@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..terminal import first_of
+from ...collectives.differences import first_of
 
 STATUSES = ("ok", "skipped", "warning", "failed")  # from good to bad
 _MANY_LINES = 16  # of details; a job has more ranks than a terminal has lines
