@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..collectives.tensors import name_dtype
+
 
 def explain_loss(name: str, saved: Tensor, dtype: torch.dtype) -> str:
     """Say that loading a tensor as this dtype would change it by more than rounding; "" if not."""
     if saved.dtype == dtype or _holds(dtype, saved):
         return ""
-    there = _name(saved.dtype)
-    return f"has {name} of {there} there, of {_name(dtype)} here, which does not hold its values"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    there = name_dtype(saved.dtype)
+    return f"has {name} of {there} there, of {name_dtype(dtype)} here, which does not hold its values"
 
 
 def _holds(dtype: torch.dtype, saved: Tensor) -> bool:

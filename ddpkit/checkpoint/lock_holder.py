@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ..launch.process_tree import born, runs_since
+from ..launch.process_tree import boot_id, own_birth, runs_since
 
 # variables that stay the same when a job is started again, maybe on another machine
 _IDENTITIES = (
@@ -27,7 +27,7 @@ def describe_this_job() -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": _machine(),
         "pid": os.getpid(),
-        "born": _own_birth(),
+        "born": own_birth(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         "job": _identity(os.environ),
         "token": os.urandom(8).hex(),
@@ -54,13 +54,6 @@ def is_running(holder: Mapping[str, Any]) -> bool:
     return runs
 
 
-def _own_birth() -> str:
-    try:
-        return born(os.getpid())
-    except OSError:
-        return ""
-
-
 def _is_in_use(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -83,7 +76,6 @@ def _identity(env: Mapping[str, str]) -> str:
 
 def _machine() -> str:
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
+        return boot_id()
     except OSError:
         return socket.gethostname()

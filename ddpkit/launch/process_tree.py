@@ -89,6 +89,20 @@ def born(pid: int) -> str:
     return state[19]
 
 
+def own_birth() -> str:
+    """Return when this process started; "" where the system does not tell."""
+    try:
+        return born(os.getpid())
+    except OSError:
+        return ""
+
+
+def boot_id() -> str:
+    """Return the identity of this machine since it was started; raise OSError where the system does not tell."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
 def runs_since(pid: int, start: str) -> bool | None:
     """Return whether the process that started then still runs; None where that cannot be seen now."""
     try:

@@ -8,16 +8,14 @@ import socket
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
-from ..launch.process_tree import ancestors, born, runs_since
+from ..launch.process_tree import ancestors, boot_id, own_birth, runs_since
 from .store_values import parse, refuse_text
 
 
 def _machine() -> tuple[str, ...]:
     """Return the machine's boot, this process's network and its process numbers; () where the system tells none."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return boot, os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")
+        return boot_id(), os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")
     except OSError:
         return ()
 
@@ -27,13 +25,6 @@ def _cores() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
-
-
-def _own_birth() -> str:
-    try:
-        return born(os.getpid())
-    except OSError:
-        return ""
 
 
 def _nonce() -> str:
@@ -68,7 +59,7 @@ class Member:
     host: str = field(default_factory=socket.gethostname)
     machine: tuple[str, ...] = field(default_factory=_machine)
     pid: int = field(default_factory=os.getpid)
-    born: str = field(default_factory=_own_birth)
+    born: str = field(default_factory=own_birth)
     cores: tuple[int, ...] = field(default_factory=_cores)
     nonce: str = field(default_factory=_nonce)
 

@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from .store_values import printable
+
 LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped
 _RANKS, _FAILURES = {"rank", "left", "ends"}, {"failure", "reason"}  # names of a message's fields
 _TEXTS = {"host": 300, "type": 300, "message": 20_000, "traceback": 60_000}  # characters of each that are kept
@@ -111,8 +113,7 @@ def checked_failure(record: object, world_size: int) -> dict[str, Any] | None:
         text = record.get(name)
         if not isinstance(text, str):
             return None
-        printable = text.encode(errors="backslashreplace").decode()  # JSON can spell half a surrogate pair
-        checked[name] = printable[:longest]
+        checked[name] = printable(text)[:longest]  # JSON can spell half a surrogate pair
     return checked
 
 

@@ -89,7 +89,8 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
     config = item.config
     marker = item.get_closest_marker("ranks")
     assert marker is not None
-    world_size = item.callspec.params["world_size"]  # type: ignore[attr-defined]
+    world_size = _world_size(item)
+    assert world_size is not None
     usual = float(config.getini("ranks_timeout"))
     limit = float(marker.kwargs.get("timeout", usual))
     post_mortem = bool(config.getoption("usepdb"))
