@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import CheckpointError, DdpkitError
+from . import views
 from .leaves import has_names
 
 _ADVICE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
@@ -58,7 +59,7 @@ def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
     """
     hashed = _HashedFile(file)
     try:
-        torch.save(content, hashed)  # type: ignore[arg-type]
+        views.save(content, hashed)  # type: ignore[arg-type]
     except (OSError, DdpkitError):
         raise
     except Exception as error:
@@ -99,9 +100,9 @@ def unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointErro
 
 
 def to_bytes(content: Any) -> bytes:
-    """Return `content` as `torch.save` writes it."""
+    """Return `content` as `dump()` writes it, without the checksum."""
     buffer = io.BytesIO()
-    torch.save(content, buffer)
+    views.save(content, buffer)
     return buffer.getvalue()
 
 
