@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -62,20 +61,15 @@ _TOGETHER = (
 collect_ignore_glob = [files for files, packages in _OF_EXAMPLES.items() if _missing(packages)]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Keep compiled modules for as long as the tests run, where the machine is told to keep none.
+def pytest_configure() -> None:
+    """Let Python keep compiled modules, also where it is told not to: hundreds of processes would compile them anew.
 
-    Each of the hundreds of processes would compile all that it imports. And let what tests start hear of Ctrl-C, which
-    a shell has runs in the background ignore.
+    And let what tests start hear of Ctrl-C, which a shell has runs in the background ignore.
     """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if sys.dont_write_bytecode:
-        folder = tempfile.TemporaryDirectory(prefix="ddpkit-bytecode-", ignore_cleanup_errors=True)
-        config.add_cleanup(folder.cleanup)
-        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = folder.name
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        sys.dont_write_bytecode = False
 
 
 def pytest_report_header() -> list[str]:
