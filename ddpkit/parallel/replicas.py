@@ -37,10 +37,10 @@ Entries = dict[str, str]  # of one rank: digests of values, by name
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Raise on every rank unless all hold equal models and optimizers, bit by bit. Collective.
 
-    It takes a checksum of every parameter, buffer, optimizer state and hyper-parameter (bit
-    patterns, in order) and exchanges one digest; only if those differ, the checksums themselves. It
-    costs about 0.2 s per GB on one core, so call it after loading, before saving, or every so many
-    steps.
+    It takes a checksum of every parameter (and whether it is frozen), buffer, optimizer state and
+    hyper-parameter (bit patterns, in order) and exchanges one digest; only if those differ, the
+    checksums themselves. It costs about 0.2 s per GB on one core, so call it after loading, before
+    saving, or every so many steps.
 
     With DDP, BatchNorm statistics differ between a training forward and the next one, which first
     sends rank 0's to all (see `broadcast_buffers`): each rank would evaluate with its own.
@@ -124,7 +124,8 @@ def _explain(everyone: list[Entries]) -> str:
 def _model_entries(model: nn.Module) -> Entries:
     entries = {}
     for name, parameter in _parameters(model).items():
-        entries[f"parameter {name}"] = digest(parameter)
+        frozen = "" if parameter.requires_grad else ", frozen"
+        entries[f"parameter {name}"] = digest(parameter) + frozen
     for name, buffer in _buffers(model).items():
         entries[f"buffer {name}"] = digest(buffer)
     return entries

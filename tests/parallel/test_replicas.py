@@ -98,10 +98,15 @@ def _missing(net: nn.Module, _: torch.optim.Optimizer) -> None:
     del net.sixteen
 
 
+def _frozen(net: nn.Module, _: torch.optim.Optimizer) -> None:
+    net[0].bias.requires_grad_(False)
+
+
 DAMAGE: dict[Callable[[nn.Module, torch.optim.Optimizer], None], str] = {
     _ulp: "parameter 0.weight: float32[64, 8] #",
     _permuted: "parameter 0.bias: float32[64] #",
     _twos: "parameter 2.weight: float32[1, 64] #",
+    _frozen: "parameter 0.bias: float32[64] #",
     _adam: "optimizer state exp_avg of 0.bias: float32[64] #",
     _step: "optimizer state step of 2.bias: float32[] #",
     _no_state: "optimizer state exp_avg of 2.bias: float32[1] #",
