@@ -40,8 +40,15 @@ def pytest_load_initial_conftests(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Make the marker known, and check the setting for all tests."""
     config.addinivalue_line("markers", _MARKER)
+    setting = config.getini("ranks_timeout")
+    try:
+        usable = float(setting) > 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise pytest.UsageError(f"ranks_timeout must be seconds above 0, got {setting!r}.")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -142,6 +149,10 @@ def _check(marker: pytest.Mark, name: str) -> None:
     if unknown:
         expected = f"ranks() knows {sorted(_OPTIONS)}"
         raise pytest.UsageError(f"{name}: {expected}, not {sorted(unknown)}.")
+    timeout = marker.kwargs.get("timeout", 1)
+    if type(timeout) not in (int, float) or not timeout > 0:
+        expected = "ranks() takes a timeout in seconds above 0"
+        raise pytest.UsageError(f"{name}: {expected}, got {timeout!r}.")
 
 
 def _copy_of(stream: int) -> int | None:

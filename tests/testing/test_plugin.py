@@ -672,6 +672,10 @@ def test_mistakes_in_the_marker_are_said_when_tests_are_collected(pytester: pyte
     assert "ranks() takes numbers of ranks, for example ranks(1, 2, 3)" in text
     _, text = run(pytester, "@pytest.mark.ranks(2, limit=3)\ndef test_it(): pass\n")
     assert "ranks() knows ['fresh', 'join', 'timeout'], not ['limit']" in text
+    _, text = run(pytester, "@pytest.mark.ranks(2, timeout='3')\ndef test_it(): pass\n")
+    assert "ranks() takes a timeout in seconds above 0, got '3'" in text
+    said = pytester.runpytest_inprocess("-o", "ranks_timeout=soon").stderr.str()
+    assert "ranks_timeout must be seconds above 0, got 'soon'" in said
     _, text = run(pytester, "def test_it(rank): pass\n")
     assert "The fixture rank is for tests marked with @pytest.mark.ranks" in text
 
