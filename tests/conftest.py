@@ -102,20 +102,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {missing}"))
 
 
-def _joined(fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:
+def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("default")  # the plugin's ranks make errors of them, as pytest does here
-        with ddpkit.distributed(timeout=timedelta(seconds=timeout)):
-            return fn(*args)
+        return fn(*args)
 
 
-def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 90.0, fresh: bool = False) -> list[Any]:
+def _join_and_call(fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:
+    with ddpkit.distributed(timeout=timedelta(seconds=timeout)):
+        return _call(fn, args)
+
+
+def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float | None = None, fresh: bool = False) -> Any:
     """Run `fn(*args)` on `nprocs` warm ranks that have called `setup()`; return the results by rank.
 
-    `timeout` in seconds, that of `setup()`: only a hang or what a test sets shorter itself ends by one. Ask for fresh
-    ranks if `fn` changes modules or classes of others.
+    `timeout` in seconds, that of a `setup()` for this call alone; without, the ranks stay joined from one call to the
+    next. Ask for fresh ranks if `fn` changes modules or classes of others.
     """
-    return testing.on_ranks(_joined, nprocs, fn, args, timeout, timeout=4 * timeout, join=False, fresh=fresh)
+    if timeout is None:
+        return testing.on_ranks(_call, nprocs, fn, args, timeout=180.0, fresh=fresh)
+    return testing.on_ranks(_join_and_call, nprocs, fn, args, timeout, timeout=4 * timeout, join=False, fresh=fresh)
 
 
 def same(one: Any, other: Any) -> bool:
