@@ -94,6 +94,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups | No
     return _Groups(config, log) if config.option.dist == "loadgroup" else None
 
 
+def pytest_collection_finish() -> None:
+    """Start the process from which all others are forked, before a test starts it with less in it."""
+    if "DDPKIT_TESTING_RANKS" not in os.environ:
+        import_once()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what trains the digits under a launcher where their packages are not installed."""
     missing = _missing(_OF_EXAMPLES["examples/digits/*"])
@@ -133,12 +139,6 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def processes_start_quickly() -> None:
-    if "DDPKIT_TESTING_RANKS" not in os.environ:
-        import_once()
 
 
 @pytest.fixture(autouse=True)
