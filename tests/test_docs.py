@@ -40,7 +40,9 @@ def test_the_examples_of_a_page_run_on_one_process(page: str, tmp_path: Path) ->
 
 def run_page(folder: str, name: str) -> None:
     os.chdir(folder)
-    sys.exit(pytest.main(["-q", "-W", "error", "-p", "ddpkit.testing.hooks", *QUIET, name]))
+    plugins = ["-p", "ddpkit.testing.hooks", *QUIET]
+    warnings = ["-W", "error", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # they were imported before the fork
+    sys.exit(pytest.main(["-q", *warnings, *plugins, name]))
 
 
 def test_only_fences_marked_python_count_and_keep_their_line_numbers() -> None:

@@ -52,6 +52,7 @@ all_reduce_mean(1.0, "3")
 """
 
 
+@pytest.mark.storm
 def test_a_checker_can_tell_the_types_of_results_and_sees_a_wrong_op(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

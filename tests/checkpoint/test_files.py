@@ -54,6 +54,7 @@ def kill_fifty_writers(folder: str) -> int:
     return caught
 
 
+@pytest.mark.storm
 def test_fifty_sigkills_leave_a_complete_checkpoint(tmp_path: Path) -> None:
     caught = ddpkit.spawn(kill_fifty_writers, 1, str(tmp_path))
     assert caught[0], "no writer was killed while it wrote: this test showed nothing"

@@ -17,7 +17,7 @@ CHOSEN = [pair for case in [*FAULTS, *CONFLICTS] if case.quick for pair in pairs
 def marked(pair: Pair) -> Any:
     """A case as a parameter."""
     case, launcher = pair
-    takes_long = launcher == TORCHRUN or getattr(case, "timeout", SHORT) == SHORT
+    takes_long = launcher == TORCHRUN or getattr(case, "timeout", SHORT) == SHORT or getattr(case, "nodes", False)
     return pytest.param(pair, id=name_of(pair), marks=[pytest.mark.storm] if takes_long else [])
 
 

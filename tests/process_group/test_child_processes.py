@@ -119,7 +119,12 @@ def work(who: int | None, starts: list[str]) -> None:
     ("launcher", "who", "starts"),
     [
         ("platform", 0, ["a program", "forkserver", "a program with another rank", "a program with nonsense"]),
-        ("platform", 1, ["a program", "a loader's worker", "a program that is told to be one of more"]),
+        pytest.param(
+            "platform",
+            1,
+            ["a program", "a loader's worker", "a program that is told to be one of more"],
+            marks=pytest.mark.storm,
+        ),
         pytest.param("torchrun", 0, ["a program", "spawn", "a program with another rank"], marks=pytest.mark.storm),
         pytest.param("torchrun", 1, ["a program", "spawn", "a program with nonsense"], marks=pytest.mark.storm),
     ],

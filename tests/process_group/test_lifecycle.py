@@ -381,6 +381,7 @@ def test_setup_without_teardown_ends_cleanly_under_torchrun_and_needs_no_thread_
 NESTED = "import ddpkit, os\nos.write(1, b'world of ' + str(ddpkit.setup().world_size).encode())\n"
 
 
+@pytest.mark.storm
 def test_torchrun_under_preset_ranks_is_refused_on_every_rank(tmp_path: Path) -> None:
     code, output, _ = torchrun(tmp_path, NESTED, RANK="0", WORLD_SIZE="2")
     assert code == 1 and "world of 2" not in output

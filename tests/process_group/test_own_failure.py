@@ -125,6 +125,7 @@ def test_the_other_ranks_hear_of_a_failure_whatever_the_exception_does(case: str
         assert words in json.loads((tmp_path / f"{rank}").read_text())["message"]["message"]
 
 
+@pytest.mark.storm
 def test_torchrun_shows_an_exception_that_has_no_message(tmp_path: Path) -> None:
     script = """
         import ddpkit

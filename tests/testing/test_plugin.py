@@ -786,6 +786,7 @@ def test_fails(rank):
     assert re.search(r"^lib\.py +4 +1 +75% +6$", text, re.MULTILINE), text
 
 
+@pytest.mark.storm
 def test_several_workers_of_xdist_have_ranks_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     source = """

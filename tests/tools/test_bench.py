@@ -188,6 +188,7 @@ def test_jobs_run_there_and_back(capsys: pytest.CaptureFixture[str]) -> None:
     assert ours[2] == 6 and 3 <= ours[3] <= 5  # twice three; a busy machine may use up the time sooner
 
 
+@pytest.mark.storm
 def test_under_torchrun_the_jobs_own_ranks_are_measured() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = ["-m", "ddpkit", "bench", "--only", "collectives", "metrics", *QUICK, "--json"]

@@ -220,6 +220,7 @@ sys.exit(cli.main(["doctor", "--json", "--timeout", "100"]))
 """
 
 
+@pytest.mark.storm
 def test_the_report_comes_although_torchrun_ends_all_when_one_rank_has_failed(tmp_path: Path) -> None:
     """Rank 0 waits in gloo, in a C call, when torchrun's signal comes."""
     (tmp_path / "doctor.py").write_text(DIES_WHILE_JOINING)
@@ -230,6 +231,7 @@ def test_the_report_comes_although_torchrun_ends_all_when_one_rank_has_failed(tm
     assert "another rank has failed" in found(done.stdout)["join"]["found"]
 
 
+@pytest.mark.storm
 def test_a_nested_launch_is_refused_on_every_rank_and_reported_once() -> None:
     done = torchrun(2, "--json", "--device", "cpu", RANK="0", WORLD_SIZE="2")
     assert done.returncode == 1 and failed(done.stdout) == ["launch"]

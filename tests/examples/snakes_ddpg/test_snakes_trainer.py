@@ -221,6 +221,7 @@ def looks(until: int) -> list[dict[str, int]]:
     return total
 
 
+@pytest.mark.storm
 def test_a_run_goes_on_where_it_stopped_on_other_numbers_of_ranks(trained: Trained, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     shutil.copytree(trained[0], runs)
@@ -317,6 +318,7 @@ def test_a_finished_run_has_nothing_to_go_on_with(trained: Trained, tmp_path: Pa
     assert same(checkpoint(folder), before)
 
 
+@pytest.mark.storm
 def test_ctrl_c_saves_and_ends_all_ranks_of_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["rl_trainer/main_ddp.py", *ENDLESS.split(), "--runs_folder", str(tmp_path / "runs")]

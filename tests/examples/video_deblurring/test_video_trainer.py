@@ -376,6 +376,7 @@ def shell(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=ENV | env, cwd=FOLDER, text=True, timeout=PATIENCE, **pipes)
 
 
+@pytest.mark.storm
 def test_launch_train_sh_trains_on_two_processes_by_torchrun(clips: Path, tmp_path: Path) -> None:
     opt = video.write_options(tmp_path / "opt.json", video.options(clips, tmp_path, train__total_iter=4))
     ended = shell(["./launch_train.sh", "2", opt])
