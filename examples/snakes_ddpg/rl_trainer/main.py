@@ -263,7 +263,7 @@ def summarize(
         max(memory),
     )
     if ddpkit.is_main_process() and total != before:
-        runs.save_json(settings.folder / "summary.json", summary)
+        runs.save_summary(settings.folder, summary)
 
 
 class Clock(Counter):

@@ -141,6 +141,16 @@ def save_json(path: Path, values: Mapping[str, Any]) -> None:
         whole.write_text(json.dumps(values, indent=2, default=str) + "\n")
 
 
+def save_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write the summary of a run's last part; those of the parts before, oldest first, are kept as `earlier`."""
+    path = folder / "summary.json"
+    earlier = []
+    if path.is_file():
+        last = json.loads(path.read_text())
+        earlier = [*last.pop("earlier", []), last]
+    save_json(path, {**summary, "earlier": earlier})
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The settings of a run.
 

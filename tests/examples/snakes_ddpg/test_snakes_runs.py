@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -165,6 +166,13 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert torch.load(tmp_path / runs.MODELS / "actor_1.pth", weights_only=True) == {"w": 1}
     assert list(runs.list_models(tmp_path)) == [1]
     assert len(list((tmp_path / runs.MODELS).iterdir())) == 2
+
+
+def test_a_summary_keeps_those_of_the_run_s_earlier_parts(tmp_path):
+    for episodes in (10, 20, 30):
+        runs.save_summary(tmp_path, {"total": episodes})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == {"total": 30, "earlier": [{"total": 10}, {"total": 20}]}
 
 
 def test_the_config_is_read_back(tmp_path):

@@ -242,6 +242,8 @@ def test_a_run_goes_on_where_it_stopped_on_other_numbers_of_ranks(trained: Train
             assert beginning["optimizer"]["state"][0]["step"] == state["total"]["optimiser_steps"]
         after = checkpoint(folder)
         assert after["total"]["episodes"] >= episodes and after["ranks"] == ranks
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["total"] == after["total"] and summary["earlier"][-1]["total"] == state["total"]
         steps, samples = (after["total"][name] - state["total"][name] for name in ("optimiser_steps", "samples"))
         assert samples == steps * batch > 0
         shown = [int(block[0]) for block in BLOCK.findall(output)]
