@@ -100,6 +100,17 @@ def test_models_are_found_by_episode(root):
     assert runs.find_model(2, root=root) == folder / "actor_1000.pth"
 
 
+@pytest.mark.parametrize(("wanted", "found"), [(900, 900), (999, 900), (4000, 1000), (None, "best")])
+def test_the_models_saved_last_up_to_an_episode_are_found(root, wanted, found):
+    folder = root / "run2_20250102_000000" / "trained_model"
+    assert runs.find_models(2, wanted, root) == [folder / f"actor_{found}.pth", folder / f"critic_{found}.pth"]
+
+
+def test_before_the_first_save_there_is_no_model(root):
+    with pytest.raises(FileNotFoundError, match=r"actor_7.pth; the episodes of this run are: 900, 1000, best"):
+        runs.find_models(2, 7, root)
+
+
 def test_a_missing_model_is_told_with_those_that_exist(root):
     folder = root / "run2_20250102_000000" / "trained_model"
     with pytest.raises(FileNotFoundError) as caught:
