@@ -18,6 +18,7 @@ import runpy
 import sys
 import textwrap
 import time
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +50,31 @@ def write(policy: Policy, path: Path) -> None:
 
 
 def observations(game: Game, b: int, before: np.ndarray | None) -> list[dict[Any, Any]]:
-    """What the platform tells each snake of a board.
+    """Make what the platform tells each snake of a board, with its keys and types.
+
+    As there, the coordinates of beans are NumPy's integers and those of snakes Python's, and all six are handed the
+    same lists.
 
     Args:
         game: Of which board number `b` is told.
         before: The headings a step ago, which is what the platform calls the last directions; None after a reset.
     """
-    cells = [game.boards.beans[b][game.boards.beans[b] != NONE], *game.bodies(b)]
-    told = {key: [[int(cell) // COLUMNS, int(cell) % COLUMNS] for cell in cells[key - 1]] for key in range(1, 8)}
+    beans = game.boards.beans[b][game.boards.beans[b] != NONE].astype(np.int64)
+    told: dict[Any, Any] = {1: [[cell // COLUMNS, cell % COLUMNS] for cell in beans]}
+    for s, body in enumerate(game.bodies(b)):
+        told[2 + s] = [[int(cell) // COLUMNS, int(cell) % COLUMNS] for cell in body]
     told |= {"board_width": COLUMNS, "board_height": ROWS}
     told["last_direction"] = None if before is None else [NAMES[heading] for heading in before]
     return [{**told, "controlled_snake_index": s + 2} for s in range(SNAKES)]
 
 
 def check(path: Path, policy: Policy) -> tuple[int, float]:
-    """Plays a game with the written file on each side, against random moves; returns moves and the mean call's seconds.
+    """Play a game with the written file on each side, against random moves; return moves and the mean call's seconds.
 
     Raises:
-        ValueError: If it does not play as the policy does.
+        ValueError: If anything raises inside it, or it does not play as the policy does.
     """
-    controller, moves, differ, seconds = runpy.run_path(str(path))["my_controller"], 0, 0, 0.0
+    submission, moves, differ, seconds = runpy.run_path(str(path)), 0, 0, 0.0
     for team in (0, 1):
         game, before = Game(1, seed=team), None
         actions, wanted = np.zeros((2, 1, SNAKES), np.uint8)
@@ -78,9 +84,11 @@ def check(path: Path, policy: Policy) -> tuple[int, float]:
             told = observations(game, 0, before)
             for s in range(3 * team, 3 * team + 3):
                 start = time.perf_counter()
-                actions[0, s] = np.argmax(controller(told[s], None, False))
+                actions[0, s] = ask(submission, told[s])
                 seconds += time.perf_counter() - start
                 moves, differ = moves + 1, differ + int(actions[0, s] != wanted[0, s])
+            for key in range(1, 2 + SNAKES):
+                told[0][key].clear()  # as the platform's next step changes the lists that it has handed over
             before = game.boards.headings[0].copy()
             game.step(actions)
     if differ > moves / 1000:  # a heading that cannot be known, or two ways that are equally good but for rounding
@@ -89,6 +97,19 @@ def check(path: Path, policy: Policy) -> tuple[int, float]:
             f"{TEMPLATE.name} has to compute what features.py and policy.py do"
         )
     return moves, seconds / moves
+
+
+def ask(submission: dict[str, Any], observation: dict[Any, Any]) -> int:
+    """Ask a submission for a direction, as the platform does.
+
+    Raises:
+        ValueError: If anything raises inside it, where a match would go on with the next best player.
+    """
+    with redirect_stderr(None):  # the error below says it
+        move = submission["my_controller"](observation, None, False)
+    for function, error in submission["failures"].items():
+        raise ValueError(f"{function}() of the submission raised {type(error).__name__}: {error}") from error
+    return move[0].index(1)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -196,6 +197,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that leaves, such as `| head`, ends it without a word
     try:
         main(read_settings())
     except OSError as error:

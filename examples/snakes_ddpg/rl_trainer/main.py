@@ -39,7 +39,17 @@ from snakes.collector import Collector
 from snakes.ddpg import DDPG
 from snakes.evaluation import Result, play_games
 from snakes.networks import Actor, Critic, load_weights
-from snakes.plan import ROUND, cautions, describe, epsilon_at, go_on, opponent_at, resolve
+from snakes.plan import (
+    ROUND,
+    cautions,
+    describe,
+    epsilon_at,
+    go_on,
+    model_name,
+    opponent_at,
+    resolve,
+    schedule_change,
+)
 from snakes.policy import Policy
 from snakes.settings import read_settings
 
@@ -70,12 +80,16 @@ def prepare(world_size: int) -> argparse.Namespace | int:
         replay = make_collector(settings, 0, 0).replay
         replay.ready(settings.batch_per_rank)  # raises, as the line before, if it never can be
         if settings.load_model:
-            wanted = (settings.load_model_run or "latest", settings.load_model_run_episode)
-            settings.models = [runs.find_model(*wanted, what, settings.runs_folder) for what in ("actor", "critic")]
+            run, episode = settings.load_model_run or "latest", settings.load_model_run_episode
+            settings.models = runs.find_models(run, episode, settings.runs_folder)
+            actor = settings.models[0]
+            if episode and actor.stem != f"actor_{episode}":
+                log.warning("warning: there is no actor_%d.pth, the last one before it is %s", episode, actor)
             for network, path in zip((Actor(settings.hidden), Critic(settings.hidden)), settings.models, strict=True):
                 load_weights(network, path)  # which says so if they do not fit
         settings.folder = folder if settings.resume else runs.new_run(settings.runs_folder)
         runs.save_json(settings.folder / "config.json", vars(settings))
+        settings.saved = saved if settings.resume else None
         return settings
     except SystemExit as end:  # argparse has helped
         return end.code
@@ -106,6 +120,9 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
         best = tuple(saved["best"]) if saved["judges"] == judges else best
         moved = f", saved by {saved['ranks']} rank(s) and now on {job.world_size}" * (saved["ranks"] != job.world_size)
         log.info("resumed after episode %d%s; boards and replay start anew", total["episodes"], moved)
+        change = schedule_change(settings, settings.saved, total["episodes"])
+        if change and ddpkit.is_main_process():
+            log.warning("warning: %s", change)
     elif settings.load_model:
         agent.load(*settings.models)
         log.info("begins with %s and its critic", settings.models[0])
@@ -149,7 +166,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
         stop = ddpkit.stop_together(finished or late or stopping.asked is not None)
         bar.update(total["episodes"] - episode)
 
-        intervals = {"log": settings.log_interval, "eval": settings.eval_interval, "save": settings.save_interval}
+        intervals = {"log": settings.log_interval, "eval": settings.eval_interval, "save": settings.save_every}
         due = {what for what, n in intervals.items() if finished or total["episodes"] // n > episode // n}
         if "log" in due and news["episodes"]:
             report(writer, total, news, epsilon, opponent)
@@ -168,7 +185,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
         if stop or "save" in due:
             with clock("save"):
                 ddpkit.check_replicas(nn.ModuleList([agent.networks, agent.targets]), agent.optimizer)
-                ddpkit.run_on_main(save_models, settings.folder, total["episodes"], agent)
+                ddpkit.run_on_main(save_models, settings.folder, model_name(settings, total["episodes"], stop), agent)
                 state = {"total": dict(total), "best": list(best), "judges": judges, "ranks": job.world_size}
                 checkpoints.save(total["optimiser_steps"], **parts, **state)
     bar.close()
@@ -263,7 +280,7 @@ def summarize(
         max(memory),
     )
     if ddpkit.is_main_process() and total != before:
-        runs.save_json(settings.folder / "summary.json", summary)
+        runs.save_summary(settings.folder, summary)
 
 
 class Clock(Counter):

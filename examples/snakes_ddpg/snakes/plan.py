@@ -32,8 +32,10 @@ def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
 
     Returns:
         A copy of the settings with `world_size`; `episodes` (global); `boards_global` and `boards_per_rank`;
-        `batch_global` and `batch_per_rank` (rows per optimiser step); `actor_lr` and `critic_lr`, scaled; and
-        `evasion_start` (episode, global).
+        `batch_global` and `batch_per_rank` (rows per optimiser step); `actor_lr` and `critic_lr`, scaled;
+        `counted_by`, the global episodes to one that the flags count: the ranks if `--max_episodes` told the run's
+        length, also after it went on with other ranks, else 1; `evasion_start` (episode, global); and `save_every`
+        (episodes, global).
 
     Raises:
         ValueError: If the global batch does not divide by the ranks or a rank's batch is larger than its buffer.
@@ -50,6 +52,7 @@ def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
             "transitions per rank: raise --buffer_size or lower the batch size"
         )
     episodes = settings.total_episodes or settings.max_episodes * world_size
+    counted_by = world_size if settings.max_episodes else getattr(settings, "counted_by", 1)
     start, boards = settings.opponent_evasion_start_episode, _round_up(settings.boards, world_size)
     added = {
         "world_size": world_size,
@@ -60,7 +63,9 @@ def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
         "batch_per_rank": actor.per_rank_batch_size,
         "actor_lr": actor.lr,
         "critic_lr": critic.lr,
-        "evasion_start": round(start * episodes) if isinstance(start, float) else start,
+        "counted_by": counted_by,
+        "evasion_start": round(start * episodes) if isinstance(start, float) else start * counted_by,
+        "save_every": settings.save_interval * counted_by,
     }
     return argparse.Namespace(**vars(settings) | added)
 
@@ -87,6 +92,45 @@ def opponent_at(settings: argparse.Namespace, episode: int) -> str | int:
     return difficulty(settings.opponent_difficulty_strategy, episode, settings.episodes)
 
 
+def schedule_change(settings: argparse.Namespace, saved: Mapping[str, Any], episode: int) -> str:
+    """Explain that another length of a run moves its opponent, in a line; "" if it does not.
+
+    Args:
+        settings: Resolved settings, with which the run goes on.
+        saved: Those that it had.
+        episode: After which it goes on, global.
+    """
+    schedule = ("opponent_difficulty_strategy", "opponent", "enable_opponent_evasion")
+    if settings.episodes == saved["episodes"] or any(getattr(settings, name) != saved[name] for name in schedule):
+        return ""
+    before = opponent_at(argparse.Namespace(**saved), episode + 1)
+    now = opponent_at(settings, episode + 1)
+    if now == before:
+        return ""
+    return (
+        f"the schedule now spans {settings.episodes:,} episodes, not {saved['episodes']:,}: the opponent after episode "
+        f"{episode:,} is {now}, not {before}; to keep it, add --opponent_difficulty_strategy fixed --opponent {before}"
+    )
+
+
+def model_name(settings: argparse.Namespace, episodes: int, stopped: bool = False) -> int:
+    """Find the episode that a model is named by, counted as the run's flags are.
+
+    It is the last multiple of `--save_interval`, at the end the run's length: the counters are looked at every
+    `ROUND` steps of all boards, when some episodes more are over.
+
+    Args:
+        settings: Resolved settings.
+        episodes: Those that are over, global.
+        stopped: If the run ends here. Before its time, the name is how far it came.
+    """
+    if episodes >= settings.episodes:
+        return settings.episodes // settings.counted_by
+    if stopped:
+        return episodes // settings.counted_by
+    return episodes // settings.save_every * settings.save_interval
+
+
 def epsilon_at(settings: argparse.Namespace, environment_steps: int) -> float:
     """The part of the moves that is random after so many environment steps, of all boards of all ranks together."""
     floor = min(settings.epsilon_min, settings.epsilon)
@@ -110,6 +154,7 @@ def describe(settings: argparse.Namespace) -> str:
         "environment steps": f"some {board_steps * s.boards_global * length // (length + 1):,} in all",
         "optimiser steps": f"some {steps:,}, each of all ranks together: {s.updates} per step of all boards",
         "samples": f"some {steps * s.batch_global:,} rows drawn from the replays in all",
+        "models": f"saved every {s.save_every:,} episodes in all, as number {s.save_interval:,} and its multiples",
         "epsilon": _describe_epsilon(s),
         "opponents": _describe_opponents(s),
     }

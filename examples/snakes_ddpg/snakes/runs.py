@@ -113,6 +113,24 @@ def find_model(run: int | str, episode: int | str | None = None, what: str = "ac
     return found[episode]
 
 
+def find_models(run: int | str, episode: int | None, root: Path = ROOT) -> list[Path]:
+    """Find the actor and the critic of a run, those saved last up to an episode.
+
+    Args:
+        run: See `find_run()`.
+        episode: None: the best by evaluation if there are, else the last.
+        root: Folder of the runs.
+
+    Raises:
+        FileNotFoundError: If there is no such run or nothing so early; the message lists what exists.
+    """
+    if episode is not None:
+        folder = find_run(run, root, f"{MODELS}/actor_*.pth")
+        saved = [number for number in list_models(folder) if number != "best" and number <= episode]
+        episode = max(saved, default=episode)
+    return [find_model(run, episode, what, root) for what in ("actor", "critic")]
+
+
 def parse(text: str, root: Path = ROOT) -> Path:
     """The file of the actor that a user means: "run3:2000", "run3:best", "run3", "3", "latest", a folder or a file.
 
@@ -139,6 +157,16 @@ def save_json(path: Path, values: Mapping[str, Any]) -> None:
     """Writes the settings or the summary of a run, whole or not at all; paths become text."""
     with _replacing(path) as whole:
         whole.write_text(json.dumps(values, indent=2, default=str) + "\n")
+
+
+def save_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write the summary of a run's last part; those of the parts before, oldest first, are kept as `earlier`."""
+    path = folder / "summary.json"
+    earlier = []
+    if path.is_file():
+        last = json.loads(path.read_text())
+        earlier = [*last.pop("earlier", []), last]
+    save_json(path, {**summary, "earlier": earlier})
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _ORIGINAL = {
     "hidden": 256,
     "epsilon": 0.5,
     "epsilon_min": 0.0,
-    "opponent_difficulty_strategy": "linear",
+    "opponent_difficulty_strategy": "curriculum",
     "opponent_evasion_start_episode": 40_000,
     "save_interval": 1000,
     "lr_scaling": "none",
@@ -52,6 +52,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "opponent_difficulty_strategy": "fixed",
         "opponent": "greedy",
     },
+}
+
+
+# Flags of public trainers that are not here, and where to go instead
+_ABSENT = {
+    "--model_episode": "use --load_model_run and --load_model_run_episode",
+    "--log_dir": "use --runs_folder, in which each run gets a folder of its own",
+    "--local_rank": "start it with torchrun, which passes it in the environment",
 }
 
 
@@ -88,7 +96,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--preset", type=_one_of(*PRESETS), help=f"the settings of a public guide: {', '.join(PRESETS)}")
     text = "episodes, global"
     either("--total_episodes", action=_Either, const="max_episodes", type=count, default=12_000, help=text)
-    either("--max_episodes", action=_Either, const="total_episodes", type=count, help="episodes per rank, instead")
+    text = "episodes per rank, instead; episodes in flags that say so are then counted per rank too"
+    either("--max_episodes", action=_Either, const="total_episodes", type=count, help=text)
     add("--episode_length", type=count, default=200, help="steps of an episode")
     text = "boards played at once, global; rounded up to a multiple of the ranks"
     add("--boards", type=count, default=1024, help=text)
@@ -131,11 +140,16 @@ def _make_parser() -> argparse.ArgumentParser:
     text = f"for the strategy fixed: {', '.join(OPPONENTS)}, or a difficulty from 0 to {len(LEVELS) - 1}"
     add("--opponent", type=_opponent, metavar="name", help=f"{text} (default: {OPPONENT})")
     add("--enable_opponent_evasion", action="store_true", help="play against the evasive opponent later on")
-    text = "when: an episode, global, from 1; or with a point, a part of the run, such as 0.8"
+    text = "when: an episode, from 1, global, or per rank with --max_episodes; or with a point, a part of the run: 0.8"
     add("--opponent_evasion_start_episode", type=_episode_or_part, default=40_000, metavar="E", help=text)
 
     add = parser.add_argument_group("files and reports").add_argument
-    add("--save_interval", type=count, default=1000, help="episodes, global, between checkpoints")
+    add(
+        "--save_interval",
+        type=count,
+        default=1000,
+        help="episodes between checkpoints, global, or per rank with --max_episodes",
+    )
     add("--log_interval", type=count, default=500, help="episodes, global, between reports")
     add("--eval_interval", type=count, default=2000, help="episodes, global, between evaluations")
     add("--eval_games", type=count, default=400, help="games of an evaluation, global, on both sides in turn")
@@ -146,7 +160,8 @@ def _make_parser() -> argparse.ArgumentParser:
     text = "begin a new run with the weights of an old one, by default the latest"
     add("--load_model", action="store_true", help=text)
     add("--load_model_run", type=count, metavar="N", help="the run whose weights to load")
-    add("--load_model_run_episode", type=count, metavar="E", help="and the episode; by default its best, else its last")
+    text = "and the episode, or the last one saved before it; by default its best, else its last"
+    add("--load_model_run_episode", type=count, metavar="E", help=text)
     same = "as in the public trainers"
     add("--game_name", help=same, type=_only("snakes_3v3", "this is a trainer for one game"), default="snakes_3v3")
     add("--algo", help=same, type=_only("ddpg", "this is a trainer by one method"), default="ddpg")
@@ -157,6 +172,9 @@ class _Parser(argparse.ArgumentParser):
     """Leaves it to the program to say what is wrong, which on several ranks is to be said once."""
 
     def error(self, message: str) -> NoReturn:
+        for flag, instead in _ABSENT.items():
+            if flag in message.replace("--local-rank", "--local_rank"):
+                raise ValueError(f"{message}: {instead}")
         raise ValueError(message)
 
 

@@ -6,7 +6,9 @@ A cell is a number from 0 to 199, row by row, and a set of cells an integer with
 """
 
 import base64
-import logging
+import sys
+import traceback
+from collections import namedtuple
 
 import numpy as np
 
@@ -20,48 +22,75 @@ ALL = (1 << CELLS) - 1
 FIRST = sum(1 << cell for cell in range(0, CELLS, COLUMNS))  # the first column
 LAST = FIRST << (COLUMNS - 1)
 
+# Cells here are (row, column); `snake` counts from 0; `started` says whether a step has been played
+State = namedtuple("State", "rows columns beans bodies snake started")
+
 LAYERS = []  # (weights, biases) of each layer, float32
+failures = {}  # the first error of each function that failed, which export.py looks at
 _before = {}  # the body of each snake when it was last asked for
 
 
 def my_controller(observation, action_space=None, is_act_continuous=False):
-    """The snake's next direction as [[up, down, left, right]], one of them 1. It never raises."""
+    """Name the snake's next direction as [[up, down, left, right]], one of them 1. It never raises."""
     direction = UP
     for play in (choose, flee):
         try:
-            direction = play(observation)
+            direction = play(read(observation))
             break
-        except Exception:  # a match goes on, with the next best player
-            logging.exception("%s() cannot play %r", play.__name__, observation)
+        except Exception as error:  # a match goes on, with the next best player
+            report(play.__name__, error, observation)
     return [[int(direction == other) for other in range(4)]]
 
 
-def choose(observation):
-    """The direction that the actor prefers."""
-    bodies, beans, snake = read(observation)
-    started = any(observation.get("last_direction") or ())  # there is none after a reset
-    heading = find_heading(bodies[snake], _before.get(snake) if started else None)
-    _before[snake] = bodies[snake]
-    return TURNS[heading][int(think(look(bodies, beans, snake, heading)).argmax())]
-
-
-def flee(observation):
-    """A direction to a cell without a segment, on a board of any size, for want of something better."""
-    rows, columns = observation["board_height"], observation["board_width"]
-    taken = {tuple(cell) for key in range(2, 2 + SNAKES) for cell in observation.get(key, ())}
-    row, column = observation[observation["controlled_snake_index"]][0]
-    above, below = ((row - 1) % rows, column), ((row + 1) % rows, column)
-    around = above, below, (row, (column - 1) % columns), (row, (column + 1) % columns)
-    return next((direction for direction in range(4) if around[direction] not in taken), UP)
-
-
 def read(observation):
-    """The cells of each snake, head first, those of the beans, and which snake is asked for, counted from 0."""
-    rows, columns = observation["board_height"], observation["board_width"]
-    if (rows, columns) != (ROWS, COLUMNS):
-        raise ValueError(f"the model knows boards of {ROWS} x {COLUMNS} cells, not of {rows} x {columns}")
-    beans, *bodies = ([COLUMNS * row + column for row, column in observation[key]] for key in range(1, 2 + SNAKES))
-    return bodies, beans, observation["controlled_snake_index"] - 2
+    """Convert an observation into Python's own integers and tuples.
+
+    The platform hands over its game's own lists, with NumPy's integers in some of them: `1 << numpy.int64(64)` is 0.
+    """
+    beans, *bodies = (
+        [(int(row), int(column)) for row, column in observation.get(key, ())] for key in range(1, 2 + SNAKES)
+    )
+    rows, columns = int(observation["board_height"]), int(observation["board_width"])
+    snake = int(observation["controlled_snake_index"]) - 2
+    last = observation.get("last_direction")
+    started = last is not None and any(last)  # there is none after a reset
+    return State(rows, columns, beans, bodies, snake, started)
+
+
+def report(name, error, observation):
+    """Say on stderr what went wrong, for each function once.
+
+    The platform's records of matches go through the root logger, so none is used.
+    """
+    if name in failures:
+        return
+    failures[name] = error
+    text = f"{name}() cannot play {observation!r}, which is said once\n{traceback.format_exc()}"
+    try:
+        sys.stderr.write(f"submission.py: {text}")
+    except Exception:  # without a stderr there is nobody to tell
+        pass
+
+
+def choose(state):
+    """Find the direction that the actor prefers."""
+    if (state.rows, state.columns) != (ROWS, COLUMNS):
+        raise ValueError(f"the model knows boards of {ROWS} x {COLUMNS} cells, not of {state.rows} x {state.columns}")
+    beans, *bodies = ([COLUMNS * row + column for row, column in cells] for cells in (state.beans, *state.bodies))
+    body = bodies[state.snake]
+    heading = find_heading(body, _before.get(state.snake) if state.started else None)
+    _before[state.snake] = body
+    return TURNS[heading][int(think(look(bodies, beans, state.snake, heading)).argmax())]
+
+
+def flee(state):
+    """Find a direction to a cell without a segment, on a board of any size, for want of something better."""
+    taken = {cell for body in state.bodies for cell in body}
+    row, column = state.bodies[state.snake][0]
+    above, below = ((row - 1) % state.rows, column), ((row + 1) % state.rows, column)
+    left, right = (row, (column - 1) % state.columns), (row, (column + 1) % state.columns)
+    free = [cell not in taken for cell in (above, below, left, right)]
+    return free.index(True) if any(free) else UP
 
 
 def find_heading(body, before):

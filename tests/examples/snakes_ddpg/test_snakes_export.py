@@ -10,7 +10,7 @@ import runpy
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,14 @@ def recorded() -> list[list[dict[str, Any]]]:
 
 
 def ask(state: dict[str, Any], before: dict[str, Any] | None, s: int) -> dict[Any, Any]:
-    """What the original tells a snake; the last directions are the headings of the state before."""
+    """Make the observation of a snake with the original's keys and types, which for beans are NumPy's integers.
+
+    The last directions are the headings of the state before.
+    """
     last = None if before is None else [NAMES[heading] for heading in before["headings"]]
     return {
-        1: state["beans"],
-        **{2 + i: body for i, body in enumerate(state["bodies"])},
+        1: [list(cell) for cell in np.array(state["beans"], np.int64).reshape(-1, 2)],
+        **{2 + i: [list(cell) for cell in body] for i, body in enumerate(state["bodies"])},
         "board_width": 20,
         "board_height": 10,
         "last_direction": last,
@@ -205,18 +208,79 @@ def test_a_submission_plays_whole_games_of_ours_as_the_policy(submission, policy
             OPPONENTS["random"](game.boards, 1 - team, actions)
             told = export.observations(game, 0, before)
             for s in range(3 * team, 3 * team + 3):
-                actions[0, s] = player["choose"](told[s])
+                actions[0, s] = player["my_controller"](told[s], None, False)[0].index(1)
             assert np.array_equal(actions[:, 3 * team :][:, :3], wanted(policy, game)[:, 3 * team :][:, :3])
             before = game.boards.headings[0].copy()
             game.step(actions)
         game.reset()
+    assert player["failures"] == {}
 
 
-def test_observations_are_made_as_the_original_makes_them(recorded):
+def types(value: Any) -> Any:
+    """The types of a value and of all that it holds."""
+    if isinstance(value, dict):
+        return {key: types(held) for key, held in value.items()}
+    if isinstance(value, list):
+        return [types(held) for held in value]
+    return type(value)
+
+
+def test_observations_are_made_as_the_original_makes_them_to_the_type(recorded):
     first, second = recorded[0][:2]
     game = put([first, second])
-    assert export.observations(game, 0, None) == [ask(first, None, s) for s in range(SNAKES)]
-    assert export.observations(game, 1, np.array(first["headings"])) == [ask(second, first, s) for s in range(SNAKES)]
+    made = export.observations(game, 0, None), export.observations(game, 1, np.array(first["headings"]))
+    wanted = [ask(first, None, s) for s in range(SNAKES)], [ask(second, first, s) for s in range(SNAKES)]
+    assert made == wanted and types([*made]) == types([*wanted])
+    assert types(made[1][0])[1] == [[np.int64, np.int64]] * 5
+
+
+KINDS = {
+    **{kind.__name__: kind for kind in (np.int8, np.uint8, np.int16, np.int32, np.uint32, np.uint64)},
+    "scalar array": np.array,
+    "tensor": torch.tensor,
+}
+SEQUENCES = {"lists": list, "tuples": tuple, "arrays": np.array}
+
+
+def dress(told: dict[Any, Any], kind: Callable[[int], Any], sequence: Callable[[list[Any]], Any]) -> dict[Any, Any]:
+    """An observation with other integers and sequences in every place."""
+
+    def change(value: Any) -> Any:
+        if isinstance(value, (int, np.integer)):
+            return kind(int(value))
+        return sequence([change(held) for held in value]) if isinstance(value, list) else value
+
+    return {key: change(value) for key, value in told.items()}
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_submission_takes_all_integers_and_sequences_in_every_place(submission, policy, recorded, kind, sequence):
+    player, states = runpy.run_path(str(submission)), recorded[1][:4]
+    moves = wanted(policy, put(states))
+    for before, state, row in zip([None, *states], states, moves, strict=False):
+        for s in range(SNAKES):
+            told = dress(ask(state, before, s), KINDS[kind], SEQUENCES[sequence])
+            assert player["my_controller"](told, None, False) == [np.eye(4)[row[s]].tolist()]
+    assert player["failures"] == {}
+
+
+def test_a_move_is_a_list_of_pythons_integers_which_the_original_looks_for_a_one_in(submission, recorded):
+    move = runpy.run_path(str(submission))["my_controller"](ask(recorded[0][0], None, 0), None, False)
+    assert types(move) == [[int] * 4]
+
+
+def test_a_submission_neither_changes_the_originals_lists_nor_relies_on_them_later(submission, policy, recorded):
+    """They are the game itself: all players are handed the same ones, and the next step changes them."""
+    controller, states = runpy.run_path(str(submission))["my_controller"], recorded[0]
+    moves = wanted(policy, put(states))
+    for before, state, row in zip([None, *states], states, moves, strict=False):
+        for s in range(SNAKES):
+            told, same = ask(state, before, s), ask(state, before, s)
+            assert controller(told, None, False)[0][row[s]] == 1
+            assert told == same
+            for key in range(1, 8):
+                told[key].clear()
 
 
 def state_with(body: list[list[int]], heading: int = 0) -> dict[str, Any]:
@@ -231,11 +295,14 @@ def test_a_heading_into_the_neck_lasts_for_the_step_of_the_respawn_alone(monkeyp
     monkeypatch.setattr(template, "think", lambda seen: np.zeros(3))
     alive, back = state_with([[5, 5], [5, 6], [5, 7]]), state_with([[9, 0], [0, 0], [0, 19]])
     moved = state_with([[8, 0], [9, 0], [0, 0]])
-    template.choose(ask(alive, alive, 0))
-    template.choose(ask(back, alive, 0))  # compared without wrap: row 9 is below row 0
-    template.choose(ask(moved, back, 0))
-    template.choose(ask(back, None, 0))  # a new game, which starts in the same place
-    template.choose(ask(alive, back, 0))  # put back where nothing wraps
+    for told in (
+        ask(alive, alive, 0),
+        ask(back, alive, 0),  # compared without wrap: row 9 is below row 0
+        ask(moved, back, 0),
+        ask(back, None, 0),  # a new game, which starts in the same place
+        ask(alive, back, 0),  # put back where nothing wraps
+    ):
+        template.choose(template.read(told))
     assert headings == [2, 1, 0, 0, 2]
 
 
@@ -244,26 +311,38 @@ def test_without_memory_a_snake_is_taken_to_have_moved():
     assert template.find_heading([180, 0, 20, 40], [77, 78, 79]) == 0  # none is put back so long
 
 
-def test_on_another_board_a_submission_goes_where_nothing_is(submission, caplog):
-    controller = runpy.run_path(str(submission))["my_controller"]
+def test_on_another_board_a_submission_goes_where_nothing_is_and_says_so_once(submission, capsys, caplog):
+    player = runpy.run_path(str(submission))
     state = state_with([[0, 0], [1, 0], [2, 0]])
     state["bodies"][1] = [[11, 0], [11, 19], [0, 19]]
-    assert controller({**ask(state, None, 0), "board_height": 12}, None, False) == [[0, 0, 0, 1]]
-    assert "knows boards of 10 x 20 cells, not of 12 x 20" in caplog.text
+    told = {**ask(state, None, 0), "board_height": 12}
+    assert [player["my_controller"](told, None, False) for _ in range(3)] == [[[0, 0, 0, 1]]] * 3
+    error = capsys.readouterr().err
+    assert error.count("knows boards of 10 x 20 cells, not of 12 x 20") == 1
+    assert error.startswith("submission.py: choose() cannot play {1: ")
+    assert list(player["failures"]) == ["choose"]
+    assert caplog.records == []  # the original's root logger writes the record of the match
 
 
 @pytest.mark.parametrize("observation", [None, {}, {2: [], "controlled_snake_index": 2}])
-def test_in_a_match_nothing_raises(submission, observation, caplog):
+def test_in_a_match_nothing_raises(submission, observation, capsys):
     controller = runpy.run_path(str(submission))["my_controller"]
     assert controller(observation, None, False) == [[1, 0, 0, 0]]
-    assert "flee() cannot play" in caplog.text  # but it is told
+    assert "flee() cannot play" in capsys.readouterr().err  # but it is told
+
+
+def test_nothing_raises_where_there_is_no_stderr_either(submission, monkeypatch):
+    player = runpy.run_path(str(submission))
+    monkeypatch.setattr(sys, "stderr", None)
+    assert player["my_controller"](None, None, False) == [[1, 0, 0, 0]]
+    assert list(player["failures"]) == ["choose", "flee"]
 
 
 def test_a_snake_without_a_free_cell_goes_up():
     state = state_with([[0, 0], [1, 0], [2, 0]])
     state["bodies"][1] = [[9, 0], [9, 1], [0, 1]]
     state["bodies"][2] = [[0, 19], [1, 19], [2, 19]]
-    assert template.flee(ask(state, None, 0)) == 0
+    assert template.flee(template.read(ask(state, None, 0))) == 0
 
 
 def test_a_submission_may_be_read_by_an_older_python(submission):
@@ -277,6 +356,34 @@ def test_a_submission_that_does_not_play_as_the_model_is_not_written(model, tmp_
     with pytest.raises(ValueError, match=r"\d+ of 1200 moves of the submission are not the model's"):
         export.main(Namespace(model=str(model), output=tmp_path / "submission.py"))
     assert list(tmp_path.iterdir()) == [wrong]
+
+
+def test_a_submission_that_takes_integers_as_they_come_is_not_written(model, tmp_path, monkeypatch):
+    wrong = tmp_path / "template.py"
+    wrong.write_text(export.TEMPLATE.read_text().replace("(int(row), int(column))", "(row, column)"))
+    monkeypatch.setattr(export, "TEMPLATE", wrong)
+    # NumPy 1 shifts to 0 in silence, NumPy 2 raises
+    with pytest.raises(ValueError, match=r"of the submission raised OverflowError|of 1200 moves of the submission"):
+        export.main(Namespace(model=str(model), output=tmp_path / "submission.py"))
+    assert list(tmp_path.iterdir()) == [wrong]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "error"),
+    [
+        ("for _ in range(DEPTH):", "for _ in range(DEPTH // (len(bodies[snake]) < 7)):", "ZeroDivisionError"),
+        ('observation.get("last_direction")', 'observation["last"]', "KeyError: 'last'"),
+    ],
+)
+def test_a_submission_that_raises_inside_is_not_written(model, tmp_path, monkeypatch, capsys, good, bad, error):
+    wrong = tmp_path / "template.py"
+    assert good in export.TEMPLATE.read_text()
+    wrong.write_text(export.TEMPLATE.read_text().replace(good, bad))
+    monkeypatch.setattr(export, "TEMPLATE", wrong)
+    with pytest.raises(ValueError, match=rf"choose\(\) of the submission raised {error}"):
+        export.main(Namespace(model=str(model), output=tmp_path / "submission.py"))
+    assert list(tmp_path.iterdir()) == [wrong]
+    assert capsys.readouterr().err == ""
 
 
 def test_what_cannot_be_exported_is_told_on_one_line(model, tmp_path, monkeypatch, capsys):

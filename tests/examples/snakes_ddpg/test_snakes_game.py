@@ -17,6 +17,41 @@ WAYS = [(-1, 0), (1, 0), (0, -1), (0, 1)]  # up, down, left, right
 BACK = [1, 0, 3, 2]
 FAR = [[100, 101, 102], [120, 121, 122], [140, 141, 142], [160, 161, 162], [180, 181, 182]]  # five that go left
 
+# One more step of the original: two heads on a bean both die, and it is drawn anew in the cell where it was eaten
+REDRAWN = {
+    "start": {
+        "bodies": [
+            [[2, 4], [2, 3], [2, 2], [2, 1]],
+            [[5, 3], [5, 4], [5, 5]],
+            [[6, 3], [6, 4], [6, 5]],
+            [[2, 6], [2, 7], [2, 8], [2, 9]],
+            [[7, 3], [7, 4], [7, 5]],
+            [[8, 3], [8, 4], [8, 5]],
+        ],
+        "beans": [[2, 5], [0, 9], [4, 12], [9, 17], [8, 0]],
+        "headings": [RIGHT, *[LEFT] * 5],
+    },
+    "steps": [
+        {
+            "requested": [RIGHT, *[LEFT] * 5],
+            "taken": [RIGHT, *[LEFT] * 5],
+            "reward": [-1, 0, 0, -1, 0, 0],
+            "died": [1, 0, 0, 1, 0, 0],
+            "done": False,
+            "bodies": [
+                [[0, 1], [0, 0], [1, 0]],
+                [[5, 2], [5, 3], [5, 4]],
+                [[6, 2], [6, 3], [6, 4]],
+                [[0, 3], [0, 2], [1, 2]],
+                [[7, 2], [7, 3], [7, 4]],
+                [[8, 2], [8, 3], [8, 4]],
+            ],
+            "beans": [[0, 9], [4, 12], [9, 17], [8, 0], [2, 5]],
+            "headings": [RIGHT, LEFT, LEFT, RIGHT, LEFT, LEFT],
+        }
+    ],
+}
+
 
 def neighbour(cell, way):
     return (cell // 20 + WAYS[way][0]) % 10 * 20 + (cell % 20 + WAYS[way][1]) % 20
@@ -68,6 +103,12 @@ def flat(cells):
     return [20 * row + column for row, column in cells]
 
 
+def not_reached(before, taken):
+    """The beans that no head comes to in a step: an eaten one can be drawn anew in the same cell."""
+    heads = [neighbour(flat(body)[0], way) for body, way in zip(before["bodies"], taken, strict=True)]
+    return [cell for cell in flat(before["beans"]) if cell not in heads]
+
+
 def put(game, state, time=0):
     game.put(0, [flat(body) for body in state["bodies"]], state["headings"], flat(state["beans"]), time)
 
@@ -107,7 +148,7 @@ def recorded():
     """Pairs of a state and the step that followed it, for each recorded game of the original."""
     path = os.environ.get("SNAKES_GAMES", Path(__file__).with_name("reference_games.json.gz"))
     with gzip.open(path) as file:
-        games = json.load(file)
+        games = [*json.load(file), REDRAWN]
     return [list(zip([game["start"], *game["steps"]], game["steps"], strict=False)) for game in games]
 
 
@@ -128,7 +169,9 @@ def test_every_step_of_the_original_follows_from_the_state_before(recorded):
             assert step(game, after["taken"]) == after["taken"]
             assert state(game) == expected(after)
             assert bool(game.done[0]) == after["done"]
-            check_beans(game, [cell for cell in flat(before["beans"]) if cell in flat(after["beans"])])
+            left = not_reached(before, after["taken"])
+            assert {*left} <= {*flat(after["beans"])}
+            check_beans(game, left)
 
 
 def test_the_original_games_play_through_from_their_start(recorded):
@@ -210,6 +253,14 @@ def test_of_two_heads_on_a_bean_the_lower_eats_and_both_die():
     assert game.rewards[0].tolist() == [-1, 0, 0, 0, 0, 0]  # 3 - 4, and the bean is not counted
     assert 45 not in game.bodies(0)[0] + game.bodies(0)[1]
     assert game.boards.lengths[0].tolist() == [3] * 6
+
+
+@pytest.mark.parametrize(("tail", "dies"), [(41, True), (49, False)], ids=["lower", "higher"])
+def test_of_two_heads_on_a_bean_the_lower_leaves_its_tail_in_the_way(tail, dies):
+    third = [tail - 20, tail - 19, tail - 18]  # above a tail, which it enters from there
+    bodies = [[44, 43, 42, 41], [46, 47, 48, 49], third]
+    game = on_board(bodies, [45], headings=[RIGHT, LEFT, LEFT], moves=[RIGHT, LEFT, DOWN])
+    assert game.died[0].tolist() == [True, True, dies, False, False, False]
 
 
 def test_a_tail_that_leaves_may_be_entered_and_one_that_stays_kills():

@@ -4,12 +4,14 @@ import contextlib
 import os
 import pty
 import re
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import play
+import processes
 import pytest
 from PIL import Image
 from snakes.evaluation import play_games
@@ -125,6 +127,21 @@ def test_ctrl_c_ends_watching_without_a_traceback():
     assert (process.returncode, errors) == (130, b"")
     assert b"\x1b[48;5;" in shown
     assert b"\x1b[?25h" in shown, "the cursor comes back"
+
+
+def watch_unread() -> None:
+    """Show a game to a reader that has left."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, sys.stdout.fileno())
+    sys.path.insert(0, str(FOLDER))
+    sys.argv = ["play.py", "greedy", "random", "--games=0", "--watch"]
+    runpy.run_path(play.__file__, run_name="__main__")
+
+
+def test_a_reader_that_leaves_ends_it_without_a_word():
+    (process,) = processes.run(watch_unread, [{}])
+    assert (process.code, process.output) == (-signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -99,6 +100,17 @@ def test_models_are_found_by_episode(root):
     assert runs.find_model(2, root=root) == folder / "actor_1000.pth"
 
 
+@pytest.mark.parametrize(("wanted", "found"), [(900, 900), (999, 900), (4000, 1000), (None, "best")])
+def test_the_models_saved_last_up_to_an_episode_are_found(root, wanted, found):
+    folder = root / "run2_20250102_000000" / "trained_model"
+    assert runs.find_models(2, wanted, root) == [folder / f"actor_{found}.pth", folder / f"critic_{found}.pth"]
+
+
+def test_before_the_first_save_there_is_no_model(root):
+    with pytest.raises(FileNotFoundError, match=r"actor_7.pth; the episodes of this run are: 900, 1000, best"):
+        runs.find_models(2, 7, root)
+
+
 def test_a_missing_model_is_told_with_those_that_exist(root):
     folder = root / "run2_20250102_000000" / "trained_model"
     with pytest.raises(FileNotFoundError) as caught:
@@ -165,6 +177,13 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert torch.load(tmp_path / runs.MODELS / "actor_1.pth", weights_only=True) == {"w": 1}
     assert list(runs.list_models(tmp_path)) == [1]
     assert len(list((tmp_path / runs.MODELS).iterdir())) == 2
+
+
+def test_a_summary_keeps_those_of_the_run_s_earlier_parts(tmp_path):
+    for episodes in (10, 20, 30):
+        runs.save_summary(tmp_path, {"total": episodes})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == {"total": 30, "earlier": [{"total": 10}, {"total": 20}]}
 
 
 def test_the_config_is_read_back(tmp_path):

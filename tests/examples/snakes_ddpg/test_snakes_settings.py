@@ -12,13 +12,25 @@ from pathlib import Path
 import pytest
 import torch
 from snakes import runs
-from snakes.plan import BATCH_SIZE, EVASIVE, cautions, describe, difficulty, epsilon_at, opponent_at, resolve
+from snakes.plan import (
+    BATCH_SIZE,
+    EVASIVE,
+    cautions,
+    describe,
+    difficulty,
+    epsilon_at,
+    go_on,
+    model_name,
+    opponent_at,
+    resolve,
+    schedule_change,
+)
 from snakes.settings import read_settings
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "snakes_ddpg"
 GUIDES = {  # the columns of the three guides
-    "guide-a": (6250, 128, 3e-4, 0.99, 0.01, 0.5, 0.9995, "linear", "linear"),
-    "guide-b": (50_000, 128, 3e-4, 0.99, 0.01, 0.5, 0.9995, "none", "linear"),
+    "guide-a": (6250, 128, 3e-4, 0.99, 0.01, 0.5, 0.9995, "linear", "curriculum"),
+    "guide-b": (50_000, 128, 3e-4, 0.99, 0.01, 0.5, 0.9995, "none", "curriculum"),
     "guide-c": (6250, 64, 1e-4, 0.95, 0.001, 0.5, 0.99998, "none", "fixed"),
 }
 
@@ -120,6 +132,10 @@ def test_the_defaults_work_on_any_number_of_ranks(world_size):
         (["--resume", "--load_model_run", "3"], "leave out --load_model"),
         (["--epsilon_sped", "0.9"], "unrecognized arguments: --epsilon_sped"),
         (["--epis", "9"], "unrecognized arguments"),
+        (["--model_episode", "2000"], "--model_episode.*: use --load_model_run and --load_model_run_episode"),
+        (["--log_dir", "logs"], "--log_dir.*: use --runs_folder"),
+        (["--local_rank=1"], "--local_rank=1: start it with torchrun"),
+        (["--local-rank=1"], "--local-rank=1: start it with torchrun"),
     ],
 )
 def test_bad_input_is_named(argv, message):
@@ -210,8 +226,54 @@ def test_an_evasion_that_is_never_reached_is_told():
     flags = ["--preset", "guide-a", "--enable_opponent_evasion"]
     (line,) = cautions(planned(*flags))
     assert "40,000" in line and "6,250" in line and "--opponent_evasion_start_episode 0.8" in line and "\n" not in line
-    assert cautions(planned(*flags, world_size=8)) == []  # which is 50,000 episodes in all
+    (line,) = cautions(planned(*flags, world_size=8))  # of each rank, too
+    assert "320,000" in line and "50,000" in line
     assert cautions(planned("--preset", "guide-a")) == []
+
+
+@pytest.mark.parametrize(("start", "part"), [(40_000, 0.8), (20_000, 0.4)])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_where_episodes_are_told_per_rank_so_are_evasion_and_saves(start, part, world_size):
+    flags = f"--enable_opponent_evasion --opponent_evasion_start_episode {start} --save_interval 1000".split()
+    s = planned("--max_episodes", "50000", *flags, world_size=world_size)
+    first = round(part * s.episodes)
+    assert s.episodes == 50_000 * world_size and s.save_every == 1000 * world_size
+    assert opponent_at(s, first - 1) != EVASIVE and opponent_at(s, first) == EVASIVE
+    s = planned("--total_episodes", "50000", *flags, world_size=world_size)
+    assert (s.evasion_start, s.save_every) == (start, 1000)
+
+
+def test_a_run_that_was_told_per_rank_counts_on_like_that_on_other_numbers_of_ranks(tmp_path):
+    flags = ["--opponent_evasion_start_episode", "60", "--save_interval", "10"]
+    first = planned("--max_episodes", "77", *flags, world_size=2)
+    runs.save_json(tmp_path / "config.json", vars(first))
+    saved = runs.read_config(tmp_path)
+    s = resolve(read_settings(["--resume"], go_on(saved, 3)), 3)
+    assert (s.episodes, s.evasion_start, s.save_every) == (154, 120, 20)
+    assert resolve(read_settings(["--resume", "--save_interval", "5"], go_on(saved, 3)), 3).save_every == 10
+    assert resolve(read_settings(["--resume", "--max_episodes", "77"], go_on(saved, 3)), 3).save_every == 30
+
+
+def test_models_are_named_by_the_multiples_that_were_asked_for():
+    s = planned("--max_episodes", "6250", "--save_interval", "1000", world_size=8)
+    assert [model_name(s, episodes) for episodes in (8_000, 8_300, 15_999, 16_000)] == [1000, 1000, 1000, 2000]
+    assert [model_name(s, episodes) for episodes in (50_000, 50_007)] == [6250, 6250]
+    assert model_name(s, 8_300, stopped=True) == 1037
+    s = planned("--total_episodes", "12000")
+    assert [model_name(s, episodes) for episodes in (1_024, 4_087, 12_232)] == [1000, 4000, 12_000]
+    assert model_name(s, 4_087, stopped=True) == 4_087
+    assert model_name(s, 12_232, stopped=True) == 12_000
+
+
+def test_another_total_that_moves_the_opponent_is_told():
+    saved = vars(planned("--total_episodes", "12000"))
+    longer = planned("--total_episodes", "24000")
+    line = schedule_change(longer, saved, 12_232)
+    assert "24,000 episodes, not 12,000" in line and "after episode 12,232 is 2, not 4" in line and "\n" not in line
+    assert schedule_change(longer, saved, 0) == ""
+    assert schedule_change(planned("--total_episodes", "12000"), saved, 12_232) == ""
+    fixed = planned("--total_episodes", "24000", "--opponent_difficulty_strategy", "fixed")
+    assert schedule_change(fixed, saved, 12_232) == ""  # which was asked for
 
 
 def test_an_opponent_that_the_strategy_does_not_ask_for_is_told():
@@ -291,6 +353,20 @@ def test_help_tells_of_every_flag(capsys):
     assert "default: None" not in text and "default: False" not in text
     for name in vars(read_settings([])):
         assert re.search(rf"^  --{name}\b", text, re.MULTILINE)
+
+
+def test_the_readme_s_table_tells_of_the_flags_that_there_are_and_of_those_that_there_are_not():
+    text = (EXAMPLE / "README.md").read_text()
+    table = text.partition("## From the guides to here")[2].partition("\n## ")[0]
+    rows = [row.strip("|").split("|") for row in table.splitlines() if row.startswith("| `--")]
+    flags = {flag for row in rows for flag in re.findall(r"--([a-z_]+)", row[0])}
+    absent = {"model_episode", "log_dir", "local_rank"}
+    assert flags - absent <= {*vars(read_settings([]))} and absent < flags
+    assert all(re.match(" (works|differs|goes on)", row[1]) for row in rows)
+    public = {"max_episodes", "batch_size", "a_lr", "c_lr", "gamma", "tau", "seed", "epsilon", "epsilon_speed"}
+    public |= {"episode_length", "buffer_size", "save_interval", "opponent_difficulty_strategy", "output_activation"}
+    public |= {"enable_opponent_evasion", "opponent_evasion_start_episode", "load_model", "load_model_run"}
+    assert public | {"load_model_run_episode", "algo", "game_name"} <= flags
 
 
 @pytest.mark.parametrize("nproc", [None, "5"])

@@ -180,13 +180,12 @@ def test_a_run_leaves_config_events_models_checkpoints_and_a_summary(trained: Tr
     summary, state = json.loads((folder / "summary.json").read_text()), checkpoint(folder)
     last = summary["total"]["episodes"]
     actors, critics = list_models(folder, "actor"), list_models(folder, "critic")
-    assert [*actors] == [*critics] and [*actors][-2:] == [last, "best"]  # the end is saved too
-    saved = [episode for episode in actors if episode != "best"]
+    assert [*actors] == [*critics] == [30, EPISODES, "best"]  # the end is saved too
     ends = [0] + [total["episodes"] for total in looks(EPISODES)]
     due = [end for before, end in itertools.pairwise(ends) if end // 30 > before // 30 or end == last]
-    assert [*blocks] == [*scalars(folder, "evaluation/win_rate")] == saved == due
+    assert [*blocks] == [*scalars(folder, "evaluation/win_rate")] == due
     assert state["total"] == summary["total"] and state["ranks"] == summary["ranks"] == 2
-    actor, critic = (torch.load(models[last]) for models in (actors, critics))
+    actor, critic = (torch.load(models[EPISODES]) for models in (actors, critics))
     both = {f"0.{name}": value for name, value in actor.items()} | {f"1.{name}": v for name, v in critic.items()}
     assert same(both, state["networks"])
     assert len(summary["memory_mib_by_rank"]) == 2 and all(summary["share_of_time"].values())
@@ -226,7 +225,7 @@ def test_a_run_goes_on_where_it_stopped_on_other_numbers_of_ranks(trained: Train
     runs = tmp_path / "runs"
     shutil.copytree(trained[0], runs)
     (folder,) = list_runs(runs).values()
-    for before, ranks, episodes, batch in ((2, 1, EPISODES + 20, 2 * BATCH), (1, 3, EPISODES + 40, 2 * BATCH + 2)):
+    for before, ranks, episodes, batch in ((2, 1, EPISODES + 40, 2 * BATCH), (1, 3, EPISODES + 80, 2 * BATCH + 2)):
         state = checkpoint(folder)  # the batch stays what it was globally, but for rounding up
         flags = f"--runs_folder {runs} --resume --total_episodes {episodes} --a_lr 0.00{ranks}"
         output = finished(launch(ranks, train_noting_the_beginning, "main.py", flags, tmp_path))
@@ -234,6 +233,7 @@ def test_a_run_goes_on_where_it_stopped_on_other_numbers_of_ranks(trained: Train
         assert (
             f"resumed after episode {state['total']['episodes']}, saved by {before} rank(s) and now on {ranks}" in line
         )
+        assert f"warning: the schedule now spans {episodes} episodes" in output
         for rank in range(ranks):
             beginning = torch.load(tmp_path / f"beginning{rank}.pt")
             for part in ("networks", "targets", "optimizer"):
@@ -243,6 +243,8 @@ def test_a_run_goes_on_where_it_stopped_on_other_numbers_of_ranks(trained: Train
             assert beginning["optimizer"]["state"][0]["step"] == state["total"]["optimiser_steps"]
         after = checkpoint(folder)
         assert after["total"]["episodes"] >= episodes and after["ranks"] == ranks
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["total"] == after["total"] and summary["earlier"][-1]["total"] == state["total"]
         steps, samples = (after["total"][name] - state["total"][name] for name in ("optimiser_steps", "samples"))
         assert samples == steps * batch > 0
         shown = [int(block[0]) for block in BLOCK.findall(output)]
@@ -256,9 +258,11 @@ def test_a_new_run_begins_with_the_weights_of_an_old_one(trained: Trained, tmp_p
     shutil.copytree(trained[0], runs)
     (folder,) = list_runs(runs).values()
     episode = next(iter(list_models(folder)))
-    flags = f"{TINY} --runs_folder {runs} --load_model --load_model_run 1 --load_model_run_episode {episode}"
+    flags = f"{TINY} --runs_folder {runs} --load_model --load_model_run 1 --load_model_run_episode {episode + 7}"
     output = finished(launch(1, train_noting_the_beginning, "main_ddp.py", flags, tmp_path))
-    assert f"begins with {folder}/trained_model/actor_{episode}.pth" in output
+    model = f"{folder}/trained_model/actor_{episode}.pth"
+    assert f"begins with {model} and its critic" in output
+    assert f"warning: there is no actor_{episode + 7}.pth, the last one before it is {model}\n" in output
     beginning = torch.load(tmp_path / "beginning0.pt")
     for number, what in enumerate(("actor", "critic")):
         weights = torch.load(folder / "trained_model" / f"{what}_{episode}.pth")
