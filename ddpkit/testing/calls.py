@@ -32,7 +32,8 @@ def on_ranks(
             installed also a lambda or an inner function.
         nprocs: Number of ranks, at least 1.
         *args: Passed to every rank as copies.
-        timeout: Bound on the call, and of the process group, in seconds.
+        timeout: Bound on the call, in seconds; that of the process group is at least
+            `ranks_timeout`.
         join: If true, the ranks have called `setup()`; else they find the environment of a launch.
         fresh: If true, start new processes for it instead of using warm ones.
 
@@ -54,7 +55,9 @@ def on_ranks(
     work = CallFunction(dump_call("on_ranks", fn, args))
     from .dispatch import pools_of
 
-    task = Task(work, join, timeout, folder=os.getcwd(), path=sys.path)
+    # joining takes long on a loaded machine
+    patience = max(timeout, float(config.getini("ranks_timeout")))
+    task = Task(work, join, patience, folder=os.getcwd(), path=sys.path)
     answers = pools_of(config).run(nprocs, task, timeout, fresh)
     for answer in answers:
         if answer.done is not None:
