@@ -11,15 +11,14 @@ no training, and writes pictures, blurred | restored | sharp, to `images/<clip>/
 from __future__ import annotations
 
 import logging
-import sys
 
-from deblurring.checkpoints import everywhere, find_newest, fit, load_weights, on_main
+from deblurring.checkpoints import find_newest, fit, load_weights
 from deblurring.data import find_clips
-from deblurring.errors import TrainerError
 from deblurring.networks import make_network
 from deblurring.options import Options
 from deblurring.running import open_folder, run
 from deblurring.testing import tell, test, write_scores
+from shared.program import UserError
 
 import ddpkit
 
@@ -27,7 +26,7 @@ log = logging.getLogger("test")
 
 
 def main(opt: Options, job: ddpkit.Context) -> None:
-    clips = everywhere(find_clips, opt["datasets"]["test"], opt["val"]["num_frame_testing"])
+    clips = find_clips(opt["datasets"]["test"], opt["val"]["num_frame_testing"])
     folder = open_folder(opt)
     net = make_network(opt).to(job.device)
     found = find_newest(folder / "models")
@@ -39,15 +38,15 @@ def main(opt: Options, job: ddpkit.Context) -> None:
         step, source = 0, pretrained
         load_weights(net, source)
     else:
-        raise TrainerError(
+        raise UserError(
             f"there are no checkpoints in {folder / 'models'} and no path.pretrained_netG: train first, with "
             "main_train_vrt.py and the same options"
         )
     log.info("testing %s on %d clips with %d process(es)", source, len(clips), job.world_size)
     report = test(net, clips, opt["val"], job.device, folder / "images", f"{step}")
     tell(report, f"<epoch:  0, iter:{step:8,d}")
-    on_main(write_scores, folder / "test.json", report, step)
+    ddpkit.run_on_main(write_scores, folder / "test.json", report, step)
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, __doc__))
+    run(main, __doc__)

@@ -15,12 +15,10 @@ import copy
 import json
 import logging
 import secrets
-import sys
 
 import torch
-from deblurring.checkpoints import everywhere, find_newest, load_weights, on_main, restore_set, save_set
+from deblurring.checkpoints import find_newest, load_weights, restore_set, save_set
 from deblurring.data import Crops, find_clips
-from deblurring.errors import TrainerError
 from deblurring.networks import as_float, make_network
 from deblurring.options import Options, redacted
 from deblurring.running import Boards, Speed, open_folder, run
@@ -34,6 +32,7 @@ from deblurring.training import (
     take_settings,
     update_average,
 )
+from shared.program import UserError, user_error
 from tqdm import tqdm
 
 import ddpkit
@@ -44,8 +43,8 @@ log = logging.getLogger("train")
 def main(opt: Options, job: ddpkit.Context) -> None:
     data, train, val = opt["datasets"]["train"], opt["train"], opt["val"]
     plan = plan_batches(opt, job.world_size)
-    clips = everywhere(find_clips, data, data["num_frame"])
-    test_clips = everywhere(find_clips, opt["datasets"]["test"], val["num_frame_testing"])
+    clips = find_clips(data, data["num_frame"])
+    test_clips = find_clips(opt["datasets"]["test"], val["num_frame_testing"])
     folder = open_folder(opt)
     log.info("%s\nwriting to %s\n%s", json.dumps(redacted(opt), indent=2), folder, plan)
     if (last := cut_short(train)) is not None and ddpkit.is_main_process():
@@ -58,9 +57,9 @@ def main(opt: Options, job: ddpkit.Context) -> None:
         seed = found.saved["seed"]
     seed = ddpkit.broadcast(seed)  # rank 0's: ranks with seeds of their own would not share an order
     ddpkit.seed_everything(seed)
-    crops = everywhere(Crops, clips, data, seed)
+    crops = Crops(clips, data, seed)
     if len(crops) < plan.per_rank_batch_size * job.world_size:
-        raise TrainerError(f"an epoch's {len(crops)} crops do not fill one batch of all ranks: lower the batch size")
+        raise UserError(f"an epoch's {len(crops)} crops do not fill one batch of all ranks: lower the batch size")
     loader = ddpkit.make_loader(
         crops,
         plan.per_rank_batch_size,
@@ -134,45 +133,44 @@ def main(opt: Options, job: ddpkit.Context) -> None:
                 model = wrap()
 
             last, here = step == train["total_iter"], f"<epoch:{loader.epoch:3d}, iter:{step:8,d}"
-            if last or step % train["checkpoint_print"] == 0:
+            due = [what for what in ("print", "save", "test") if last or step % train[f"checkpoint_{what}"] == 0]
+            if "print" in due:
                 loss, rate = ddpkit.all_reduce((loss_sum.item() / speed.steps, speed.rate()))
                 values = {"G_loss": loss / job.world_size, "lr": lr, "images/s": rate}
                 log.info(f"{here}, lr:{lr:.3e}> G_loss: {values['G_loss']:.3e} images/s: {rate:.1f}")
                 boards.add(values, step)
                 loss_sum, speed = torch.zeros((), device=job.device), Speed()
-            if last or step % train["checkpoint_save"] == 0:
+            if "save" in due:
                 with speed.paused():
                     ddpkit.check_replicas(model, optimizer)
                     save_set(folder / "models", step, nets, **state, seed=seed)
                 log.info("%s> saved in %s", here, folder / "models")
-            if last or step % train["checkpoint_test"] == 0:
+            if "test" in due:
                 with speed.paused():
                     report = test(average or net, test_clips, val, job.device, folder / "images", f"{step}")
                     boards.add(tell(report, here), step)
             if last:
-                on_main(write_scores, folder / "test.json", report, step)
+                ddpkit.run_on_main(write_scores, folder / "test.json", report, step)
                 break
     bar.close()
     boards.close()
     log.info("done: %d iterations; with a greater total_iter the same command goes on", step)
 
 
+@user_error("datasets.train.dataloader_batch_size", ValueError)
 def plan_batches(opt: Options, world_size: int) -> ddpkit.ScalePlan:
     """Whose batch `dataloader_batch_size` is, and what that makes per rank and in all."""
     data, train = opt["datasets"]["train"], opt["train"]
     keep, accumulation = data["dataloader_batch_size_is"], train["accumulation"]
-    try:
-        return ddpkit.ScalePlan(
-            data["dataloader_batch_size"],
-            train["G_optimizer_lr"],
-            world_size,
-            keep=keep,
-            rule="none",
-            accumulation=accumulation,
-        )
-    except ValueError as error:
-        raise TrainerError(f"datasets.train.dataloader_batch_size: {error}") from error
+    return ddpkit.ScalePlan(
+        data["dataloader_batch_size"],
+        train["G_optimizer_lr"],
+        world_size,
+        keep=keep,
+        rule="none",
+        accumulation=accumulation,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, __doc__))
+    run(main, __doc__)

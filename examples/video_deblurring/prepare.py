@@ -10,11 +10,10 @@ its layout, needs none of this.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from deblurring.clips import ROOT, SHOTS, prepare
-from deblurring.errors import TrainerError
+from shared.program import one_message
 from tqdm import tqdm
 
 
@@ -29,7 +28,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with one_message():
         main()
-    except TrainerError as error:
-        sys.exit(f"prepare.py: error: {error}")

@@ -20,7 +20,8 @@ from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "video_deblurring"
 sys.path.insert(0, str(EXAMPLE))
-from deblurring.options import parse  # noqa: E402
+import deblurring  # noqa: E402, F401, which makes `shared` known
+from shared.settings import read_json  # noqa: E402
 
 NAME = "006_train_vrt_videodeblurring_gopro"
 KINDS = {"rgbspike": f"{NAME}_rgbspike", "rgb": NAME}
@@ -29,7 +30,7 @@ GOAL = ("bikes4", "bikes5")
 
 def train(kind: str, seed: int, ranks: int, root: Path) -> tuple[dict, float]:
     """The scores that a run leaves, by clip, and its seconds."""
-    opt = parse((EXAMPLE / f"options/vrt/{KINDS[kind]}.json").read_text())
+    opt = read_json(EXAMPLE / f"options/vrt/{KINDS[kind]}.json")
     opt["task"], opt["path"]["root"], opt["train"]["manual_seed"] = f"{kind}_{seed}", str(root), seed
     path = root / f"{kind}_{seed}.json"
     path.write_text(json.dumps(opt))

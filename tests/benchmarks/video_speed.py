@@ -23,7 +23,8 @@ from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "video_deblurring"
 sys.path.insert(0, str(EXAMPLE))
-from deblurring.options import parse  # noqa: E402
+import deblurring  # noqa: E402, F401, which makes `shared` known
+from shared.settings import read_json  # noqa: E402
 
 OPTIONS = EXAMPLE / "options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json"
 
@@ -31,7 +32,7 @@ OPTIONS = EXAMPLE / "options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.js
 def rate(ranks: int, iterations: int) -> float:
     """Images per second of all ranks, in one run."""
     with tempfile.TemporaryDirectory() as folder:
-        opt = parse(OPTIONS.read_text())
+        opt = read_json(OPTIONS)
         opt["path"]["root"] = folder
         opt["train"] |= {"total_iter": iterations, "checkpoint_print": iterations // 5}
         path = Path(folder) / "speed.json"

@@ -13,37 +13,36 @@ Every .pth is a whole checkpoint of `ddpkit.Checkpointer`, which plain `torch.lo
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shared.program import log_to, user_error
+from shared.settings import flatten, nested
+
 import ddpkit
 
-from .config import Config, ConfigError, flat, nested, read_config
+from .config import SETTINGS, Config, read_config
 from .policy import DiffusionPolicy
 
 
+@user_error("train.output_dir", OSError)
 def new_run(config: Config) -> Path:
     """Makes the folder of a new run, named by the time; it asks nothing, for nobody may be there to answer."""
     parent, name = Path(config["train.output_dir"], config["experiment.name"]), time.strftime("%Y%m%d%H%M%S")
     folder, again = parent / name, 1
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                folder.mkdir()
-                break
-            except FileExistsError:  # two runs in one second
-                folder, again = parent / f"{name}_{again}", again + 1
-        for part in ("models", "logs", "videos"):
-            (folder / part).mkdir()
-    except OSError as error:
-        raise ConfigError(f"train.output_dir: cannot make {error.filename}: {error.strerror}") from None
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            folder.mkdir()
+            break
+        except FileExistsError:  # two runs in one second
+            folder, again = parent / f"{name}_{again}", again + 1
+    for part in ("models", "logs", "videos"):
+        (folder / part).mkdir()
     return folder
 
 
@@ -62,25 +61,14 @@ def find_run(config: Config) -> Path:
     return folder
 
 
-@contextmanager
-def recorded(folder: Path, config: Config) -> Iterator[None]:
-    """Leaves the settings in a run's folder and, while the block lasts, what the main process logs."""
+def record(folder: Path, config: Config) -> None:
+    """Leave the settings in a run's folder and, from now on, what rank 0 logs."""
     if not ddpkit.is_main_process():
-        yield
         return
     kept = nested(config | {"train.resume": None})  # whoever varies these settings begins a new run
     (folder / "config.json").write_text(json.dumps(kept, indent=4) + "\n")
-    text = (
-        logging.FileHandler(folder / "logs" / "log.txt")
-        if config["experiment.logging.terminal_output_to_txt"]
-        else logging.NullHandler()
-    )
-    logging.getLogger().addHandler(text)
-    try:
-        yield
-    finally:
-        logging.getLogger().removeHandler(text)
-        text.close()
+    if config["experiment.logging.terminal_output_to_txt"]:
+        log_to(folder / "logs" / "log.txt")
 
 
 def publish(checkpoint: Path, names: Sequence[Path]) -> None:
@@ -102,7 +90,7 @@ def load_policies(path: Path) -> tuple[dict[str, DiffusionPolicy], dict[str, Any
     """
     saved = ddpkit.Checkpointer(path.parent).load(path)
     try:
-        config = read_config([]) | dict(flat(saved["config"]))
+        config = read_config([]) | dict(flatten(saved["config"], SETTINGS))
         states, prefix = {"raw": saved["policy"]}, "policy."
         if "ema" in saved:
             average = {k.removeprefix(prefix): v for k, v in saved["ema"].items() if k.startswith(prefix)}

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from shared.program import Parser, UserError, one_message, user_error
 from tqdm import tqdm
 
 import ddpkit
 
 from .environments import EXPERTS, Arena, Expert
 from .evaluation import UNSEEN
-from .program import Parser, arguments, run
-from .shards import DataError, write_shard
+from .shards import write_shard
 
 log = logging.getLogger("robot")
 
@@ -64,7 +63,7 @@ def read_settings() -> argparse.Namespace:
     add("--noise", type=float, default=0.1, help="standard deviation, where the largest action is 1")
     add("--seed", type=int, default=0, help="of the first episode; the next one has the next")
     add("--folder", type=Path, default=Path("data/fetch_pick_and_place"), help="where to write; made if it is missing")
-    settings = parser.parse_args(arguments())
+    settings = parser.parse_args()
     if min(settings.episodes, settings.per_shard, settings.horizon) < 1 or settings.per_shard > 25:
         parser.error("--episodes, --per-shard and --horizon count from 1, and --per-shard is at most 25")
     if not settings.noise >= 0 or not 0 <= settings.seed <= UNSEEN - settings.episodes:
@@ -86,13 +85,12 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
 
 
 def prepare(folder: Path) -> None:
-    try:
+    with user_error("--folder", OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"--folder: cannot make {error.filename}: {error.strerror}") from None
     if any(folder.glob("episodes-*.npz")):
-        raise DataError(f"{folder} holds episodes already: delete them, or write to another --folder")
+        raise UserError(f"{folder} holds episodes already: delete them, or write to another --folder")
 
 
 if __name__ == "__main__":
-    sys.exit(run("robot.collect", lambda job: main(read_settings(), job)))
+    with one_message(), ddpkit.distributed(num_threads=1) as job:
+        main(read_settings(), job)

@@ -13,6 +13,7 @@ from PIL import Image
 from .environments import Arena, Player
 
 log = logging.getLogger("robot")
+logging.getLogger("OpenGL").setLevel(logging.WARNING)
 SIZE = 240  # pixels, of a frame
 CAMERA = {"distance": 1.6, "azimuth": 140.0, "elevation": -20.0, "lookat": np.array([1.25, 0.75, 0.55])}
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
 from pathlib import Path
+
+from shared.program import Parser, one_message
 
 import ddpkit
 
@@ -21,7 +22,6 @@ from . import drawing
 from .checkpoints import load_policies
 from .environments import EXPERTS, Expert, Learned, Player, Random
 from .evaluation import UNSEEN, evaluate
-from .program import Parser, arguments, run
 
 log = logging.getLogger("robot")
 
@@ -37,7 +37,7 @@ def read_settings() -> argparse.Namespace:
     add("--json", type=Path, help="file for the scores")
     add("--film", type=Path, help="file, without a suffix, for a film of the first player's first episode")
     add("--strip", type=Path, help="file for some of the film's frames side by side")
-    settings = parser.parse_args(arguments())
+    settings = parser.parse_args()
     if min(settings.episodes, settings.horizon) < 1 or settings.first_seed < 0:
         parser.error("--episodes and --horizon count from 1, --first-seed from 0")
     for path in (settings.json, settings.film, settings.strip):
@@ -79,4 +79,5 @@ def draw(settings: argparse.Namespace, env_id: str, player: Player) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run("robot.rollout", lambda job: main(read_settings())))
+    with one_message(), ddpkit.distributed(num_threads=1):
+        main(read_settings())

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from shared.program import UserError, user_error
 from torch.utils.data import IterableDataset
 from tqdm import tqdm
 
@@ -26,10 +27,6 @@ import ddpkit
 log = logging.getLogger("robot")
 # what numpy and zipfile raise for a file that is damaged, or is something else
 BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error)
-
-
-class DataError(RuntimeError):
-    """Demonstrations that are missing, damaged or do not fit together."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,9 @@ def write_shard(path: Path, env_id: str, episodes: Sequence[tuple[np.ndarray, np
 @functools.lru_cache(maxsize=4096)
 def read_episode(path: str, number: int) -> tuple[np.ndarray, np.ndarray]:
     """An episode's observations and actions, in float32 whatever they are in on the disk."""
-    try:
+    with user_error(f"{path} was whole at the start and cannot be read any more", *BROKEN):
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as shard:
             return shard[f"observations_{number}"].astype(np.float32), shard[f"actions_{number}"].astype(np.float32)
-    except BROKEN as error:  # not a DataError, which all ranks raise: the others have yet to hear of this one
-        raise RuntimeError(f"{path} was whole at the start and cannot be read any more: {error}") from error
 
 
 def scan(folders: Sequence[str], on_broken: str) -> Index:
@@ -87,7 +82,7 @@ def scan(folders: Sequence[str], on_broken: str) -> Index:
         on_broken: "error" stops at a broken shard; "skip" warns and leaves it out.
 
     Raises:
-        DataError: Without episodes, at a broken shard, or if the folders do not fit together.
+        UserError: Without episodes, at a broken shard, or if the folders do not fit together.
     """
     found: list[list[Episode]] = []
     kinds: dict[tuple[str, int, int], str] = {}
@@ -107,11 +102,11 @@ def scan(folders: Sequence[str], on_broken: str) -> Index:
                 found[-1].append(Episode(str(path), number, len(actions)))
                 kinds.setdefault((env_id, observations.shape[1], actions.shape[1]), str(path))
                 if len(kinds) > 1:
-                    raise DataError(f"the demonstrations do not fit together (environment, sizes): {kinds}")
+                    raise UserError(f"the demonstrations do not fit together (environment, sizes): {kinds}")
                 values = observations.astype(np.float64)
                 count, total, squares = count + len(values), total + values.sum(0), squares + (values**2).sum(0)
         if not found[-1]:
-            raise DataError(
+            raise UserError(
                 f"there are no demonstrations in {folder}"
                 + (f": all of its {len(paths)} shards are broken" if paths else "")
                 + f". Make some:  python -m robot.collect --folder {folder}"
@@ -139,9 +134,9 @@ def _read_shard(path: Path) -> tuple[str, list[tuple[np.ndarray, np.ndarray]]]:
         return str(shard["env_id"]), episodes
 
 
-def _broken(path: str | Path, error: Exception) -> DataError:
+def _broken(path: str | Path, error: Exception) -> UserError:
     reason = str(error).strip() or type(error).__name__
-    return DataError(f"{path} is broken: {reason}. Make it again, delete it, or set train.on_broken_shard=skip")
+    return UserError(f"{path} is broken: {reason}. Make it again, delete it, or set train.on_broken_shard=skip")
 
 
 def deal(episodes: int, seed: int, epoch: int, index: int, num_shards: int) -> np.ndarray:
@@ -239,13 +234,13 @@ def make_loader(index: Index, config: dict[str, Any], batch_size: int) -> Any:
     """This rank's loader of `batch_size` samples; endless, so take as many batches as an epoch has.
 
     Raises:
-        DataError: If there are more readers than episodes.
+        UserError: If there are more readers than episodes.
     """
     workers = config["train.num_data_workers"]
     readers = ddpkit.get_world_size() * max(1, workers)
     for folder, episodes in zip(config["train.data_path"], index.folders, strict=True):
         if len(episodes) < readers:
-            raise DataError(
+            raise UserError(
                 f"{folder} has {len(episodes)} episodes, but {readers} readers (ranks x loading processes) need one "
                 "each: collect more, or use fewer ranks or a smaller train.num_data_workers"
             )

@@ -16,21 +16,22 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from shared.program import Parser, UserError, one_message, user_error
+from shared.settings import nested
 from tqdm import trange
 
 import ddpkit
 
 from . import checkpoints
-from .config import Config, ConfigError, nested, read_config
+from .config import Config, read_config
 from .policy import EMA, DiffusionPolicy
-from .program import arguments, run
 from .shards import Index, make_loader, scan
 
 log = logging.getLogger("robot")
@@ -38,7 +39,7 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
 
 def main(job: ddpkit.Context) -> None:
-    config, index = ddpkit.run_on_main(prepare, arguments())
+    config, index = ddpkit.run_on_main(prepare, *read_arguments())
     plan = make_plan(config, job.world_size)
     loader = make_loader(index, config, plan.per_rank_batch_size)
 
@@ -58,62 +59,71 @@ def main(job: ddpkit.Context) -> None:
     about = {"config": nested(config), "env_id": index.env_id, "action_size": index.action_size}
     saved = saver.load_latest(**parts) if config["train.resume"] else {"step": 0, "epoch": 0}
 
-    with checkpoints.recorded(folder, config):
-        log.info("%s\n\nwriting to %s\n", plan, folder)
-        log.info("%d episodes, %d samples of %s", sum(map(len, index.folders)), sum(index.steps), index.env_id)
-        log.info("%d parameters, wrapped in %s", sum(p.numel() for p in policy.parameters()), type(model).__name__)
-        if config["train.resume"]:
-            log.info("resumed after epoch %d, step %d", saved["epoch"], saved["step"])
-        writer, no_bar = make_writer(folder, config, saved["epoch"]), None if job.rank == 0 else True
-        every, epochs = config["experiment.epoch_every_n_steps"], config["train.num_epochs"]
-        accumulation, step = config["train.gradient_accumulation_steps"], saved["step"]
-        for epoch in range(saved["epoch"] + 1, epochs + 1):
-            loader.set_epoch(epoch)
-            batches, losses, begun = iter(loader), torch.zeros((), device=job.device), time.monotonic()
-            for _ in trange(every, desc=f"epoch {epoch}", leave=False, disable=no_bar):
-                for group in optimizer.param_groups:  # by the settings, also where a checkpoint has others
-                    group.update(lr=plan.lr * lr_factor(config, step), weight_decay=decay)
-                for number in range(accumulation):
-                    batch = {key: value.to(job.device, non_blocking=True) for key, value in next(batches).items()}
-                    with ddpkit.accumulate(model, number, accumulation):
-                        loss = model(policy.draw(batch)).mean() / accumulation
-                        scaler.scale(loss).backward()
-                    losses += loss.detach()
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-                if ema:
-                    ema.update(policy)
-                step += 1
-                if step % config["experiment.check_replicas_every_n_steps"] == 0:
-                    check_all(policy, optimizer, ema)
-
-            news = {"train/loss": ddpkit.all_reduce_mean(losses.item() / every)}
-            speed = every / (time.monotonic() - begun)  # a GPU has done its work only when the loss was read
-            news |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/steps_per_second": speed}
-            text = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
-            log.info(text, epoch, *news.values(), speed * plan.global_batch_size)
-            if not math.isfinite(news["train/loss"]):  # on every rank; before it is saved
-                raise ConfigError("the loss is no number any more: a smaller learning rate may help, or train.amp=none")
-            if config["experiment.rollout.enabled"] and due(epoch, config["experiment.rollout.rate"], epochs):
-                actor = ema.policy if ema else policy
-                news["rollout/success_rate"] = roll_out(actor, index.env_id, config, folder, epoch)
-            if config["experiment.save.enabled"]:
+    checkpoints.record(folder, config)
+    log.info("%s\n\nwriting to %s\n", plan, folder)
+    log.info("%d episodes, %d samples of %s", sum(map(len, index.folders)), sum(index.steps), index.env_id)
+    log.info("%d parameters, wrapped in %s", sum(p.numel() for p in policy.parameters()), type(model).__name__)
+    log.info("%s", ", ".join(ddpkit.all_gather_object(f"rank {job.rank}: {job.device} on {socket.gethostname()}")))
+    if config["train.resume"]:
+        log.info("resumed after epoch %d, step %d", saved["epoch"], saved["step"])
+    writer, no_bar = make_writer(folder, config, saved["epoch"]), None if job.rank == 0 else True
+    every, epochs = config["experiment.epoch_every_n_steps"], config["train.num_epochs"]
+    accumulation, step = config["train.gradient_accumulation_steps"], saved["step"]
+    for epoch in range(saved["epoch"] + 1, epochs + 1):
+        loader.set_epoch(epoch)
+        batches, losses, begun = iter(loader), torch.zeros((), device=job.device), time.monotonic()
+        for _ in trange(every, desc=f"epoch {epoch}", leave=False, disable=no_bar):
+            for group in optimizer.param_groups:  # by the settings, also where a checkpoint has others
+                group.update(lr=plan.lr * lr_factor(config, step), weight_decay=decay)
+            for number in range(accumulation):
+                batch = {key: value.to(job.device, non_blocking=True) for key, value in next(batches).items()}
+                with ddpkit.accumulate(model, number, accumulation):
+                    loss = model(policy.draw(batch)).mean() / accumulation
+                    scaler.scale(loss).backward()
+                losses += loss.detach()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if ema:
+                ema.update(policy)
+            step += 1
+            if step % config["experiment.check_replicas_every_n_steps"] == 0:
                 check_all(policy, optimizer, ema)
-                path, names = saver.save(step, **parts, epoch=epoch, **about), [folder / "last.pth"]
-                if due(epoch, config["experiment.save.every_n_epochs"], epochs):
-                    names.append(folder / "models" / f"model_epoch_{epoch}.pth")
-                ddpkit.run_on_main(checkpoints.publish, path, names)
-            if writer:
-                for name, value in news.items():
-                    writer.add_scalar(name, value, epoch)
-                writer.flush()
-        log.info("done after step %d: %s", step, folder)
+
+        news = {"train/loss": ddpkit.all_reduce_mean(losses.item() / every)}
+        speed = every / (time.monotonic() - begun)  # a GPU has done its work only when the loss was read
+        news |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/steps_per_second": speed}
+        text = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
+        log.info(text, epoch, *news.values(), speed * plan.global_batch_size)
+        if not math.isfinite(news["train/loss"]):  # on every rank; before it is saved
+            raise UserError("the loss is no number any more: a smaller learning rate may help, or train.amp=none")
+        if config["experiment.rollout.enabled"] and due(epoch, config["experiment.rollout.rate"], epochs):
+            actor = ema.policy if ema else policy
+            news["rollout/success_rate"] = roll_out(actor, index.env_id, config, folder, epoch)
+        if config["experiment.save.enabled"]:
+            check_all(policy, optimizer, ema)
+            path, names = saver.save(step, **parts, epoch=epoch, **about), [folder / "last.pth"]
+            if due(epoch, config["experiment.save.every_n_epochs"], epochs):
+                names.append(folder / "models" / f"model_epoch_{epoch}.pth")
+            ddpkit.run_on_main(checkpoints.publish, path, names)
+        if writer:
+            for name, value in news.items():
+                writer.add_scalar(name, value, epoch)
+            writer.flush()
+    log.info("done after step %d: %s", step, folder)
 
 
-def prepare(arguments: Sequence[str]) -> tuple[Config, Index]:
-    """Reads the settings, and what demonstrations there are; what is missing is said now, not after some epochs."""
-    config = read_config(arguments)
+def read_arguments() -> tuple[list[str], str | None]:
+    parser = Parser(__doc__)
+    parser.add_argument("--config", metavar="FILE", help="the settings, as load_from=FILE")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="single settings; robot/config.py lists them")
+    given = parser.parse_intermixed_args()
+    return given.settings, given.config
+
+
+def prepare(arguments: Sequence[str], file: str | None) -> tuple[Config, Index]:
+    """Read the settings, and what demonstrations there are; what is missing is said now, not after some epochs."""
+    config = read_config(arguments, file)
     index = scan(config["train.data_path"], config["train.on_broken_shard"])
     if config["experiment.rollout.enabled"]:
         try:
@@ -121,26 +131,24 @@ def prepare(arguments: Sequence[str]) -> tuple[Config, Index]:
 
             gymnasium.make(index.env_id, disable_env_checker=True).reset(seed=0)
         except Exception as error:  # each version of MuJoCo fails in a way of its own
-            raise ConfigError(
+            raise UserError(
                 f"{index.env_id} cannot be simulated here ({type(error).__name__}: {error}): pip install -e "
                 "'.[examples-robot]' in the repository, or set experiment.rollout.enabled=false"
             ) from None
     return config, index
 
 
+@user_error("train.batch_size", ValueError)
 def make_plan(config: Config, world_size: int) -> ddpkit.ScalePlan:
     """Batch and learning rate on this number of ranks."""
-    try:
-        return ddpkit.ScalePlan(
-            config["train.batch_size"],
-            config["algo.optim_params.policy.learning_rate.initial"],
-            world_size,
-            keep=config["train.keep_batch_size"],
-            rule=config["train.lr_scaling"],
-            accumulation=config["train.gradient_accumulation_steps"],
-        )
-    except ValueError as error:  # a global batch that does not divide
-        raise ConfigError(f"train.batch_size: {error}") from None
+    return ddpkit.ScalePlan(
+        config["train.batch_size"],
+        config["algo.optim_params.policy.learning_rate.initial"],
+        world_size,
+        keep=config["train.keep_batch_size"],
+        rule=config["train.lr_scaling"],
+        accumulation=config["train.gradient_accumulation_steps"],
+    )
 
 
 def wrap(policy: DiffusionPolicy, config: Config, world_size: int, gpus: int) -> torch.nn.Module:
@@ -149,10 +157,8 @@ def wrap(policy: DiffusionPolicy, config: Config, world_size: int, gpus: int) ->
     if strategy == "auto" and world_size == 1 and gpus > 1:
         log.warning("DataParallel on %d GPUs; faster: torchrun --nproc_per_node=%d -m robot.train ...", gpus, gpus)
         strategy = "dp"
-    try:
+    with user_error("train.strategy", ddpkit.DdpkitError):
         return ddpkit.wrap_model(policy, strategy, broadcast_buffers=False)
-    except ddpkit.DdpkitError as error:
-        raise ConfigError(f"train.strategy: {error}") from None
 
 
 def lr_factor(config: Config, step: int) -> float:
@@ -201,4 +207,5 @@ def roll_out(policy: DiffusionPolicy, env_id: str, config: Config, folder: Path,
 
 
 if __name__ == "__main__":
-    sys.exit(run("robot.train", main))
+    with one_message(), ddpkit.distributed(num_threads=1) as job:
+        main(job)

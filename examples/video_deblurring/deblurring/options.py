@@ -1,128 +1,215 @@
-"""Reads option files: JSON with `//` comments, every key checked, whatever is wrong said at once."""
+"""What an option file may hold, and what it may not: the keys, their values and their defaults."""
 
 from __future__ import annotations
 
-import copy
-import json
-import re
-from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shared.settings import (
+    COMMAND_LINE,
+    REQUIRED,
+    Setting,
+    absent,
+    choice,
+    count,
+    fill_in,
+    flag,
+    many,
+    nested,
+    number,
+    or_null,
+    read_arguments,
+    read_json,
+    refuse,
+    shown,
+    text,
+)
+
 from deblurring.clips import ROOT
-from deblurring.errors import TrainerError
-from deblurring.keys import ABSENT, KEYS, REQUIRED
 
 Options = dict[str, Any]
-_TEXT_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*')
+TRAIN_TYPES = ("VideoRecurrentTrainDataset", "TrainDatasetRGBSpike")
+TEST_TYPES = ("VideoRecurrentTestDataset", "TestDatasetRGBSpike")
 
 
-def read_options(path: str | Path) -> Options:
-    """Reads an option file and fills in the defaults.
+def is_folder_name(value: Any) -> bool:
+    return isinstance(value, str) and value.strip(". ") != "" and "/" not in value
+
+
+def is_crop_size(value: Any) -> bool:
+    return type(value) is int and value >= 8 and value % 2 == 0
+
+
+def is_patch_size(value: Any) -> bool:
+    return value == 0 or (type(value) is int and value >= 32 and value % 2 == 0)
+
+
+def are_milestones(value: Any) -> bool:
+    return many(count()).fits(value) and value == sorted(set(value))
+
+
+def are_betas(value: Any) -> bool:
+    return many(number(interval="[0, 1)")).fits(value) and len(value) == 2
+
+
+def missing(*neutral: Any) -> Setting:
+    """Take what asks for nothing, of what is not implemented but would change the result."""
+    return Setting("false, as it is not implemented", lambda value: value in (None, False, *neutral), None)
+
+
+_dataset = {
+    "name": text("dataset"),
+    "dataroot_gt": or_null(text()),  # null: what prepare.py made
+    "dataroot_lq": or_null(text()),
+    "dataroot_spike": or_null(text()),
+    "meta_info_file": or_null(text()),
+    "cache_data": flag(),
+}
+_train_dataset = {
+    "dataset_type": choice(*TRAIN_TYPES, default=REQUIRED),
+    "num_frame": count(),
+    "gt_size": Setting("an even number of at least 8", is_crop_size),
+    "use_hflip": flag(),
+    "use_rot": flag(),
+    "dataloader_shuffle": flag(True),
+    "dataloader_num_workers": count(0, low=0),
+    "dataloader_batch_size": count(),
+    "dataloader_batch_size_is": choice("per_rank", "global"),
+    "dataloader_pin_memory": flag(),
+    "dataloader_persistent_workers": flag(),
+    "dataloader_prefetch_factor": or_null(count()),
+    "interval_list": missing([1]),
+    "random_reverse": missing(),
+    "test_mode": missing(),
+}
+_train = {
+    "total_iter": count(),
+    "manual_seed": or_null(count(low=0)),
+    "E_decay": number(0.0, "[0, 1)"),
+    "G_lossfn_type": choice("l1", "l2", "charbonnier", default=REQUIRED),
+    "G_lossfn_weight": number(1.0),
+    "G_charbonnier_eps": number(1e-6),
+    "G_optimizer_type": choice("adam", "adamw", default=REQUIRED),
+    "G_optimizer_lr": number(interval="(0, inf)"),
+    "G_optimizer_betas": Setting("two numbers in [0, 1)", are_betas, [0.9, 0.99]),
+    "G_optimizer_wd": number(0.0),
+    "G_optimizer_clipgrad": or_null(number()),
+    "G_optimizer_reuse": flag(True),
+    "G_scheduler_type": choice("MultiStepLR", "CosineAnnealingWarmRestarts", default=REQUIRED),
+    "G_scheduler_milestones": Setting("a list of growing numbers of iterations", are_milestones, []),
+    "G_scheduler_gamma": number(0.5),
+    "G_scheduler_periods": or_null(count()),
+    "G_scheduler_restart_weights": count(1),
+    "G_scheduler_eta_min": number(0.0),
+    "fix_iter": count(0, low=0),
+    "fix_keys": many(text(), []),
+    "fix_lr_mul": number(1.0),
+    "G_regularizer_orthstep": missing(),
+    "G_regularizer_clipstep": missing(),
+    "amp": choice(False, "bf16", "fp16"),
+    "accumulation": count(1),
+    "checkpoint_print": count(200),
+    "checkpoint_save": count(5000),
+    "checkpoint_test": count(5000),
+}
+_val = {
+    "num_frame_testing": or_null(count()),
+    "num_frame_overlapping": count(0, low=0),
+    "size_patch_testing": or_null(Setting("an even number of at least 32, or 0 for whole frames", is_patch_size)),
+    "save_img": flag(),
+    "center_frame_only": missing(),
+    "flip_seq": missing(),
+    "pad_seq": missing(),
+}
+_logging = {
+    "use_tensorboard": flag(True),
+    "use_wandb": flag(),
+    "wandb_project": or_null(text()),
+    "wandb_entity": or_null(text()),
+    "wandb_name": or_null(text()),
+    "wandb_api_key": or_null(text()),  # never shown, saved or used
+}
+_SECTIONS = {
+    "": {
+        "task": Setting("the name of a folder", is_folder_name),
+        "model": choice("vrt"),
+        "gpu_ids": or_null(many(count(low=0))),
+        "dist": flag(),
+        "find_unused_parameters": flag(),
+        "use_static_graph": flag(),
+        "scale": choice(1),
+        "n_channels": choice(3),
+    },
+    "path.": {
+        "root": text("experiments"),
+        "pretrained_netG": or_null(text()),
+        "pretrained_netE": or_null(text()),
+    },
+    "datasets.train.": _dataset | _train_dataset,
+    "datasets.test.": _dataset | {"dataset_type": choice(*TEST_TYPES, default=REQUIRED)},
+    "netG.": {"net_type": choice("tiny_clip", default=REQUIRED), "embed_dim": count(32), "depth": count(5)},
+    "train.": _train,
+    "val.": _val,
+    "logging.": _logging,
+}
+KEYS = {f"{section}{name}": key for section, keys in _SECTIONS.items() for name, key in keys.items()}
+
+VRT_SIZES = """
+    upscale img_size window_size depths indep_reconsts embed_dims num_heads mul_attn_ratio spynet_path pa_frames
+    deformable_groups nonblind_denoising use_checkpoint_attn use_checkpoint_ffn no_checkpoint_attn_blocks
+    no_checkpoint_ffn_blocks optical_flow in_chans out_chans recal_all_flows
+"""
+
+
+_PNG = ({"type": "disk"}, "06d", "08d", "png")
+_FILES = ("io_backend filename_tmpl filename_ext", "folders of PNG files are read", *_PNG)
+
+ABSENT = (
+    absent("path.", "pretrained_optimizerG", "the newest set under models/ is found by itself")
+    | absent("datasets.train.", *_FILES)
+    | absent("datasets.test.", *_FILES)
+    | absent("datasets.train.", "val_partition", "name the clips in meta_info_file", "")
+    | absent("datasets.test.", "num_frame", "whole clips are tested", -1)
+    | absent("netG.", VRT_SIZES, "VRT is not here, and tiny_clip has embed_dim and depth")
+    | absent("netG.", "init_type", "torch's initialisation is used", "default")
+    | absent("train.", "G_param_strict E_param_strict", "checkpoints always have to fit", True)
+    | absent("train.", "E_bn", "there is no batch normalisation")
+)
+
+
+def read_options(path: str | Path, changes: Iterable[str] = ()) -> Options:
+    """Read an option file and `key=value` arguments, which are stronger, and fill in the defaults.
 
     Returns:
         Nested dictionaries, as in the file.
 
     Raises:
-        TrainerError: If it cannot be read, or anything in it is wrong; the message names every key.
+        UserError: If anything is wrong; the message names every key.
     """
-    try:
-        source = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TrainerError(f"cannot read the option file {path}: {error}") from error
-    return complete(parse(source, str(path)), str(path))
+    return complete(read_json(path), str(path), read_arguments(changes))
 
 
-def parse(source: str, name: str = "the option file") -> Options:
-    """The content of JSON with `//` comments; what looks like one inside a text is left alone."""
-    try:
-        content = json.loads(_TEXT_OR_COMMENT.sub(lambda match: match[1] or "", source), object_pairs_hook=_once)
-    except ValueError as error:
-        raise TrainerError(f"{name} is not JSON with // comments: {error}") from error
-    if not isinstance(content, dict):
-        raise TrainerError(f"{name} must hold an object: {{ … }}")
-    return content
-
-
-def complete(content: Mapping[str, Any], name: str = "the option file") -> Options:
-    """Checks parsed options and adds the defaults.
+def complete(
+    content: Mapping[str, Any],
+    name: str = "the option file",
+    changes: Mapping[str, str] | None = None,
+) -> Options:
+    """Check options and add the defaults.
 
     Raises:
-        TrainerError: If anything is wrong, naming every key.
+        UserError: If anything is wrong, naming every key.
     """
-    given, problems = dict(_flatten(content)), []
-    absent: dict[str, list[str]] = {}  # by the reason
-    for key, value in given.items():
-        if key in ABSENT:
-            reason, neutral = ABSENT[key]
-            if value not in neutral:
-                absent.setdefault(reason, []).append(key)
-        elif any(known.startswith(f"{key}.") for known in KEYS):
-            problems.append(f"{key} must be a section: {{ … }}")
-        elif key not in KEYS:
-            problems.append(f"{key} is unknown{_nearest(key)}")
-        elif not KEYS[key].fits(value):
-            problems.append(f"{key} must be {KEYS[key].expected}, not {_shown(key, value)}")
-    for reason, keys in absent.items():
-        problems.append(f"{', '.join(keys)}: of the original, not supported here: {reason}. Remove it")
-    missing = [key for key, rule in KEYS.items() if rule.default is REQUIRED and key not in given]
-    problems += [f"{key} is missing: it must be {KEYS[key].expected}" for key in missing]
-    opt: Options = {}
-    for key, rule in KEYS.items():
-        section = opt
-        *path, leaf = key.split(".")
-        for part in path:
-            section = section.setdefault(part, {})
-        section[leaf] = copy.deepcopy(given.get(key, rule.default))
-    problems = problems or list(_contradictions(opt))
-    if problems:
-        raise TrainerError("\n  ".join([f"{name}:", *problems]))
+    layers = {name: content, COMMAND_LINE: changes or {}}
+    opt = nested(fill_in(KEYS | ABSENT, layers))
+    refuse(_contradictions(opt))
     _fill_in(opt)
     return opt
 
 
 def redacted(opt: Options) -> Options:
-    """A copy to show and to save, without the values of keys like `wandb_api_key`."""
-    return {
-        key: redacted(value) if isinstance(value, dict) else _shown(key, value, plain=True)
-        for key, value in opt.items()
-    }
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"{', '.join(sorted(twice))} is there twice")
-    return dict(pairs)
-
-
-def _flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and (key not in ABSENT) and any(known.startswith(f"{key}.") for known in KEYS):
-            yield from _flatten(value, f"{key}.")
-        else:
-            yield key, value
-
-
-def _nearest(key: str) -> str:
-    """The known key that was probably meant: of the same section first."""
-    section, _, name = key.rpartition(".")
-    here = {known.rpartition(".")[2]: known for known in KEYS if known.rpartition(".")[0] == section}
-    if near := get_close_matches(name, here, 1):
-        return f"; did you mean {here[near[0]]}?"
-    for near in get_close_matches(name, {known.rpartition(".")[2] for known in KEYS}, 1):
-        return f"; did you mean {next(known for known in KEYS if known.rpartition('.')[2] == near)}?"
-    sections = dict.fromkeys(known.split(".")[0] for known in KEYS)
-    near = get_close_matches(name, sections, 1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _shown(key: str, value: Any, plain: bool = False) -> Any:
-    if "api_key" in key.lower() and value is not None:
-        return "<redacted>"
-    return value if plain else json.dumps(value)
+    """Copy options to show and to save, without the values of keys like `wandb_api_key`."""
+    return {key: redacted(value) if isinstance(value, dict) else shown(key, value) for key, value in opt.items()}
 
 
 def _contradictions(opt: Options) -> Iterator[str]:

@@ -1,79 +1,65 @@
-"""What both programs do around their work: join, report themselves, log, end with one message if all is not well."""
+"""What both programs do around their work: take their options, report their ranks, keep a folder and boards."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from shared.program import Parser, UserError, log_to, one_message, user_error
 from torch.utils.tensorboard import SummaryWriter
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 import ddpkit
-from deblurring.checkpoints import on_main
-from deblurring.errors import TrainerError
 from deblurring.options import Options, read_options, redacted
 
 log = logging.getLogger(__name__)
 Main = Callable[[Options, ddpkit.Context], None]
 
 
-def run(main: Main, description: str) -> int:
-    """Runs a program on every rank; returns the exit status.
+def run(main: Main, description: str) -> None:
+    """Run a program as this rank, with the options that its command line names.
 
     Args:
-        main: Called with the options and where this rank stands. Raises a `TrainerError` on all ranks or on none.
+        main: Called with the options and where this rank stands.
         description: For `--help`.
     """
-    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--opt", required=True, help="option file, JSON with // comments")
-    handler = logging.StreamHandler()
-    handler.addFilter(ddpkit.RankFilter())  # the main process speaks for all; warnings come from every rank
-    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
-    logging.getLogger("ddpkit").setLevel(logging.WARNING)  # its own report of the launch is the banner's
-    _choose_gpus(parser)
-    with ddpkit.distributed() as job, logging_redirect_tqdm():
-        sys.stderr.write(banner(job))
-        try:
-            opt = on_main(read_options, parser.parse_args().opt)
-            if ddpkit.is_main_process() and (doubt := _doubt_gpus(opt["gpu_ids"] or [], job)):
+    with one_message():
+        logging.getLogger("ddpkit").setLevel(logging.WARNING)  # the banner is our report of the launch
+        parser = Parser(description)
+        parser.add_argument("--opt", required=True, help="option file, JSON with // comments")
+        parser.add_argument("changes", nargs="*", metavar="key=value", help="options that differ from the file's")
+        given = parser.parse_intermixed_args()
+        _choose_gpus(given.opt, given.changes)
+        with ddpkit.distributed() as job:
+            sys.stderr.write(banner(job))
+            opt = ddpkit.run_on_main(read_options, given.opt, given.changes)
+            doubt = _doubt_gpus(opt["gpu_ids"] or [], job)
+            if doubt and job.rank == 0:
                 log.warning(doubt)
             main(opt, job)
-            return 0
-        except (TrainerError, ddpkit.CheckpointError) as error:  # on every rank alike
-            if ddpkit.is_main_process():
-                print(f"{parser.prog}: error: {error}", file=sys.stderr, flush=True)
-            return 2
-        finally:
-            _close_log()
-
-
-class _Parser(argparse.ArgumentParser):
-    """Leaves it to `run()` to say what is wrong, which on several ranks is to be said once."""
-
-    def error(self, message: str) -> NoReturn:
-        raise TrainerError(f"{message}\n{self.format_usage()}")
 
 
 def banner(job: ddpkit.Context) -> str:
-    """How a process reports itself; one piece, so that several do not mix."""
+    """Say which process this is; in one piece, so that several do not mix."""
     line = "=" * 60
     return f"{line}\nDistributed training: process {job.rank} of {job.world_size}\n{job}\n{line}\n"
 
 
-def _choose_gpus(parser: argparse.ArgumentParser) -> None:
-    """One process takes the GPUs that `gpu_ids` names. It has to be said before anything touches one."""
-    with suppress(TrainerError, ddpkit.LaunchError):  # both are reported later
-        if ddpkit.detect_launch().world_size == 1 and (ids := read_options(parser.parse_args().opt)["gpu_ids"]):
+def _choose_gpus(path: str, changes: Sequence[str]) -> None:
+    """Show one process only the GPUs that `gpu_ids` names. It has to be said before anything touches one."""
+    with suppress(UserError, ddpkit.LaunchError):  # both are reported later
+        if ddpkit.detect_launch().world_size > 1:
+            return
+        ids = read_options(path, changes)["gpu_ids"]
+        if ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(ids, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -95,20 +81,12 @@ def _doubt_gpus(ids: list[int], job: ddpkit.Context) -> str:
 
 def open_folder(opt: Options) -> Path:
     """Makes the run's folder, begins its log and saves the options in it. Collective."""
-    folder = on_main(_open_folder, opt)
-    if ddpkit.is_main_process():
-        handler = logging.FileHandler(folder / "train.log")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%y-%m-%d %H:%M:%S"))
-        logging.getLogger().addHandler(handler)
+    folder = ddpkit.run_on_main(_open_folder, opt)
+    log_to(folder / "train.log")
     return folder
 
 
-def _close_log() -> None:
-    for handler in [known for known in logging.getLogger().handlers if isinstance(known, logging.FileHandler)]:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
-
-
+@user_error("path.root", OSError)
 def _open_folder(opt: Options) -> Path:
     folder = Path(opt["path"]["root"]) / opt["task"]
     for name in ("models", "options", "images"):

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from shared.program import user_error
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import ddpkit
-from deblurring.checkpoints import everywhere
 from deblurring.data import Clip
-from deblurring.errors import TrainerError
 from deblurring.metrics import NAMES, as_image, measure
 from deblurring.networks import as_float, inject_detail, restore
 
@@ -72,7 +71,7 @@ def test(
     net = ddpkit.unwrap_model(net).eval()  # ranks have different numbers of clips, and DDP's forward may wait
     mine = list(ddpkit.DistributedEvalSampler(clips))
     bar = tqdm(mine, "test", unit="clip", leave=False, disable=None if ddpkit.is_main_process() else True)
-    found = everywhere(lambda: [_test_clip(net, clips[i], val, device, images, label) for i in bar])
+    found = [_test_clip(net, clips[i], val, device, images, label) for i in bar]
     net.train()
     results = ddpkit.gather_exact(found, mine, len(clips))
     return Report({clip.name: scores for clip, scores in zip(clips, results, strict=True)})
@@ -89,6 +88,7 @@ def tell(report: Report, here: str) -> dict[str, float]:
     return {f"test/{name}": value for name, value in average.items()}
 
 
+@user_error("cannot write the scores", OSError)
 def write_scores(path: Path, report: Report, step: int) -> None:
     """Leaves a report for other programs to read."""
     path.write_text(json.dumps({"iter": step, "clips": report.clips}, indent=2) + "\n")
@@ -110,13 +110,11 @@ def _test_clip(
 def _draw(folder: Path, label: str, blurred: Tensor, restored: Tensor, sharp: Tensor, every_frame: bool) -> None:
     middle = len(sharp) // 2
     strip = np.concatenate([_pixels(frames[middle]) for frames in (blurred, restored, sharp)], 1)
-    try:
+    with user_error(f"cannot write pictures to {folder}", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(strip).save(folder / f"{label}.png")
         for number, frame in enumerate(restored if every_frame else ()):
             Image.fromarray(_pixels(frame)).save(folder / f"{number:06d}_{label}.png")
-    except OSError as error:
-        raise TrainerError(f"cannot write pictures to {folder}: {error}") from error
 
 
 def _pixels(frame: Tensor) -> NDArray[np.uint8]:

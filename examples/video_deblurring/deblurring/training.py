@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from shared.program import UserError
 from torch import Tensor, nn
-
-from deblurring.errors import TrainerError
 
 
 def loss_of(restored: Tensor, sharp: Tensor, train: Mapping[str, Any]) -> Tensor:
@@ -63,17 +62,17 @@ def make_optimizer(net: nn.Module, train: Mapping[str, Any]) -> torch.optim.Opti
     """The optimizer, with a group of its own for what `fix_keys` names.
 
     Raises:
-        TrainerError: If a key names nothing, or all keys together everything.
+        UserError: If a key names nothing, or all keys together everything.
     """
     names = [name for name, _ in net.named_parameters()]
     for key in train["fix_keys"]:
         if not any(key in name for name in names):
-            raise TrainerError(f"train.fix_keys: no parameter has {key!r} in its name; they are {', '.join(names)}")
+            raise UserError(f"train.fix_keys: no parameter has {key!r} in its name; they are {', '.join(names)}")
     groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for name, parameter in net.named_parameters():
         groups[is_fixed(name, train)].append(parameter)
     if not groups[False] and train["fix_iter"]:
-        raise TrainerError(f"train.fix_keys {train['fix_keys']} freezes every parameter: nothing would be trained")
+        raise UserError(f"train.fix_keys {train['fix_keys']} freezes every parameter: nothing would be trained")
     lr = train["G_optimizer_lr"]
     settings = [{"params": groups[False], "base_lr": lr}, {"params": groups[True], "base_lr": lr * train["fix_lr_mul"]}]
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train["G_optimizer_type"]]

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from robot import shards
-from robot.config import ConfigError, read_config
+from robot.config import read_config
 from robot.diffusion import add_noise, ddim, squaredcos_cap_v2
 from robot.policy import EMA, DiffusionPolicy
-from robot.shards import DataError, Samples, deal, scan, write_shard
+from robot.shards import Samples, deal, scan, write_shard
 from robot.train import lr_factor, wrap
+from shared.program import UserError
 from torch import nn
 
 import ddpkit
@@ -173,9 +174,9 @@ def test_one_process_on_several_gpus_is_data_parallel_with_a_hint(
     assert not caplog.text
     assert wrap(make_policy(), config, 1, 2) == "dp" and "torchrun --nproc_per_node=2" in caplog.text
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="train.strategy: strategy='dp' is for 1 process on several GPUs"):
+    with pytest.raises(UserError, match="train.strategy: strategy='dp' is for 1 process on several GPUs"):
         wrap(make_policy(), config | {"train.strategy": "dp"}, 1, 0)
-    with pytest.raises(ConfigError, match="train.strategy: .*torchrun"):
+    with pytest.raises(UserError, match="train.strategy: .*torchrun"):
         wrap(make_policy(), config | {"train.strategy": "ddp"}, 1, 0)
 
 
@@ -310,7 +311,7 @@ def test_a_broken_shard_is_named_or_left_out(damage: str, tmp_path: Path, caplog
         write_shard(broken, "FetchReach-v4", [(np.zeros((2, 3)), np.full((2, 4), 1.5))])
     else:
         broken.write_bytes(b"")
-    with pytest.raises(DataError, match=f"{broken} is broken: .*train.on_broken_shard=skip") as caught:
+    with pytest.raises(UserError, match=f"{broken} is broken: .*train.on_broken_shard=skip") as caught:
         scan([folder], "error")
     assert ("is not a zip file" in str(caught.value)) == (damage in ("truncated", "text", "empty"))
     index = scan([folder], "skip")
@@ -319,19 +320,19 @@ def test_a_broken_shard_is_named_or_left_out(damage: str, tmp_path: Path, caplog
 
 def test_missing_or_unfitting_demonstrations_are_said(tmp_path: Path) -> None:
     folder = tmp_path / "a"
-    with pytest.raises(DataError, match=f"no demonstrations in {folder}.*python -m robot.collect --folder {folder}"):
+    with pytest.raises(UserError, match=f"no demonstrations in {folder}.*python -m robot.collect --folder {folder}"):
         scan([str(folder)], "error")
     write_folder(folder, [3])
     (tmp_path / "b").mkdir()
     write_shard(tmp_path / "b" / "episodes-0.npz", "FetchReach-v4", [(np.zeros((2, 5)), np.zeros((2, 4)))])
-    with pytest.raises(DataError, match="do not fit together"):
+    with pytest.raises(UserError, match="do not fit together"):
         scan([str(folder), str(tmp_path / "b")], "error")
 
 
 def test_more_readers_than_episodes_are_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "a", [3, 3])
     config = read_config([f"train.data_path={folder}", "train.num_data_workers=3"])
-    with pytest.raises(DataError, match=f"{folder} has 2 episodes, but 3 readers"):
+    with pytest.raises(UserError, match=f"{folder} has 2 episodes, but 3 readers"):
         shards.make_loader(scan([folder], "error"), config, 4)
 
 

@@ -12,9 +12,9 @@ import video
 from deblurring import clips
 from deblurring.clips import SHOTS, SPIKES, WINDOW, blur, prepare, shrink, spike_counts
 from deblurring.data import Crops, find_clips
-from deblurring.errors import TrainerError
 from deblurring.metrics import psnr
 from PIL import Image
+from shared.program import UserError
 
 CARPHONE = SHOTS[-1]
 
@@ -64,14 +64,14 @@ def test_prepare_leaves_alone_what_is_complete_and_makes_what_is_not(prepared: P
 def test_prepare_does_not_touch_data_of_others(tmp_path: Path) -> None:
     root = video.write_clips(tmp_path / "gopro")
     before = sorted(root.rglob("*"))
-    with pytest.raises(TrainerError, match="did not make: name another folder with --root"):
+    with pytest.raises(UserError, match="did not make: name another folder with --root"):
         list(prepare(root, [CARPHONE]))
     assert sorted(root.rglob("*")) == before
 
 
 def test_without_the_package_prepare_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clips, "PACKAGE", "no-such-package")
-    with pytest.raises(TrainerError, match=r"bikes.mp4.*no-such-package.*pip install -e '\.\[examples-video\]'"):
+    with pytest.raises(UserError, match=r"bikes.mp4.*no-such-package.*pip install -e '\.\[examples-video\]'"):
         list(prepare(tmp_path / "clips"))
     assert not (tmp_path / "clips").exists()
 
@@ -194,7 +194,7 @@ def narrow(path: Path) -> None:
 def test_frames_that_are_missing_or_do_not_fit_are_named(tmp_path: Path, change: Any, file: str, message: str) -> None:
     root = video.write_clips(tmp_path)
     change(root / file)
-    with pytest.raises(TrainerError, match=message):
+    with pytest.raises(UserError, match=message):
         find_clips(section(root), 3)
 
 
@@ -206,25 +206,25 @@ def test_a_bad_frame_that_is_not_kept_in_memory_is_an_error_of_one_rank(
     change(tmp_path / "train_GT_blurred/a/000003.png")
     crops = Crops(find_clips(data, 3), data, seed=0)
     crops[0]
-    with pytest.raises(RuntimeError, match=message):  # a TrainerError is one of all ranks, and said once
+    with pytest.raises(UserError, match=message):
         crops[len(crops) // 3]
 
 
 def test_missing_data_is_named_with_the_way_to_make_it(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match=r"no folder .*nowhere/train_GT \(dataroot_gt\): run prepare.py"):
+    with pytest.raises(UserError, match=r"no folder .*nowhere/train_GT \(dataroot_gt\): run prepare.py"):
         find_clips(section(tmp_path / "nowhere"), 3)
     (tmp_path / "list.txt").write_text("c 4 (40,32,3) 0\n")
-    with pytest.raises(TrainerError, match=r"no .png files in .*train_GT/c"):
+    with pytest.raises(UserError, match=r"no .png files in .*train_GT/c"):
         find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
     for line, message in (
         ("b 5 (40,32,3) 0", "train_GT/b has 4 frames, but .* says 5"),
         ("b four", "cannot read meta"),
     ):
         (tmp_path / "list.txt").write_text(line)
-        with pytest.raises(TrainerError, match=message):
+        with pytest.raises(UserError, match=message):
             find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
-    with pytest.raises(TrainerError, match="train_GT/b has 4 frames, but num_frame is 5"):
+    with pytest.raises(UserError, match="train_GT/b has 4 frames, but num_frame is 5"):
         find_clips(section(tiny), 5)
     data = section(tiny, gt_size=34)
-    with pytest.raises(TrainerError, match="clip a has frames of 48 x 32, smaller than gt_size 34"):
+    with pytest.raises(UserError, match="clip a has frames of 48 x 32, smaller than gt_size 34"):
         Crops(find_clips(data, 3), data, seed=0)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import video
 from deblurring.clips import ROOT
-from deblurring.errors import TrainerError
-from deblurring.options import complete, parse, read_options, redacted
+from deblurring.options import complete, read_options, redacted
+from shared.program import UserError
+from shared.settings import parse
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "video_deblurring"
 FILES = sorted((EXAMPLE / "options/vrt").glob("*.json"))
@@ -41,7 +42,7 @@ def test_the_two_option_files_differ_in_the_spikes_only() -> None:
 
 def test_comments_go_and_texts_that_look_like_one_stay() -> None:
     source = '{ // one\n"a": "http://x//y", "b": "\\"// no", // "c": 1\n"d": [1, 2] // end\n}'
-    assert parse(source) == {"a": "http://x//y", "b": '"// no', "d": [1, 2]}
+    assert parse(source, "x.json") == {"a": "http://x//y", "b": '"// no', "d": [1, 2]}
 
 
 @pytest.mark.parametrize(
@@ -54,12 +55,12 @@ def test_comments_go_and_texts_that_look_like_one_stay() -> None:
     ],
 )
 def test_what_is_not_json_is_refused(source: str, message: str) -> None:
-    with pytest.raises(TrainerError, match=message):
+    with pytest.raises(UserError, match=message):
         parse(source, "x.json")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match="cannot read the option file .*nothing.json"):
+    with pytest.raises(UserError, match="cannot read the settings in .*nothing.json"):
         read_options(tmp_path / "nothing.json")
 
 
@@ -68,7 +69,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     [
         ("train__totl_iter", 3, "train.totl_iter is unknown; did you mean train.total_iter?"),
         ("train__gt_size", 3, "train.gt_size is unknown; did you mean datasets.train.gt_size?"),
-        ("trian", {"E_decay": 0.9}, "trian is unknown; did you mean train?"),
+        ("trian", {"E_decay": 0.9}, "trian.E_decay is unknown; did you mean train.E_decay?"),
         ("datasets__train__dataloder_batch_size", 3, "did you mean datasets.train.dataloader_batch_size?"),
         ("zzz", 1, "zzz is unknown"),
         ("train__total_iter", "many", 'train.total_iter must be a whole number of at least 1, not "many"'),
@@ -84,14 +85,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("task", "../x", "task must be the name of a folder"),
         ("scale", 2, "scale must be 1, not 2"),
         ("netG__net_type", "vrt", "netG.net_type must be 'tiny_clip', not \"vrt\""),
-        ("netG__window_size", [6, 8, 8], "netG.window_size: of the original, not supported here: VRT is not"),
-        ("val__flip_seq", True, "val.flip_seq: of the original, not supported"),
+        ("val__flip_seq", True, "val.flip_seq must be false, as it is not implemented, not true"),
         ("logging__wandb_api_key", 123, "logging.wandb_api_key must be a text, or null, not <redacted>"),
         ("datasets__test__dataset_type", "VideoRecurrentTestDataset", "both with spikes, or neither"),
         ("datasets__train__dataloader_prefetch_factor", 2, "needs dataloader_num_workers of at least 1"),
         ("train__G_scheduler_type", "MultiStepLR", "needs train.G_scheduler_milestones"),
         ("train__G_scheduler_periods", None, "needs train.G_scheduler_periods"),
-        ("train__G_optimizer_lr", 0, "train.G_optimizer_lr must be a number at least 1e-12, not 0"),
+        ("train__G_optimizer_lr", 0, "train.G_optimizer_lr must be a number in (0, inf), not 0"),
         ("datasets__train__dataroot_lq", None, "datasets.train lacks dataroot_lq: name dataroot_gt, dataroot_lq, data"),
         ("train__fix_iter", 3, "train.fix_iter needs train.fix_keys"),
         ("val__num_frame_testing", 4, "val.num_frame_testing must be datasets.train.num_frame, 3"),
@@ -99,36 +99,47 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_named_with_what_to_do(key: str, value: Any, message: str) -> None:
-    with pytest.raises(TrainerError) as error:
+    with pytest.raises(UserError) as error:
         checked(**{key: value})
     assert message in str(error.value)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
-    with pytest.raises(TrainerError) as error:
+    with pytest.raises(UserError) as error:
         checked(train__totl_iter=3, train__E_decay=2, scale=4)
-    assert len(str(error.value).splitlines()) == 4
-    with pytest.raises(TrainerError, match="train.total_iter is missing: it must be a whole number"):
+    assert len(str(error.value).splitlines()) == 3
+    with pytest.raises(UserError, match="train.total_iter is missing: it must be a whole number"):
         complete({"task": "x"})
 
 
-def test_keys_that_are_not_here_for_one_reason_are_told_together() -> None:
-    with pytest.raises(TrainerError) as error:
-        checked(netG__upscale=1, netG__depths=[8, 4], val__flip_seq=True)
-    assert len(str(error.value).splitlines()) == 3 and "\n  netG.upscale, netG.depths: of the" in str(error.value)
+def test_keys_of_the_original_without_a_meaning_are_listed_once(caplog: pytest.LogCaptureFixture) -> None:
+    checked(netG__upscale=1, netG__depths=[8, 4], datasets__test__num_frame=7)
+    (line,) = caplog.messages
+    assert "netG.upscale, netG.depths (VRT is not here" in line and "datasets.test.num_frame (whole clips" in line
 
 
-def test_a_key_of_the_original_that_asks_for_nothing_is_taken() -> None:
+def test_a_key_of_the_original_that_asks_for_nothing_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     files = {"io_backend": {"type": "disk"}, "filename_tmpl": "06d", "filename_ext": "png", "val_partition": ""}
     files = {f"datasets__train__{key}": value for key, value in files.items()}
     opt = checked(val__flip_seq=False, train__G_param_strict=True, netG__upscale=None, **files)
-    assert "flip_seq" not in opt["val"] and "io_backend" not in opt["datasets"]["train"]
+    assert "io_backend" not in opt["datasets"]["train"] and not caplog.messages
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_saved_options_are_an_option_file(path: Path) -> None:
     opt = read_options(path)
     assert complete(json.loads(json.dumps(redacted(opt)))) == opt
+
+
+def test_the_command_line_outranks_the_file(tmp_path: Path) -> None:
+    file = video.write_options(tmp_path / "opt.json", video.options(Path("clips"), Path("runs")))
+    opt = read_options(file, ["train.total_iter=3", "gpu_ids=[0, 1]", "train.amp=bf16", "train.E_decay=.5"])
+    assert (opt["train"]["total_iter"], opt["gpu_ids"], opt["train"]["amp"]) == (3, [0, 1], "bf16")
+    assert opt["train"]["E_decay"] == 0.5 and opt["train"]["G_lossfn_type"] == "charbonnier"
+    with pytest.raises(UserError, match=r"train.total_iter .*, not \"many\" \(the command line\)"):
+        read_options(file, ["train.total_iter=many"])
+    with pytest.raises(UserError, match="settings look like key=value, not 'total_iter'"):
+        read_options(file, ["total_iter"])
 
 
 def test_defaults_are_filled_in_and_values_kept() -> None:
@@ -140,6 +151,6 @@ def test_defaults_are_filled_in_and_values_kept() -> None:
 def test_secrets_are_hidden_where_options_are_shown_or_saved() -> None:
     opt = checked(logging__wandb_api_key="s3cret")
     assert "s3cret" not in json.dumps(redacted(opt)) and opt["logging"]["wandb_api_key"] == "s3cret"
-    with pytest.raises(TrainerError) as error:
+    with pytest.raises(UserError) as error:
         checked(logging__wandb_api_kye="s3cret", train__my_API_KEY="s3cret")
     assert "s3cret" not in str(error.value) and re.search("did you mean logging.wandb_api_key", str(error.value))

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deblurring.errors import TrainerError
 from deblurring.metrics import measure, psnr, ssim
 from deblurring.networks import TinyClip, as_float, inject_detail, restore, starts
 from deblurring.running import visible_gpus
@@ -22,6 +21,7 @@ from deblurring.training import (
     take_settings,
     update_average,
 )
+from shared.program import UserError
 
 TRAIN: dict[str, Any] = {
     "total_iter": 100,
@@ -120,9 +120,9 @@ def test_frozen_parts_do_not_move_and_have_a_learning_rate_of_their_own() -> Non
     assert [(group["base_lr"], len(group["params"])) for group in optimizer.param_groups] == [(1e-3, 4), (1.25e-4, 4)]
     assert freeze(net, train, 2) and not net.body[0].one.weight.requires_grad and net.first.weight.requires_grad
     assert not freeze(net, train, 3) and all(parameter.requires_grad for parameter in net.parameters())
-    with pytest.raises(TrainerError, match="no parameter has 'spynet' in its name; they are first.weight"):
+    with pytest.raises(UserError, match="no parameter has 'spynet' in its name; they are first.weight"):
         make_optimizer(net, train | {"fix_keys": ["body", "spynet"]})
-    with pytest.raises(TrainerError, match="freezes every parameter"):
+    with pytest.raises(UserError, match="freezes every parameter"):
         make_optimizer(net, train | {"fix_keys": ["body", "st"]})
 
 

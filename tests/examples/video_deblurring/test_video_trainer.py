@@ -13,6 +13,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +34,44 @@ ENV = CLEAN | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:
 ENV["CUDA_VISIBLE_DEVICES"] = ""
 PATIENCE = 600.0  # seconds for a launch, which takes 10 on an idle machine
 TRAIN, TEST = "main_train_vrt.py", "main_test_vrt.py"
-LINE = re.compile(
-    r"^<epoch:( *\d+), iter:( *[\d,]+), lr:(\d\.\d{3}e-\d\d)> G_loss: (\d\.\d{3}e-\d\d) images/s: \d", re.M
+LINE = re.compile(  # of the console
+    r"^\d\d-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} : "
+    r"<epoch:( *\d+), iter:( *[\d,]+), lr:(\d\.\d{3}e-\d\d)> G_loss: (\d\.\d{3}e-\d\d) images/s: \d",
+    re.M,
 )
+
+
+def program(name: str, *arguments: str) -> None:
+    """Runs a program as it is run by its users."""
+    sys.path.insert(0, str(FOLDER))
+    sys.argv = [name, *arguments]
+    runpy.run_path(str(FOLDER / name), run_name="__main__")
 
 
 def programs(calls: list[tuple[str, str]]) -> None:
     """Runs programs with option files, where there are such, one after another, as the same rank."""
-    sys.path.insert(0, str(FOLDER))
     with ddpkit.distributed(num_threads=1):
         for name, options in calls:
-            sys.argv = [name, "--opt", options] if Path(options).exists() else [name]
+            code = 0
             try:
-                runpy.run_path(str(FOLDER / name), run_name="__main__")
+                program(name, *(["--opt", options] if Path(options).exists() else []))
             except SystemExit as end:
-                sys.stderr.flush()
-                print(f"== {Path(options).stem}: exit status {end.code}", flush=True)
+                code = end.code
+            sys.stderr.flush()
+            print(f"== {Path(options).stem}: exit status {code}", flush=True)
 
 
 def launch(ranks: int, calls: list[tuple[str, str]]) -> list[Ended]:
-    """Runs them as every rank, started by hand; without a launcher's variables if there is one rank."""
+    """Runs them as every rank."""
+    return start(ranks, programs, calls)
+
+
+def start(ranks: int, fn: Callable[..., None], *args: Any) -> list[Ended]:
+    """Runs `fn` as every rank, started by hand; without a launcher's variables if there is one rank."""
     port = free_port()
     envs = [platform_env(rank, ranks, port) for rank in range(ranks)] if ranks > 1 else [{"OMP_NUM_THREADS": "1"}]
     more = {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "offline"}
-    return run(programs, [env | more for env in envs], calls, timeout=PATIENCE)
+    return run(fn, [env | more for env in envs], *args, timeout=PATIENCE)
 
 
 def outputs(ended: list[Ended]) -> list[dict[str, str]]:
@@ -210,7 +225,7 @@ def test_per_rank_and_global_batch_are_printed(runs: Runs) -> None:
 def test_the_scores_are_exact_on_any_number_of_ranks(runs: Runs, clips: Path) -> None:
     root, printed = runs
     rows = [
-        re.findall(r"^(?:Testing .*|.*Average .*|\| .*)$", printed[ranks][0][f"test{ranks}"], re.M)
+        re.findall(r"(?:Testing .*|<epoch.*Average .*|\| .*)$", printed[ranks][0][f"test{ranks}"], re.M)
         for ranks in (1, 2, 3)
     ]
     assert rows[0] == rows[1] == rows[2] and len(rows[0]) == 3 + 1 + 5
@@ -344,18 +359,24 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
     said, silence = (re.split(r"^== (\w+): exit status 2\n", process.output, flags=re.M) for process in (first, second))
     assert first.code == second.code == 0 and said[1::2] == silence[1::2] == list(cases), first.output + second.output
     for (name, (program, _, message)), text, nothing in zip(cases.items(), said[::2], silence[::2], strict=False):
-        assert len(re.findall(rf"^{program}: error: ", text, re.M)) == 1, text
+        assert len(re.findall(rf" : {program}: error: ", text, re.M)) == 1, text
         assert re.search(message, text.partition("error: ")[2]), (name, text)
         assert "Traceback" not in text + nothing and "error" not in nothing
 
 
-def test_a_frame_that_one_rank_cannot_read_is_named_on_all_and_all_end(clips: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_frame_that_a_rank_cannot_read_is_one_line_and_ends_all(clips: Path, tmp_path: Path, workers: int) -> None:
     shutil.copytree(clips, tmp_path / "clips")
-    (tmp_path / "clips/train_GT/a/000003.png").write_bytes(b"")
-    opt = video.options(tmp_path / "clips", tmp_path, datasets__train__cache_data=False)
-    for process in launch(2, [(TRAIN, video.write_options(tmp_path / "opt.json", opt))]):
-        assert process.code == 1, process.output
-        assert re.search("Error: .*cannot read .*train_GT/a/000003.png", process.output), process.output
+    (tmp_path / "clips/train_GT/a/000003.png").write_bytes(b"")  # which the start does not look at
+    changes = {"cache_data": False, "dataloader_num_workers": workers}
+    changes = {f"datasets__train__{key}": value for key, value in changes.items()}
+    options = video.write_options(tmp_path / "opt.json", video.options(tmp_path / "clips", tmp_path, **changes))
+    first, second = start(2, program, TRAIN, "--local-rank=0", "--opt", options, "--dist", "True")
+    assert first.code == second.code == 2, first.output + second.output
+    (line,) = re.findall(".*cannot read.*", first.output)
+    assert re.search(rf" : {TRAIN}: error: cannot read .*train_GT/a/000003.png", line)
+    assert line in (tmp_path / "tiny/train.log").read_text()
+    assert "cannot read" not in second.output and "Traceback" not in first.output + second.output
 
 
 def test_a_damaged_or_incomplete_newest_set_is_passed_over(runs: Runs, clips: Path, tmp_path: Path) -> None:

@@ -1,0 +1,138 @@
+"""Begin and end a trainer: log with the time and, however it ends, say why in one message of all ranks."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+import ddpkit
+
+log = logging.getLogger("trainer")
+FORMAT = logging.Formatter("%(asctime)s.%(msecs)03d : %(message)s", "%y-%m-%d %H:%M:%S")
+LAUNCHER_ARGUMENTS = ("--local-rank", "--local_rank", "--launcher", "--dist")
+
+
+class UserError(Exception):
+    """What a user can put right: it says what was expected, what was found and what to do."""
+
+
+@contextmanager
+def user_error(about: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Make errors of some kinds in a block, or in a function that this decorates, the user's."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{about}: {error}") from error
+
+
+EXPECTED = (UserError, ddpkit.CheckpointError)
+
+
+class Parser(argparse.ArgumentParser):
+    """Read a command line, passing over what launchers add to it: the environment says it, too.
+
+    Args:
+        description: The program's docstring, for `--help`.
+    """
+
+    def __init__(self, description: str) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=formatter)
+        self.add_argument(*LAUNCHER_ARGUMENTS, help=argparse.SUPPRESS)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong, so that several ranks say it once."""
+        raise UserError(f"{message}\n{self.format_usage().rstrip()}")
+
+    def print_help(self, file: Any = None) -> None:
+        """Print it on rank 0, for all."""
+        if ddpkit.is_main_process():
+            super().print_help(file)
+
+
+@contextmanager
+def one_message() -> Iterator[None]:
+    """Run a trainer as one rank; however it ends, all ranks together say why once and exit alike.
+
+    `ddpkit.distributed()` belongs inside, so that all ranks hear of an error that leaves it. The exit status is 2
+    after what a user can put right, 130 after Ctrl-C, and 1 after any other error, whose traceback is shown by the
+    rank that met it.
+    """
+    console = logging.StreamHandler()
+    console.setFormatter(FORMAT)
+    console.addFilter(ddpkit.RankFilter())  # rank 0 speaks for all; warnings come from every rank
+    console.addFilter(_is_no_news_of_peers)
+    logging.basicConfig(level=logging.INFO, handlers=[console])
+    with logging_redirect_tqdm():
+        try:
+            yield
+            return
+        except KeyboardInterrupt:
+            status = _say("interrupted", status=130)
+        except ddpkit.PeerError as error:
+            status = _say_for(error)
+        except ddpkit.LaunchError as error:  # perhaps there is no rank 0 to say it
+            status = _say(f"error: {error}", status=2, everywhere=True)
+        except EXPECTED as error:
+            status = _say(f"error: {_plain(error)}", status=2)
+        finally:
+            _close_log_files()
+    _leave_no_traceback()
+    sys.exit(status)
+
+
+def _is_no_news_of_peers(record: logging.LogRecord) -> bool:
+    """Leave out what ddpkit says on every rank when another has failed: it is said once, at the end."""
+    return record.levelno != logging.ERROR or not record.name.startswith("ddpkit.")
+
+
+def _say_for(error: ddpkit.PeerError) -> int:
+    """Say what has ended another rank, unless that rank has said it; return the exit status."""
+    if error.error_type == KeyboardInterrupt.__name__:
+        return _say("interrupted", status=130)
+    if error.error_type in [kind.__name__ for kind in EXPECTED]:
+        return _say(f"error: {_plain(error.message)}", status=2)
+    headline = str(error).partition("\n")[0]
+    return _say(f"error: {headline}", status=1, speaker=1 if error.rank == 0 else 0)
+
+
+def _say(text: str, *, status: int, speaker: int = 0, everywhere: bool = False) -> int:
+    if everywhere or ddpkit.get_rank() == speaker:
+        log.error("%s: %s", Path(sys.argv[0]).name, text)
+    return status
+
+
+def _plain(error: object) -> str:
+    """Take an error's text out of the traceback of the loading process that it comes from."""
+    return str(error).rpartition(f"{UserError.__name__}: ")[2].strip()
+
+
+def _leave_no_traceback() -> None:
+    """Keep torchrun's report short: what there is to say has been said."""
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:
+        Path(report).unlink(missing_ok=True)
+
+
+def log_to(path: Path) -> None:
+    """Write what rank 0 logs to a file, too, until the program ends."""
+    if ddpkit.is_main_process():
+        handler = logging.FileHandler(path)
+        handler.setFormatter(FORMAT)
+        logging.getLogger().addHandler(handler)
+
+
+def _close_log_files() -> None:
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, logging.FileHandler):
+            root.removeHandler(handler)
+            handler.close()

@@ -1,0 +1,266 @@
+"""Read settings: a table says what each may be; a JSON file and then `key=value` arguments say what it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+from shared.program import UserError
+
+log = logging.getLogger("trainer")
+REQUIRED = ...
+COMMAND_LINE = "the command line"
+_TEXT_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*')
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a setting may be, in words and as a function, and its default."""
+
+    expected: str
+    fits: Callable[[Any], bool]
+    default: Any = REQUIRED
+
+
+class Absent(Setting):
+    """A setting of the original without a meaning here: the reason in place of what is expected."""
+
+
+Table = Mapping[str, Setting]  # by dotted name, as everything here
+
+
+def absent(section: str, names: str, reason: str, *neutral: Any) -> dict[str, Setting]:
+    """Take settings of a section that have no meaning here; the neutral values ask for nothing."""
+    setting = Absent(reason, lambda value: value in (None, False, *neutral))
+    return {f"{section}{name}": setting for name in names.split()}
+
+
+def text(default: Any = REQUIRED) -> Setting:
+    return Setting("a text", lambda value: isinstance(value, str) and value != "", default)
+
+
+def flag(default: bool = False) -> Setting:
+    return Setting("true or false", lambda value: isinstance(value, bool), default)
+
+
+def count(default: Any = REQUIRED, low: int = 1) -> Setting:
+    return Setting(
+        f"a whole number of at least {low}",
+        lambda value: type(value) is int and value >= low,
+        default,
+    )
+
+
+def number(default: Any = REQUIRED, interval: str = "[0, inf)") -> Setting:
+    """Take a number of an interval, in which ( and ) leave out their end."""
+    low, high = map(float, interval[1:-1].split(","))
+
+    def fits(value: Any) -> bool:
+        if type(value) not in (int, float) or not low <= value <= high:
+            return False
+        if value == low:
+            return interval.startswith("[")
+        return value != high or interval.endswith("]")
+
+    return Setting(f"a number in {interval}", fits, default)
+
+
+def choice(*values: Any, default: Any = None) -> Setting:
+    """Take one of some values; the first is the default, if no other is given."""
+    if default is None:
+        default = values[0]
+    return Setting(" or ".join(map(repr, values)), lambda value: value in values, default)
+
+
+def many(one: Setting, default: Any = REQUIRED, empty: bool = True) -> Setting:
+    def fits(value: Any) -> bool:
+        if not isinstance(value, list) or not (value or empty):
+            return False
+        return all(map(one.fits, value))
+
+    some = "" if empty else ", not empty"
+    return Setting(f"a list{some}, each of it {one.expected}", fits, default)
+
+
+def or_null(one: Setting) -> Setting:
+    return replace(
+        one,
+        expected=f"{one.expected}, or null",
+        fits=lambda value: value is None or one.fits(value),
+        default=None,
+    )
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read a file of JSON with `//` comments.
+
+    Raises:
+        UserError: If that is not what it is.
+    """
+    try:
+        return parse(Path(path).read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the settings in {path}: {error}") from error
+
+
+def parse(source: str, name: str) -> dict[str, Any]:
+    """Read JSON with `//` comments; what looks like one inside a text is left alone."""
+    plain = _TEXT_OR_COMMENT.sub(lambda match: match[1] or "", source)
+    try:
+        content = json.loads(plain, object_pairs_hook=_once)
+    except ValueError as error:
+        raise UserError(f"{name} is not JSON with // comments: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{name} must hold an object: {{ … }}")
+    return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"{', '.join(sorted(twice))} is there twice")
+    return dict(pairs)
+
+
+def read_arguments(arguments: Iterable[str]) -> dict[str, str]:
+    """Read `key=value` arguments."""
+    given = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise UserError(f"settings look like key=value, not {argument!r} (--help says more)")
+        given[key] = value
+    return given
+
+
+def fill_in(
+    table: Table,
+    layers: Mapping[str, Mapping[str, Any]],
+    aliases: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Make settings of what was given, the later the stronger, and of the defaults.
+
+    Args:
+        table: The settings that there are, and what the original has besides.
+        layers: What was given, flat or in sections, by where it stands; on the command line values are texts.
+        aliases: Other beginnings of names: what to write in their place.
+
+    Raises:
+        UserError: Naming everything that is wrong, where it stands, and what may have been meant.
+    """
+    known = {key: setting for key, setting in table.items() if not isinstance(setting, Absent)}
+    settings = {key: copy.deepcopy(setting.default) for key, setting in known.items()}
+    problems: list[str] = []
+    ignored: dict[str, list[str]] = {}  # by the reason
+    for source, layer in layers.items():
+        for key, value in _renamed(flatten(layer, table), aliases or {}, source):
+            if key not in table:
+                problems.append(f"{_unknown(key, known)} ({source})")
+                continue
+            setting = table[key]
+            if source == COMMAND_LINE:
+                value = _typed(value, setting)
+            if key in known:
+                settings[key] = value
+            if setting.fits(value):
+                continue
+            if key in known:
+                found = shown(key, json.dumps(value))
+                problems.append(f"{key} must be {setting.expected}, not {found} ({source})")
+            else:
+                ignored.setdefault(setting.expected, []).append(key)
+    for key, value in settings.items():
+        if value is REQUIRED:
+            problems.append(f"{key} is missing: it must be {table[key].expected}")
+    refuse(problems)
+    if ignored:
+        reasons = [f"{', '.join(keys)} ({reason})" for reason, keys in ignored.items()]
+        log.warning("settings of the original without a meaning here: %s", "; ".join(reasons))
+    return settings
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise all that is wrong, if anything is."""
+    lines = list(problems)
+    if lines:
+        raise UserError("\n  ".join(lines))
+
+
+def _renamed(given: Iterable[tuple[str, Any]], aliases: Mapping[str, str], source: str) -> Iterator[tuple[str, Any]]:
+    for key, value in given:
+        for alias, name in aliases.items():
+            if key.startswith(alias):
+                log.warning("%s stands for %s (%s)", key, key.replace(alias, name, 1), source)
+                key = key.replace(alias, name, 1)
+        yield key, value
+
+
+def _unknown(key: str, table: Table) -> str:
+    if any(known.startswith(f"{key}.") for known in table):
+        return f"{key} must be a section: {{ … }}"
+    near = max(table, key=lambda known: _likeness(key, known))
+    if _likeness(key, near) < 0.6:
+        return f"{key} is unknown"
+    return f"{key} is unknown; did you mean {near}?"
+
+
+def _likeness(key: str, known: str) -> float:
+    """Compare two names in whole, or but for the first sections of the known one."""
+    parts = known.split(".")
+    endings = [".".join(parts[first:]) for first in range(len(parts))]
+    return max(SequenceMatcher(None, key, ending).ratio() for ending in endings)
+
+
+def _typed(given: str, setting: Setting) -> Any:
+    """Read a text of a command line as a value that fits, if it can be; else leave it."""
+    for reading in _readings(given):
+        if setting.fits(reading):
+            return reading
+    return given
+
+
+def _readings(given: str) -> Iterator[Any]:
+    with suppress(ValueError):
+        yield json.loads({"True": "true", "False": "false", "None": "null"}.get(given, given))
+    with suppress(ValueError):
+        yield float(given)  # .5
+    if given.startswith("[") and given.endswith("]"):  # shells take away a list's quotes
+        yield [part.strip() for part in given[1:-1].split(",")]
+
+
+def flatten(section: Mapping[str, Any], whole: Iterable[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Take sections apart, but for the values of the names in `whole`."""
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key not in whole:
+            yield from flatten(value, whole, f"{key}.")
+        else:
+            yield key, value
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Put settings into sections, as files have them."""
+    content: dict[str, Any] = {}
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        place = content
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return content
+
+
+def shown(key: str, value: Any) -> Any:
+    """Hide the value of a key like `wandb_api_key`."""
+    if "api_key" in key.lower() and value not in (None, "null"):
+        return "<redacted>"
+    return value

@@ -1,0 +1,124 @@
+"""How the trainers end: on several ranks, one message of all, whatever the reason."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import Ended, free_port, platform_env, run
+from shared.program import Parser, UserError, one_message, user_error
+
+import ddpkit
+
+TIME = r"\d\d-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
+
+
+def end(reason: Callable[[], None]) -> None:
+    """Does what a trainer does, which ends by `reason`."""
+    sys.argv = ["folder/trainer.py"]
+    logging.getLogger("ddpkit").setLevel(logging.WARNING)
+    with one_message(), ddpkit.distributed(num_threads=1):
+        reason()
+        ddpkit.barrier()
+
+
+def end_ranks(ranks: int, reason: Callable[[], None]) -> list[Ended]:
+    port = free_port()
+    return run(end, [platform_env(rank, ranks, port) for rank in range(ranks)], reason)
+
+
+def messages(ended: list[Ended]) -> list[str]:
+    """What was said of the end, by rank."""
+    return [re.sub(TIME, "TIME", process.output).strip() for process in ended]
+
+
+def all_find_it() -> None:
+    raise UserError("no such folder: make it\nor name another")
+
+
+def one_finds_it() -> None:
+    if ddpkit.get_rank() == 1:
+        raise UserError("cannot read 3.png")
+
+
+def main_cannot_write() -> None:
+    ddpkit.run_on_main(user_error("cannot save", OSError)(Path("/no/where").write_text), "")
+
+
+def all_are_interrupted() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+
+def one_is_interrupted() -> None:
+    if ddpkit.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "message"),
+    [
+        (all_find_it, 2, "error: no such folder: make it\nor name another"),
+        (one_finds_it, 2, "error: cannot read 3.png"),
+        (main_cannot_write, 2, "error: cannot save: [Errno 2] No such file or directory: '/no/where'"),
+        (all_are_interrupted, 130, "interrupted"),
+        (one_is_interrupted, 130, "interrupted"),
+    ],
+)
+def test_the_end_is_said_once(reason: Callable[[], None], code: int, message: str) -> None:
+    ended = end_ranks(3, reason)
+    assert [process.code for process in ended] == [code] * 3, ended
+    first, *others = messages(ended)
+    assert others == ["", ""] and first.startswith(f"TIME : trainer.py: {message}"), ended
+    assert "Traceback" not in first
+
+
+def one_has_an_error() -> None:
+    if ddpkit.get_rank() == 1:
+        raise KeyError("weight")
+
+
+def test_another_error_is_the_traceback_of_its_rank_and_a_line_of_the_main_process() -> None:
+    ended = end_ranks(3, one_has_an_error)
+    assert [process.code for process in ended] == [1, 1, 1], ended
+    first, second, third = messages(ended)
+    assert re.fullmatch(r"TIME : trainer.py: error: rank 1 \(.*\) failed: KeyError: 'weight'", first)
+    assert second.count("Traceback") == 1 and second.endswith("KeyError: 'weight'")
+    assert third == ""
+
+
+def main_is_killed() -> None:
+    if ddpkit.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_main_process_that_is_killed_is_named_by_the_next() -> None:
+    first, second, third = end_ranks(3, main_is_killed)
+    assert (first.code, second.code, third.code) == (-signal.SIGKILL, 1, 1)
+    line = " : trainer.py: error: rank 0 .* failed: lost: "
+    assert len(re.findall(line, second.output)) == 1 and not re.findall(line, third.output)
+    assert "Traceback" not in second.output + third.output
+
+
+def test_an_environment_that_contradicts_itself_is_one_line() -> None:
+    (ended,) = run(end, [{"RANK": "0", "OMP_NUM_THREADS": "1"}], all_find_it)
+    assert ended.code == 2 and ended.output.count("\n") == 1
+    assert " : trainer.py: error: This looks like a distributed job, but WORLD_SIZE" in ended.output
+
+
+@pytest.mark.parametrize("added", ["--local-rank=1", "--local_rank 1", "--dist True --launcher pytorch"])
+def test_what_launchers_add_is_passed_over(added: str) -> None:
+    parser = Parser("Trains.")
+    parser.add_argument("--opt")
+    assert parser.parse_args([*added.split(), "--opt", "a.json"]).opt == "a.json"
+    with pytest.raises(UserError, match="unrecognized arguments: --other\nusage:"):
+        parser.parse_args([*added.split(), "--other"])
