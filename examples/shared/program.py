@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import ddpkit
@@ -18,6 +19,7 @@ import ddpkit
 log = logging.getLogger("trainer")
 FORMAT = logging.Formatter("%(asctime)s.%(msecs)03d : %(message)s", "%y-%m-%d %H:%M:%S")
 LAUNCHER_ARGUMENTS = ("--local-rank", "--local_rank", "--launcher", "--dist")
+NO_STEP = 2**62
 
 
 class UserError(Exception):
@@ -136,3 +138,24 @@ def _close_log_files() -> None:
         if isinstance(handler, logging.FileHandler):
             root.removeHandler(handler)
             handler.close()
+
+
+def stop_if_not_finite(first_bad: torch.Tensor, step: int, model: torch.nn.Module, advice: str) -> None:
+    """Raise on every rank if a loss or the weights are no finite numbers any more. Collective.
+
+    Args:
+        first_bad: The first step, from 1, in which this rank has met such a loss, or `NO_STEP`.
+        step: The last step.
+        model: The model after it.
+        advice: What the user may do.
+    """
+    first = int(first_bad)
+    if not all(weights.isfinite().all() for weights in model.parameters()):
+        first = min(first, step)
+    firsts = ddpkit.all_gather_object(first)
+    first = min(firsts)
+    if first < NO_STEP:
+        raise UserError(
+            f"loss or weights are no finite numbers since iteration {first}, first on rank {firsts.index(first)}; "
+            f"nothing was saved after it: {advice}"
+        )

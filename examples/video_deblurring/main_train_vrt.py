@@ -32,12 +32,13 @@ from deblurring.training import (
     take_settings,
     update_average,
 )
-from shared.program import UserError, user_error
+from shared.program import NO_STEP, UserError, stop_if_not_finite, user_error
 from tqdm import tqdm
 
 import ddpkit
 
 log = logging.getLogger("train")
+BAD_LOSS = "a smaller train.G_optimizer_lr, train.G_optimizer_clipgrad, or train.amp false may help"
 
 
 def main(opt: Options, job: ddpkit.Context) -> None:
@@ -103,6 +104,7 @@ def main(opt: Options, job: ddpkit.Context) -> None:
 
     model, boards, speed = wrap(), Boards(opt, folder, step), Speed()
     micro, loss_sum = 0, torch.zeros((), device=job.device)
+    first_bad = torch.full((), NO_STEP, device=job.device)  # the first iteration whose loss here is not finite
     no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
     bar = tqdm(total=train["total_iter"], initial=step, unit="iter", disable=no_bar)
     while step < train["total_iter"]:
@@ -114,6 +116,7 @@ def main(opt: Options, job: ddpkit.Context) -> None:
                 loss = loss_of(restored, part["H"], train) / train["accumulation"]
                 scaler.scale(loss).backward()
             micro, loss_sum = micro + 1, loss_sum + loss.detach()
+            first_bad = torch.where(loss.isfinite(), first_bad, first_bad.clamp(max=step + 1))
             speed.images += len(batch["H"]) * data["num_frame"]
             if not complete:
                 continue
@@ -134,6 +137,8 @@ def main(opt: Options, job: ddpkit.Context) -> None:
 
             last, here = step == train["total_iter"], f"<epoch:{loader.epoch:3d}, iter:{step:8,d}"
             due = [what for what in ("print", "save", "test") if last or step % train[f"checkpoint_{what}"] == 0]
+            if due:
+                stop_if_not_finite(first_bad, step, net, BAD_LOSS)
             if "print" in due:
                 loss, rate = ddpkit.all_reduce((loss_sum.item() / speed.steps, speed.rate()))
                 values = {"G_loss": loss / job.world_size, "lr": lr, "images/s": rate}

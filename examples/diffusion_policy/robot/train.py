@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared.program import Parser, UserError, one_message, user_error
+from shared.program import NO_STEP, Parser, UserError, one_message, stop_if_not_finite, user_error
 from shared.settings import nested
 from tqdm import trange
 
@@ -35,6 +35,7 @@ from .policy import EMA, DiffusionPolicy
 from .shards import Index, make_loader, scan
 
 log = logging.getLogger("robot")
+BAD_LOSS = "a smaller learning rate or train.amp=none may help"
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
 
@@ -69,6 +70,7 @@ def main(job: ddpkit.Context) -> None:
     writer, no_bar = make_writer(folder, config, saved["epoch"]), None if job.rank == 0 else True
     every, epochs = config["experiment.epoch_every_n_steps"], config["train.num_epochs"]
     accumulation, step = config["train.gradient_accumulation_steps"], saved["step"]
+    first_bad = torch.full((), NO_STEP, device=job.device)  # the first step whose loss here is not finite
     for epoch in range(saved["epoch"] + 1, epochs + 1):
         loader.set_epoch(epoch)
         batches, losses, begun = iter(loader), torch.zeros((), device=job.device), time.monotonic()
@@ -81,6 +83,7 @@ def main(job: ddpkit.Context) -> None:
                     loss = model(policy.draw(batch)).mean() / accumulation
                     scaler.scale(loss).backward()
                 losses += loss.detach()
+                first_bad = torch.where(loss.isfinite(), first_bad, first_bad.clamp(max=step + 1))
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -90,13 +93,12 @@ def main(job: ddpkit.Context) -> None:
             if step % config["experiment.check_replicas_every_n_steps"] == 0:
                 check_all(policy, optimizer, ema)
 
+        stop_if_not_finite(first_bad, step, policy, BAD_LOSS)
         news = {"train/loss": ddpkit.all_reduce_mean(losses.item() / every)}
         speed = every / (time.monotonic() - begun)  # a GPU has done its work only when the loss was read
         news |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/steps_per_second": speed}
         text = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
         log.info(text, epoch, *news.values(), speed * plan.global_batch_size)
-        if not math.isfinite(news["train/loss"]):  # on every rank; before it is saved
-            raise UserError("the loss is no number any more: a smaller learning rate may help, or train.amp=none")
         if config["experiment.rollout.enabled"] and due(epoch, config["experiment.rollout.rate"], epochs):
             actor = ema.policy if ema else policy
             news["rollout/success_rate"] = roll_out(actor, index.env_id, config, folder, epoch)

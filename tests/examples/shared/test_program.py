@@ -12,8 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import on_ranks
 from processes import Ended, free_port, platform_env, run
-from shared.program import Parser, UserError, one_message, user_error
+from shared.program import NO_STEP, Parser, UserError, one_message, stop_if_not_finite, user_error
+from torch import nn
 
 import ddpkit
 
@@ -113,6 +116,24 @@ def test_an_environment_that_contradicts_itself_is_one_line() -> None:
     (ended,) = run(end, [{"RANK": "0", "OMP_NUM_THREADS": "1"}], all_find_it)
     assert ended.code == 2 and ended.output.count("\n") == 1
     assert " : trainer.py: error: This looks like a distributed job, but WORLD_SIZE" in ended.output
+
+
+def find_bad_loss(steps: list[int]) -> str:
+    first_bad = torch.tensor(steps[ddpkit.get_rank()])
+    with pytest.raises(UserError) as error:
+        stop_if_not_finite(first_bad, 9, nn.Linear(1, 1), "rest")
+    return str(error.value)
+
+
+def test_a_loss_that_is_not_finite_is_named_with_the_rank_that_met_it_first() -> None:
+    expected = "since iteration 4, first on rank 1; nothing was saved after it: rest"
+    assert all(expected in said for said in on_ranks(find_bad_loss, 3, [5, 4, NO_STEP]))
+    model = nn.Linear(2, 1)
+    stop_if_not_finite(torch.tensor(NO_STEP), 9, model, "rest")
+    with torch.no_grad():
+        model.weight[0, 1] = torch.inf
+    with pytest.raises(UserError, match="since iteration 9, first on rank 0"):
+        stop_if_not_finite(torch.tensor(NO_STEP), 9, model, "rest")
 
 
 @pytest.mark.parametrize("added", ["--local-rank=1", "--local_rank 1", "--dist True --launcher pytorch"])

@@ -347,6 +347,11 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
         "foreign": (TRAIN, {"path__pretrained_netG": str(root / "foreign.pth")}, "Cannot read .*foreign.pth"),
         "sizes": (TRAIN, {"netG__embed_dim": 6}, r"12_G.pth does not fit the network.*\n  body.0.one.bias has shape"),
         "seed": (TRAIN, {"train__manual_seed": 4}, "seed was 3 when the state was saved and is 4 now"),
+        "infinite": (
+            TRAIN,
+            {"train__G_lossfn_weight": 1e300, "train__checkpoint_save": 1},
+            "no finite numbers since iteration 1, first on rank 0; nothing was saved",
+        ),
         "untrained": (TEST, {}, "there are no checkpoints in .*untrained/tiny/models and no path.pretrained_netG"),
     }
     calls = []
@@ -362,6 +367,7 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
         assert len(re.findall(rf" : {program}: error: ", text, re.M)) == 1, text
         assert re.search(message, text.partition("error: ")[2]), (name, text)
         assert "Traceback" not in text + nothing and "error" not in nothing
+    assert not [*(root / "infinite/tiny/models").iterdir()]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
