@@ -1,4 +1,4 @@
-"""Diffusion: how noise is added in training (DDPM) and taken away again in a few steps (DDIM).
+"""Diffusion: the schedule by which noise is added (DDPM), and how it is taken away again in a few steps (DDIM).
 
 References: Ho et al. 2020 (arXiv:2006.11239), Nichol and Dhariwal 2021 (arXiv:2102.09672) for the schedule, Song et al.
 2021 (arXiv:2010.02502) for DDIM. No library is needed for as much of it as this.
@@ -20,12 +20,6 @@ def squaredcos_cap_v2(steps: int) -> torch.Tensor:
     times = torch.arange(steps + 1, dtype=torch.float64) / steps
     share = ((times + 0.008) / 1.008 * math.pi / 2).cos() ** 2
     return (share[1:] / share[:-1]).clamp(min=0.001).cumprod(0)
-
-
-def add_noise(clean: torch.Tensor, noise: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """What is left of `clean` (batch, ...) when the signal has that share (batch,) of the variance."""
-    share = share.view(-1, *[1] * (clean.dim() - 1))
-    return share.sqrt() * clean + (1 - share).sqrt() * noise
 
 
 def ddim(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .diffusion import add_noise, ddim, squaredcos_cap_v2
+from .diffusion import ddim, squaredcos_cap_v2
 from .unet import UNet1D
 
 AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -92,6 +92,12 @@ class DiffusionPolicy(nn.Module):
         # here, not around the call: DataParallel's threads do not see a context of their caller
         with torch.autocast(noisy.device.type, self.dtype, enabled=self.dtype != torch.float32):
             return self.unet(noisy, step, seen).float()
+
+
+def add_noise(clean: torch.Tensor, noise: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Mix `clean` (batch, ...) with noise, so that the signal keeps that share (batch,) of the variance."""
+    share = share.view(-1, *[1] * (clean.dim() - 1))
+    return share.sqrt() * clean + (1 - share).sqrt() * noise
 
 
 class EMA(nn.Module):

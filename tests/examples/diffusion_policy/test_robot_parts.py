@@ -14,8 +14,8 @@ import pytest
 import torch
 from robot import shards
 from robot.config import read_config
-from robot.diffusion import add_noise, ddim, squaredcos_cap_v2
-from robot.policy import EMA, DiffusionPolicy
+from robot.diffusion import ddim, squaredcos_cap_v2
+from robot.policy import EMA, DiffusionPolicy, add_noise
 from robot.shards import Samples, deal, scan, write_shard
 from robot.train import lr_factor, wrap
 from shared.program import UserError
