@@ -13,6 +13,7 @@ from shared.program import UserError
 from shared.settings import (
     COMMAND_LINE,
     Setting,
+    absent,
     choice,
     count,
     fill_in,
@@ -89,6 +90,38 @@ SETTINGS = {
 ALIASES = {"train.optim_params.": "algo.optim_params."}  # the guide's spelling
 
 
+_RATE = "algo.optim_params.policy.learning_rate."
+_HDF5 = "hdf5_cache_mode hdf5_use_swmr hdf5_load_next_obs hdf5_normalize_obs hdf5_filter_key"
+_BEST = "on_best_validation on_best_rollout_return on_best_rollout_success_rate"
+_DRAWN = "actions are drawn by DDIM, clipped"
+ABSENT = (
+    absent("", "observation", "a policy sees all numbers of its demonstrations")
+    | absent("", "meta", "it is about scans of settings")
+    | absent("experiment.", "validate validation_epoch_every_n_steps", "there is no validation")
+    | absent("experiment.logging.", "log_wandb wandb_proj_name", "TensorBoard is what there is")
+    | absent("experiment.save.", f"every_n_seconds epochs {_BEST}", "every_n_epochs says it", [])
+    | absent("experiment.", "env additional_envs env_meta_update_dict", "the demonstrations name theirs", {})
+    | absent("experiment.", "render keep_all_videos video_skip", "one film is made of each evaluation")
+    | absent("experiment.rollout.", "warmstart terminate_on_success", "an episode has a fixed length", 0)
+    | absent("experiment.", "ckpt_path", "train.resume names a run")
+    | absent("train.", "data", "train.data_path names folders")
+    | absent("train.", f"{_HDF5} hdf5_validation_filter_key", "episodes are read from shards")
+    | absent("train.", "normalize_weights_by_ds_size", "train.sample_weights says it")
+    | absent("train.", "seq_length pad_seq_length frame_stack pad_frame_stack", "the horizons say it", 1)
+    | absent("train.", "dataset_keys action_keys action_config", "shards hold observations and actions", {})
+    | absent("train.", "goal_mode shuffled_obs_key_groups max_grad_norm", "it is not implemented")
+    | absent("train.", "cuda", "each rank takes the GPU of its local rank, if there is one")
+    | absent(_RATE, "step_every_batch", "the rate changes in every step")
+    | absent(_RATE, "num_cycles warmup_steps", "the cosine begins at once and falls to 0", 0.5, 0)
+    | absent("algo.unet.", "enabled", "there is no other network", True)
+    | absent("algo.ddpm.", "enabled num_inference_timesteps clip_sample", _DRAWN)
+    | absent("algo.ddim.", "enabled clip_sample set_alpha_to_one", _DRAWN, True)
+    | absent("algo.ddim.", "num_train_timesteps beta_schedule steps_offset", "those of algo.ddpm hold", 0)
+    | absent("algo.ddpm.", "prediction_type", "it finds the noise", "epsilon")
+    | absent("algo.ddim.", "prediction_type", "it finds the noise", "epsilon")
+)
+
+
 def read_config(arguments: Iterable[str], file: str | None = None) -> Config:
     """Read the settings of a run: defaults < a file, or the run of `train.resume=` < `key=value`.
 
@@ -113,7 +146,7 @@ def read_config(arguments: Iterable[str], file: str | None = None) -> Config:
     layers = {COMMAND_LINE: given}
     if file is not None:
         layers = {file: read_json(file)} | layers
-    config = fill_in(SETTINGS, layers, aliases=ALIASES)
+    config = fill_in(SETTINGS | ABSENT, layers, ALIASES)
     if isinstance(config["train.data_path"], str):
         config["train.data_path"] = [config["train.data_path"]]
     refuse(_contradictions(config))

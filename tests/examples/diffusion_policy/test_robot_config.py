@@ -123,3 +123,52 @@ def test_a_resumed_run_begins_with_its_own_settings(tmp_path: Path) -> None:
     assert "/nowhere is not the folder of a run" in refusal("train.resume=/nowhere")
     example = f"load_from={FOLDER / 'config.json'}"  # whose batch size would take the place of the run's
     assert "leave out load_from" in refusal(example, f"train.resume={tmp_path}")
+
+
+ORIGINAL = """
+    algo_name="diffusion_policy" experiment.name="test" experiment.validate=false experiment.save.every_n_seconds=null
+    experiment.logging.terminal_output_to_txt=true experiment.logging.log_tb=true experiment.logging.log_wandb=false
+    experiment.logging.wandb_proj_name="debug" experiment.save.enabled=true experiment.save.every_n_epochs=50
+    experiment.save.epochs=[] experiment.save.on_best_validation=false experiment.save.on_best_rollout_return=false
+    experiment.save.on_best_rollout_success_rate=true experiment.epoch_every_n_steps=100 experiment.video_skip=5
+    experiment.validation_epoch_every_n_steps=10 experiment.env=null experiment.additional_envs=null
+    experiment.render=false experiment.render_video=true experiment.keep_all_videos=false experiment.rollout.n=50
+    experiment.rollout.enabled=true experiment.rollout.horizon=400 experiment.rollout.rate=50
+    experiment.rollout.warmstart=0 experiment.rollout.terminate_on_success=true experiment.env_meta_update_dict={}
+    experiment.ckpt_path=null train.data=null train.output_dir="../models" train.normalize_weights_by_ds_size=false
+    train.num_data_workers=0 train.hdf5_cache_mode="all" train.hdf5_use_swmr=true train.hdf5_load_next_obs=true
+    train.hdf5_normalize_obs=false train.hdf5_filter_key=null train.hdf5_validation_filter_key=null train.seq_length=1
+    train.pad_seq_length=true train.frame_stack=1 train.pad_frame_stack=true train.action_keys=["actions"]
+    train.dataset_keys=["actions","rewards","dones"] train.action_config={} train.goal_mode=null train.cuda=true
+    train.batch_size=100 train.num_epochs=2000 train.seed=1 train.max_grad_norm=null
+    train.shuffled_obs_key_groups=null algo.optim_params.policy.optimizer_type="adamw"
+    algo.optim_params.policy.learning_rate.initial=0.0001 algo.optim_params.policy.learning_rate.decay_factor=0.1
+    algo.optim_params.policy.learning_rate.step_every_batch=true algo.optim_params.policy.regularization.L2=1e-06
+    algo.optim_params.policy.learning_rate.scheduler_type="cosine" algo.unet.enabled=true algo.ema.power=0.75
+    algo.optim_params.policy.learning_rate.num_cycles=0.5 algo.optim_params.policy.learning_rate.warmup_steps=500
+    algo.optim_params.policy.learning_rate.epoch_schedule=[] algo.horizon.observation_horizon=2
+    algo.horizon.action_horizon=8 algo.horizon.prediction_horizon=16 algo.unet.diffusion_step_embed_dim=256
+    algo.unet.down_dims=[256,512,1024] algo.unet.kernel_size=5 algo.unet.n_groups=8 algo.ema.enabled=true
+    algo.ddpm.enabled=true algo.ddpm.num_train_timesteps=100 algo.ddpm.num_inference_timesteps=100
+    algo.ddpm.beta_schedule="squaredcos_cap_v2" algo.ddpm.clip_sample=true algo.ddpm.prediction_type="epsilon"
+    algo.ddim.enabled=false algo.ddim.num_train_timesteps=100 algo.ddim.num_inference_timesteps=10
+    algo.ddim.beta_schedule="squaredcos_cap_v2" algo.ddim.clip_sample=true algo.ddim.set_alpha_to_one=true
+    algo.ddim.steps_offset=0 algo.ddim.prediction_type="epsilon" observation={"modalities":{"obs":{"rgb":[]}}}
+    meta={"hp_keys":[]}
+"""  # robomimic's template for a diffusion policy
+
+
+def test_robomimics_own_file_is_read_and_what_has_no_meaning_is_listed_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = dict(setting.split("=", 1) for setting in ORIGINAL.split())
+    write(tmp_path / "diffusion_policy.json", nested({key: json.loads(value) for key, value in given.items()}))
+    config = read_config([], str(tmp_path / "diffusion_policy.json"))
+    assert config["algo.unet.down_dims"] == [256, 512, 1024] and config["train.batch_size"] == 100
+    (line,) = caplog.messages
+    assert "settings of the original without a meaning here: " in line and "observation (a policy sees all" in line
+    for key in ("train.cuda", "warmup_steps", "on_best_rollout_success_rate", "algo.ddpm.enabled"):
+        assert key in line
+    for key in ("experiment.validate", "algo.unet.enabled", "train.max_grad_norm", "prediction_type"):
+        assert key not in line  # they ask for nothing else than there is
+    assert "train.batch_size" not in line
