@@ -38,6 +38,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 _OF_EXAMPLES = {
     "examples/digits/*": ["sklearn", "tensorboard"],
     "examples/diffusion_policy/*": ["gymnasium_robotics", "mujoco", "tensorboard", "PIL"],
+    "examples/shared/*": ["tqdm"],
     "examples/snakes_ddpg/*": ["numba", "tensorboard", "PIL", "matplotlib"],
     "examples/video_deblurring/*": ["av", "skvideo", "tensorboard", "PIL"],
 }
