@@ -15,7 +15,7 @@ from .session import Session
 from .store_values import parse
 
 _CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
-_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _CPU = torch.device("cpu")
 
 
@@ -140,7 +140,7 @@ def identity(device: torch.device) -> str:
     uuid = getattr(properties, "uuid", None)
     if uuid:
         return str(uuid)
-    masks = ",".join(os.environ.get(name, "") for name in _MASKS)
+    masks = ",".join(os.environ.get(name, "") for name in MASKS)
     return f"{device} of {masks}"
 
 

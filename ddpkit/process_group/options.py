@@ -33,7 +33,7 @@ def checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, w
     check_timeout(timeout)
     if not isinstance(watch, bool):
         raise ValueError(f"watch must be True or False, got {watch!r}.")
-    return Options(_checked_backend(backend), _checked_device(device), timeout, _checked_threads(num_threads), watch)
+    return Options(checked_backend(backend), checked_device(device), timeout, _checked_threads(num_threads), watch)
 
 
 def _checked_threads(num_threads: Any) -> int | None:
@@ -44,20 +44,23 @@ def _checked_threads(num_threads: Any) -> int | None:
     return int(num_threads)
 
 
-def _checked_backend(backend: Any) -> str | None:
+def checked_backend(backend: Any) -> str | None:
+    """Convert a backend's name; raise ValueError if torch knows none by it."""
     if backend is None:
         return None
     if not isinstance(backend, str):
         raise ValueError(f"backend must be a name such as 'gloo', got {backend!r}.")
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
     for part in backend.split(","):  # "cpu:gloo,cuda:nccl"
         name = part.rpartition(":")[2].lower()
-        if name not in dist.Backend.backend_list:
-            known = ", ".join(name for name in dist.Backend.backend_list if name not in ("undefined", "fake"))
-            raise ValueError(f"backend={backend!r} is none that torch knows here: {known}, or cpu:gloo,cuda:nccl.")
+        if name not in known:
+            names = ", ".join(known)
+            raise ValueError(f"backend={backend!r} is none that torch knows here: {names}, or cpu:gloo,cuda:nccl.")
     return backend
 
 
-def _checked_device(device: Any) -> torch.device | None:
+def checked_device(device: Any) -> torch.device | None:
+    """Convert a device or its name; raise ValueError if torch knows none by it."""
     if device is None:
         return None
     if not isinstance(device, (str, torch.device)):

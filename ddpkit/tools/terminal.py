@@ -10,29 +10,17 @@ from typing import Any, TextIO
 _COLOURS = {"red": 31, "green": 32, "yellow": 33, "bold": 1, "dim": 2}
 
 
-def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """Colour a text, unless its stream is no terminal or colours are not wanted.
+def paint(text: str, colour: str) -> str:
+    """Colour a text for stdout, unless that is no terminal or colours are not wanted.
 
     Args:
         text: The text.
         colour: "red", "green", "yellow", "bold" or "dim".
-        stream: Where it will be printed, stdout by default.
     """
-    stream = stream or sys.stdout
-    unwanted = os.environ.get("NO_COLOR") or not _is_terminal(stream)
+    unwanted = os.environ.get("NO_COLOR") or not _is_terminal(sys.stdout)
     if unwanted or not text:
         return text
     return f"\033[{_COLOURS[colour]}m{text}\033[0m"
-
-
-def can_show(text: str, stream: TextIO | None = None) -> bool:
-    """Return true if the stream's encoding has every character of the text."""
-    encoding = getattr(stream or sys.stdout, "encoding", None) or "ascii"
-    try:
-        text.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

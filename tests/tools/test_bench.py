@@ -21,7 +21,7 @@ from ddpkit.tools.bench.workloads import Plan
 from ddpkit.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
-QUICK = ["--seconds", "0.01", "--rounds", "1", "--sizes", "1K", "64K"]
+QUICK = ["--seconds", "0.001", "--sizes", "1K", "64K"]
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_a_slow_case_ends_after_three_rounds_and_a_quick_one_is_repeated() -> No
 
     said: list[str] = []
     cases = [Case({}, slow), Case({}, quick)]
-    slows, quicks = time_cases(cases, 0.06, 6, torch.device("cpu"), said.append)
+    slows, quicks = time_cases(cases, 0.08, torch.device("cpu"), said.append)
     assert len(slows) == 3 and calls["slow"] == 2 + 3
     assert min(slows) >= 0.05
     assert calls["quick"] > 200 and min(quicks) < 20e-6
-    assert said == ["warming up, 2 measurements", *(f"round {i} of 6" for i in range(1, 7))]
+    assert said == ["warming up, 2 measurements", *(f"round {i} of 8" for i in range(1, 9))]
 
 
 def test_a_first_call_that_was_disturbed_does_not_spoil_the_measurement() -> None:
@@ -67,7 +67,7 @@ def test_a_first_call_that_was_disturbed_does_not_spoil_the_measurement() -> Non
         if calls <= 2:
             time.sleep(0.05)
 
-    time_cases([Case({}, slow_at_first)], 0.06, 6, torch.device("cpu"), lambda text: None)
+    time_cases([Case({}, slow_at_first)], 0.08, torch.device("cpu"), lambda text: None)
     assert calls > 200  # in rounds of 10 ms each
 
 
@@ -81,7 +81,7 @@ def outcome(ranks: int, *results: dict[str, Any]) -> dict[str, Any]:
     return {"ranks": ranks, "results": list(results)} | about
 
 
-PLAN = Plan(("steps",), (), ("net",), 12, 0.1, 1, None)
+PLAN = Plan(("steps",), (), 12, 0.1, None)
 
 
 def test_scaling_compares_samples_per_second_with_the_fewest_ranks() -> None:
@@ -113,7 +113,7 @@ def test_the_tables_show_units_ratios_and_speed_ups() -> None:
     rows = [" ".join(line.split()) for line in lines]
     assert "all_reduce 2 3 MiB 1 ms 0% 3.15 3.15" in rows
     assert "all_reduce 2 65532 B 1.5 s 0% 4.37e-05 4.37e-05" in rows
-    assert "ours 2 30 µs 10% 1.50" in rows and "plain 2 20 µs 10% 1.00" in rows
+    assert "ours 2 30 us 10% 1.50" in rows and "plain 2 20 us 10% 1.00" in rows
     assert "net 7 2 DDP 24 1.5 s 0%" in rows
     assert "net 2 16 1.00 100%" in rows and "net 2 12 1.00 100%" in rows
     assert not any("vary" in line for line in lines)
@@ -123,7 +123,7 @@ def test_times_that_vary_are_remarked_upon() -> None:
     steps = step(2, 24, 1.0), step(2, 12, 1.0)
     steps[0]["times"] = [0.5, 1.0, 1.5]
     notes = results.make_report(PLAN, [outcome(2, *steps)])["notes"]
-    assert any(note.startswith("1 of 2 measurements vary by more than ± 20%") for note in notes)
+    assert any(note.startswith("1 of 2 measurements vary by more than +-20%") for note in notes)
 
 
 def bench(*words: str) -> int:
@@ -133,7 +133,7 @@ def bench(*words: str) -> int:
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     with redirect_stdout(io.StringIO()) as out:
-        code = bench("--ranks", "3", "1", "2", "--model", "mlp", "--batch-size", "7", *QUICK, "--json")
+        code = bench("--ranks", "3", "1", "2", "--batch-size", "7", *QUICK, "--json")
     assert code == 0
     return json.loads(out.getvalue())  # type: ignore[no-any-return]
 
@@ -148,13 +148,15 @@ def test_everything_is_measured_on_one_two_and_three_ranks(report: dict[str, Any
         (r["ranks"], r["part"], r["name"], r.get("way"), r.get("samples"), r.get("bytes")) for r in report["results"]
     ]
     talk = ["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
-    expected: list[Any] = [(1, "steps", "mlp", "ddp", 7, None)]
+    expected: list[Any] = [(1, "steps", model, "ddp", 7, None) for model in ("mlp", "transformer")]
     for n, sizes in ((2, (1024, 65536)), (3, (1020, 65532))):  # whole numbers of floats on each rank
         expected += [(n, "collectives", name, None, None, size) for size in sizes for name in talk]
         expected += [(n, "metrics", name, None, None, None) for name in ("ddpkit.all_reduce_mean", "by hand")]
         expected += [(n, "barrier", name, None, None, None) for name in ("ddpkit.barrier", "torch.distributed.barrier")]
         ways = (("ddp", 7 * n), ("ddp", 7), ("local", 7 * n))
-        expected += [(n, "steps", "mlp", way, samples, None) for way, samples in ways]
+        expected += [
+            (n, "steps", model, way, samples, None) for model in ("mlp", "transformer") for way, samples in ways
+        ]
     assert found == expected
 
 
@@ -167,25 +169,25 @@ def test_the_json_report_has_the_documented_keys(report: dict[str, Any]) -> None
     known = {"schema": 1, "ddpkit": ddpkit.__version__, "ranks": [1, 2, 3], "backend": "gloo", "batch_size": 7}
     assert about == known | {"device": "cpu", "launcher": "spawn"}
     for result in report["results"]:
-        assert 0 < result["low"] <= result["seconds"] <= result["high"] < 60 and result["rounds"] == 1
+        assert 0 < result["low"] <= result["seconds"] <= result["high"] < 60 and result["rounds"] >= 3
         if result["part"] == "collectives":
             assert result["algbw"] == pytest.approx(result["bytes"] / result["seconds"] / 1e9)
         if result["part"] == "steps":
             assert result["samples_per_second"] == pytest.approx(result["samples"] / result["seconds"])
     parameters = 256 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10
-    assert {r["parameters"] for r in report["results"] if r["part"] == "steps"} == {parameters}
+    assert {r["parameters"] for r in report["results"] if r["name"] == "mlp"} == {parameters}
     assert [(r["scaling"], r["ranks"]) for r in report["scaling"]] == [
-        (kind, n) for kind in ("weak", "strong") for n in (1, 2, 3)
+        (kind, n) for _ in ("mlp", "transformer") for kind in ("weak", "strong") for n in (1, 2, 3)
     ]
     assert "Not on 1 rank, which has nobody to talk to: collectives, metrics, barrier." in report["notes"]
 
 
 def test_jobs_run_there_and_back(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("--ranks", "2", "3", "--only", "barrier", "--rounds", "5", "--seconds", "0.02", "--json") == 0
+    assert bench("--ranks", "2", "3", "--only", "barrier", "--seconds", "0.02", "--json") == 0
     results = json.loads(capsys.readouterr().out)["results"]
     ours = {r["ranks"]: r["rounds"] for r in results if r["name"] == "ddpkit.barrier"}
     assert set(ours) == {2, 3}
-    assert ours[2] == 6 and 3 <= ours[3] <= 5  # twice three; a busy machine may use up the time sooner
+    assert 6 <= ours[2] <= 16 and 3 <= ours[3] <= 8  # twice; a busy machine may use up the time sooner
 
 
 @pytest.mark.storm
@@ -198,7 +200,7 @@ def test_under_torchrun_the_jobs_own_ranks_are_measured() -> None:
     assert (report["launcher"], report["ranks"]) == ("torchrun", [2])
     assert len(report["results"]) == 2 * 4 + 2
     assert done.stderr.count("warming up") == 1
-    assert "2 ranks: round 1 of 1 ...\n" in done.stderr
+    assert "2 ranks: round 1 of 8 ...\n" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -212,13 +214,10 @@ def test_under_torchrun_the_jobs_own_ranks_are_measured() -> None:
         ("--seconds 0", "--seconds 0.0: must be positive"),
         ("--seconds nan", "--seconds nan: must be positive"),
         ("--seconds inf", "--seconds inf: must be positive and finite"),
-        ("--rounds -2", "--rounds -2: must be positive"),
         ("--batch-size 2 --ranks 3", "--batch-size 2: strong scaling divides it among 3 ranks"),
         ("--sizes 64K 10X", "--sizes 10X: not a size; write bytes, or 64K, 16M, 1G"),
         ("--sizes 0", "--sizes 0: not a size"),
-        ("--device gpu", "--device gpu: torch knows no such device"),
-        ("--device xpu:0", "--device xpu:0: there is no such accelerator here"),
-        ("--model transfomer", "argument --model: invalid choice: 'transfomer' (choose from"),
+        ("--device gpu", "--device gpu: device='gpu' is no device"),
     ],
 )
 def test_what_cannot_be_measured_is_said_in_one_line(

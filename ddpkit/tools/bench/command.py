@@ -16,10 +16,12 @@ import torch
 
 from ...errors import LaunchError, PeerError
 from ...launch.detection import detect_launch
+from ...process_group.devices import count_accelerators
+from ...process_group.options import checked_device
 from ...spawning.spawn import spawn
 from . import results
 from .measure import measure
-from .workloads import MODELS, PARTS, BadFlag, Plan
+from .workloads import PARTS, BadFlag, Plan
 
 _SIZES = ["1K", "64K", "1M", "16M"]
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}  # the power of two
@@ -29,15 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
     some_parts = f"some of {', '.join(PARTS)}"
-    some_models = f"some of {', '.join(MODELS)}"
     default_device = "an accelerator for each rank by default, if there are any"
     add("--ranks", type=int, nargs="+", metavar="N", help="to start, one job each (1 2 4 8)")
     add("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=some_parts)
-    add("--model", nargs="+", choices=MODELS, default=[*MODELS], metavar="NAME", help=some_models)
     add("--batch-size", type=int, default=64, metavar="N", help="samples, per rank or in all (64)")
     add("--sizes", nargs="+", default=_SIZES, metavar="SIZE", help="bytes in collectives, e.g. 16M")
     add("--seconds", type=float, default=0.5, metavar="S", help="per measurement, about (0.5)")
-    add("--rounds", type=int, default=8, metavar="N", help="measurements take turns in them (8)")
     add("--device", help=f'e.g. "cpu"; {default_device}')
     add("--json", action="store_true", help="print one JSON object instead of tables")
 
@@ -88,16 +87,14 @@ def _measure_job(args: argparse.Namespace, world_size: int) -> dict[str, Any]:
 
 def _start_jobs(args: argparse.Namespace) -> dict[str, Any]:
     """Start a job for each number of ranks, and measure it."""
-    gpus = _count_accelerators(args.device)
+    device = _parse_device(args.device)
+    gpus = count_accelerators() if device is None or device.type != "cpu" else 0
     asked = args.ranks or default_ranks(gpus, len(os.sched_getaffinity(0)))
     ranks = sorted(set(asked))
     plan = _plan(args, ranks)
-    if 0 < gpus < ranks[-1]:
-        here = f"{gpus} accelerators here, one per rank"
-        raise BadFlag(f"--ranks {ranks[-1]}: {here}; or measure with --device cpu.")
-    if ranks == [1] and not plan.models:
-        raise BadFlag(f"--ranks 1: {', '.join(plan.parts)}: only with 2 ranks or more.")
-    if not plan.models:
+    if "steps" not in plan.parts:
+        if ranks == [1]:
+            raise BadFlag(f"--ranks 1: {', '.join(plan.parts)}: only with 2 ranks or more.")
         ranks = [n for n in ranks if n > 1]
     outcomes = [_spawn(n, part) for n, part in _jobs(ranks, plan)]
     return results.make_report(plan, outcomes)
@@ -106,12 +103,10 @@ def _start_jobs(args: argparse.Namespace) -> dict[str, Any]:
 def _jobs(ranks: list[int], plan: Plan) -> list[tuple[int, Plan]]:
     """Order the jobs there and back, so that a load which slowly changes cancels out.
 
-    The job with the most ranks runs once, all others twice with half of the rounds.
+    The job with the most ranks runs once, all others twice in half of the time.
     """
     *fewer, most = ranks
-    if plan.rounds == 1:
-        return [(n, plan) for n in ranks]
-    half = replace(plan, rounds=math.ceil(plan.rounds / 2), seconds=plan.seconds / 2)
+    half = replace(plan, seconds=plan.seconds / 2)
     there = [(n, half) for n in fewer]
     return [*there, (most, plan), *reversed(there)]
 
@@ -126,32 +121,10 @@ def _spawn(ranks: int, plan: Plan) -> dict[str, Any]:
 
 
 def _parse_device(asked: str | None) -> torch.device | None:
-    if not asked:
-        return None
     try:
-        return torch.device(asked)
-    except RuntimeError:
-        advice = 'try "cpu" or "cuda"'
-        raise BadFlag(f"--device {asked}: torch knows no such device; {advice}.") from None
-
-
-def _count_accelerators(asked: str | None) -> int:
-    """Count the accelerators that ranks would get, one each.
-
-    Returns:
-        Their number; 0 where ranks use the CPU, or share an accelerator that was named.
-    """
-    device = _parse_device(asked)
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is not None:
-        if device.type == "cpu":
-            return 0
-        if here is None or here.type != device.type:
-            others = f", but {here.type}" if here else ""
-            raise BadFlag(f"--device {asked}: there is no such accelerator here{others}.")
-        if device.index is not None:
-            return 0
-    return torch.accelerator.device_count() if here else 0
+        return checked_device(asked)
+    except ValueError as error:
+        raise BadFlag(f"--device {asked}: {error}") from None
 
 
 def default_ranks(gpus: int, cores: int) -> list[int]:
@@ -171,21 +144,18 @@ def _plan(args: argparse.Namespace, ranks: list[int]) -> Plan:
     """Check the flags that every job needs."""
     if ranks[0] < 1:
         raise BadFlag(f"--ranks {ranks[0]}: a job has at least 1 rank.")
-    for name in ("batch_size", "rounds", "seconds"):
+    for name in ("batch_size", "seconds"):
         value = getattr(args, name)
         if not 0 < value < math.inf:
             raise BadFlag(f"--{name.replace('_', '-')} {value}: must be positive and finite.")
     if args.batch_size < ranks[-1]:
         few = f"strong scaling divides it among {ranks[-1]} ranks, so it needs as many samples"
         raise BadFlag(f"--batch-size {args.batch_size}: {few}.")
-    models = tuple(dict.fromkeys(args.model)) if "steps" in args.only else ()
     return Plan(
         parts=tuple(part for part in PARTS if part in args.only),
         sizes=tuple(sorted({_parse_size(text) for text in args.sizes})),
-        models=models,
         batch_size=args.batch_size,
         seconds=args.seconds,
-        rounds=args.rounds,
         device=args.device,
     )
 

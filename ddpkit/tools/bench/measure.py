@@ -50,7 +50,7 @@ def _time_with_progress(cases: list[Case], plan: Plan, job: Context) -> list[lis
         progress.show(f"{title}: {text}")
 
     try:
-        return time_cases(cases, plan.seconds, plan.rounds, job.device, say)
+        return time_cases(cases, plan.seconds, job.device, say)
     finally:
         progress.clear()
 
@@ -73,8 +73,9 @@ def _cases(plan: Plan, job: Context) -> Iterator[Case]:
         if "barrier" in plan.parts:
             yield _case(job, "barrier", "ddpkit.barrier", sync.barrier)
             yield _case(job, "barrier", "torch.distributed.barrier", dist.barrier)
-    for name in plan.models:
-        yield from _steps(name, plan.batch_size, job)
+    if "steps" in plan.parts:
+        for name in MODELS:
+            yield from _steps(name, plan.batch_size, job)
 
 
 def _case(

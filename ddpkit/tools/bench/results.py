@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import __version__
-from ..terminal import can_show, count, table
+from ..terminal import count, table
 from .timing import COLLECTIVES, bandwidths, summary
 from .workloads import METRICS, PARTS, Plan
 
@@ -125,7 +125,7 @@ def _notes(plan: Plan, ranks: list[int], largest: Row, results: list[Row]) -> It
         yield f"{shared}: more ranks than cores bring no speed-up."
     busy = sum(_spread(result) > _BUSY for result in results)
     if busy:
-        some = f"{busy} of {len(results)} measurements vary by more than ± {_BUSY:.0%}"
+        some = f"{busy} of {len(results)} measurements vary by more than +-{_BUSY:.0%}"
         advice = "Measure again, with more --seconds."
         yield f"{some}: this machine is busy with other work. {advice}"
 
@@ -136,10 +136,7 @@ def text(report: Row) -> str:
     for rows in _tables(report):
         if rows:
             lines += [*rows, ""]
-    joined = "\n".join([*lines, *report["notes"]])
-    if can_show(joined):
-        return joined
-    return joined.replace("µ", "u").replace("±", "+-")
+    return "\n".join([*lines, *report["notes"]])
 
 
 def _heading(report: Row) -> str:
@@ -168,7 +165,7 @@ def _table(header: list[str], rows: list[list[Any]]) -> list[str]:
 
 
 def _collectives(results: list[Row]) -> list[str]:
-    header = ["collective", "ranks", "size", "time", "±", "algorithm GB/s", "bus GB/s"]
+    header = ["collective", "ranks", "size", "time", "+-", "algorithm GB/s", "bus GB/s"]
     rows = []
     for result in sorted(results, key=_collective_order):
         row = [result["name"], result["ranks"], _size(result["bytes"]), *_time(result)]
@@ -187,7 +184,7 @@ def _pairs(title: str, results: list[Row]) -> list[str]:
     for result in results:
         ratio = result["seconds"] / plain[result["ranks"]]
         rows.append([result["name"], result["ranks"], *_time(result), f"{ratio:.2f}"])
-    return _table([title, "ranks", "time", "±", "ratio"], rows)
+    return _table([title, "ranks", "time", "+-", "ratio"], rows)
 
 
 def _steps(results: list[Row]) -> list[str]:
@@ -197,7 +194,7 @@ def _steps(results: list[Row]) -> list[str]:
             if result["name"] == name:
                 row = [name, f"{result['parameters']:,}", result["ranks"], _way(result)]
                 rows.append([*row, result["samples"], *_time(result)])
-    header = ["step", "parameters", "ranks", "way", "samples in all", "time", "±"]
+    header = ["step", "parameters", "ranks", "way", "samples in all", "time", "+-"]
     return _table(header, rows)
 
 
@@ -233,7 +230,7 @@ def _time(result: Row) -> list[str]:
     elif seconds >= 1e-3:
         written = f"{seconds * 1e3:.3g} ms"
     else:
-        written = f"{seconds * 1e6:.3g} µs"
+        written = f"{seconds * 1e6:.3g} us"
     return [written, f"{_spread(result):.0%}"]
 
 

@@ -14,6 +14,7 @@ import torch
 from ...collectives import ops
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+_ROUNDS = 8
 _FEWEST = 3  # rounds that even a call which uses up its time at once gets
 
 
@@ -72,7 +73,6 @@ def summary(times: Sequence[float]) -> dict[str, float]:
 def time_cases(
     cases: Sequence[Case],
     seconds: float,
-    rounds: int,
     device: torch.device,
     say: Callable[[str], None],
 ) -> list[list[float]]:
@@ -80,8 +80,8 @@ def time_cases(
 
     Args:
         cases: The same ones on every rank.
-        seconds: About how long to measure each case, after two calls that are not counted.
-        rounds: In each, every case is called as often as fits into its share of the time, in
+        seconds: About how long to measure each case, after two calls that are not counted. In each
+            of eight rounds every case is called as often as fits into its share of the time, in
             another order. A case that needs longer ends after fewer.
         device: Where the work runs; the clock is read when it is done.
         say: Called with the step that begins.
@@ -91,12 +91,12 @@ def time_cases(
     """
     say(f"warming up, {len(cases)} measurements")
     timers = [_Timer(case, device) for case in cases]
-    for number in range(rounds):
-        say(f"round {number + 1} of {rounds}")
+    for number in range(_ROUNDS):
+        say(f"round {number + 1} of {_ROUNDS}")
         order = random.Random(number).sample(timers, len(timers))  # none always follows the same
         for timer in order:
             if number < _FEWEST or timer.used < seconds:
-                timer.run(seconds / rounds)
+                timer.run(seconds / _ROUNDS)
     return [timer.times for timer in timers]
 
 

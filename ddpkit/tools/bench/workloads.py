@@ -23,19 +23,15 @@ class Plan:
     Attributes:
         parts: Some of `PARTS`.
         sizes: Bytes of the collectives' tensors.
-        models: Some of `MODELS`; none if no steps are measured.
         batch_size: Samples per step: per rank for weak, in all for strong scaling.
         seconds: Per measurement.
-        rounds: Per measurement.
         device: As `setup()` takes it.
     """
 
     parts: tuple[str, ...]
     sizes: tuple[int, ...]
-    models: tuple[str, ...]
     batch_size: int
     seconds: float
-    rounds: int
     device: str | None
 
 
@@ -68,26 +64,6 @@ def mlp() -> Model:
     return Model(module, (256,))
 
 
-def cnn() -> Model:
-    """Make three convolutions, for images of 32 x 32 pixels."""
-    module = nn.Sequential(
-        *_convolution(3, 32),
-        *_convolution(32, 64),
-        *_convolution(64, 128),
-        nn.Flatten(),
-        nn.Linear(128 * 16, 10),
-    )
-    return Model(module, (3, 32, 32))
-
-
-def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
-    return [
-        nn.Conv2d(inputs, outputs, 3, stride=2, padding=1),
-        nn.GroupNorm(8, outputs),
-        nn.ReLU(),
-    ]
-
-
 def transformer() -> Model:
     """Make an encoder of two layers, for sequences of 16 tokens."""
     layer = nn.TransformerEncoderLayer(
@@ -100,7 +76,7 @@ def transformer() -> Model:
     return Model(nn.TransformerEncoder(layer, num_layers=2), (16, 128))
 
 
-MODELS: dict[str, Callable[[], Model]] = {"mlp": mlp, "cnn": cnn, "transformer": transformer}
+MODELS: dict[str, Callable[[], Model]] = {"mlp": mlp, "transformer": transformer}
 
 
 def make_step(module: nn.Module, batch: Tensor, device: torch.device) -> Callable[[], None]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from ...collectives.differences import first_of
+from ...collectives.differences import first_of, name_ranks
 
 STATUSES = ("ok", "skipped", "warning", "failed")  # from good to bad
 _MANY_LINES = 16  # of details; a job has more ranks than a terminal has lines
@@ -33,10 +33,6 @@ class Check:
     remedy: str = ""
     details: list[str] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
-
-    def dump(self) -> dict[str, Any]:
-        """Return the fields, as JSON values."""
-        return asdict(self)
 
 
 def attempt(name: str, probe: Callable[..., Check], *args: Any) -> Check:
@@ -99,27 +95,15 @@ def _badness(check: Check) -> int:
     return STATUSES.index(check.status)
 
 
-def say_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def say_ranks(ranks: list[int], hosts: Sequence[str]) -> str:
     """Name ranks and their hosts.
 
-    >>> say_ranks([0, 1, 2, 5], ["a", "a", "a", "b", "b", "b"])
-    'ranks 0-2, 5 (a, b)'
+    >>> say_ranks([0, 1, 5], ["a", "a", "a", "b", "b", "b"])
+    'ranks 0, 1, 5 (a, b)'
     """
-    noun = "rank" if len(ranks) == 1 else "ranks"
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
     places = ", ".join(first_of(names, _MANY_HOSTS))
-    return f"{noun} {', '.join(_spans(ranks))} ({places})"
-
-
-def _spans(numbers: Sequence[int]) -> list[str]:
-    """Write numbers as spans, such as "0-2" and "5"."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and spans[-1][-1] == number - 1:
-            spans[-1][1:] = [number]
-        else:
-            spans.append([number])
-    return ["-".join(map(str, span)) for span in spans]
+    return f"{name_ranks(ranks)} ({places})"
 
 
 def set_variables(*names: str) -> str:

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -25,6 +26,7 @@ from ...launch.launchers import ENGINES
 from ...launch.process_tree import typed_in_terminal
 from ...process_group.job import Context
 from ...process_group.lifecycle import distributed
+from ...process_group.options import checked_backend, checked_device
 from ...process_group.startup import offer_store, unnested_launch
 from ...process_group.tcp_store import find_master, has_agent, open_store
 from ...spawning.spawn import spawn
@@ -46,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     meeting = "bound on the ranks' meeting (default 60)"
     add("--json", action="store_true", help="print one JSON object to stdout and nothing else")
     add("--timeout", type=_seconds, default=60.0, metavar="SECONDS", help=meeting)
-    add("--backend", type=_backend, help=backends)
-    add("--device", type=_device, help=devices)
+    add("--backend", type=_checked_by(checked_backend), help=backends)
+    add("--device", type=_checked_by(checked_device), help=devices)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -241,8 +243,6 @@ def _check_together(report: Report, context: Context) -> None:
     report.add(job_checks.mean())
     report.begin("latency", "timing a small collective")
     report.add(job_checks.latency())
-    report.begin("clocks", "comparing the clocks")
-    report.add(job_checks.clocks(report.hosts))
     report.begin("report", "gathering the ranks' findings")
     report.take_peers(exchange(report.dump()))
 
@@ -295,24 +295,14 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _device(text: str) -> str:
-    try:
-        return str(torch.device(text))
-    except RuntimeError:
-        advice = "name one as torch does: cpu, cuda, cuda:0"
-        raise argparse.ArgumentTypeError(f"{text!r} is no device; {advice}") from None
+def _checked_by(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Make a type of arguments from a check that raises ValueError."""
 
+    def convert(text: str) -> str:
+        try:
+            check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
 
-def _backend(text: str) -> str:
-    """Refuse a backend, or one of several for kinds of devices, that is not there."""
-    known = []
-    for name in dist.Backend.backend_list:
-        carries_nothing = name in ("undefined", "fake")
-        if dist.is_backend_available(name) and not carries_nothing:
-            known.append(name)
-    names = [part.rpartition(":")[2] for part in text.split(",")]
-    missing = [name for name in names if name not in known]
-    if missing:
-        problem = f"{', '.join(missing)!r} is not available in this torch"
-        raise argparse.ArgumentTypeError(f"{problem}; there is {', '.join(known)}")
-    return text
+    return convert

@@ -15,19 +15,13 @@ import torch
 import torch.distributed as dist
 
 from ...errors import LaunchError
-from ...process_group.devices import choose_device, default_backend
+from ...process_group.devices import MASKS, choose_device, default_backend
 from ...process_group.startup import check_torch
 from .check import Check, set_variables
 
 _GIB = 1 << 30
 _KIB = 1 << 10
 _DRIVERS = {"/proc/driver/nvidia/version": "an NVIDIA", "/dev/kfd": "an AMD"}
-_MASKS = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-)
 _GET_TORCH = "https://pytorch.org/get-started"
 _FEW_FILES = 1024
 
@@ -78,7 +72,7 @@ def devices(look_inside: bool) -> Check:
     problems = []
     for local_rank in range(count):
         device = choose_device(None, local_rank, count)
-        line = f"local rank {local_rank} → {device}"
+        line = f"local rank {local_rank} -> {device}"
         try:
             if look_inside:
                 line += _look_inside(module, device)
@@ -90,8 +84,8 @@ def devices(look_inside: bool) -> Check:
         remedy += "reset; hide it with CUDA_VISIBLE_DEVICES."
         return Check("devices", "failed", "; ".join(problems), remedy, lines)
     backend = default_backend(torch.device(kind.type, 0), shared=False)
-    hidden = set_variables(*_MASKS) or "no device is hidden"
-    found = f"{count} × {kind.type}, backend {backend}; {hidden}"
+    hidden = set_variables(*MASKS) or "no device is hidden"
+    found = f"{count} x {kind.type}, backend {backend}; {hidden}"
     if any("in use" in line for line in lines):
         remedy = "See with nvidia-smi who uses it, or hide it with CUDA_VISIBLE_DEVICES."
         return Check("devices", "warning", found, remedy, lines)
@@ -104,7 +98,7 @@ def _no_accelerator() -> Check:
     if not drivers:
         return Check("devices", "ok", found)
     found += f", although {drivers[0]} driver is loaded"
-    hidden = set_variables(*_MASKS)
+    hidden = set_variables(*MASKS)
     if not torch.version.cuda and not torch.version.hip:
         build = f"install a build for the GPU from {_GET_TORCH}"
         remedy = f"This torch is built for the CPU only: {build}."

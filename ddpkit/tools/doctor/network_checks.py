@@ -8,7 +8,6 @@ import ipaddress
 import os
 import socket
 import struct
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -18,18 +17,14 @@ from .check import Check, set_variables
 _DEFAULT_PORT = 29500  # torch's
 _SIOCGIFADDR = 0x8915
 _LOOPBACKS = ("lo", "lo0")
-_SLOW_LOOKUP = 2.0  # seconds
 _LISTENS = "0A"  # in /proc/net/tcp
-_JOB_PORTS = (10_000, 29_499)  # that follow from a job's number under Slurm and MPI
 
 
 def interface() -> Check:
     """Check the interface that gloo would use between nodes: can another node reach it?"""
     here = interfaces()
     host = socket.gethostname()
-    start = time.monotonic()
     addresses = resolve(host)
-    seconds = time.monotonic() - start
     wrong = _misnamed(here)
     if wrong:
         found = f"{wrong}; the interfaces of {host} are {', '.join(here)}"
@@ -47,10 +42,6 @@ def interface() -> Check:
         advice = f"For jobs on several nodes, on each: export {variable}"
         advice += f" (or give {host} its own address in /etc/hosts)."
         return Check("interface", "warning", f"{found}, but {problem}", advice)
-    if seconds > _SLOW_LOOKUP:
-        remedy = "Each rank waits for that: add the host to /etc/hosts, or repair the name server."
-        found += f"; the look-up took {seconds:.0f} s"
-        return Check("interface", "warning", found, remedy)
     return Check("interface", "ok", found)
 
 
@@ -59,10 +50,10 @@ def _chosen_interface(here: dict[str, list[str]], addresses: list[str]) -> str:
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if named:
         return named
-    name_of = {address: name for name, those in here.items() for address in those}
     for address in addresses:
-        if address in name_of:
-            return name_of[address]
+        for name, own in here.items():
+            if address in own:
+                return name
         if is_local(address):
             return "an address of this host"
     return ""
@@ -179,15 +170,10 @@ def _compare_with_outgoing(port: int, found: str) -> Check:
     text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
     low, high = map(int, text.split())
     found += f"; outgoing connections take ports from {low} to {high}"
-    first, last = _JOB_PORTS
-    details = [f"under Slurm and MPI the port follows from the job and lies from {first} to {last}"]
+    if not low <= port <= high:
+        return Check("ports", "ok", found)
     remedy = f"Choose a port outside {low} to {high}: one of them may be taken at any moment."
-    if low <= port <= high:
-        return Check("ports", "warning", found, remedy, details)
-    if first <= high and last >= low:
-        found += ", also those that follow from a job"
-        return Check("ports", "warning", found, remedy, details)
-    return Check("ports", "ok", found, "", details)
+    return Check("ports", "warning", found, remedy)
 
 
 def why_not_free(port: int) -> str:

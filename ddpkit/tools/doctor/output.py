@@ -8,18 +8,17 @@ import socket
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any, TextIO
+from dataclasses import asdict
+from typing import Any
 
-from ..terminal import can_show, count, paint
+from ..terminal import count, paint
 from . import machine_checks
 from .check import STATUSES, Check, merge, worst
-from .job_checks import pairs
 from .report import Report
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
-_MARKS = {"ok": "✓", "skipped": "–", "warning": "!", "failed": "✗"}
 _COLOURS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "red"}
-_PLAIN = {"✓": "+", "–": "-", "✗": "x", "→": "->", "µ": "u", "…": "..."}
+_STATUS_WIDTH = max(map(len, STATUSES))
 _WIDTH = 100  # columns where the output is no terminal
 _WIDEST = 120
 
@@ -32,8 +31,8 @@ def print_report(report: Report, as_json: bool) -> int:
         if as_json:
             text = json.dumps(_as_json(report, checks), indent=2)
         else:
-            text = render(f"ddpkit doctor: {_subject(report)}", checks, sys.stdout)
-        print(text)
+            text = render(f"ddpkit doctor: {_subject(report)}", checks)
+        print(text.encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding))
     elif 0 not in report.peers:  # rank 0 cannot speak for this one
         _print_failures(report.rank, checks)
     sys.stdout.flush()
@@ -67,59 +66,38 @@ def _as_json(report: Report, checks: Sequence[Check]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "world_size": world_size,
         "versions": machine_checks.installed(),
-        "checks": [check.dump() for check in checks],
+        "checks": [asdict(check) for check in checks],
         "ranks": report.places,
-        "pairs": pairs(report.places),
     }
 
 
-def render(title: str, checks: Sequence[Check], stream: TextIO) -> str:
-    """Write a report for a stream.
-
-    It is aligned, coloured on a terminal, and in ASCII where the stream takes nothing else.
-    """
-    lines = [paint(title, "bold", stream), ""]
+def render(title: str, checks: Sequence[Check]) -> str:
+    """Write a report for stdout: aligned, and coloured on a terminal."""
+    lines = [paint(title, "bold"), ""]
     name_width = max(len(check.name) for check in checks)
     for check in checks:
-        lines += _lines_of(check, name_width, stream)
-    lines += ["", paint(tally(checks), _COLOURS[worst(checks)], stream)]
-    text = "\n".join(lines)
-    if can_show("".join(_PLAIN), stream):
-        return text
-    for sign, plain in _PLAIN.items():
-        text = text.replace(sign, plain)
-    return text.encode("ascii", "backslashreplace").decode()
+        lines += _lines_of(check, name_width)
+    lines += ["", paint(tally(checks), _COLOURS[worst(checks)])]
+    return "\n".join(lines)
 
 
-def _lines_of(check: Check, name_width: int, stream: TextIO) -> list[str]:
-    """Write one check: its mark, its name, and in a column beside them the finding and remedy."""
-    colour = _COLOURS[check.status]
-    head = f"{_MARKS[check.status]} {check.name.ljust(name_width)}  "
+def _lines_of(check: Check, name_width: int) -> list[str]:
+    """Write one check: its status, its name, and in a column beside them finding and remedy."""
+    head = f"{check.status.ljust(_STATUS_WIDTH)}  {check.name.ljust(name_width)}  "
     margin = " " * len(head)
-    width = _width(stream) - len(head)
-    first, *more = [line for text in (check.found, *check.details) for line in _wrap(text, width)]
-    lines = [(paint(head, colour, stream) + first).rstrip()]
-    lines += [margin + line for line in more]
+    texts = [check.found, *check.details]
     if check.remedy:
-        remedy = _wrap(f"→ {check.remedy}", width, indent="  ")
-        lines += [margin + paint(line, colour, stream) for line in remedy]
-    return lines
+        texts.append(f"-> {check.remedy}")
+    first, *more = [line for text in texts for line in _wrap(text, len(head))]
+    lines = [paint(head, _COLOURS[check.status]) + first]
+    lines += [margin + line for line in more]
+    return [line.rstrip() for line in lines]
 
 
-def _width(stream: TextIO) -> int:
-    if not stream.isatty():
-        return _WIDTH
-    return min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDEST)
-
-
-def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    lines = textwrap.wrap(
-        text,
-        max(width, 40),
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _wrap(text: str, margin: int) -> list[str]:
+    columns = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDEST)
+    width = max(columns - margin, 40)
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
     return lines or [""]
 
 
