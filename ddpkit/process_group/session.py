@@ -43,7 +43,6 @@ class Session(Waits):
         super().__init__(store, rank, hosts, orphaned)
         self.timeout = timeout
         self.nodes = hosts if nodes is None else nodes
-        self.everyone: Sequence[int] = range(len(hosts))
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self._pid = os.getpid()
         self._counts: dict[str, int] = {}
@@ -65,30 +64,28 @@ class Session(Waits):
         key: str,
         timeout: timedelta | None = None,
         *,
-        ranks: Sequence[int] | None = None,
         failure: dict[str, Any] | None = None,
         used: Sequence[str] = (),
         refusal: str = "",
     ) -> None:
-        """Wait until ranks are here, by default all; with a `failure`, tell the others instead and do not wait.
+        """Wait until all ranks are here; with a `failure`, tell the others instead and do not wait.
 
         Args:
             key: The barrier's, from `count()`.
             timeout: Bound on the wait.
-            ranks: The ranks that meet.
             failure: The record of why this rank does not come.
             used: Keys to delete when nobody can still be reading them.
             refusal: Key under which a rank that cannot come, for it does not know `key`, writes its failure.
         """
-        ranks, timeout = self.everyone if ranks is None else ranks, timeout or self.timeout
-        barrier = StoreBarrier(self, key, ranks, timeout, refusal)
+        timeout = timeout or self.timeout
+        barrier = StoreBarrier(self, key, timeout, refusal)
         with self.bounded(timeout):
             if failure:
                 barrier.call_off(failure)
                 return
             barrier.wait()
             keys = list(used)
-            if self.rank == ranks[0]:
+            if self.rank == 0:
                 keys += barrier.counters
             for old in self._used_keys.replace(barrier.name, keys, self.timeout):
                 self.store.delete_key(old)
@@ -100,7 +97,7 @@ class Session(Waits):
         with self.bounded(timeout or self.timeout):
             self.store.set(mine, printable(text))
             self.meet(key, timeout, used=[mine])
-            return [read_text(self.store, f"{key}/from/{rank}") for rank in self.everyone]
+            return [read_text(self.store, f"{key}/from/{rank}") for rank in range(len(self.hosts))]
 
     def leave(self, linger: bool) -> None:
         """Count this rank out; a rank that hosts the store lingers up to 2 s for those who still need it."""

@@ -1,4 +1,4 @@
-"""Waits of several ranks for each other, on torch's key-value store: barriers, and what is built on them.
+"""Waits of all ranks for each other, on torch's key-value store: barriers, and what is built on them.
 
 Each rank adds its bit to a counter. So the first rank whose time is up, or that has failed, can name the missing; it
 sets a flag in the counter and writes down why, and all ranks raise, also those that come later.
@@ -26,27 +26,26 @@ _MISSING = {"missing": [int], "seconds": float, "elsewhere": dict[str, str]}
 
 
 class StoreBarrier:
-    """One wait of some ranks for each other.
+    """One wait of all ranks for each other.
 
     Args:
         waits: This rank's.
         key: The barrier's, equal on all ranks, "name/number".
-        ranks: The ranks that meet.
         timeout: Bound on the wait.
         refusal: Key under which a rank that cannot come writes its failure; "" if there is none.
     """
 
-    def __init__(self, waits: Waits, key: str, ranks: Sequence[int], timeout: timedelta, refusal: str = "") -> None:
+    def __init__(self, waits: Waits, key: str, timeout: timedelta, refusal: str) -> None:
         self._waits = waits
         self._store = waits.store
         self._key = key
-        self._ranks = ranks
+        self._world_size = len(waits.hosts)
         self._timeout = timeout
         self._refusal = refusal
         self.name = key.rpartition("/")[0]
-        firsts = range(0, len(ranks), _RANKS_PER_COUNTER)
+        firsts = range(0, self._world_size, _RANKS_PER_COUNTER)
         self.counters = [f"{key}/{first}" for first in firsts]
-        self._all = [(1 << min(_RANKS_PER_COUNTER, len(ranks) - first)) - 1 for first in firsts]
+        self._all = [(1 << min(_RANKS_PER_COUNTER, self._world_size - first)) - 1 for first in firsts]
         self._bits: list[int] = []  # of each counter, at the last look
         self._note = f"waits/{waits.rank}"  # where this rank says where it waits
         self._note_at = 0.0
@@ -54,9 +53,8 @@ class StoreBarrier:
 
     def wait(self) -> None:
         """Arrive, and return when all ranks have."""
-        place = self._ranks.index(self._waits.rank)
-        counter = place // _RANKS_PER_COUNTER
-        bits = add(self._store, self.counters[counter], 1 << place % _RANKS_PER_COUNTER)
+        counter, place = divmod(self._waits.rank, _RANKS_PER_COUNTER)
+        bits = add(self._store, self.counters[counter], 1 << place)
         if [bits] == self._all:
             return
         self._note_at = time.monotonic() + min(_LONG, self._timeout.total_seconds() / 2)
@@ -103,9 +101,9 @@ class StoreBarrier:
 
     def _absent(self) -> list[int]:
         absent = []
-        for place, rank in enumerate(self._ranks):
-            bits = self._bits[place // _RANKS_PER_COUNTER]
-            if not bits >> place % _RANKS_PER_COUNTER & 1:
+        for rank in range(self._world_size):
+            counter, place = divmod(rank, _RANKS_PER_COUNTER)
+            if not self._bits[counter] >> place & 1:
                 absent.append(rank)
         return absent
 
@@ -149,10 +147,13 @@ class StoreBarrier:
         return True
 
     def _timeout_error(self, why: dict[str, Any]) -> BarrierTimeoutError:
-        hosts, me = self._waits.hosts, self._waits.rank
-        missing = [(rank, hosts[rank]) for rank in self._ranks if rank in why["missing"]]
-        arrived = [(rank, hosts[rank]) for rank in self._ranks if rank not in why["missing"]]
-        count = f"{len(missing)} of {len(self._ranks)} ranks"
+        me = self._waits.rank
+        missing: list[tuple[int, str]] = []
+        arrived: list[tuple[int, str]] = []
+        for rank, host in enumerate(self._waits.hosts):
+            places = missing if rank in why["missing"] else arrived
+            places.append((rank, host))
+        count = f"{len(missing)} of {self._world_size} ranks"
         text = f"{self.name}: {count} did not arrive within {why['seconds']:g} s"
         text += f": {_names(missing)}. Arrived: {_names(arrived)}."
         for rank, place in why["elsewhere"].items():
