@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+from contextlib import suppress
 from datetime import timedelta
-from numbers import Integral
+from typing import Any
+
+import numpy as np
 
 _LONGEST = timedelta(days=10_000)  # torch counts nanoseconds in 64 bits
 
@@ -18,6 +22,13 @@ def check_timeout(timeout: object) -> None:
         raise ValueError(f"timeout must be at most {_LONGEST.days} days, got {timeout}.")
 
 
-def is_positive_integer(value: object) -> bool:
-    """Return whether a value is an integer of any kind, NumPy's too, but no bool, and at least 1."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+def as_integer(value: Any, name: str, least: int = 1) -> int:
+    """Convert an integer of any kind but a bool; raise ValueError if it is none, or less than `least`."""
+    number = None
+    if not isinstance(value, bool | np.bool_):  # older versions of NumPy take theirs for an index
+        with suppress(TypeError):
+            number = operator.index(value)
+    if number is None or number < least:
+        expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ValueError(f"{name} must be {expected}, got {value!r}.")
+    return number

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ..collectives.sharded import explain_sharded
 from ..errors import CheckpointError
@@ -15,27 +12,6 @@ from .leaves import has_names, tensors_of
 from .states import is_fsdp
 
 _RESERVED = ("step", "score")  # in what load() returns: the checkpoint's own
-
-
-def as_count(value: Any, least: int, expectation: str) -> int:
-    """Convert any library's integer to an int.
-
-    Raises:
-        ValueError: If it is none, or less than `least`; the expectation begins the message.
-    """
-    number = _as_int(value)
-    if number is None or number < least:
-        raise ValueError(f"{expectation}, an int of at least {least}, got {value!r}.")
-    return number
-
-
-def _as_int(value: Any) -> int | None:
-    if isinstance(value, (bool, np.bool_)):  # older versions of NumPy take theirs for an index
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def as_path(path: Any) -> Path:

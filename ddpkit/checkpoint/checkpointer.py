@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..arguments import as_integer
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..errors import CheckpointError
 from . import arguments
@@ -62,12 +63,8 @@ class Checkpointer:
         keep_best: int = 0,
     ) -> None:
         self.folder = Path(folder)
-        self.keep = arguments.as_count(keep, 1, "keep must be a number of checkpoints")
-        self.keep_best = arguments.as_count(
-            keep_best,
-            0,
-            "keep_best must be a number of checkpoints",
-        )
+        self.keep = as_integer(keep, "keep")
+        self.keep_best = as_integer(keep_best, "keep_best", least=0)
         self._lock: FolderLock | None = None
         if self.folder.exists() and not self.folder.is_dir():
             problem = f"The checkpoint folder {self.folder} is a file."
@@ -133,7 +130,7 @@ class Checkpointer:
         with raise_everywhere(call):
             if per_rank is not None:
                 own = arguments.as_named_values(per_rank)
-            step = arguments.as_count(step, 0, "step must be a number of optimiser steps")
+            step = as_integer(step, "step", least=0)
             if score is not None:
                 score = float(score)
             arguments.check_disjoint(own, state)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
+from ..arguments import as_integer
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..seeding.generator_states import get_rng_state, set_rng_state
@@ -28,7 +29,6 @@ from .samplers import (
     ResumableSampler,
     check_place,
     current_place,
-    positive,
 )
 
 _DECIDED = {
@@ -97,7 +97,7 @@ def make_loader(
         >>> [len(batch) for batch in loader], loader.epoch
         ([4, 4, 2], 1)
     """
-    batch_size = positive(batch_size, "batch_size")
+    batch_size = as_integer(batch_size, "batch_size")
     options |= {"num_workers": num_workers, "collate_fn": collate_fn}
     for name in _DECIDED.keys() & options.keys():
         raise TypeError(f"make_loader() takes no {name}: {_DECIDED[name]}.")

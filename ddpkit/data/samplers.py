@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler, get_worker_info
 
-from ..arguments import is_positive_integer
+from ..arguments import as_integer
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..seeding.hashing import hash_seeds
@@ -218,7 +218,7 @@ class DistributedSampler(ResumableSampler):
         batch_size: int = 1,
     ) -> None:
         n = _length(dataset)
-        batch_size = positive(batch_size, "batch_size")
+        batch_size = as_integer(batch_size, "batch_size")
         super().__init__(n, num_replicas, rank, seed, batch_size, drop_last)
         self.shuffle = bool(shuffle)
         if self._end() == 0:
@@ -275,7 +275,7 @@ class DistributedWeightedSampler(ResumableSampler):
         replacement: bool = True,
         seed: int = 0,
     ) -> None:
-        super().__init__(positive(num_samples, "num_samples"), num_replicas, rank, seed)
+        super().__init__(as_integer(num_samples, "num_samples"), num_replicas, rank, seed)
         self.weights = np.asarray(weights, dtype=np.float64).copy()  # the caller may change its own
         self.replacement = bool(replacement)
         if not _are_weights(self.weights):
@@ -356,17 +356,6 @@ class DistributedEvalSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         check_place(type(self).__name__, self._made_for)
         return iter(range(self.rank, self.n, self.num_replicas))
-
-
-def positive(number: int, name: str) -> int:
-    """Return `number` as an int.
-
-    Raises:
-        ValueError: If it is none, or not positive; the message calls it `name`.
-    """
-    if not is_positive_integer(number):
-        raise ValueError(f"{name} must be a positive integer, not {number!r}.")
-    return int(number)
 
 
 def current_place() -> tuple[int, int]:

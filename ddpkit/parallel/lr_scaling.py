@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..arguments import is_positive_integer
+from ..arguments import as_integer
 
 Rule = Literal["linear", "sqrt", "none"]
 
@@ -162,10 +162,7 @@ class ScalePlan:
 
     def __post_init__(self) -> None:
         for name in ("base_batch_size", "world_size", "accumulation"):
-            value = getattr(self, name)
-            if not is_positive_integer(value):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
-            object.__setattr__(self, name, int(value))  # NumPy's, too
+            object.__setattr__(self, name, as_integer(getattr(self, name), name))
         if not 0 < self.base_lr < math.inf:
             raise ValueError(f"base_lr must be positive and finite, got {self.base_lr!r}.")
         if self.keep not in ("per_rank", "global"):

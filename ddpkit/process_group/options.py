@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..arguments import check_timeout, is_positive_integer
+from ..arguments import as_integer, check_timeout
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,9 @@ def checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, w
     check_timeout(timeout)
     if not isinstance(watch, bool):
         raise ValueError(f"watch must be True or False, got {watch!r}.")
-    return Options(checked_backend(backend), checked_device(device), timeout, _checked_threads(num_threads), watch)
-
-
-def _checked_threads(num_threads: Any) -> int | None:
-    if num_threads is None:
-        return None
-    if not is_positive_integer(num_threads):
-        raise ValueError(f"num_threads must be a positive integer, got {num_threads!r}.")
-    return int(num_threads)
+    if num_threads is not None:
+        num_threads = as_integer(num_threads, "num_threads")
+    return Options(checked_backend(backend), checked_device(device), timeout, num_threads, watch)
 
 
 def checked_backend(backend: Any) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import operator
 import os
 import pickle
 import socket
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..arguments import check_timeout
+from ..arguments import as_integer, check_timeout
 from ..errors import PeerError
 from ..process_group import lifecycle
 from ..process_group.failures import message_of, trace_of
@@ -79,7 +78,7 @@ def spawn(
         >>> spawn(divmod, 2, 7, 2)
         [(3, 1), (3, 1)]
     """
-    nprocs = _checked_count(nprocs)
+    nprocs = as_integer(nprocs, "nprocs")
     check_timeout(timeout)
     call = dump_call("spawn", fn, args)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -98,16 +97,6 @@ def spawn(
             for process in ranks:
                 process.end()
             copier.close()
-
-
-def _checked_count(nprocs: Any) -> int:
-    try:
-        count = operator.index(nprocs)
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise ValueError(f"nprocs must be a positive integer, got {nprocs!r}.")
-    return count
 
 
 @contextmanager

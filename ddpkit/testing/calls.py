@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ..arguments import as_integer
 from ..errors import PeerError
 from ..spawning.pickling import dump_call
 from ..spawning.rank_process import is_echo
@@ -47,8 +48,7 @@ def on_ranks(
         TimeoutError: If the time is up; the message holds every unfinished rank's stack.
         TypeError: If `fn` or an argument cannot be sent to other processes.
     """
-    if not isinstance(nprocs, int) or nprocs < 1:
-        raise ValueError(f"nprocs must be a positive integer, got {nprocs!r}.")
+    nprocs = as_integer(nprocs, "nprocs")
     config = _config_of_this_run()
     if config is None:
         raise RuntimeError(_NO_RUN)

@@ -941,9 +941,9 @@ def test_a_stream_without_shards_is_not_read_by_several_workers():
 @pytest.mark.parametrize(
     ("error", "arguments", "message"),
     [
-        (ValueError, {"batch_size": 0}, "batch_size must be a positive integer, not 0"),
-        (ValueError, {"batch_size": 2.0}, "batch_size must be a positive integer, not 2.0"),
-        (ValueError, {"batch_size": True}, "batch_size must be a positive integer, not True"),
+        (ValueError, {"batch_size": 0}, "batch_size must be a positive integer, got 0"),
+        (ValueError, {"batch_size": 2.0}, "batch_size must be a positive integer, got 2.0"),
+        (ValueError, {"batch_size": True}, "batch_size must be a positive integer, got True"),
         (ValueError, {"dataset": []}, "The dataset is empty"),
         (ValueError, {"dataset": [], "train": False}, "The dataset is empty"),
         (ValueError, {"batch_size": 9, "drop_last": True}, "drop_last=True leaves nothing of 8 samples"),

@@ -383,7 +383,7 @@ def test_a_stream_that_cannot_split_is_refused_where_all_ranks_would_read_all_of
 
 
 def test_a_loader_needs_a_batch_size() -> None:
-    with pytest.raises(ValueError, match="batch_size must be a positive integer, not None"):
+    with pytest.raises(ValueError, match="batch_size must be a positive integer, got None"):
         make_loader(Words(4), batch_size=None)  # type: ignore[arg-type]
 
 
