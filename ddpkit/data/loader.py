@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ _DECIDED = {
 }
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _WITHOUT_GENERATORS = (type, ModuleType, torch.Tensor, np.ndarray)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _SHORT = 100  # entries of a container that is searched for generators; longer ones hold samples
 
 
@@ -548,33 +549,12 @@ def _generators_in(*owners: Any) -> Iterator[Any]:
 
 
 def _held_by(owner: Any) -> list[Any]:
-    """List a short container's entries, or the attributes and what a function was made with."""
-    if isinstance(owner, dict):
-        return list(owner.values()) if len(owner) <= _SHORT else []
-    if isinstance(owner, (list, tuple, set, frozenset, deque)):
-        return list(owner) if len(owner) <= _SHORT else []
-    held = [*getattr(owner, "__dict__", {}).values(), *_in_slots(owner)]
-    if isinstance(owner, MethodType):
-        held += [owner.__self__, owner.__func__]
-    elif isinstance(owner, functools.partial):
-        held += [owner.func, owner.args, owner.keywords]
-    elif isinstance(owner, FunctionType):
-        cells = owner.__closure__ or ()
-        held += [owner.__defaults__, owner.__kwdefaults__, *cells]
-    elif isinstance(owner, CellType):  # of a name that a function inside another one uses
-        with suppress(ValueError):  # it has no value yet
-            held.append(owner.cell_contents)
-    return held
-
-
-def _in_slots(owner: Any) -> list[Any]:
-    held = []
-    for base in type(owner).__mro__:
-        if "__slots__" not in vars(base):
-            continue
-        for name, member in vars(base).items():
-            if isinstance(member, MemberDescriptorType):
-                held.append(getattr(owner, name, None))
+    """List the objects to which an object refers, but of a function not the names of its module."""
+    if isinstance(owner, _CONTAINERS) and len(owner) > _SHORT:
+        return []
+    held = gc.get_referents(owner)
+    if isinstance(owner, FunctionType):
+        return [each for each in held if each is not owner.__globals__]
     return held
 
 
