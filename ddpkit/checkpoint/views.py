@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from itertools import pairwise
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from ..collectives.tensors import is_dense
+from ..parallel.models import sharing_memory
 from .leaves import tensors_of
 
 
@@ -33,20 +33,8 @@ def _storages_to_cut(content: Any) -> set[int]:
 
 def _are_apart(tensors: list[Tensor]) -> bool:
     """Return whether tensors of one storage do not overlap and are smaller than it, together."""
-    spans = sorted(_span(tensor) for tensor in tensors)
-    overlap = any(end > start for (_, end), (start, _) in pairwise(spans))
     size = sum(tensor.nbytes for tensor in tensors)
-    return not overlap and size < tensors[0].untyped_storage().nbytes()
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor's first element begins in the storage, and its last ends, in bytes."""
-    start = tensor.storage_offset()
-    end = start
-    if tensor.numel():
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        end += 1 + sum((size - 1) * stride for size, stride in steps)
-    return int(start * tensor.itemsize), int(end * tensor.itemsize)
+    return size < tensors[0].untyped_storage().nbytes() and not sharing_memory(tensors)
 
 
 def _pickle_module(to_cut: set[int]) -> Any:
