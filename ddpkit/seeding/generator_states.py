@@ -46,7 +46,7 @@ def check_rng_state(state: Any) -> None:
     """
     try:
         random.Random().setstate(_python_state(state))
-        _set_numpy_state(np.random.RandomState(_bits_of(state)()), state)
+        np.random.RandomState(_bits_of(state)()).set_state(state["numpy"])
         torch.Generator("cpu").set_state(state["torch"])
         kind = get_device().type
         if not isinstance(state["device"], str):
@@ -66,7 +66,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     kind = _bits_of(state)
     if type(_numpy_bits()) is not kind:
         np.random.set_bit_generator(kind())  # type: ignore[attr-defined]  # NumPy does not list it
-    _set_numpy_state(np.random, state)
+    np.random.set_state(state["numpy"])
     torch.default_generator.set_state(state["torch"])
     if state["accelerator"] is not None:
         torch.get_device_module(state["device"]).set_rng_state(state["accelerator"])
@@ -104,8 +104,8 @@ def _numpy_bits() -> Any:
     return np.random.get_bit_generator()  # type: ignore[attr-defined]  # NumPy does not list it
 
 
-def _get_numpy_state() -> Any:
-    """Return the state of NumPy's global generator: a tuple for the usual Mersenne twister, a dict for other kinds."""
+def _get_numpy_state() -> dict[str, Any]:
+    """Return the state of NumPy's global generator, and the name of the kind of bits from which it draws."""
     state: Any = np.random.get_state(legacy=False)
     kind = state["bit_generator"]
     if type(_numpy_bits()) is not getattr(np.random, kind, None):
@@ -113,10 +113,8 @@ def _get_numpy_state() -> Any:
             f"NumPy's global generator draws from {kind}, which is none of NumPy's own kinds, so its state cannot be "
             "restored. Give np.random.set_bit_generator() one of these, such as np.random.PCG64()."
         )
-    if kind == "MT19937":
-        name, keys, *rest = np.random.get_state(legacy=True)
-        return (name, np.asarray(keys).tolist(), *rest)
-    return _plain(state)
+    plain: dict[str, Any] = _plain(state)
+    return plain
 
 
 def _plain(value: Any) -> Any:
@@ -131,19 +129,8 @@ def _plain(value: Any) -> Any:
 def _bits_of(state: Mapping[str, Any]) -> Any:
     """Return the class of bit generator from which a state of NumPy's is."""
     saved = state["numpy"]
-    name = "MT19937"
-    if isinstance(saved, Mapping):
-        name = saved["bit_generator"]
+    name = saved["bit_generator"] if isinstance(saved, Mapping) else saved[0]  # as NumPy takes it, too
     kind = getattr(np.random, name)
     if not issubclass(kind, np.random.BitGenerator) or kind is np.random.BitGenerator:
         raise TypeError(f"{name} is no kind of bit generator")
     return kind
-
-
-def _set_numpy_state(generator: Any, state: Mapping[str, Any]) -> None:
-    saved = state["numpy"]
-    if isinstance(saved, Mapping):
-        generator.set_state(saved)
-        return
-    name, keys, *rest = saved
-    generator.set_state((name, np.array(keys, np.uint32), *rest))
