@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..collectives.differences import differing_parts
-from ..collectives.ops import all_gather_object
-from ..collectives.sync import exchange
 from ..errors import CheckpointError
 from ..parallel.models import strip, wrapped_paths
+from ..parallel.replicas import gather_unless_equal
 from .all_or_none import list_problems
 from .leaves import digest_leaves, path_to
 from .states import is_consolidated
@@ -35,13 +33,14 @@ def check_equal(values: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: If some differ, with their names and the ranks.
     """
-    mine = _digests(values, states)
-    digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
-    if len(set(exchange(digest))) == 1:
+    digests = _digests(values, states)
+    everyone = gather_unless_equal(dict(sorted(digests.items())))
+    if not everyone:
         return
-    differences = _differences(all_gather_object(mine))
-    headline = f"Nothing was saved: {len(differences)} entries differ between ranks:"
-    raise CheckpointError(f"{list_problems(headline, differences)}\n{_ADVICE}")
+    differing = differing_parts(dict(enumerate(everyone)), absent="absent")
+    headline = f"Nothing was saved: {len(differing)} entries differ between ranks:"
+    lines = [f"{path}: {found}" for path, found in differing.items()]
+    raise CheckpointError(f"{list_problems(headline, lines)}\n{_ADVICE}")
 
 
 def _digests(values: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, str]:
@@ -67,9 +66,3 @@ def _broadcast_buffers(model: Any) -> set[str]:
             for name, _ in module.named_buffers(prefix=path, remove_duplicate=False):
                 names.add(strip(name, wrapped))
     return names
-
-
-def _differences(everyone: list[dict[str, str]]) -> list[str]:
-    """Say which entries differ, and on which ranks, from the digests by rank and path."""
-    differing = differing_parts(dict(enumerate(everyone)), absent="absent")
-    return [f"{path}: {digests}" for path, digests in differing.items()]

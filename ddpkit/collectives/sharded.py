@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..torch_internals import is_sharded
+from .differences import first_of
 
 _NAMED = 3  # tensors that a message names
 
@@ -15,9 +16,7 @@ def explain_sharded(call: str, tensors: Iterable[tuple[str, Any]]) -> str:
     sharded = [name for name, tensor in tensors if is_sharded(tensor)]
     if not sharded:
         return ""
-    names = ", ".join(sharded[:_NAMED])
-    if len(sharded) > _NAMED:
-        names += f" and {len(sharded) - _NAMED} more"
+    names = ", ".join(first_of(sharded, _NAMED))
     return (
         f"{call} does not handle sharded tensors (fully_shard, FSDP, tensor parallelism), but {names} is one: "
         "each rank holds only its own part. Use torch.distributed.checkpoint and torch's own functions for them, or "

@@ -29,6 +29,7 @@ from ..collectives.consistency import (
     raise_everywhere,
 )
 from ..collectives.packing import safe_scale
+from ..collectives.tensors import explain_not_dense
 from ..errors import MismatchError
 from ..launch import ranks
 from ..process_group import lifecycle
@@ -340,8 +341,7 @@ def _refuse(call: str, modules: Modules) -> None:
         if gradient.device != p.device:
             problem = f"is on {gradient.device}, the parameter on {p.device}"
         else:
-            layout = str(gradient.layout).removeprefix("torch.")
-            problem = f"is a {layout} tensor"
+            problem = f"is {explain_not_dense(gradient)}"
         raise TypeError(
             f"{call} takes dense gradients beside their parameters, but that of {name} {problem}. "
             "Make an embedding with sparse=False, or move and densify the gradient before."
@@ -353,7 +353,7 @@ def _named_by_argument(modules: Modules) -> NamedTensors:
     for i, module in enumerate(modules):
         place = f" of argument {i}" if len(modules) > 1 else ""
         if isinstance(module, nn.Module):
-            named = list(named_tensors(module))
+            named = named_tensors(module)
         else:
             named = [("the tensor", module)]
         for name, p in named:

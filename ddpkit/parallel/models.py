@@ -69,11 +69,21 @@ def strip(name: str, wrapped: set[str]) -> str:
     return ".".join(kept)
 
 
-def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Name a model's parameters, then its buffers, as the model itself does without wrappers."""
+    return [*named_parameters(model), *named_buffers(model)]
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Name a model's parameters, as the model itself does without wrappers."""
     wrapped = wrapped_paths(model)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield strip(name, wrapped), tensor
+    return [(strip(name, wrapped), parameter) for name, parameter in model.named_parameters()]
+
+
+def named_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Name a model's buffers, as the model itself does without wrappers."""
+    wrapped = wrapped_paths(model)
+    return [(strip(name, wrapped), buffer) for name, buffer in model.named_buffers()]
 
 
 def check_module(call: str, model: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Literal
 
 import torch
@@ -23,9 +22,9 @@ from .models import (
     check_tensors,
     check_writable,
     describe_sharing,
+    named_buffers,
+    named_parameters,
     named_tensors,
-    strip,
-    wrapped_paths,
 )
 
 _SHOWN = 20  # differences listed in the error
@@ -79,10 +78,9 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         if optimizer is not None:
             mine |= _optimizer_entries(model, optimizer)
     check_fingerprint(fingerprint_of(call))
-    if _equal_on_all_ranks(mine):
-        return
-    everyone = ops.all_gather_object(mine)
-    raise ReplicaMismatchError(_explain(everyone))
+    everyone = gather_unless_equal(mine)
+    if everyone:
+        raise ReplicaMismatchError(_explain(everyone))
 
 
 def _check_optimizer(call: str, optimizer: torch.optim.Optimizer) -> None:
@@ -100,10 +98,12 @@ def _check_optimizer(call: str, optimizer: torch.optim.Optimizer) -> None:
         raise TypeError(problem)
 
 
-def _equal_on_all_ranks(mine: Entries) -> bool:
-    """Compare one digest of all entries, their names and order included. Collective."""
+def gather_unless_equal(mine: Entries) -> list[Entries]:
+    """Return the entries of all ranks; [] if they are equal, their names and order included. Collective."""
     together = hashlib.sha256(repr(mine).encode()).hexdigest()
-    return len(set(sync.exchange(together))) == 1
+    if len(set(sync.exchange(together))) == 1:
+        return []
+    return ops.all_gather_object(mine)
 
 
 def _explain(everyone: list[Entries]) -> str:
@@ -123,16 +123,16 @@ def _explain(everyone: list[Entries]) -> str:
 
 def _model_entries(model: nn.Module) -> Entries:
     entries = {}
-    for name, parameter in _parameters(model).items():
+    for name, parameter in named_parameters(model):
         frozen = "" if parameter.requires_grad else ", frozen"
         entries[f"parameter {name}"] = digest(parameter) + frozen
-    for name, buffer in _buffers(model).items():
+    for name, buffer in named_buffers(model):
         entries[f"buffer {name}"] = digest(buffer)
     return entries
 
 
 def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> Entries:
-    names = {parameter: name for name, parameter in _parameters(model).items()}
+    names = {parameter: name for name, parameter in named_parameters(model)}
     entries: Entries = {}
     for i, group in enumerate(optimizer.param_groups):
         members = []
@@ -146,16 +146,6 @@ def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> En
             for key, value in state.items():
                 entries[f"optimizer state {key} of {name}"] = digest(value)
     return entries
-
-
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    wrapped = wrapped_paths(model)
-    return {strip(name, wrapped): parameter for name, parameter in model.named_parameters()}
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    wrapped = wrapped_paths(model)
-    return {strip(name, wrapped): buffer.detach() for name, buffer in model.named_buffers()}
 
 
 @untraced
@@ -194,7 +184,7 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
             raise ValueError(f"how must be 'mean' or 'broadcast', got {how!r}.")
         check_module(call, model)
         check_tensors(call, named_tensors(model))
-        buffers = _buffers(model)
+        buffers = {name: buffer.detach() for name, buffer in named_buffers(model)}
         for name, buffer in buffers.items():
             check_writable(call, name, buffer)
         if not lifecycle.joined():
@@ -203,7 +193,8 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
     check_fingerprint(fingerprint_of(f"sync_buffers(how={how!r})", _describe(buffers)))
     averaged: list[Tensor] = []
     others: list[Tensor] = []
-    for name in _differing(mine):
+    everyone = gather_unless_equal(mine)
+    for name in differing_parts(dict(enumerate(everyone)), absent="absent"):
         buffer = buffers[name]
         if how == "mean" and (buffer.is_floating_point() or buffer.is_complex()):
             averaged.append(buffer)
@@ -223,17 +214,6 @@ def _describe(buffers: dict[str, Tensor]) -> dict[str, str]:
     for (name, buffer), shared in zip(buffers.items(), sharing, strict=True):
         kinds[name] = f"{buffer.dtype}{list(buffer.shape)}{shared}"
     return kinds
-
-
-def _differing(mine: Entries) -> list[str]:
-    """Name the entries that are not equal on all ranks, which have the same names. Collective."""
-    everyone = [json.loads(text) for text in sync.exchange(json.dumps(mine))]
-    differing = []
-    for name in mine:
-        values = {entries[name] for entries in everyone}
-        if len(values) > 1:
-            differing.append(name)
-    return differing
 
 
 def _average(buffers: list[Tensor]) -> None:

@@ -20,6 +20,7 @@ from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_e
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..process_group import lifecycle
+from ..process_group.devices import count_accelerators
 from ..torch_internals import (
     forward_pre_hooks,
     ignored_by_ddp,
@@ -149,7 +150,7 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, DataParallel | DistributedDataParallel):
             remedy = "Wrap the plain model, once."
             raise ValueError(f"The model is already wrapped, in whole or in part. {remedy}")
-    tensors = list(named_tensors(model))
+    tensors = named_tensors(model)
     check_tensors(call, tensors)
     for name, tensor in tensors:
         check_writable(call, name, tensor)
@@ -162,26 +163,20 @@ def _check_strategy(strategy: str, has_group: bool) -> None:
         remedy = "Start the script with torchrun --nproc_per_node=N."
         raise DdpkitError(f"strategy='ddp' needs a process group. {remedy}")
     world_size = ranks.get_world_size()
-    gpus = _count_gpus()
+    gpus = count_accelerators()
     if strategy == "dp" and (world_size > 1 or gpus < 2):
         found = f"here are {world_size} and {gpus} GPUs"
         raise DdpkitError(f"strategy='dp' is for 1 process on several GPUs; {found}.")
 
 
 def _point_at_torchrun() -> None:
-    gpus = _count_gpus()
+    gpus = count_accelerators()
     if gpus > 1:
         logger.warning(
             "One process uses one of %d GPUs; torchrun --nproc_per_node=%d uses them all.",
             gpus,
             gpus,
         )
-
-
-def _count_gpus() -> int:
-    if not torch.accelerator.is_available():
-        return 0
-    return torch.accelerator.device_count()
 
 
 def _device_ids(device: torch.device) -> list[int] | None:
