@@ -6,14 +6,18 @@ import importlib
 import io
 import os
 import pickle
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import process
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..process_group.failures import message_of
+from ..errors import PeerError
+from ..process_group import lifecycle
+from ..process_group.failures import message_of, trace_of
+from ..process_group.own_failure import ended_well
 
 
 def dump_call(caller: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -73,3 +77,65 @@ def can_import(main: ModuleType) -> bool:
         return False
     folder = getattr(process, "ORIGINAL_DIR", None) or ""
     return os.path.exists(os.path.join(folder, file))
+
+
+class Reply(NamedTuple):
+    """The outcome of a call on a rank, on its way to the process that asked for it.
+
+    Attributes:
+        failed: True if the function raised.
+        pickled: The result or the exception; empty if the exception cannot be pickled.
+        error_type: The name of the exception's class.
+        message: The exception's text.
+        traceback: Its traceback.
+    """
+
+    failed: bool
+    pickled: bytes
+    error_type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+def call_and_reply(call: bytes, begin: Callable[[], None] | None = None) -> Reply:
+    """Call a function on this rank, and tell the other ranks if it fails.
+
+    Args:
+        call: The function and its arguments, by `dump_call`.
+        begin: Called before the function, when it has been imported.
+    """
+    try:
+        fn, args = pickle.loads(call)
+        if begin is not None:
+            begin()
+        return Reply(False, dump(fn(*args)))
+    except BaseException as error:
+        if ended_well(error):
+            return Reply(False, dump(None))
+        return _reply_of_failure(lifecycle.report(error))
+
+
+def _reply_of_failure(error: BaseException) -> Reply:
+    data = b""
+    with suppress(Exception, SystemExit):
+        data = dump(error)
+    return Reply(True, data, type(error).__name__, message_of(error), trace_of(error))
+
+
+def open_reply(rank: int, reply: Reply) -> tuple[BaseException | None, Any]:
+    """Return the error of a rank, or None and its result."""
+    host = socket.gethostname()
+    cause = PeerError(rank, host, reply.error_type, reply.message, reply.traceback)
+    try:
+        value = pickle.loads(reply.pickled)
+    except (Exception, SystemExit) as error:
+        if not reply.failed:
+            words = f"what it returned cannot be unpickled here: {message_of(error)}"
+            cause = PeerError(rank, host, type(error).__name__, words)
+        return cause, None
+    if not reply.failed:
+        return None, value
+    if not isinstance(value, Exception):  # SystemExit would end the caller
+        return cause, None
+    value.__cause__ = cause
+    return value, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import socket
 import sys
 import tempfile
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +21,8 @@ import torch.distributed as dist
 from ..arguments import as_integer, check_timeout
 from ..errors import PeerError
 from ..process_group import lifecycle
-from ..process_group.failures import message_of, trace_of
-from ..process_group.own_failure import ended_well
 from .output import Copier, Forwarder, describe_logging, handle_record, own_streams, redirect
-from .pickling import can_import, dump, dump_call
+from .pickling import Reply, call_and_reply, can_import, dump_call, open_reply
 from .rank_process import (
     describe_exit,
     forget_start_method,
@@ -156,16 +152,17 @@ class _RankProcess:
         try:
             if not self.pipe.poll():  # it has ended, and a child of its holds the pipe
                 raise EOFError
-            kind, *parts = pickle.loads(self.pipe.recv_bytes())
+            message = self.pipe.recv()
         except (EOFError, ConnectionError):
-            self._fail(self._failure("lost", describe_exit(self.process)))
+            self.done = True
+            ending = describe_exit(self.process)
+            self.error = PeerError(self.rank, socket.gethostname(), "lost", ending)
             return
-        if kind == "logged":
-            handle_record(*parts)
-        elif kind == "returned":
-            self._take_result(*parts)
+        if isinstance(message, Reply):
+            self.done = True
+            self.error, self.result = open_reply(self.rank, message)
         else:
-            self._take_error(*parts)
+            handle_record(message)
 
     def describe_stack(self) -> str:
         """Say where the rank is."""
@@ -181,30 +178,6 @@ class _RankProcess:
             self.process.kill()
             self.process.join()
         self.pipe.close()  # the rank's lifeline: it exits when this closes
-
-    def _take_result(self, data: bytes) -> None:
-        try:
-            self.result = pickle.loads(data)
-            self.done = True
-        except (Exception, SystemExit) as error:
-            words = f"what it returned cannot be unpickled here: {message_of(error)}"
-            self._fail(self._failure(type(error).__name__, words))
-
-    def _take_error(self, data: bytes, name: str, message: str, trace: str) -> None:
-        cause = self._failure(name, message, trace)
-        self._fail(cause)
-        with suppress(Exception, SystemExit):
-            error = pickle.loads(data)
-            if isinstance(error, Exception):  # SystemExit would end the caller
-                error.__cause__ = cause
-                self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        self.error = error
-        self.done = True
-
-    def _failure(self, name: str, message: str, trace: str = "") -> PeerError:
-        return PeerError(self.rank, socket.gethostname(), name, message, trace)
 
 
 def _results(ranks: list[_RankProcess], timeout: timedelta) -> list[Any]:
@@ -265,38 +238,15 @@ def _run_rank(
     replace_environment(env)
     forget_start_method()
     redirect(outputs)
-    send_record = partial(_send, pipe, "logged")
-    forwarder = Forwarder(int(env["RANK"]), int(env["WORLD_SIZE"]), send_record)
+    forwarder = Forwarder(int(env["RANK"]), int(env["WORLD_SIZE"]), pipe.send)
     forwarder.install(parent_logging)
     with open(stack_file, "w") as file:
         write_stack_on_request(file)
         threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
-        reply = _reply(call)
+        reply = call_and_reply(call)
         lifecycle.teardown()
         forwarder.close()
-        _send(pipe, *reply)
-
-
-def _send(pipe: Connection, *message: Any) -> None:
-    pipe.send_bytes(pickle.dumps(message))
-
-
-def _reply(call: bytes) -> tuple[Any, ...]:
-    """Call the function and return the message that tells the parent how that ended."""
-    try:
-        fn, args = pickle.loads(call)
-        return "returned", dump(fn(*args))
-    except BaseException as error:
-        if ended_well(error):
-            return "returned", dump(None)
-        return _error_reply(lifecycle.report(error))
-
-
-def _error_reply(error: BaseException) -> tuple[Any, ...]:
-    data = b""
-    with suppress(Exception, SystemExit):
-        data = dump(error)
-    return "raised", data, type(error).__name__, message_of(error), trace_of(error)
+        pipe.send(reply)
 
 
 def _exit_with_parent(pipe: Connection) -> None:

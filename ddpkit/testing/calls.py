@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import sys
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 from ..arguments import as_integer
 from ..errors import PeerError
-from ..spawning.pickling import dump_call
+from ..spawning.pickling import dump_call, open_reply
 from ..spawning.rank_process import is_echo
 from .messages import Answer, CallFunction, Task
 
@@ -113,7 +112,4 @@ def _outcome(answer: Answer) -> tuple[BaseException | None, Any]:
         return PeerError(done.heard_of, host, "lost", "could not begin", done.value), None
     if isinstance(done.value, str):
         return PeerError(answer.rank, host, "lost", "could not begin", done.value), None
-    error, result, text = pickle.loads(done.value)
-    if error is not None:
-        error.__cause__ = PeerError(answer.rank, host, type(error).__name__, str(error), text)
-    return error, result
+    return open_reply(answer.rank, done.value)

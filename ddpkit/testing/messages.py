@@ -137,7 +137,7 @@ class Done:
 
     Attributes:
         failed: True if this rank's part of it failed.
-        value: The pickled outcome of a call, None of a test; a text if it did not begin.
+        value: The reply of a call, None of a test; a text if it did not begin.
         output: The text that a call has printed; a test's reports hold it themselves.
         heard_of: The other rank that failed and so ended this one's part; `value` is then a text.
         ended_run: The message and exit code of `pytest.exit()`, if the test has called it.

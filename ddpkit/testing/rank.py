@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ..errors import DdpkitError, PeerError
 from ..process_group import lifecycle, monitor
+from ..spawning.pickling import call_and_reply
 from ..spawning.rank_process import (
     forget_start_method,
     replace_environment,
@@ -28,7 +29,6 @@ from ..spawning.rank_process import (
 from . import cleaning
 from .items import Items, raise_failure_of_peer
 from .messages import Debugging, Done, Leftovers, RunOptions, RunTest, Started, Task
-from .rank_call import call
 
 
 def main(
@@ -191,10 +191,10 @@ class RankPlugin:
         if isinstance(task.work, RunTest):
             return items.run(task.work, self._begin)
         self._capture.resume_global_capture()
-        done = call(task.work.pickled, self._begin)
+        reply = call_and_reply(task.work.pickled, self._begin)
         self._capture.suspend_global_capture()
-        done.output = "".join(self._capture.read_global_capture())
-        return done
+        output = "".join(self._capture.read_global_capture())
+        return Done(reply.failed, reply, output)
 
     def _begin(self) -> None:
         """Note that the test's own code begins."""
