@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..collectives.differences import first_of
-from ..collectives.sync import exchange, run_on_main
+from ..collectives.sync import run_on_main
 from ..errors import CheckpointError, PeerError
 from ..process_group.failures import message_of
+from ..process_group.lifecycle import exchange
 
 T = TypeVar("T")
 _LINES = 10  # of a message that lists problems

@@ -12,11 +12,11 @@ from typing import Any, BinaryIO
 
 from torch.optim import Optimizer
 
-from ..collectives.sync import exchange
 from ..errors import CheckpointError
 from ..launch.ranks import get_rank, get_world_size, is_main_process
 from ..parallel.lr_scaling import applied_scales
 from ..process_group.failures import message_of
+from ..process_group.lifecycle import exchange
 from ..seeding.generator_states import set_rng_states
 from .all_or_none import list_problems, merge_problems, try_on_all, try_on_main
 from .files import read, unreadable

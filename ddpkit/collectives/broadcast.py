@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..launch import ranks
 from ..process_group import lifecycle
+from ..torch_internals import untraced
 from .consistency import CHECK, PAYLOAD, communication_device, fingerprint_of, new_block, raise_everywhere, sum_block
 from .pickling import TensorPickler, TensorUnpickler, check_copies
 from .tensors import bytes_as_tensor, flat_bytes
@@ -42,7 +43,7 @@ def broadcast_value(value: Any, src: Any) -> Any:
             data = _pickle(call, value, tensors)
     if not lifecycle.joined():
         return value
-    data = _broadcast_bytes(call, data, src)
+    data = broadcast_bytes(call, data, src)
     if ranks.get_rank() == src:
         for tensor in tensors:
             _broadcast_tensor(flat_bytes(tensor), src)
@@ -71,7 +72,8 @@ def _describe(tensor: Tensor) -> _Description:
     return _Description(tensor.dtype, tuple(tensor.shape), on_cpu)
 
 
-def _broadcast_bytes(call: str, data: bytes, src: int) -> bytes:
+@untraced
+def broadcast_bytes(call: str, data: bytes, src: int) -> bytes:
     """Give every rank the bytes that rank `src` holds; the others hold none. Collective."""
     block = new_block()
     payload = block[CHECK:]

@@ -25,7 +25,6 @@ from ..launch import ranks
 from ..process_group import lifecycle
 from ..process_group.failures import message_of
 from ..process_group.store_values import parse
-from . import sync
 from .differences import explain_mismatch
 
 Block = NDArray[np.float64]
@@ -132,7 +131,7 @@ def _check_numbers(fingerprint: str, world_size: int) -> tuple[Block, bytes]:
 
 def _raise_mismatch(fingerprint: str) -> None:
     """Exchange fingerprints with all ranks, and raise with what differs. Collective."""
-    texts = sync.exchange(_shortened(fingerprint))
+    texts = lifecycle.exchange(_shortened(fingerprint))
     raise MismatchError(explain_mismatch([parse(text, "exchange", _FIELDS) for text in texts]))
 
 

@@ -9,21 +9,16 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
-
-import torch
-import torch.distributed as dist
+from typing import ParamSpec, TypeVar
 
 from ..arguments import check_timeout
-from ..errors import DdpkitError
 from ..launch import ranks
 from ..process_group import lifecycle
-from ..process_group.failures import FAILURE, as_error, failure_record
+from ..process_group.failures import failure_record
 from ..process_group.session import Session
-from ..process_group.store_values import add, parse
-from ..torch_internals import untraced
+from ..process_group.store_values import add
+from .broadcast import broadcast_bytes
 from .pickling import UnshardedPickler, check_copies
-from .tensors import bytes_as_tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,13 +91,14 @@ def main_process_first(local: bool = False) -> Iterator[None]:
     """Run a block on rank 0 first, and on the others when it is done: to prepare what the others then find.
 
     Collective; but the block itself may hold no collective. The others wait on the store, so slow work trips no
-    time-out of a collective. If the first rank raises, all raise.
+    time-out of a collective. If a first rank raises, all raise.
 
     Args:
         local: Let the first rank of every node go first, for work on node-local disks.
 
     Raises:
-        PeerError: If the block raised on the first rank.
+        PeerError: If the block raised on a first rank.
+        BarrierTimeoutError: If the first ranks are done and others do not come in time.
 
     Example:
         >>> with main_process_first():
@@ -112,23 +108,17 @@ def main_process_first(local: bool = False) -> Iterator[None]:
         yield
         return
     session = lifecycle.current_session()
+    key = session.count("main_process_first")
     first = 0
-    waiting = len(session.hosts) - 1
     if local:
-        node = session.nodes[session.rank]
-        first = session.nodes.index(node)
-        waiting = session.nodes.count(node) - 1
-    key = f"{session.count('main_process_first')} on {first}"
+        first = session.nodes.index(session.nodes[session.rank])
     if session.rank != first:
-        _await_outcome(session, key, first, waiting)
+        session.meet(key, _WORK)
         yield
         return
-    try:
+    with _report_failure(session, key):
         yield
-    except BaseException as error:
-        _publish_outcome(session, key, failure_record(session.rank, error))
-        raise
-    _publish_outcome(session, key, {})
+    session.meet(key)
 
 
 def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -157,18 +147,19 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return fn(*args, **kwargs)
     session = lifecycle.current_session()
     key = session.count("run_on_main")
+    call = "run_on_main()"
     if session.rank != 0:
         session.meet(key, _WORK)
-        copy: T = pickle.loads(_broadcast_from_main(b""))
+        copy: T = pickle.loads(broadcast_bytes(call, b"", 0))
         return copy
     with _report_failure(session, key):
         value = fn(*args, **kwargs)
         file = io.BytesIO()
-        UnshardedPickler(file, "run_on_main()").dump(value)
+        UnshardedPickler(file, call).dump(value)
         data = file.getvalue()
-        check_copies("run_on_main()", data, pickle.loads)
+        check_copies(call, data, pickle.loads)
     session.meet(key)  # in the store, so that nobody is late for the group
-    _broadcast_from_main(data)
+    broadcast_bytes(call, data, 0)
     return value
 
 
@@ -217,13 +208,6 @@ def stop_together(flag: bool) -> bool:
         return add(session.store, counter, 0) > 0
 
 
-def exchange(text: str) -> list[str]:
-    """Give every rank the texts of all ranks, by rank, through the store; `[text]` on one process. Collective."""
-    if not lifecycle.joined():
-        return [text]
-    return lifecycle.current_session().exchange(text)
-
-
 def _check_name(name: object) -> None:
     if name is None:
         return
@@ -257,64 +241,11 @@ def _keys(session: Session, call: str, name: str | None) -> tuple[str, str]:
     return session.count(call), refusal_key
 
 
-class _report_failure:
+@contextmanager
+def _report_failure(session: Session, key: str) -> Iterator[None]:
     """Make the ranks that meet under a key raise, too, if the block raises on this rank."""
-
-    def __init__(self, session: Session, key: str) -> None:
-        self.session = session
-        self.key = key
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self.session.meet(self.key, failure=failure_record(self.session.rank, error))
-
-
-@untraced
-def _broadcast_from_main(data: bytes) -> bytes:
-    """Give rank 0's bytes to every rank through the group, where only ranks can write; it must not be empty."""
-    device = lifecycle.control_device()
-    with lifecycle.peer_errors():
-        size = torch.tensor([len(data)], device=device)
-        dist.broadcast(size, 0)
-        block = torch.zeros(int(size), dtype=torch.uint8, device=device)
-        if data:
-            block.copy_(bytes_as_tensor(data))
-        dist.broadcast(block, 0)
-    return block.cpu().numpy().tobytes()
-
-
-def _publish_outcome(session: Session, key: str, failure: dict[str, Any]) -> None:
-    """Publish the outcome of work that the others wait for: its failure, {} if there is none."""
-    with session.bounded(session.timeout):
-        session.store.set(key, json.dumps(failure))
-        session.store.check([key])  # set() does not wait: the news of our leaving must not overtake it
-
-
-def _await_outcome(session: Session, key: str, worker: int, readers: int) -> None:
-    """Wait for the outcome of another rank's work, which so many ranks read; raise its failure."""
-
-    def ready() -> bool | None:
-        left = worker in session.failures.left  # before the look, because it publishes before it leaves
-        if session.store.check([key]):
-            return True
-        if left:
-            session.failures.raise_if_any()  # it may have left because another failed
-            raise session.failures.departure(worker)
-        return None
-
-    def late() -> bool:
-        raise DdpkitError(f"Rank {worker} ({session.hosts[worker]}) did not finish {key!r} within {_WORK}.")
-
-    with session.bounded(_WORK):
-        session.until(ready, _WORK, late)
-        answer = session.store.get(key)
-        read = add(session.store, f"{key}/read", 1)
-        if read == readers:  # nobody needs the keys any more
-            session.store.delete_key(key)
-            session.store.delete_key(f"{key}/read")
-    failure = parse(answer, key, {}, FAILURE)
-    if failure:
-        raise as_error(failure)
+    try:
+        yield
+    except BaseException as error:
+        session.meet(key, failure=failure_record(session.rank, error))
+        raise

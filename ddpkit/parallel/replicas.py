@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..collectives import ops, sync
+from ..collectives import ops
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..collectives.differences import differing_parts, first_of, out_of_order
 from ..collectives.digest import digest
@@ -101,7 +101,7 @@ def _check_optimizer(call: str, optimizer: torch.optim.Optimizer) -> None:
 def gather_unless_equal(mine: Entries) -> list[Entries]:
     """Return the entries of all ranks; [] if they are equal, their names and order included. Collective."""
     together = hashlib.sha256(repr(mine).encode()).hexdigest()
-    if len(set(sync.exchange(together))) == 1:
+    if len(set(lifecycle.exchange(together))) == 1:
         return []
     return ops.all_gather_object(mine)
 

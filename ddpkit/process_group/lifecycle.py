@@ -357,6 +357,13 @@ def current_session() -> Session:
     return _job.session
 
 
+def exchange(text: str) -> list[str]:
+    """Give every rank the texts of all ranks, by rank, through the store; `[text]` on one process. Collective."""
+    if not joined():
+        return [text]
+    return current_session().exchange(text)
+
+
 def control_device() -> torch.device:
     """Return the device on which small control messages travel: the CPU if the group reaches it, as gloo does."""
     if _job is None or _job.control is None:

@@ -30,7 +30,7 @@ JOINED = [
     "ddpkit/1/together/1/why",
     "ddpkit/1/run_on_main/1",
     "ddpkit/1/run_on_main/1/0",
-    "ddpkit/1/main_process_first/1 on 0",
+    "ddpkit/1/main_process_first/1/0",
     "ddpkit/1/exchange/1/from/0",
     "ddpkit/1/stop_together/1/flags",
 ]

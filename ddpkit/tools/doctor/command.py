@@ -19,13 +19,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ...collectives.sync import exchange
 from ...errors import LaunchError
 from ...launch.launch import Launch, forgotten_launcher
 from ...launch.launchers import ENGINES
 from ...launch.process_tree import typed_in_terminal
 from ...process_group.job import Context
-from ...process_group.lifecycle import distributed
+from ...process_group.lifecycle import distributed, exchange
 from ...process_group.options import checked_backend, checked_device
 from ...process_group.startup import offer_store, unnested_launch
 from ...process_group.tcp_store import find_master, has_agent, open_store
