@@ -73,26 +73,30 @@ def checked_launch() -> Launch:
     """Return the launch that the environment describes; if that is refused, tell peers that may wait, and raise."""
     try:
         check_torch()
-        launch = unnested_launch()
+        launch, warning = unnested_launch()
     except LaunchError as error:
         tell_peers(error)
         raise
-    if typed_in_terminal(launch, os.environ, os.getpid()):
-        log.warning("This was typed into one of %d shells that srun opened, so it runs alone", launch.world_size)
-        return Launch("single", 0, 1, 0, 1, 0, 1)
-    if warning := forgotten_launcher(launch):
+    if warning:
         log.warning("%s", warning)
     return launch
 
 
-def unnested_launch() -> Launch:
-    """Return the launch that the environment describes; raise if it is refused or nested in another."""
+def unnested_launch() -> tuple[Launch, str]:
+    """Return the launch that the environment describes, and a warning if it may not be what was meant, else "".
+
+    Raises:
+        LaunchError: If it is refused, or nested in another.
+    """
     launch = detect_launch(os.environ)
     agent = _agent_of(launch)
     outer = outer_launch(agent.env, launch, os.environ) if agent else None
     if outer:
         raise LaunchError(outer)
-    return launch
+    if typed_in_terminal(launch, os.environ, os.getpid()):
+        shells = f"{launch.world_size} shells that srun opened"
+        return Launch("single", 0, 1, 0, 1, 0, 1), f"This was typed into one of {shells}, so it runs alone"
+    return launch, forgotten_launcher(launch) or ""
 
 
 def _agent_of(launch: Launch) -> Agent | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 _COLOURS = {"red": 31, "green": 32, "yellow": 33, "bold": 1, "dim": 2}
 
@@ -17,20 +17,23 @@ def paint(text: str, colour: str) -> str:
         text: The text.
         colour: "red", "green", "yellow", "bold" or "dim".
     """
-    unwanted = os.environ.get("NO_COLOR") or not _is_terminal(sys.stdout)
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    unwanted = os.environ.get("NO_COLOR") or not is_terminal
     if unwanted or not text:
         return text
     return f"\033[{_COLOURS[colour]}m{text}\033[0m"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    r"""Lay out a table; columns of numbers, and of figures with a unit, are aligned to the right.
+    r"""Lay out a table, none without rows; numbers, and figures with a unit, are aligned to the right.
 
     >>> print("\n".join(table(["rank", "host"], [[0, "node1"], [10, "node2"]])))
     rank  host
        0  node1
       10  node2
     """
+    if not rows:
+        return []
     columns = []
     for number, name in enumerate(header):
         cells = [str(row[number]) for row in rows]
@@ -46,7 +49,7 @@ def _aligned(cells: list[str], right: bool) -> list[str]:
 
 
 def _are_figures(cells: list[str]) -> bool:
-    return bool(cells) and all(cell.lstrip("-")[:1].isdigit() for cell in cells)
+    return all(cell.lstrip("-")[:1].isdigit() for cell in cells)
 
 
 def count(number: int, noun: str) -> str:
@@ -60,28 +63,6 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}s"
 
 
-class Progress:
-    """Show the present step on stderr: one changing line on a terminal, else a line a step."""
-
-    def __init__(self, wanted: bool = True) -> None:
-        self._wanted = wanted
-        self._live = _is_terminal(sys.stderr)
-
-    def show(self, text: str) -> None:
-        """Show the step that begins now."""
-        line = f"\r\033[K{text} ..." if self._live else f"{text} ...\n"
-        self._write(line)
-
-    def clear(self) -> None:
-        """Take the line away again."""
-        if self._live:
-            self._write("\r\033[K")
-
-    def _write(self, text: str) -> None:
-        if self._wanted:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+def announce(step: str) -> None:
+    """Tell the person which step begins now, on stderr."""
+    print(f"{step} ...", file=sys.stderr, flush=True)

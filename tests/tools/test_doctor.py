@@ -164,7 +164,7 @@ def test_a_forgotten_srun_is_one_warning(monkeypatch: Any) -> None:
         monkeypatch.setenv(name, text)
     _, check = read_launch()
     assert check.status == "warning" and check.found.startswith("SLURM_NTASKS=4, but this process")
-    assert check.details == ["no launcher: one process"]
+    assert check.remedy.startswith("Start the doctor as the ranks are started")
 
 
 def test_a_refused_task_of_a_launcher_says_one_line_only() -> None:

@@ -12,7 +12,7 @@ from ...collectives import ops, sync
 from ...parallel.wrap import wrap_model
 from ...process_group.job import Context
 from ...process_group.lifecycle import distributed
-from ..terminal import Progress, count
+from ..terminal import announce, count
 from .timing import Case, time_cases
 from .workloads import METRICS, MODELS, Plan, make_step
 
@@ -28,7 +28,12 @@ def measure(plan: Plan) -> dict[str, Any]:
     """
     with distributed(device=plan.device, num_threads=1) as job:
         cases = list(_cases(plan, job))
-        times = _time_with_progress(cases, plan, job)
+
+        def say(step: str) -> None:
+            if job.rank == 0:
+                announce(f"{count(job.world_size, 'rank')}: {step}")
+
+        times = time_cases(cases, plan.seconds, job.device, say)
         results = []
         for case, taken in zip(cases, times, strict=True):
             results.append(case.labels | {"times": taken})
@@ -40,19 +45,6 @@ def measure(plan: Plan) -> dict[str, Any]:
             "launcher": job.launcher,
             "backend": job.backend,
         }
-
-
-def _time_with_progress(cases: list[Case], plan: Plan, job: Context) -> list[list[float]]:
-    progress = Progress(job.rank == 0)
-    title = count(job.world_size, "rank")
-
-    def say(text: str) -> None:
-        progress.show(f"{title}: {text}")
-
-    try:
-        return time_cases(cases, plan.seconds, job.device, say)
-    finally:
-        progress.clear()
 
 
 def _device_name(device: torch.device) -> str:

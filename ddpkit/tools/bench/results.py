@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import __version__
-from ..terminal import count, table
+from ..terminal import table
 from .timing import COLLECTIVES, bandwidths, summary
 from .workloads import METRICS, PARTS, Plan
 
@@ -36,23 +36,19 @@ def make_report(plan: Plan, outcomes: list[Row]) -> Row:
         "backend": largest["backend"],
         "device": largest["device"],
         "nodes": largest["nodes"],
-        "cores": _cores(),
+        "cores": len(os.sched_getaffinity(0)),
         "threads_per_rank": 1,
         "ranks": ranks,
         "batch_size": plan.batch_size,
         "results": results,
         "scaling": list(_scaling(results, ranks, plan.batch_size)),
-        "notes": list(_notes(plan, ranks, largest, results)),
+        "notes": list(_notes(plan, ranks, results)),
     }
 
 
 def _ranks_of(row: Row) -> int:
     ranks: int = row["ranks"]
     return ranks
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _results(outcomes: list[Row]) -> list[Row]:
@@ -113,16 +109,12 @@ def _names(results: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(result["name"] for result in results))
 
 
-def _notes(plan: Plan, ranks: list[int], largest: Row, results: list[Row]) -> Iterator[str]:
+def _notes(plan: Plan, ranks: list[int], results: list[Row]) -> Iterator[str]:
     """Explain gaps and doubts in the figures."""
     yield "One CPU thread per rank. Times are those of the slowest rank."
     between_ranks = [part for part in plan.parts if part != "steps"]
     if ranks[0] == 1 and between_ranks:
         yield f"Not on 1 rank, which has nobody to talk to: {', '.join(between_ranks)}."
-    on_one_cpu = largest["device"] == "cpu" and largest["nodes"] == 1
-    if on_one_cpu and ranks[-1] > _cores():
-        shared = f"{ranks[-1]} ranks share {count(_cores(), 'core')}"
-        yield f"{shared}: more ranks than cores bring no speed-up."
     busy = sum(_spread(result) > _BUSY for result in results)
     if busy:
         some = f"{busy} of {len(results)} measurements vary by more than +-{_BUSY:.0%}"
@@ -158,19 +150,13 @@ def _tables(report: Row) -> Iterator[list[str]]:
     yield _speed_ups("strong", "in all", report)
 
 
-def _table(header: list[str], rows: list[list[Any]]) -> list[str]:
-    if not rows:
-        return []
-    return table(header, rows)
-
-
 def _collectives(results: list[Row]) -> list[str]:
     header = ["collective", "ranks", "size", "time", "+-", "algorithm GB/s", "bus GB/s"]
     rows = []
     for result in sorted(results, key=_collective_order):
         row = [result["name"], result["ranks"], _size(result["bytes"]), *_time(result)]
         rows.append([*row, f"{result['algbw']:.3g}", f"{result['busbw']:.3g}"])
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _collective_order(result: Row) -> tuple[int, int, int]:
@@ -184,7 +170,7 @@ def _pairs(title: str, results: list[Row]) -> list[str]:
     for result in results:
         ratio = result["seconds"] / plain[result["ranks"]]
         rows.append([result["name"], result["ranks"], *_time(result), f"{ratio:.2f}"])
-    return _table([title, "ranks", "time", "+-", "ratio"], rows)
+    return table([title, "ranks", "time", "+-", "ratio"], rows)
 
 
 def _steps(results: list[Row]) -> list[str]:
@@ -195,7 +181,7 @@ def _steps(results: list[Row]) -> list[str]:
                 row = [name, f"{result['parameters']:,}", result["ranks"], _way(result)]
                 rows.append([*row, result["samples"], *_time(result)])
     header = ["step", "parameters", "ranks", "way", "samples in all", "time", "+-"]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _way(step: Row) -> str:
@@ -214,7 +200,7 @@ def _speed_ups(kind: str, whose: str, report: Row) -> list[str]:
             speed = f"{row['samples_per_second']:,.0f}"
             shares = [f"{row['speed_up']:.2f}", f"{row['efficiency']:.0%}"]
             rows.append([row["model"], row["ranks"], speed, *shares])
-    return _table([title, "ranks", "samples/s", "speed-up", "efficiency"], rows)
+    return table([title, "ranks", "samples/s", "speed-up", "efficiency"], rows)
 
 
 def _spread(result: Row) -> float:

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import LaunchError
-from ...launch.launch import Launch, forgotten_launcher
+from ...launch.launch import Launch
 from ...launch.launchers import ENGINES
-from ...launch.process_tree import typed_in_terminal
 from ...process_group.job import Context
 from ...process_group.lifecycle import distributed, exchange
 from ...process_group.options import checked_backend, checked_device
@@ -79,22 +78,13 @@ def read_launch() -> tuple[Launch | None, Check]:
         The launch, None if it is refused; and the check that says so.
     """
     try:
-        launch = unnested_launch()
+        launch, warning = unnested_launch()
     except LaunchError as error:
         return None, _refusal(error)
-    evidence = list(launch.evidence)
-    if typed_in_terminal(launch, os.environ, os.getpid()):
-        shells = f"one of {launch.world_size} shells that srun opened"
-        found = f"typed into {shells}, so it runs alone"
-        remedy = "Start the ranks with srun --overlap."
-        single = Launch("single", 0, 1, 0, 1, 0, 1)
-        return single, Check("launch", "warning", found, remedy, evidence)
-    forgotten = forgotten_launcher(launch)
-    if forgotten:
-        remedy = "srun python -m ddpkit doctor examines the whole job."
-        evidence = [line for line in evidence if not line.endswith(forgotten)]
-        return launch, Check("launch", "warning", forgotten, remedy, evidence)
-    return launch, Check("launch", "ok", _describe_launch(launch), "", evidence)
+    if warning:
+        remedy = "Start the doctor as the ranks are started; srun needs --overlap inside of a step."
+        return launch, Check("launch", "warning", warning, remedy)
+    return launch, Check("launch", "ok", _describe_launch(launch), "", list(launch.evidence))
 
 
 def _refusal(error: LaunchError) -> Check:

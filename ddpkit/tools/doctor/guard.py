@@ -58,7 +58,6 @@ class Guard:
         """Print the report, once, whoever asks; return the exit code."""
         with self._lock:
             if self._code is None:
-                self._report.progress.clear()
                 sys.stdout.flush()
                 os.dup2(self._stdout, 1)
                 self._code = print_report(self._report, self._as_json)

@@ -17,7 +17,7 @@ from ...errors import LaunchError
 from ...launch.launch import Launch
 from ...process_group.polling import Pause
 from ...process_group.store_values import parse, refuse_text
-from ..terminal import Progress
+from ..terminal import announce
 from .check import STATUSES, Check, failure
 
 MARK = "ddpkit/doctor"  # in the store of a doctor's job
@@ -69,7 +69,6 @@ class Report:
         self.places: list[dict[str, Any]] = []
         self.hosts: list[str] = []
         self.peers: dict[int, list[Check]] = {}
-        self.progress = Progress(self.rank == 0)
         self._deadline = time.monotonic() + timeout
 
     def time_left(self) -> timedelta:
@@ -84,7 +83,8 @@ class Report:
             text: Words for the person.
         """
         self.doing = name
-        self.progress.show(text)
+        if self.rank == 0:
+            announce(text)
 
     def add(self, check: Check) -> None:
         """Add a result."""
