@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..collectives.sharded import explain_sharded
@@ -12,15 +11,6 @@ from .leaves import has_names, tensors_of
 from .states import is_fsdp
 
 _RESERVED = ("step", "score")  # in what load() returns: the checkpoint's own
-
-
-def as_path(path: Any) -> Path:
-    """Convert a path of any kind; raise TypeError if it is none."""
-    try:
-        return Path(path)
-    except TypeError:
-        problem = f"path must be that of a file that save() wrote, got {path!r}."
-        raise TypeError(problem) from None
 
 
 def as_named_values(values: Any) -> dict[str, Any]:

@@ -198,7 +198,7 @@ class Checkpointer:
             MismatchError: If the ranks pass other names; if another rank passes a bad argument.
         """
         with raise_everywhere("Checkpointer.load"):
-            file = arguments.as_path(path)
+            file = Path(path)
         _check_objects("Checkpointer.load", objects)
         return load_file(file, objects)
 

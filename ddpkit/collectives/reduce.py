@@ -9,7 +9,6 @@ import math
 import numbers
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -298,13 +297,8 @@ def _name_call(op: str, weighted: bool) -> str:
 
 
 def _check_op(op: object) -> None:
-    if op in OPS:
-        return
-    text = f"op must be one of {', '.join(OPS)}, got {op!r}."
-    near = get_close_matches(op, OPS, n=1) if isinstance(op, str) else []
-    if near:
-        text += f" Did you mean {near[0]!r}?"
-    raise ValueError(text)
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}.")
 
 
 def _as_share(weight: Any) -> float:

@@ -86,7 +86,7 @@ def test_ranks_that_differ_in_their_arguments_all_raise(tmp_path: Path, nprocs: 
         assert "has no load_state_dict()" in said["no target"]
         assert "different collectives" in said["calls"]
         for case in ("no dict", "no names", "no path"):
-            words = "path must be" if case == "no path" else "per_rank must be a dict of values by name"
+            words = "PathLike" if case == "no path" else "per_rank must be a dict of values by name"
             assert said[case].startswith("TypeError" if rank == 1 else "MismatchError"), said[case]
             assert words in said[case]
         assert "Cannot read" in said["no text"] and "\\udcff.pt" in said["no text"]
