@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..collectives.differences import first_of
 from ..collectives.sync import run_on_main
 from ..errors import CheckpointError, PeerError
 from ..process_group.failures import message_of
 from ..process_group.lifecycle import exchange
 
 T = TypeVar("T")
-_LINES = 10  # of a message that lists problems
 
 
 def try_on_main(fn: Callable[[], T]) -> T | None:
@@ -71,8 +69,3 @@ def merge_problems(problems: list[str]) -> str:
         if problem:
             lines.append(f"Rank {rank}: {problem}")
     return "\n".join(lines)
-
-
-def list_problems(headline: str, problems: list[str]) -> str:
-    """Write problems below a headline, one a line, the first ten of many."""
-    return "\n  ".join([headline, *first_of(problems, _LINES)])

@@ -8,11 +8,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..collectives.differences import differing_parts
+from ..collectives.differences import differing_parts, list_lines
 from ..errors import CheckpointError
 from ..parallel.models import strip, wrapped_paths
 from ..parallel.replicas import gather_unless_equal
-from .all_or_none import list_problems
 from .leaves import digest_leaves, path_to
 from .states import is_consolidated
 
@@ -40,7 +39,7 @@ def check_equal(values: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     differing = differing_parts(dict(enumerate(everyone)), absent="absent")
     headline = f"Nothing was saved: {len(differing)} entries differ between ranks:"
     lines = [f"{path}: {found}" for path, found in differing.items()]
-    raise CheckpointError(f"{list_problems(headline, lines)}\n{_ADVICE}")
+    raise CheckpointError(f"{list_lines(headline, lines)}\n{_ADVICE}")
 
 
 def _digests(values: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, str]:

@@ -12,13 +12,14 @@ from typing import Any, BinaryIO
 
 from torch.optim import Optimizer
 
+from ..collectives.differences import list_lines
 from ..errors import CheckpointError
 from ..launch.ranks import get_rank, get_world_size, is_main_process
 from ..parallel.lr_scaling import applied_scales
 from ..process_group.failures import message_of
 from ..process_group.lifecycle import exchange
 from ..seeding.generator_states import set_rng_states
-from .all_or_none import list_problems, merge_problems, try_on_all, try_on_main
+from .all_or_none import merge_problems, try_on_all, try_on_main
 from .files import read, unreadable
 from .fit import Saved, explain_misfits
 from .format import explain_unusable
@@ -167,7 +168,7 @@ def _fitting_states(
     problems = explain_misfits(objects, saved)
     if problems:
         headline = f"{path} does not fit; nothing was loaded:"
-        raise CheckpointError(list_problems(headline, problems))
+        raise CheckpointError(list_lines(headline, problems))
     return saved.states
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..collectives.ops import all_gather_object
 from ..collectives.sharded import explain_sharded
@@ -47,11 +47,6 @@ def collect_content(
     return content
 
 
-class _Taken(NamedTuple):
-    content: dict[str, Any]  # as far as it is rank 0's
-    part: bytes  # this rank's part of the rest
-
-
 def _consolidate(values: Mapping[str, Any]) -> None:
     """Have optimizers that spread their state over ranks collect it on rank 0. Collective."""
     for value in values.values():
@@ -65,7 +60,8 @@ def _take_states(
     score: float | None,
     values: Mapping[str, Any],
     own: Mapping[str, Any],
-) -> _Taken:
+) -> tuple[dict[str, Any], bytes]:
+    """Return the content as far as it is rank 0's, and this rank's part of the rest."""
     states = {}
     for name, value in values.items():
         if is_main_process() or not is_consolidated(value):
@@ -89,7 +85,7 @@ def _take_states(
         "shapes": own_shapes,
     }
     _check_readable(own_states)
-    return _Taken(content, to_bytes(part))
+    return content, to_bytes(part)
 
 
 def _check_tensors(states: Mapping[str, Any], own_states: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ def explain_mismatch(everyone: list[dict[str, Any]]) -> str:
     call = everyone[0]["call"]
     failed = [f"rank {rank}: {each['error']}" for rank, each in enumerate(everyone) if each["error"]]
     if failed:
-        return "\n  ".join([f"{call} got a bad argument:", *first_of(failed, _LINES)])
+        return list_lines(f"{call} got a bad argument:", failed)
     calls = {rank: each["call"] for rank, each in enumerate(everyone)}
     if len(set(calls.values())) > 1:
         return (
@@ -39,7 +39,7 @@ def explain_difference(call: str, parts: dict[int, dict[str, str]]) -> str:
         return ""
     lines = [f"{path}: {values}" for path, values in differing.items()]
     headline = f"{call} needs the same structure, dtypes and shapes on every rank, but found:"
-    return "\n  ".join([headline, *first_of(lines, _LINES)])
+    return list_lines(headline, lines)
 
 
 def differing_parts(parts: Mapping[int, Mapping[str, str]], absent: str) -> dict[str, str]:
@@ -83,6 +83,11 @@ def _list_by_text(texts: dict[int, str]) -> str:
     for rank, text in texts.items():
         holders.setdefault(text, []).append(rank)
     return "; ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in holders.items())
+
+
+def list_lines(headline: str, lines: Sequence[str], most: int = _LINES) -> str:
+    """Write lines below a headline, the first of many."""
+    return "\n  ".join([headline, *first_of(lines, most)])
 
 
 def first_of(texts: Sequence[str], most: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -199,18 +199,15 @@ def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
     return found
 
 
-def describe_sharing(tensors: Iterable[Tensor]) -> list[str]:
-    """Describe the position of each tensor in memory that it shares with one before it.
+def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Describe each tensor by dtype and shape, and by its place in memory that one before it shares.
 
-    A tensor that shares none is described by "". Ranks that agree in it may write to the tensors
-    one after the other: all get the same values.
+    Ranks that agree in it may write to the tensors one after the other: all get the same values.
     """
-    tensors = list(tensors)
-    shared = sharing_memory(tensors)
-    texts = []
-    for place, tensor in enumerate(tensors):
+    shared = sharing_memory(tensors.values())
+    texts = {}
+    for place, (name, tensor) in enumerate(tensors.items()):
+        texts[name] = f"{tensor.dtype}{list(tensor.shape)}"
         if place in shared:
-            texts.append(f", sharing memory from element {tensor.storage_offset()}")
-        else:
-            texts.append("")
+            texts[name] += f", sharing memory from element {tensor.storage_offset()}"
     return texts

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..collectives import ops
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
-from ..collectives.differences import differing_parts, first_of, out_of_order
+from ..collectives.differences import differing_parts, list_lines, out_of_order
 from ..collectives.digest import digest
 from ..collectives.sharded import explain_sharded
 from ..errors import ReplicaMismatchError
@@ -21,7 +21,7 @@ from .models import (
     check_module,
     check_tensors,
     check_writable,
-    describe_sharing,
+    describe_tensors,
     named_buffers,
     named_parameters,
     named_tensors,
@@ -118,7 +118,7 @@ def _explain(everyone: list[Entries]) -> str:
         remedy = " (sync_buffers(model) makes buffers equal)"
     lines = [f"{name}: {values}" for name, values in differing.items()]
     head = f"{len(lines)} of {len(names)} entries differ between ranks{remedy}:"
-    return "\n  ".join([head, *first_of(lines, _SHOWN)])
+    return list_lines(head, lines, _SHOWN)
 
 
 def _model_entries(model: nn.Module) -> Entries:
@@ -190,7 +190,7 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
         if not lifecycle.joined():
             return
         mine = {name: digest(buffer) for name, buffer in buffers.items()}
-    check_fingerprint(fingerprint_of(f"sync_buffers(how={how!r})", _describe(buffers)))
+    check_fingerprint(fingerprint_of(f"sync_buffers(how={how!r})", describe_tensors(buffers)))
     averaged: list[Tensor] = []
     others: list[Tensor] = []
     everyone = gather_unless_equal(mine)
@@ -205,15 +205,6 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
             _average(averaged)
         if others:
             broadcast_into(others)
-
-
-def _describe(buffers: dict[str, Tensor]) -> dict[str, str]:
-    """Describe each buffer, as far as it must be equal on all ranks before values move."""
-    sharing = describe_sharing(buffers.values())
-    kinds = {}
-    for (name, buffer), shared in zip(buffers.items(), sharing, strict=True):
-        kinds[name] = f"{buffer.dtype}{list(buffer.shape)}{shared}"
-    return kinds
 
 
 def _average(buffers: list[Tensor]) -> None:

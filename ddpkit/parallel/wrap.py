@@ -32,7 +32,7 @@ from .models import (
     check_module,
     check_tensors,
     check_writable,
-    describe_sharing,
+    describe_tensors,
     join_path,
     named_tensors,
     strip,
@@ -219,17 +219,14 @@ def _describe(model: nn.Module) -> dict[str, str]:
     """Describe each tensor, as far as it must be equal on all ranks before DDP sends values."""
     ignored = ignored_by_ddp(model)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    sharing = describe_sharing(tensors.values())
-    texts = {}
-    for (name, tensor), shared in zip(tensors.items(), sharing, strict=True):
-        text = f"{tensor.dtype}{list(tensor.shape)}{shared}"
+    texts = describe_tensors(tensors)
+    for name, tensor in tensors.items():
         if tensor.requires_grad:
-            text += _describe_strides(tensor)
+            texts[name] += _describe_strides(tensor)
         elif isinstance(tensor, nn.Parameter):
-            text += ", frozen"
+            texts[name] += ", frozen"
         if name in ignored:
-            text += ", ignored by DDP"
-        texts[name] = text
+            texts[name] += ", ignored by DDP"
     return texts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -144,7 +144,7 @@ def _merge_alike(reports: ByRank, world_size: int) -> tuple[int, pytest.TestRepo
     chosen = min(reports, key=lambda rank: _importance(reports[rank]))
     report = reports[chosen]
     report.duration = max(other.duration for other in reports.values())
-    report.sections = list(_sections(reports, world_size))
+    report.sections = list(_sections(reports.items(), world_size))
     report.user_properties = _user_properties(reports)
     if report.skipped:
         _fail_unless_agreed(report, reports)
@@ -168,9 +168,12 @@ def _user_properties(reports: ByRank) -> list[tuple[str, object]]:
     return list(found.values())
 
 
-def _sections(reports: ByRank, world_size: int) -> Iterator[tuple[str, str]]:
-    """Collect the ranks' output, with the rank in its title where there are several."""
-    for rank, report in reports.items():
+def _sections(
+    reports: Iterable[tuple[int, pytest.TestReport]],
+    world_size: int,
+) -> Iterator[tuple[str, str]]:
+    """Collect the output of reports with their ranks, the rank in its title where there are several."""
+    for rank, report in reports:
         for title, text in report.sections:
             if world_size > 1:
                 title = f"{title} (rank {rank})"
@@ -266,7 +269,8 @@ def _add_section(report: pytest.TestReport, title: str, text: str) -> None:
 def _merge_lost(item: pytest.Item, lost: list[Answer], ranks: list[Reports]) -> pytest.TestReport:
     """Report a test in which ranks hung or died; a failure of another rank's own is shown first."""
     report = _failure(item, "call", _describe_lost(lost, ranks))
-    report.sections = _all_sections(ranks)
+    every = [(rank, report) for rank, reports in enumerate(ranks) for report in reports]
+    report.sections = list(_sections(every, len(ranks)))
     own = [other for phase in _PHASES for other in _of_phase(phase, ranks).values()]
     failed = [other for other in own if other.failed]
     first = min(failed, key=_importance, default=None)
@@ -287,16 +291,6 @@ def _describe_lost(lost: list[Answer], ranks: list[Reports]) -> str:
         if reports:
             lines.append(f"rank {rank}: {_describe(reports)}")
     return "\n".join(lines)
-
-
-def _all_sections(ranks: list[Reports]) -> list[tuple[str, str]]:
-    """Collect the output of all ranks in all phases, with the rank in its title."""
-    sections: list[tuple[str, str]] = []
-    for rank, reports in enumerate(ranks):
-        for report in reports:
-            for title, text in report.sections:
-                sections.append((f"{title} (rank {rank})", text))
-    return sections
 
 
 def _failure(item: pytest.Item, phase: Any, text: str) -> pytest.TestReport:
