@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import sys
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,14 +21,15 @@ from ..arguments import as_integer, check_timeout
 from ..errors import PeerError
 from ..process_group import lifecycle
 from .output import Copier, Forwarder, describe_logging, handle_record, own_streams, redirect
-from .pickling import Reply, call_and_reply, can_import, dump_call, open_reply
+from .pickling import call_and_reply, can_import, dump_call, open_reply
 from .rank_process import (
+    RankProcess,
     describe_exit,
     forget_start_method,
     is_echo,
     rank_environment,
-    read_stack,
     replace_environment,
+    wait_for_messages,
     write_stack_on_request,
 )
 
@@ -79,14 +79,14 @@ def spawn(
     call = dump_call("spawn", fn, args)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     copier = Copier(own_streams())
-    ranks: list[_RankProcess] = []
+    ranks: list[_SpawnedRank] = []
     with tempfile.TemporaryDirectory(prefix="ddpkit-spawn-") as folder:
         try:
             with _main_program_of_child():
                 for rank in range(nprocs):
                     env = rank_environment(rank, nprocs, store.port)
                     stack_file = Path(folder, str(rank))
-                    ranks.append(_RankProcess(rank, call, env, stack_file, copier))
+                    ranks.append(_SpawnedRank(rank, call, env, stack_file, copier))
             copier.start()
             return _results(ranks, timeout)
         finally:
@@ -110,11 +110,10 @@ def _main_program_of_child() -> Iterator[None]:
         main.__file__ = file
 
 
-class _RankProcess:
+class _SpawnedRank(RankProcess):
     """The process of one rank, and the result or error that it has reported.
 
     Attributes:
-        rank: The rank's number.
         done: True once it has returned, raised or died.
         result: The result of the function.
         error: The exception of the function, or a description of the process's death.
@@ -128,45 +127,31 @@ class _RankProcess:
         stack_file: Path,
         copier: Copier,
     ) -> None:
-        self.rank = rank
+        outputs = copier.pipes()
+        args = (outputs, describe_logging(), call, env, str(stack_file))
+        super().__init__(rank, ["torch", "ddpkit"], stack_file, _run_rank, *args)
+        for end in outputs.values():
+            end.close()
         self.done = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self._stack_file = stack_file
-        stack_file.touch()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "ddpkit"])
-        self.pipe, theirs = context.Pipe()
-        outputs = copier.pipes()
-        self.process = context.Process(
-            target=_run_rank,
-            args=(theirs, outputs, describe_logging(), call, env, str(stack_file)),
-            name=f"rank {rank}",
-        )
-        self.process.start()
-        for end in (theirs, *outputs.values()):
-            end.close()
 
     def receive(self) -> None:
-        """Take one message from the rank: a record for the log, its result, or its error."""
-        try:
-            if not self.pipe.poll():  # it has ended, and a child of its holds the pipe
-                raise EOFError
-            message = self.pipe.recv()
-        except (EOFError, ConnectionError):
-            self.done = True
+        """Take one message from the rank: a record for the log, or the reply to the call."""
+        message = self.next_message()
+        if isinstance(message, dict):
+            handle_record(message)
+            return
+        self.done = True
+        if message is None:
             ending = describe_exit(self.process)
             self.error = PeerError(self.rank, socket.gethostname(), "lost", ending)
-            return
-        if isinstance(message, Reply):
-            self.done = True
-            self.error, self.result = open_reply(self.rank, message)
         else:
-            handle_record(message)
+            self.error, self.result = open_reply(self.rank, message)
 
     def describe_stack(self) -> str:
         """Say where the rank is."""
-        stack = read_stack(self.process, self._stack_file) or "  (no answer: stopped?)"
+        stack = self.read_stack() or "  (no answer: stopped?)"
         return f"rank {self.rank}:\n{stack}"
 
     def end(self) -> None:
@@ -180,7 +165,7 @@ class _RankProcess:
         self.pipe.close()  # the rank's lifeline: it exits when this closes
 
 
-def _results(ranks: list[_RankProcess], timeout: timedelta) -> list[Any]:
+def _results(ranks: list[_SpawnedRank], timeout: timedelta) -> list[Any]:
     """Wait for all ranks and return their results, or raise the error of the first that failed."""
     failed = _wait_for_all(ranks, timeout)
     if failed:
@@ -194,15 +179,15 @@ def _results(ranks: list[_RankProcess], timeout: timedelta) -> list[Any]:
     return [process.result for process in ranks]
 
 
-def _wait_for_all(ranks: list[_RankProcess], timeout: timedelta) -> list[_RankProcess]:
+def _wait_for_all(ranks: list[_SpawnedRank], timeout: timedelta) -> list[_SpawnedRank]:
     """Take the ranks' messages until all are done or the time is up; return those that failed."""
     deadline = time.monotonic() + timeout.total_seconds()
-    failed: list[_RankProcess] = []
+    failed: list[_SpawnedRank] = []
     while True:
         unfinished = [process for process in ranks if not process.done]
         if not unfinished:
             return failed
-        ready = _wait_for_messages(unfinished, deadline)
+        ready = wait_for_messages(unfinished, deadline)
         if not ready:
             return failed
         for process in ready:
@@ -212,17 +197,7 @@ def _wait_for_all(ranks: list[_RankProcess], timeout: timedelta) -> list[_RankPr
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
 
 
-def _wait_for_messages(ranks: list[_RankProcess], deadline: float) -> set[_RankProcess]:
-    """Return the ranks that have said something or died, none if the time is up before."""
-    sources: dict[Any, _RankProcess] = {}
-    for process in ranks:
-        sources[process.pipe] = process
-        sources[process.process.sentinel] = process  # a child of its may hold the pipe
-    ready = wait([*sources], timeout=max(0.0, deadline - time.monotonic()))
-    return {sources[source] for source in ready}
-
-
-def _reports_another(process: _RankProcess) -> bool:
+def _reports_another(process: _SpawnedRank) -> bool:
     return is_echo(process.rank, process.error)
 
 

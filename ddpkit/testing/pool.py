@@ -15,9 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..spawning.rank_process import rank_environment
+from ..spawning.rank_process import rank_environment, wait_for_messages
 from .messages import Answer, RunOptions, Task
-from .warm_rank import WarmRank, wait_for_messages
+from .warm_rank import WarmRank
 
 _STARTING = 300.0  # seconds to start, join and import the test, however loaded the machine is
 _SETTLING = 5.0  # seconds in which a rank cleans up after a test
@@ -143,7 +143,7 @@ class Pool:
         former = self._store  # stays until the ranks have left its group, as they begin the task
         store = self._store_for(task)
         for rank in self._ranks:
-            rank.send(replace(task, environment=self._environment(rank.number, store.port)))
+            rank.send(replace(task, environment=self._environment(rank.rank, store.port)))
         self._joined = task.join
         self._group_timeout = task.timeout
         self._wait_for_answers(timeout)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import reduction
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from ..spawning.rank_process import describe_exit, read_stack
+from ..spawning.rank_process import RankProcess, describe_exit, wait_for_messages
 from .messages import (
     Answer,
     CleanUp,
@@ -29,12 +27,10 @@ from .messages import (
 PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
 
 
-class WarmRank:
+class WarmRank(RankProcess):
     """A process that runs one task after the other.
 
     Attributes:
-        number: The rank's number.
-        process: The process.
         answer: The outcome of the present task, None until it is known.
         started: True once the test's own code runs.
         debugging: True while a debugger wants or has the terminal.
@@ -44,7 +40,13 @@ class WarmRank:
     def __init__(self, number: int, env: dict[str, str], options: RunOptions) -> None:
         from .rank import main
 
-        self.number = number
+        self._folder = tempfile.TemporaryDirectory(prefix="ddpkit-testing-")
+        stack_file = Path(self._folder.name, "stack")
+        streams = [stream if stream is None else _Passed(stream) for stream in options.streams]
+        unsent = replace(options, streams=[])
+        args = (unsent, streams, env, number, str(stack_file))
+        super().__init__(number, PRELOADED, stack_file, main, *args)
+        self.process.name = f"warm rank {number}"
         self.answer: Answer | None = None
         self.started = False
         self.debugging = False
@@ -52,21 +54,6 @@ class WarmRank:
         self._reports: list[Any] = []  # of the present test
         self._warnings: list[Warned] = []
         self._late_reports: list[Any] = []  # of those before
-        self._folder = tempfile.TemporaryDirectory(prefix="ddpkit-testing-")
-        self._stack_file = Path(self._folder.name, "stack")
-        self._stack_file.touch()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        self._pipe, theirs = context.Pipe()
-        streams = [stream if stream is None else _Passed(stream) for stream in options.streams]
-        unsent = replace(options, streams=[])
-        self.process = context.Process(
-            target=main,
-            args=(theirs, unsent, streams, env, number, str(self._stack_file)),
-            name=f"warm rank {number}",
-        )
-        self.process.start()
-        theirs.close()
 
     def send(self, message: object) -> None:
         """Hand over a message; a rank that has died is noticed when it should answer."""
@@ -75,11 +62,11 @@ class WarmRank:
         self._reports = []
         self._warnings = []
         with suppress(OSError):
-            self._pipe.send(message)
+            self.pipe.send(message)
 
     def receive(self) -> None:
         """Take in one message of the rank, or its death."""
-        message = self._next_message()
+        message = self.next_message()
         if message is None:
             problem = self._describe_death()
             self.answer = self._answer(problem=problem)
@@ -99,7 +86,7 @@ class WarmRank:
 
     def give_up(self, problem: str) -> None:
         """End a rank that has not come to an end, and note where it was."""
-        stack = _stack_of_test(read_stack(self.process, self._stack_file))
+        stack = _stack_of_test(self.read_stack())
         stack = stack or "  (no answer: stopped?)\n"
         self.answer = self._answer(problem=problem, stack=stack)
         self.process.kill()
@@ -107,14 +94,14 @@ class WarmRank:
     def request_leftovers(self) -> None:
         """Ask the rank to clean up after its task."""
         with suppress(OSError):
-            self._pipe.send(CleanUp())
+            self.pipe.send(CleanUp())
 
     def receive_leftovers(self, deadline: float) -> Leftovers | None:
         """Return the state in which the task left the rank, None if it does not tell in time."""
         while self.process.is_alive():
-            if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+            if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
                 return None
-            message = self._next_message()
+            message = self.next_message()
             if message is None or isinstance(message, Leftovers):
                 return message
         return None
@@ -129,14 +116,14 @@ class WarmRank:
         """Let the rank's debugger talk to the person."""
         self.has_terminal = True
         with suppress(OSError):
-            self._pipe.send(Debugging(True))
+            self.pipe.send(Debugging(True))
 
     def dismiss(self) -> None:
         """Ask the rank to end; kill it if it has not come to the end of its task."""
         if self.answer is None or self.answer.done is None:
             self.process.kill()
         with suppress(OSError):
-            self._pipe.send(None)
+            self.pipe.send(None)
 
     def wait_for_end(self, deadline: float) -> None:
         """Wait until the rank has ended, and take in what it says."""
@@ -145,47 +132,27 @@ class WarmRank:
         self._receive_all()
 
     def _receive_all(self) -> None:
-        message = self._next_message()
+        message = self.next_message()
         while message is not None:
             if isinstance(message, EndedBadly):
                 self._late_reports.append(message.report)
-            message = self._next_message()
+            message = self.next_message()
 
     def kill(self) -> None:
         """End the rank, if it has not ended."""
         self.process.kill()
         self.process.join()
-        self._pipe.close()
+        self.pipe.close()
         self._folder.cleanup()
 
-    def sources(self) -> list[Any]:
-        """List the objects that become ready when the rank says something or dies."""
-        return [self._pipe, self.process.sentinel]
-
     def _answer(self, **outcome: Any) -> Answer:
-        return Answer(self.number, **outcome, reports=self._reports, warnings=self._warnings)
-
-    def _next_message(self) -> Any:
-        """Receive a message, None if the rank has died."""
-        try:
-            if not self._pipe.poll():  # it has died, and a child of its holds the pipe
-                return None
-            return self._pipe.recv()
-        except (EOFError, OSError):
-            return None
+        return Answer(self.rank, **outcome, reports=self._reports, warnings=self._warnings)
 
     def _describe_death(self) -> str:
         ending = describe_exit(self.process)
         if ending.startswith("killed"):
             return f"was {ending}"
         return ending
-
-
-def wait_for_messages(ranks: list[WarmRank], deadline: float) -> list[WarmRank]:
-    """Return the ranks that have said something or died, none if the time is up before."""
-    rank_of = {source: rank for rank in ranks for source in rank.sources()}
-    ready = wait([*rank_of], timeout=max(0.0, deadline - time.monotonic()))
-    return list({id(rank_of[source]): rank_of[source] for source in ready}.values())
 
 
 def _stack_of_test(stack: str) -> str:
