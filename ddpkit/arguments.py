@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 _LONGEST = timedelta(days=10_000)  # torch counts nanoseconds in 64 bits
 
@@ -22,13 +23,22 @@ def check_timeout(timeout: object) -> None:
         raise ValueError(f"timeout must be at most {_LONGEST.days} days, got {timeout}.")
 
 
+def plain_index(value: Any) -> Any:
+    """Turn any kind of integer but a bool into Python's; leave anything else as it is."""
+    if isinstance(value, (bool, np.bool_)):
+        return value
+    if isinstance(value, Tensor) and value.dtype == torch.bool:
+        return value
+    try:
+        return operator.index(value)
+    except Exception:  # whatever a class of somebody's own raises; tensors raise other errors by their size and dtype
+        return value
+
+
 def as_integer(value: Any, name: str, least: int = 1) -> int:
     """Convert an integer of any kind but a bool; raise ValueError if it is none, or less than `least`."""
-    number = None
-    if not isinstance(value, bool | np.bool_):  # older versions of NumPy take theirs for an index
-        with suppress(TypeError):
-            number = operator.index(value)
-    if number is None or number < least:
+    number = plain_index(value)
+    if type(number) is not int or number < least:
         expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise ValueError(f"{name} must be {expected}, got {value!r}.")
     return number

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..arguments import plain_index
 from ..launch import ranks
 from ..process_group import lifecycle
 from ..torch_internals import untraced
 from .consistency import CHECK, PAYLOAD, communication_device, fingerprint_of, new_block, raise_everywhere, sum_block
 from .pickling import TensorPickler, TensorUnpickler, check_copies
 from .tensors import bytes_as_tensor, flat_bytes
-from .tree import plain_index
 
 _SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exact in a float64
 

@@ -9,13 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..arguments import as_integer, plain_index
 from ..errors import MismatchError
 from ..launch import ranks
 from .consistency import raise_everywhere
 from .differences import explain_difference, name_ranks
 from .gather import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
 from .tensors import concatenate
-from .tree import leaves_of, plain_index, with_leaves
+from .tree import leaves_of, with_leaves
 
 _SHOWN = 8  # places that a message names
 # torch 2.6 cannot index tensors of other dtypes
@@ -28,8 +29,7 @@ def gather_in_order(values: Any, indices: Any, n: Any) -> Any:
     n = plain_index(n)
     call = f"gather_exact(n={n!r})"
     with raise_everywhere(call):
-        if type(n) is not int or n < 0:
-            raise ValueError(f"n must be the length of the dataset, got {n!r}.")
+        as_integer(n, "n", least=0)
         places = _as_places(indices)
         own = _columns_of(values)
         ready = [_as_column(call, path, column, len(places)) for path, column in own.items()]

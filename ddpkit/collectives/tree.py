@@ -192,18 +192,6 @@ def with_leaves(value: Any, is_leaf: Callable[[Any], bool], leaves: Iterator[Any
     return put_together(value, children)
 
 
-def plain_index(value: Any) -> Any:
-    """Turn any kind of integer but a bool into Python's; leave anything else as it is."""
-    if isinstance(value, (bool, np.bool_)):
-        return value
-    if isinstance(value, Tensor) and value.dtype == torch.bool:
-        return value
-    try:
-        return operator.index(value)
-    except Exception:  # whatever a class of somebody's own raises; tensors raise other errors by their size and dtype
-        return value
-
-
 def _flatten_all(values: Sequence[Any], leaves: list[Any]) -> tuple[Spec, ...]:
     if set(map(type, values)) == {float}:  # metrics: the same, ten times as fast
         leaves.extend(values)
