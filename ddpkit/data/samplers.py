@@ -49,8 +49,7 @@ class ResumableSampler(Sampler[int], ABC):
         batch_size: int = 1,
         drop_last: bool = False,
     ) -> None:
-        self.num_replicas, self.rank = _shard(num_replicas, rank)
-        self._made_for = _place_unless_chosen(num_replicas, rank)
+        self.num_replicas, self.rank, self._made_for = _share(num_replicas, rank)
         self.n = n
         self.seed = operator.index(seed)
         self.batch_size = batch_size
@@ -346,8 +345,7 @@ class DistributedEvalSampler(Sampler[int]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        self.num_replicas, self.rank = _shard(num_replicas, rank)
-        self._made_for = _place_unless_chosen(num_replicas, rank)
+        self.num_replicas, self.rank, self._made_for = _share(num_replicas, rank)
         self.n = _length(dataset)
 
     def __len__(self) -> int:
@@ -384,13 +382,14 @@ def check_place(name: str, made_for: tuple[int, int] | None) -> None:
         )
 
 
-def _place_unless_chosen(num_replicas: int | None, rank: int | None) -> tuple[int, int] | None:
-    if num_replicas is not None and rank is not None:
-        return None
-    return current_place()
-
-
-def _shard(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+def _share(
+    num_replicas: int | None,
+    rank: int | None,
+) -> tuple[int, int, tuple[int, int] | None]:
+    """Return the number of ranks, this rank, and the place of this process unless both were chosen."""
+    made_for = None
+    if num_replicas is None or rank is None:
+        made_for = current_place()
     if num_replicas is None:
         num_replicas = ranks.get_world_size()
     if rank is None:
@@ -398,7 +397,7 @@ def _shard(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if not 0 <= rank < num_replicas:
         found = f"rank is {rank} and num_replicas is {num_replicas}"
         raise ValueError(f"rank must be in [0, num_replicas), but {found}.")
-    return num_replicas, rank
+    return num_replicas, rank, made_for
 
 
 def _length(dataset: Any) -> int:
