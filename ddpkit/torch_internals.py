@@ -79,6 +79,16 @@ def has_no_memory(tensor: Tensor) -> bool:
     return tensor._is_zerotensor()
 
 
+def storage_address(obj: Any) -> int | None:
+    """Return where a storage begins in memory, None if this is no storage (private, the same from torch 2.6 to 2.13).
+
+    The older one of torch's two classes has a public way, which warns.
+    """
+    if isinstance(obj, torch.TypedStorage):
+        return obj._untyped_storage.data_ptr()
+    return obj.data_ptr() if torch.is_storage(obj) else None
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` made this module (private, the same from torch 2.6 to 2.13).
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import IO, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..collectives.tensors import is_dense
 from ..parallel.models import sharing_memory
-from .leaves import tensors_of
+from ..torch_internals import storage_address
 
 
 def save(content: Any, file: IO[bytes]) -> None:
@@ -19,16 +20,46 @@ def save(content: Any, file: IO[bytes]) -> None:
 
     Tensors that overlap keep their memory, so that they share it again when they are loaded.
     """
-    torch.save(content, file, pickle_module=_pickle_module(_storages_to_cut(content)))
+    survey = _Survey()
+    survey.dump(content)
+    torch.save(content, file, pickle_module=_pickle_module(survey.storages_to_cut()))
 
 
-def _storages_to_cut(content: Any) -> set[int]:
-    """Find the storages, by address, of which the content shows parts that do not overlap."""
-    tensors: dict[int, dict[int, Tensor]] = defaultdict(dict)
-    for _, tensor in tensors_of("content", content):
-        if is_dense(tensor):
-            tensors[_address(tensor)][id(tensor)] = tensor
-    return {address for address, parts in tensors.items() if _are_apart([*parts.values()])}
+class _Survey(pickle.Pickler):
+    """Find the tensors of a content, and how often each storage is written, however it is held."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), pickle.DEFAULT_PROTOCOL)
+        self.tensors: dict[int, list[Tensor]] = defaultdict(list)  # plain ones, by storage
+        self.uses: Counter[int] = Counter()  # by storage
+
+    def reducer_override(self, obj: Any) -> Any:
+        if _is_plain(obj):
+            self.tensors[_address(obj)].append(obj)
+        return NotImplemented
+
+    def persistent_id(self, obj: Any) -> str | None:
+        address = storage_address(obj)
+        if address is None:
+            return None
+        self.uses[address] += 1
+        return "a storage"
+
+    def storages_to_cut(self) -> set[int]:
+        """Find the storages, by address, of which plain tensors alone show parts that are apart."""
+        to_cut = set()
+        for address, tensors in self.tensors.items():
+            if self.uses[address] == len(tensors) and _are_apart(tensors):
+                to_cut.add(address)
+        return to_cut
+
+
+def _is_plain(obj: Any) -> bool:
+    """Return true for a tensor that a copy of its elements can stand for.
+
+    A Parameter is asked for again, by its data; attributes would be lost.
+    """
+    return type(obj) is Tensor and is_dense(obj) and not vars(obj)
 
 
 def _are_apart(tensors: list[Tensor]) -> bool:
@@ -42,8 +73,7 @@ def _pickle_module(to_cut: set[int]) -> Any:
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
-            # a Parameter is asked for again, by its data
-            if type(obj) is not Tensor or not is_dense(obj) or _address(obj) not in to_cut:
+            if not _is_plain(obj) or _address(obj) not in to_cut:
                 return NotImplemented
             copy: Any = obj.detach().clone().requires_grad_(obj.requires_grad)
             return copy.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
