@@ -37,9 +37,9 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     """Raise on every rank unless all hold equal models and optimizers, bit by bit. Collective.
 
     It takes a checksum of every parameter (and whether it is frozen), buffer, optimizer state and
-    hyper-parameter (bit patterns, in order) and exchanges one digest; only if those differ, the
-    checksums themselves. It costs about 0.2 s per GB on one core, so call it after loading, before
-    saving, or every so many steps.
+    hyper-parameter (bit patterns, in order), notes which modules train and which evaluate, and
+    exchanges one digest; only if those differ, the checksums themselves. It costs about 0.2 s per
+    GB on one core, so call it after loading, before saving, or every so many steps.
 
     With DDP, BatchNorm statistics differ between a training forward and the next one, which first
     sends rank 0's to all (see `broadcast_buffers`): each rank would evaluate with its own.
@@ -62,7 +62,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 
         On three, after rank 1 alone changed something::
 
-            ddpkit.errors.ReplicaMismatchError: 2 of 9 entries differ between ranks:
+            ddpkit.errors.ReplicaMismatchError: 2 of 10 entries differ between ranks:
               parameter 0.bias: float32[4] #9f0c0e6f on ranks 0, 2; float32[4] #1f6a3cd2 on rank 1
               optimizer group 0 lr: 0.1 on ranks 0, 2; 0.2 on rank 1
     """
@@ -128,6 +128,9 @@ def _model_entries(model: nn.Module) -> Entries:
         entries[f"parameter {name}"] = digest(parameter) + frozen
     for name, buffer in named_buffers(model):
         entries[f"buffer {name}"] = digest(buffer)
+    for name, module in model.named_modules():
+        if module is model or module.training != model.training:
+            entries[f"mode of {name or 'the model'}"] = "train" if module.training else "eval"
     return entries
 
 

@@ -102,10 +102,15 @@ def _frozen(net: nn.Module, _: torch.optim.Optimizer) -> None:
     net[0].bias.requires_grad_(False)
 
 
+def _evaluating(net: nn.Module, _: torch.optim.Optimizer) -> None:
+    net[1].eval()
+
+
 DAMAGE: dict[Callable[[nn.Module, torch.optim.Optimizer], None], str] = {
     _ulp: "parameter 0.weight: float32[64, 8] #",
     _permuted: "parameter 0.bias: float32[64] #",
     _twos: "parameter 2.weight: float32[1, 64] #",
+    _evaluating: "mode of 1: ",
     _frozen: "parameter 0.bias: float32[64] #",
     _adam: "optimizer state exp_avg of 0.bias: float32[64] #",
     _step: "optimizer state step of 2.bias: float32[] #",
@@ -150,7 +155,7 @@ def test_every_difference_is_named_on_every_rank():
         assert "on ranks 0, 2; " in entry and entry.endswith("on rank 1")
         assert len(entries) == (3 if damage is _no_state else 1), message
         assert message.startswith(f"{len(entries)} of ")
-        assert ("absent on rank 1" in message) == (damage in (_no_state, _missing))
+        assert ("absent on rank 1" in message) == (damage in (_no_state, _missing)), message
 
 
 def _wrapped() -> list[str]:
@@ -183,7 +188,7 @@ def test_names_are_the_models_own_and_statistics_differ_until_the_next_forward()
     for (first, second), many in on_ranks(_wrapped_and_many, 2):
         assert [line.split(":")[0] for line in first.splitlines()[1:]] == ["  buffer 1.running_mean"]
         assert [line.split(":")[0] for line in second.splitlines()[1:]] == ["  parameter 0.weight"]
-        assert many.startswith("30 of 30 entries")
+        assert many.startswith("30 of 31 entries")
         assert many.endswith("  and 10 more")  # a long list is cut
 
 
