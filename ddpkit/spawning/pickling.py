@@ -97,20 +97,24 @@ class Reply(NamedTuple):
     traceback: str = ""
 
 
-def call_and_reply(call: bytes, begin: Callable[[], None] | None = None) -> Reply:
+def call_and_reply(
+    call: bytes,
+    begin: Callable[[], None] = lambda: None,
+    may_exit: bool = True,
+) -> Reply:
     """Call a function on this rank, and tell the other ranks if it fails.
 
     Args:
         call: The function and its arguments, by `dump_call`.
         begin: Called before the function, when it has been imported.
+        may_exit: If true, `sys.exit(0)` is no failure, but ends the function without a result.
     """
     try:
         fn, args = pickle.loads(call)
-        if begin is not None:
-            begin()
+        begin()
         return Reply(False, dump(fn(*args)))
     except BaseException as error:
-        if ended_well(error):
+        if may_exit and ended_well(error):
             return Reply(False, dump(None))
         return _reply_of_failure(lifecycle.report(error))
 

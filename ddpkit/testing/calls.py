@@ -14,6 +14,7 @@ from ..spawning.pickling import dump_call, open_reply
 from ..spawning.rank_process import is_echo
 from .messages import Answer, CallFunction, Task
 
+_FOREVER = 1e8  # seconds
 _NO_RUN = "on_ranks() needs a pytest run with ddpkit's plugin; outside of one use ddpkit.spawn()."
 
 
@@ -48,6 +49,8 @@ def on_ranks(
         TypeError: If `fn` or an argument cannot be sent to other processes.
     """
     nprocs = as_integer(nprocs, "nprocs")
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < _FOREVER:
+        raise ValueError(f"timeout must be seconds above 0, got {timeout!r}.")
     config = _config_of_this_run()
     if config is None:
         raise RuntimeError(_NO_RUN)

@@ -22,6 +22,7 @@ _NO_WORLD_SIZE = (
 _TIMEOUT_HELP = "Seconds that a test on ranks may take unless its marker says more."
 _STREAMS = "_ddpkit_streams"
 _OPTIONS = {"timeout", "join", "fresh"}
+_FOREVER = 1e8  # seconds
 current: pytest.Config | None = None  # of the run in this process; `on_ranks` is called without it
 
 
@@ -44,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     setting = config.getini("ranks_timeout")
     try:
-        usable = float(setting) > 0
+        usable = 0 < float(setting) < _FOREVER
     except ValueError:
         usable = False
     if not usable:
@@ -150,7 +151,7 @@ def _check(marker: pytest.Mark, name: str) -> None:
         expected = f"ranks() knows {sorted(_OPTIONS)}"
         raise pytest.UsageError(f"{name}: {expected}, not {sorted(unknown)}.")
     timeout = marker.kwargs.get("timeout", 1)
-    if type(timeout) not in (int, float) or not timeout > 0:
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < _FOREVER:
         expected = "ranks() takes a timeout in seconds above 0"
         raise pytest.UsageError(f"{name}: {expected}, got {timeout!r}.")
 

@@ -204,9 +204,10 @@ class Items:
             raise
         except BaseException as error:
             cause = lifecycle.report(error)
-            self._failing = cause
-            if cause is error:
+            if cause is error or _is_partly_own(error):
+                self._failing = error
                 raise
+            self._failing = cause
             raise cause from error
 
 
@@ -234,6 +235,11 @@ def _needs_group(error: BaseException) -> bool:
         return True
     frames = traceback.extract_tb(error.__traceback__)
     return any("torch/distributed" in Path(frame.filename).as_posix() for frame in frames)
+
+
+def _is_partly_own(error: BaseException) -> bool:
+    """Return true for errors of several fixtures of which one is no echo of a peer's failure."""
+    return hasattr(error, "exceptions") and not _needs_group(error)
 
 
 class _Next(pytest.Item):

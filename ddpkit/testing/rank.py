@@ -191,7 +191,7 @@ class RankPlugin:
         if isinstance(task.work, RunTest):
             return items.run(task.work, self._begin)
         self._capture.resume_global_capture()
-        reply = call_and_reply(task.work.pickled, self._begin)
+        reply = call_and_reply(task.work.pickled, self._begin, may_exit=False)
         self._capture.suspend_global_capture()
         output = "".join(self._capture.read_global_capture())
         return Done(reply.failed, reply, output)

@@ -811,6 +811,12 @@ def fail_on_1() -> None:
     ddpkit.barrier()
 
 
+def exit_on_1() -> None:
+    if ddpkit.get_rank() == 1:
+        sys.exit(0)
+    ddpkit.barrier()
+
+
 def sleep_on_1() -> None:
     if ddpkit.get_rank() == 1:
         time.sleep(60)
@@ -840,6 +846,8 @@ def test_functions_are_called_on_warm_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ZeroDivisionError, match="oh") as caught:
         on_ranks(fail_on_1, 2)
     assert isinstance(caught.value.__cause__, ddpkit.PeerError) and caught.value.__cause__.rank == 1
+    with pytest.raises(ddpkit.PeerError, match="rank 1 .* failed: SystemExit: 0"):
+        on_ranks(exit_on_1, 2)
     with pytest.raises(TimeoutError, match="rank 1:\n(.|\n)*sleep_on_1"):
         on_ranks(sleep_on_1, 2, timeout=1)
     with pytest.raises(ddpkit.PeerError, match="rank 1 .* lost: was killed by SIGKILL"):
@@ -850,6 +858,9 @@ def test_functions_are_called_on_warm_ranks(monkeypatch: pytest.MonkeyPatch) -> 
         on_ranks(lambda: None, 2)
     with pytest.raises(ValueError, match="positive integer, got 0"):
         on_ranks(double, 0)
+    for timeout in (0, -1.0, float("inf"), float("nan"), "5", None):
+        with pytest.raises(ValueError, match="timeout must be seconds above 0, got"):
+            on_ranks(double, 2, 1, timeout=timeout)  # type: ignore[arg-type]
 
 
 ENDINGS = """
@@ -919,6 +930,31 @@ def test_fixtures_that_end_badly_are_errors_of_the_last_test_that_had_them(
     }, text
     assert "That was rank 1 of 2" in text
     assert "INTERNALERROR" not in text
+
+
+def test_an_error_at_a_fixtures_end_is_not_hidden_by_that_of_another_after_a_failure(pytester: pytest.Pytester) -> None:
+    outcomes, text = run(
+        pytester,
+        """
+@pytest.fixture(scope="session")
+def communicates():
+    yield
+    ddpkit.all_reduce(1)
+
+@pytest.fixture(scope="session")
+def ends_badly():
+    yield
+    raise ValueError("it was not well")
+
+@pytest.mark.ranks(2)
+def test_passes(communicates, ends_badly): pass
+
+@pytest.mark.ranks(2)
+def test_fails(): assert 0
+""",
+    )
+    assert outcomes["test_passes[2ranks]"] == "PASSED" and "1 failed, 1 passed, 1 error" in text, text
+    assert "ValueError: it was not well" in text, text
 
 
 def test_fixtures_that_end_badly_when_the_ranks_end_are_errors_too(
