@@ -67,6 +67,11 @@ class Result:
         return _mean(self.score, self.games), _mean(self.other_score, self.games)
 
     @property
+    def lead(self) -> float:
+        """Mean score per game of the first player, less the second's."""
+        return self.scores[0] - self.scores[1]
+
+    @property
     def deaths_per_game(self) -> tuple[float, float]:
         """Of the first and of the second player's three snakes together."""
         return _mean(self.deaths, self.games), _mean(self.other_deaths, self.games)
