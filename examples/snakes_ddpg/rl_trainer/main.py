@@ -1,16 +1,18 @@
 """Train three snakes to beat three others, on one process or on any number of ranks.
 
-From the folder above, on one process; on two; with a public guide's settings; and going on with the latest run::
+From the folder above, on one process; on two; with a public guide's settings; going on with a run::
 
     python rl_trainer/main.py
     torchrun --nproc_per_node=2 rl_trainer/main_ddp.py
     ./train_ddp.sh --preset guide-c
     ./train_ddp.sh --resume
 
-What to expect: README.md, beside `train_ddp.sh`, has the measured results. Ctrl-C saves, and ends all ranks.
+What to expect: README.md, beside `train_ddp.sh`, has the measured results. Ctrl-C saves, and ends
+all ranks.
 
-`main()` is the program. A step of training is three calls in it: `play()` of `snakes/collector.py`, `sample()` of
-`snakes/replay.py`, and the update of `snakes/ddpg.py`, which is started, and finished one step of the boards later.
+`main()` is the program. A step of training is three calls in it: `play()` of `snakes/collector.py`,
+`sample()` of `snakes/replay.py`, and the update of `snakes/ddpg.py`, which is started, and finished
+one step of the boards later.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def prepare(world_size: int) -> argparse.Namespace | int:
     """Read the settings, and find or make the run's folder.
 
     Returns:
-        The settings, resolved; or, after saying in a line what is wrong with them, the program's exit status.
+        The settings, resolved; or, after saying in a line what is wrong with them, the program's
+        exit status.
     """
     try:
         settings = read_settings()
@@ -122,7 +125,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
     keep_freed_memory()
     clock = Clock("play", "sample", "update", "evaluate", "save")
 
-    # The agent, and how far it has come: counts over all ranks, and the best evaluation's win rate and lead
+    # The agent, and how far it has come: counts over all ranks; win rate and lead when it was best
     ddpkit.seed_everything(settings.seed)
     rates = {"a_lr": settings.actor_lr, "c_lr": settings.critic_lr}
     agent = DDPG(job.device, hidden=settings.hidden, **rates, tau=settings.tau)
@@ -140,7 +143,9 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
     with ddpkit.main_process_first(local=True):
         warm_up()
     collector = make_collector(settings, job.rank, total["environment_steps"])
-    rng = np.random.default_rng(ddpkit.sample_seed(settings.seed, 2 + job.rank, total["environment_steps"]))
+    replay = collector.replay
+    seed = ddpkit.sample_seed(settings.seed, 2 + job.rank, total["environment_steps"])
+    rng = np.random.default_rng(seed)  # draws this rank's batches
 
     writer = None
     if ddpkit.is_main_process():
@@ -155,18 +160,19 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
         episode = total["episodes"]
         epsilon = epsilon_at(settings, total["environment_steps"])
         opponent = opponent_at(settings, episode + 1)
+        player = opponents.get(opponent)
 
-        # Train. From the start of an update to its finish the gradients travel, while the boards play one step more
+        # Train. While the gradients of an update travel, until its finish, the boards play on
         sums = Counter(updates=0)
         losses = torch.zeros(2, device=job.device)
         for _ in range(ROUND):
             with clock("play"):
-                sums.update(collector.play(agent.actor, opponents.get(opponent), epsilon))
-            if not collector.replay.ready(settings.batch_per_rank):
+                sums.update(collector.play(agent.actor, player, epsilon))
+            if not replay.ready(settings.batch_per_rank):
                 continue
             for _ in range(settings.updates):
                 with clock("sample"):
-                    batch = collector.replay.sample(settings.batch_per_rank, settings.gamma, rng, job.device)
+                    batch = replay.sample(settings.batch_per_rank, settings.gamma, rng, job.device)
                 with clock("update"):
                     agent.finish_update()
                     losses += agent.start_update(batch)
@@ -201,7 +207,8 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
                 ddpkit.run_on_main(save_models, settings.folder, "best", agent)
         if stop or is_due(settings.save_every, episode, total, finished):
             with clock("save"):
-                save(agent, checkpoints, settings, job, total, best, name=model_name(settings, total["episodes"], stop))
+                name = model_name(settings, total["episodes"], stop)
+                save(agent, checkpoints, settings, job, total, best, name=name)
     bar.close()
     seconds = {**clock.seconds, "exchange": agent.exchange.seconds}
     seconds["update"] -= seconds["exchange"]
@@ -216,8 +223,9 @@ def resume(
 ) -> tuple[Counter, tuple[float, float]]:
     """Load the run's last checkpoint into the agent, and return its counters and its best evaluation. Collective."""
     saved = checkpoints.load_latest(**parts_of(agent))
-    for group, lr in zip(agent.optimizer.param_groups, (settings.actor_lr, settings.critic_lr), strict=True):
-        group["lr"] = lr  # which may be another one now
+    actor, critic = agent.optimizer.param_groups
+    actor["lr"] = settings.actor_lr  # which may be another one now
+    critic["lr"] = settings.critic_lr
     total = Counter(saved["total"])
     best = (-1.0, 0.0)
     if saved["judges"] == judges_of(settings):
@@ -290,8 +298,14 @@ def save(
     """Save the models under a name and a checkpoint of everything, once the ranks are known to agree. Collective."""
     ddpkit.check_replicas(nn.ModuleList([agent.networks, agent.targets]), agent.optimizer)
     ddpkit.run_on_main(save_models, settings.folder, name, agent)
-    state = {"total": dict(total), "best": list(best), "judges": judges_of(settings), "ranks": job.world_size}
-    checkpoints.save(total["optimiser_steps"], **parts_of(agent), **state)
+    checkpoints.save(
+        total["optimiser_steps"],
+        **parts_of(agent),
+        total=dict(total),
+        best=list(best),
+        judges=judges_of(settings),
+        ranks=job.world_size,
+    )
 
 
 def parts_of(agent: DDPG) -> dict[str, Any]:
@@ -333,9 +347,14 @@ def report(writer: SummaryWriter | None, total: Counter, news: Counter, epsilon:
         f" environment_steps {total['environment_steps']} samples {total['samples']}"
         f" optimiser_steps {total['optimiser_steps']}"
     )
-    progress = {"epsilon": epsilon}
-    progress |= {name: total[name] for name in COUNTERS if name != "episodes"}
-    write(writer, total, {"reward": {**snakes, "total": reward}, "loss": losses, "play": rates, "progress": progress})
+    progress = {name: total[name] for name in COUNTERS if name != "episodes"}
+    tags = {
+        "reward": {**snakes, "total": reward},
+        "loss": losses,
+        "play": rates,
+        "progress": {"epsilon": epsilon, **progress},
+    }
+    write(writer, total, tags)
 
 
 def report_evaluation(writer: SummaryWriter | None, total: Counter, result: Result, opponent: str | int) -> None:

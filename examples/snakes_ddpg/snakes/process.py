@@ -29,8 +29,8 @@ class Clock:
 class Stop:
     """Note Ctrl-C and a scheduler's SIGTERM, so that the program can save and end.
 
-    They end the program at once until `later` is set. One more signal, seconds after the first, ends it in any case;
-    the terminal and torchrun may both send the first one.
+    They end the program at once until `later` is set. One more signal, seconds after the first,
+    ends it in any case; the terminal and torchrun may both send the first one.
     """
 
     def __init__(self) -> None:
