@@ -1,9 +1,10 @@
-"""The agent: one actor and one critic for the three snakes, and their update.
+"""Train the agent: one actor and one critic for the three snakes, and their update.
 
-It is DDPG (Lillicrap et al., arXiv:1509.02971) for an action that is one of three ways to go. That makes it less than
-the name says: the critic takes no action, it gives each way its value. What is left of DDPG are the replay, the target
-networks and an actor that follows the critic. The critic's target is that of expected SARSA, the actor's gradient the
-sum over all actions of Mean Actor-Critic (Allen et al., arXiv:1709.00503). The README lists all departures, and why.
+It comes from DDPG (Lillicrap et al., arXiv:1509.02971), of which are the replay, the target
+networks and an actor that climbs what the critic says. But an action is one of three ways to go,
+and the critic takes none: it gives each way its value. So the critic's target is that of expected
+SARSA, and the actor's gradient the sum over all actions of Mean Actor-Critic (Allen et al.,
+arXiv:1709.00503). The README lists all departures, and why.
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ class Actor(nn.Module):
 class Critic(nn.Module):
     """Map what snakes see, float32 of shape (..., FEATURES), to the ways' values, (..., WAYS).
 
-    It takes no action, as a critic of DDPG does, but gives all their values at once. The expected value of the actor's
-    probabilities is `(values * probabilities).sum(-1)`; its gradient in them is `values` itself.
+    It takes no action, as a critic of DDPG does, but gives all their values at once. The expected
+    value of the actor's probabilities is `(values * probabilities).sum(-1)`; its gradient in them
+    is `values` itself.
     """
 
     def __init__(self, hidden: int) -> None:
