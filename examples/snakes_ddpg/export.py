@@ -1,12 +1,12 @@
-"""Writes a trained model as the one file that the competition platform takes, and checks it.
+"""Write a trained model as the one file that the competition platform takes, and check it.
 
 Of the newest run, or any other, to `submission.py` in this folder, or elsewhere::
 
     python export.py latest
     python export.py run3:2000 --output /tmp/submission.py
 
-The file needs NumPy alone. What to expect: under half a megabyte, a tenth of a millisecond per call and 27 MB of
-memory, where the platform allows two seconds and 500 MB.
+The file needs NumPy alone. What to expect: under half a megabyte, a tenth of a millisecond per call
+and 27 MB of memory, where the platform allows two seconds and 500 MB.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_settings() -> argparse.Namespace:
 
 
 def write(policy: Policy, path: Path) -> None:
-    """Writes the template with the actor's weights behind it."""
+    """Write the template with the actor's weights behind it."""
     weights = [tensor.float().cpu().numpy() for tensor in policy.actor.state_dict().values()]
     sizes = [weights[0].shape[1], *(len(biases) for biases in weights[1::2])]
     data = base64.b64encode(b"".join(array.astype("<f4").tobytes() for array in weights)).decode()
@@ -52,12 +52,13 @@ def write(policy: Policy, path: Path) -> None:
 def observations(game: Game, b: int, before: np.ndarray | None) -> list[dict[Any, Any]]:
     """Make what the platform tells each snake of a board, with its keys and types.
 
-    As there, the coordinates of beans are NumPy's integers and those of snakes Python's, and all six are handed the
-    same lists.
+    As there, the coordinates of beans are NumPy's integers and those of snakes Python's, and all
+    six are handed the same lists.
 
     Args:
         game: Of which board number `b` is told.
-        before: The headings a step ago, which is what the platform calls the last directions; None after a reset.
+        before: The headings a step ago, which is what the platform calls the last directions; None
+            after a reset.
     """
     beans = game.boards.beans[b][game.boards.beans[b] != NONE].astype(np.int64)
     told: dict[Any, Any] = {1: [[cell // COLUMNS, cell % COLUMNS] for cell in beans]}
@@ -74,9 +75,13 @@ def check(path: Path, policy: Policy) -> tuple[int, float]:
     Raises:
         ValueError: If anything raises inside it, or it does not play as the policy does.
     """
-    submission, moves, differ, seconds = runpy.run_path(str(path)), 0, 0, 0.0
+    submission = runpy.run_path(str(path))
+    moves = 0
+    differ = 0
+    seconds = 0.0
     for team in (0, 1):
-        game, before = Game(1, seed=team), None
+        game = Game(1, seed=team)
+        before = None
         actions, wanted = np.zeros((2, 1, SNAKES), np.uint8)
         while not game.done[0]:
             policy(game.boards, team, wanted)
@@ -86,7 +91,8 @@ def check(path: Path, policy: Policy) -> tuple[int, float]:
                 start = time.perf_counter()
                 actions[0, s] = ask(submission, told[s])
                 seconds += time.perf_counter() - start
-                moves, differ = moves + 1, differ + int(actions[0, s] != wanted[0, s])
+                moves += 1
+                differ += int(actions[0, s] != wanted[0, s])
             for key in range(1, 2 + SNAKES):
                 told[0][key].clear()  # as the platform's next step changes the lists that it has handed over
             before = game.boards.headings[0].copy()
@@ -103,7 +109,8 @@ def ask(submission: dict[str, Any], observation: dict[Any, Any]) -> int:
     """Ask a submission for a direction, as the platform does.
 
     Raises:
-        ValueError: If anything raises inside it, where a match would go on with the next best player.
+        ValueError: If anything raises inside it, where a match would go on with the next best
+            player.
     """
     with redirect_stderr(None):  # the error below says it
         move = submission["my_controller"](observation, None, False)

@@ -1,4 +1,4 @@
-"""Lets players meet on the snakes' board: counts who wins, shows a game in the terminal, writes pictures of it.
+"""Let players meet on the snakes' board: count who wins, show a game in the terminal, write pictures of it.
 
 Whole games on both sides, and what came of them; the first of them to watch, and as pictures::
 
@@ -10,8 +10,8 @@ Every pair of several players, as a table in Markdown::
 
     python play.py --compare random 1 greedy --output table.md
 
-A player is a scripted opponent by its name, or a difficulty from 0 to 4. What to expect: greedy wins 99 % of its games
-against random; 400 games take a second, after some that it needs to start.
+A player is a scripted opponent by its name, or a difficulty from 0 to 4. What to expect: greedy
+wins 99 % of its games against random; 400 games take a second, after some that it needs to start.
 """
 
 from __future__ import annotations
@@ -71,18 +71,21 @@ def read_settings() -> argparse.Namespace:
 
 
 def fail(message: object) -> NoReturn:
+    """Say what is wrong in a line, and end the program."""
     print(f"play.py: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def player(name: str) -> Player:
-    """The player of a name: a scripted opponent by its name or difficulty, or a trained model, see `runs.parse()`.
+    """Find the player of a name: a scripted opponent by its name or difficulty, or a trained model, see `runs.parse()`.
 
     Raises:
         ValueError: If there is none; the message lists those there are.
     """
-    if name.isdecimal() or name in OPPONENTS:
-        return get(int(name) if name.isdecimal() else name)
+    if name.isdecimal():
+        return get(int(name))
+    if name in OPPONENTS:
+        return get(name)
     try:
         path = runs.parse(name)
         print(f"{name} is {path}", file=sys.stderr)
@@ -92,8 +95,9 @@ def player(name: str) -> Player:
 
 
 def play_one(a: Player, b: Player, seed: int) -> Iterator[Frame]:
-    """Plays the first of the games that are counted, `a` as team A, and takes a picture before and after every step."""
-    game, actions = Game(1, seed), np.zeros((1, SNAKES), np.uint8)
+    """Play the first of the games that are counted, `a` as team A, and take a picture before and after every step."""
+    game = Game(1, seed)
+    actions = np.zeros((1, SNAKES), np.uint8)
     yield snap(game)
     while not game.done[0]:
         a(game.boards, 0, actions)
@@ -103,7 +107,7 @@ def play_one(a: Player, b: Player, seed: int) -> Iterator[Frame]:
 
 
 def watch(frames: list[Frame], names: list[str], fps: float) -> None:
-    """Shows frames in place on a terminal; prints them one below the other elsewhere."""
+    """Show frames in place on a terminal; print them one below the other elsewhere."""
     if not sys.stdout.isatty():
         print("\n\n".join(render(frame, names) for frame in frames))
         return
@@ -117,7 +121,7 @@ def watch(frames: list[Frame], names: list[str], fps: float) -> None:
 
 
 def play_pairs(players: list[tuple[str, Player]], games: int, seed: int) -> dict[tuple[int, int], Result]:
-    """What came of the games of every pair, by the numbers of its players."""
+    """Play the games of every pair, and return what came of them by the numbers of its players."""
     results = {pair: Result() for pair in combinations(range(len(players)), 2)}
     with tqdm(total=games * len(results), unit="game", leave=False, disable=None) as bar:
         for one, other in results:
@@ -130,7 +134,7 @@ def play_pairs(players: list[tuple[str, Player]], games: int, seed: int) -> dict
 
 
 def rate(wins: int, games: int) -> str:
-    """Share of games won, and its standard error."""
+    """Write the share of games won, and its standard error."""
     if games == 0:
         return "–"
     p = wins / games
@@ -138,10 +142,12 @@ def rate(wins: int, games: int) -> str:
 
 
 def describe(names: list[str], result: Result) -> list[list[str]]:
-    """All that is known of two players' games, as rows of a table, told of the first."""
-    as_a, as_b = result.games_as_a, result.games - result.games_as_a
+    """Describe two players' games, as rows of a table, from the side of the first."""
+    as_a = result.games_as_a
+    as_b = result.games - result.games_as_a
+    games = "1 game" if result.games == 1 else f"{result.games} games"
     return [
-        [f"{names[0]} against {names[1]}", f"{result.games} game{'s' * (result.games != 1)}"],
+        [f"{names[0]} against {names[1]}", games],
         ["wins", rate(result.wins, result.games)],
         ["wins as team A", rate(result.wins_as_a, as_a)],
         ["wins as team B", rate(result.wins - result.wins_as_a, as_b)],
@@ -152,23 +158,30 @@ def describe(names: list[str], result: Result) -> list[list[str]]:
 
 
 def compare(names: list[str], results: dict[tuple[int, int], Result]) -> list[list[str]]:
-    """Win rates of the player of a row against that of a column, and against all, as rows of a table."""
+    """List win rates of the player of a row against that of a column, and against all."""
     rows = [["wins against", *names, "all"]]
+    games = next(iter(results.values())).games
     for one, name in enumerate(names):
-        wins = {other: result.wins for (first, other), result in results.items() if first == one}
-        wins |= {other: result.losses for (other, second), result in results.items() if second == one}
-        games = next(iter(results.values())).games
+        wins = {}
+        for (first, second), result in results.items():
+            if first == one:
+                wins[second] = result.wins
+            if second == one:
+                wins[first] = result.losses
         cells = [rate(wins[other], games) if other in wins else "–" for other in range(len(names))]
         rows.append([name, *cells, rate(sum(wins.values()), games * len(wins))])
     return rows
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """A table in Markdown whose columns are as wide as they need, so that it can be read as it is."""
+    """Write a table in Markdown whose columns are as wide as they need, so that it reads well as it is."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in [rows[0], rule, *rows[1:]]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = []
+    for first, *others in [rows[0], rule, *rows[1:]]:
+        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -190,7 +203,8 @@ def main(args: argparse.Namespace) -> None:
 
     if args.games:
         results = play_pairs(players, args.games, args.seed)
-        table = markdown(compare(names, results) if args.compare else describe(names, results[0, 1]))
+        rows = compare(names, results) if args.compare else describe(names, results[0, 1])
+        table = markdown(rows)
         print(table)
         if args.output:
             args.output.write_text(table + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The program of `main.py`, under the name that the guides start with torchrun."""
+"""Run the program of `main.py`, under the name that the guides start with torchrun."""
 
 import runpy
 from pathlib import Path

@@ -1,12 +1,16 @@
-"""The agent: deep deterministic policy gradients for three ways to go, one pair of networks for the three snakes.
+"""Train the agent: one actor and one critic for the three snakes, and their update.
 
-Where it departs from the plain algorithm (Lillicrap et al., arXiv:1509.02971), and why, stands in the README.
+It comes from DDPG (Lillicrap et al., arXiv:1509.02971), of which are the replay, the target
+networks and an actor that climbs what the critic says. But an action is one of three ways to go,
+and the critic takes none: it gives each way its value. So the critic's target is that of expected
+SARSA, and the actor's gradient the sum over all actions of Mean Actor-Critic (Allen et al.,
+arXiv:1709.00503). The README lists all departures, and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import time
+from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 
@@ -20,51 +24,66 @@ from .replay import Batch
 
 
 class DDPG:
-    """Actor, critic, their targets and their optimiser, alike on every rank.
+    """Hold actor, critic, their targets and their optimiser, alike on every rank.
 
     Args:
+        device: Where they are.
         hidden: Width of the networks.
         a_lr: Learning rate of the actor.
         c_lr: Learning rate of the critic.
-        tau: How far the targets move towards the networks in each step.
+        tau: Part of the way to the networks that the targets go in each step.
     """
 
     def __init__(self, device: torch.device, *, hidden: int, a_lr: float, c_lr: float, tau: float) -> None:
-        self.actor, self.critic = Actor(hidden).to(device), Critic(hidden).to(device)
+        self.actor = Actor(hidden).to(device)
+        self.critic = Critic(hidden).to(device)
         self.networks = nn.ModuleList([self.actor, self.critic])
-        self.targets = deepcopy(self.networks).requires_grad_(False)  # not wrapped, nor averaged: they follow alike
-        self.optimizer = torch.optim.Adam(
-            [{"params": self.actor.parameters(), "lr": a_lr}, {"params": self.critic.parameters(), "lr": c_lr}],
-            fused=True,
-        )
+        self.targets = deepcopy(self.networks).requires_grad_(False)  # not averaged: they follow alike
+        actor = {"params": self.actor.parameters(), "lr": a_lr}
+        critic = {"params": self.critic.parameters(), "lr": c_lr}
+        self.optimizer = torch.optim.Adam([actor, critic], fused=True)
         self.tau = tau
+        self.exchange = Exchange(self.networks)
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The actor's and the critic's loss, means over the batch; their gradients touch one network each."""
-        actor, critic = self.targets
+        """Compute the actor's and the critic's loss, means over the batch.
+
+        The gradients of each are those of its own network alone.
+        """
+        target_actor, target_critic = self.targets
         with torch.no_grad():
-            target = batch.reward + batch.weight * (actor(batch.later) * critic(batch.later)).sum(-1)
+            later = target_actor(batch.later) * target_critic(batch.later)
+            target = batch.reward + batch.weight * later.sum(-1)
         values = self.critic(batch.seen)
         taken = values.gather(1, batch.way.unsqueeze(1)).squeeze(1)
-        actor_loss = -(self.actor(batch.seen) * values.detach()).sum(-1).mean()
-        return actor_loss, nn.functional.mse_loss(taken, target)
+        critic_loss = nn.functional.mse_loss(taken, target)
 
-    @contextmanager
-    def update(
-        self, batch: Batch, averaging: Callable[..., AbstractContextManager[None]] = ddpkit.averaging
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """One optimiser step on the mean gradient of all ranks' batches, taken when the block is left. Collective.
+        probabilities = self.actor(batch.seen)
+        actor_loss = -(probabilities * values.detach()).sum(-1).mean()
+        return actor_loss, critic_loss
 
-        The block runs while the gradients travel: it may play on, with the weights before the step.
+    def start_update(self, batch: Batch) -> torch.Tensor:
+        """Start an optimiser step: compute the gradients, and send them to the other ranks. Collective.
 
-        Yields:
-            This rank's losses of actor and critic.
+        Until `finish_update()` the weights are those before the step, and may be used to play on.
+
+        Args:
+            batch: This rank's rows, as many on every rank.
+
+        Returns:
+            This rank's losses of actor and critic, of shape (2,).
         """
-        losses = self.losses(batch)
+        actor_loss, critic_loss = self.losses(batch)
         self.optimizer.zero_grad()
-        sum(losses).backward()
-        with averaging(self.networks):  # both in one exchange
-            yield losses[0].detach(), losses[1].detach()
+        (actor_loss + critic_loss).backward()
+        self.exchange.start()
+        return torch.stack([actor_loss.detach(), critic_loss.detach()])
+
+    def finish_update(self) -> None:
+        """Finish the step that was started, if any, by the mean gradients of all ranks. Collective."""
+        if not self.exchange.under_way:
+            return
+        self.exchange.finish()
         for network in self.networks:
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         self.optimizer.step()
@@ -72,11 +91,38 @@ class DDPG:
             torch._foreach_lerp_(list(self.targets.parameters()), list(self.networks.parameters()), self.tau)
 
     def load(self, actor: Path, critic: Path) -> None:
-        """Begins with the weights of two files `actor_*.pth` and `critic_*.pth`, the targets too.
+        """Load the weights of two files `actor_*.pth` and `critic_*.pth`, into the targets too.
 
         Raises:
             ValueError: If they do not fit.
         """
-        for network, path in zip(self.networks, (actor, critic), strict=True):
-            load_weights(network, path)
+        load_weights(self.actor, actor)
+        load_weights(self.critic, critic)
         self.targets.load_state_dict(self.networks.state_dict())
+
+
+class Exchange:
+    """Average the gradients of networks over all ranks, while the program does other work.
+
+    `ddpkit.averaging()` does that for a block; here the block's begin and end are two calls.
+    """
+
+    def __init__(self, networks: nn.Module) -> None:
+        self.networks = networks
+        self.under_way = False
+        self.seconds = 0.0  # spent in both calls so far, most of it waiting for other ranks
+        self._averaging = ExitStack()
+
+    def start(self) -> None:
+        """Send this rank's gradients; from now on the parameters have none. Collective."""
+        start = time.perf_counter()
+        self._averaging.enter_context(ddpkit.averaging(self.networks))
+        self.under_way = True
+        self.seconds += time.perf_counter() - start
+
+    def finish(self) -> None:
+        """Wait for the means of all ranks, and give them to the parameters. Collective."""
+        start = time.perf_counter()
+        self.under_way = False
+        self._averaging.close()
+        self.seconds += time.perf_counter() - start

@@ -1,7 +1,7 @@
-"""Pictures of a game: in the terminal, as an animated GIF, and as a PNG of a few moments for a README.
+"""Draw pictures of a game: in the terminal, as an animated GIF, and as a PNG of a few moments for a README.
 
-All three are made of frames. A frame is one moment of one board; `snap` takes it, and it stays as it is when the game
-goes on. Team A is blue and green, team B red and orange, in every picture.
+All three are made of frames. A frame is one moment of one board; `snap` takes it, and it stays as
+it is when the game goes on. Team A is blue and green, team B red and orange, in every picture.
 """
 
 from __future__ import annotations
@@ -23,22 +23,31 @@ Colour = tuple[int, int, int]
 
 # One colour per snake, and those of all else in a picture
 SNAKE = ((72, 160, 255), (38, 214, 214), (92, 208, 108), (240, 72, 80), (255, 146, 44), (255, 112, 160))
-BOARD, SQUARE, AROUND, BEAN = (28, 33, 44), (34, 40, 54), (14, 17, 24), (255, 236, 160)
-TEXT, EYE = (232, 232, 232), (255, 255, 255)
+BOARD = (28, 33, 44)
+SQUARE = (34, 40, 54)
+AROUND = (14, 17, 24)
+BEAN = (255, 236, 160)
+TEXT = (232, 232, 232)
+EYE = (255, 255, 255)
 FINE = 4  # pictures are drawn this many times as large, then reduced: smooth edges
 SIZE = 24 * FINE  # of a cell, before that
 
 # The same in a terminal of 256 colours
-BODY_CODES, HEAD_CODES = (32, 37, 71, 160, 172, 168), (75, 80, 120, 203, 215, 211)
-BOARD_CODE, FRAME_CODE, BEAN_CODE, EYE_CODE = 235, 239, 229, 16
+BODY_CODES = (32, 37, 71, 160, 172, 168)
+HEAD_CODES = (75, 80, 120, 203, 215, 211)
+BOARD_CODE = 235
+FRAME_CODE = 239
+BEAN_CODE = 229
+EYE_CODE = 16
 
 # By heading: up, down, left, right
-EYES, ARROWS = ("''", "..", ": ", " :"), "^v<>"
+EYES = ("''", "..", ": ", " :")
+ARROWS = "^v<>"
 WAY = ((0, -1), (0, 1), (-1, 0), (1, 0))  # x, y
 
 
 class Frame(NamedTuple):
-    """One moment of one board."""
+    """Hold one moment of one board."""
 
     bodies: list[list[int]]  # cells of each of the six snakes, head first
     headings: list[int]
@@ -48,14 +57,15 @@ class Frame(NamedTuple):
 
 
 def snap(game: Game, b: int = 0) -> Frame:
-    """Takes the picture of a board as it is now."""
+    """Take the picture of a board as it is now."""
     beans = [cell for cell in game.boards.beans[b].tolist() if cell != NONE]
-    scores, step = tuple(game.scores()[b].tolist()), int(game.boards.times[b])
+    scores = tuple(game.scores()[b].tolist())
+    step = int(game.boards.times[b])
     return Frame(game.bodies(b), game.boards.headings[b].tolist(), beans, scores, step)
 
 
 def _links(body: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Cell, next cell and the direction between them, for segments that touch: a respawned body may have a gap."""
+    """List cell, next cell and the direction between them, for segments that touch: a respawned body may have a gap."""
     pairs = ((cell, after, NEXT[cell].tolist()) for cell, after in pairwise(body))
     return [(cell, after, around.index(after)) for cell, after, around in pairs if after in around]
 
@@ -64,20 +74,22 @@ def _links(body: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def has_colours() -> bool:
-    """Whether standard output is a terminal that wants colours, see https://no-color.org."""
+    """Tell if standard output is a terminal that wants colours, see https://no-color.org."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def render(frame: Frame, names: Sequence[str] = ("A", "B"), *, colours: bool | None = None) -> str:
-    """A frame as 13 lines of text, two columns to a cell.
+    """Render a frame as 13 lines of text, two columns to a cell.
 
     Args:
         frame: The moment to show.
         names: Of team A and team B.
-        colours: Whether to use the terminal's 256 colours. Without, snakes are the digits 1 to 6, a head has an arrow
-            along its heading, and a bean is `()`. By default `has_colours()`.
+        colours: Use the terminal's 256 colours. Without, snakes are the digits 1 to 6, a head has
+            an arrow along its heading, and a bean is `()`. By default `has_colours()`.
     """
-    return _render_colours(frame, names) if (has_colours() if colours is None else colours) else _render(frame, names)
+    if colours is None:
+        colours = has_colours()
+    return _render_colours(frame, names) if colours else _render(frame, names)
 
 
 def _render(frame: Frame, names: Sequence[str]) -> str:
@@ -86,15 +98,18 @@ def _render(frame: Frame, names: Sequence[str]) -> str:
         text[cell] = "()"
     for s, body in enumerate(frame.bodies):
         for i, cell in enumerate(body):
-            text[cell] = f"{s + 1}{s + 1 if i else ARROWS[frame.headings[s]]}"
+            mark = s + 1 if i else ARROWS[frame.headings[s]]
+            text[cell] = f"{s + 1}{mark}"
     edge = f"+{'-' * 2 * COLUMNS}+"
     rows = ["|" + "".join(text[i : i + COLUMNS]) + "|" for i in range(0, CELLS, COLUMNS)]
-    (a, b), (score_a, score_b) = names, frame.scores
+    a, b = names
+    score_a, score_b = frame.scores
     return "\n".join([f"123 {a} {score_a} : {score_b} {b} 456, step {frame.step}", edge, *rows, edge])
 
 
 def _render_colours(frame: Frame, names: Sequence[str]) -> str:
-    # one cell more on each side: a body that crosses the border colours the frame where it leaves and where it enters
+    # one cell more on each side: a body that crosses the border colours the frame where it leaves
+    # and where it enters
     colour = np.full((ROWS + 2, COLUMNS + 2), FRAME_CODE)
     colour[1:-1, 1:-1] = BOARD_CODE
     text = np.full(colour.shape, "  ", object)
@@ -102,20 +117,26 @@ def _render_colours(frame: Frame, names: Sequence[str]) -> str:
         text[_place(cell)] = f"\x1b[1;38;5;{BEAN_CODE}m()"
     for s, body in enumerate(frame.bodies):
         for cell, after, direction in _links(body):
-            colour[_place(cell, direction)] = colour[_place(after, OPPOSITE[direction])] = BODY_CODES[s]
+            colour[_place(cell, direction)] = BODY_CODES[s]
+            colour[_place(after, OPPOSITE[direction])] = BODY_CODES[s]
         for cell in body:
             colour[_place(cell)] = BODY_CODES[s]
         for cell in body[:1]:
             colour[_place(cell)] = HEAD_CODES[s]
             text[_place(cell)] = f"\x1b[1;38;5;{EYE_CODE}m{EYES[frame.headings[s]]}"
-    cells = [[f"\x1b[48;5;{c}m{t}" for c, t in zip(*row, strict=True)] for row in zip(colour, text, strict=True)]
-    (a, b), (score_a, score_b) = names, frame.scores
-    title = f"\x1b[1;38;5;{HEAD_CODES[0]}m{a} {score_a}\x1b[0m : \x1b[1;38;5;{HEAD_CODES[3]}m{score_b} {b}\x1b[0m"
-    return "\n".join([f"{title}, step {frame.step}", *("".join(row) + "\x1b[0m" for row in cells)])
+    a, b = names
+    score_a, score_b = frame.scores
+    title_a = f"\x1b[1;38;5;{HEAD_CODES[0]}m{a} {score_a}\x1b[0m"
+    title_b = f"\x1b[1;38;5;{HEAD_CODES[3]}m{score_b} {b}\x1b[0m"
+    lines = [f"{title_a} : {title_b}, step {frame.step}"]
+    for colours, texts in zip(colour, text, strict=True):
+        cells = [f"\x1b[48;5;{code}m{cell}" for code, cell in zip(colours, texts, strict=True)]
+        lines.append("".join(cells) + "\x1b[0m")
+    return "\n".join(lines)
 
 
 def _place(cell: int, direction: int | None = None) -> tuple[int, int]:
-    """Row and column of a cell, or of the one next to it, in a grid with one more on each side; they do not wrap."""
+    """Find row and column of a cell, or of the one next to it, in a grid with one more on each side."""
     x, y = (0, 0) if direction is None else WAY[direction]
     return cell // COLUMNS + 1 + y, cell % COLUMNS + 1 + x
 
@@ -155,32 +176,37 @@ def _centre(cell: int) -> tuple[float, float]:
 
 
 def _draw_body(draw: ImageDraw.ImageDraw, body: Sequence[int], colour: Colour) -> None:
-    """Thinner towards the tail; across the border both ends of a link run out of the picture."""
+    """Draw a body, thinner towards the tail; across the border both ends of a link run out of the picture."""
     radius = dict(zip(body, np.linspace(0.40, 0.24, len(body)) * SIZE, strict=True))
     for cell in body:
         _disc(draw, *_centre(cell), radius[cell], colour)
     for cell, after, direction in _links(body):
         for one, other, sign in ((cell, after, 1), (after, cell, -1)):
-            (x, y), (dx, dy) = _centre(one), (sign * step for step in WAY[direction])
+            x, y = _centre(one)
+            dx, dy = (sign * step for step in WAY[direction])
             ends = ((x, y, radius[one]), (x + dx * SIZE, y + dy * SIZE, -radius[other]))
             draw.polygon([(u + side * r * dy, v - side * r * dx) for u, v, r in ends for side in (-1, 1)], colour)
 
 
 def _draw_head(draw: ImageDraw.ImageDraw, cell: int, heading: int, colour: Colour) -> None:
-    """Its eyes look along the heading."""
-    (x, y), (dx, dy) = _centre(cell), WAY[heading]
+    """Draw a head, whose eyes look along the heading."""
+    x, y = _centre(cell)
+    dx, dy = WAY[heading]
     _disc(draw, x, y, 0.46 * SIZE, colour)
     for side in (-0.2, 0.2):
-        eye_x, eye_y = x + (0.16 * dx + side * dy) * SIZE, y + (0.16 * dy + side * dx) * SIZE
+        eye_x = x + (0.16 * dx + side * dy) * SIZE
+        eye_y = y + (0.16 * dy + side * dx) * SIZE
         _disc(draw, eye_x, eye_y, 0.15 * SIZE, EYE)
         _disc(draw, eye_x + 0.06 * dx * SIZE, eye_y + 0.06 * dy * SIZE, 0.08 * SIZE, AROUND)
 
 
 def _draw_header(draw: ImageDraw.ImageDraw, width: int, unit: int, frame: Frame, names: Sequence[str]) -> None:
-    """Both teams' colours and names from the sides, the score in the middle; 1.6 units high."""
-    y, font = 0.95 * unit, ImageFont.load_default(0.72 * unit)
+    """Draw both teams' colours and names from the sides, the score in the middle; 1.6 units high."""
+    y = 0.95 * unit
+    font = ImageFont.load_default(0.72 * unit)
     for team, side, anchors in ((0, -1, "lr"), (1, 1, "rl")):
-        name, edge = names[team], width / 2 + side * (width / 2 - 0.5 * unit)
+        name = names[team]
+        edge = width / 2 + side * (width / 2 - 0.5 * unit)
         while font.getlength(name) > width / 2 - 5.2 * unit:  # the end of a model's path tells most
             name = "…" + name[2:]
         for s in range(3):
@@ -195,17 +221,24 @@ def _write(draw: ImageDraw.ImageDraw, x: float, y: float, text: str, size: float
 
 
 def _palette() -> Image.Image:
-    """Every colour in use and its blends with what it lies on, so that all frames share few colours."""
-    pairs = [(colour, SQUARE) for colour in (*SNAKE, BEAN)] + [(colour, AROUND) for colour in (*SNAKE, TEXT, EYE)]
-    blends = [np.average(pair, 0, (part, 4 - part)).round().astype(int) for pair in pairs for part in (1, 2, 3)]
+    """Make a palette of every colour in use and its blends with what it lies on, for all frames."""
+    pairs = [(colour, SQUARE) for colour in (*SNAKE, BEAN)]
+    pairs += [(colour, AROUND) for colour in (*SNAKE, TEXT, EYE)]
+    colours = [*SNAKE, BOARD, SQUARE, AROUND, BEAN, TEXT, EYE]
+    for pair in pairs:
+        for part in (1, 2, 3):
+            blend = np.average(pair, 0, (part, 4 - part))
+            colours.append(blend.round().astype(int))
     image = Image.new("P", (1, 1))
-    image.putpalette(np.vstack([*SNAKE, BOARD, SQUARE, AROUND, BEAN, TEXT, EYE, *blends]).ravel().tolist())
+    image.putpalette(np.vstack(colours).ravel().tolist())
     return image
 
 
 def _picture(frame: Frame, names: Sequence[str], last: int) -> Image.Image:
-    """The board; above it names, scores, and a bar for the share of `last` steps that are played."""
-    board, edge, top = _draw_board(frame), SIZE // 2, 2 * SIZE
+    """Draw the board; above it names, scores, and a bar for the share of `last` steps that are played."""
+    board = _draw_board(frame)
+    edge = SIZE // 2
+    top = 2 * SIZE
     image = Image.new("RGB", (board.width + 2 * edge, board.height + top + edge), AROUND)
     image.paste(board, (edge, top))
     draw = ImageDraw.Draw(image)
@@ -216,7 +249,7 @@ def _picture(frame: Frame, names: Sequence[str], last: int) -> Image.Image:
 
 
 def write_gif(frames: Sequence[Frame], path: str | Path, names: Sequence[str] = ("A", "B"), *, fps: float = 12) -> None:
-    """Writes an animated GIF, one picture per frame; it holds the last for two seconds and starts again.
+    """Write an animated GIF, one picture per frame; it holds the last for two seconds and starts again.
 
     Args:
         frames: Of one game, in order.
@@ -233,20 +266,26 @@ def write_gif(frames: Sequence[Frame], path: str | Path, names: Sequence[str] = 
 
 
 def write_strip(frames: Sequence[Frame], path: str | Path, names: Sequence[str] = ("A", "B")) -> None:
-    """Writes a PNG of six moments of a game, evenly spread from its first frame to its last, in two rows.
+    """Write a PNG of six moments of a game, evenly spread from its first frame to its last, in two rows.
 
     Args:
         frames: Of one game, in order.
         path: Of the file.
         names: Of team A and team B.
     """
-    across, down, gap, top = 3, 2, SIZE // 2, 2 * SIZE
-    width, height = COLUMNS * SIZE + gap, ROWS * SIZE + top
+    across = 3
+    down = 2
+    gap = SIZE // 2
+    top = 2 * SIZE
+    width = COLUMNS * SIZE + gap
+    height = ROWS * SIZE + top
     image = Image.new("RGB", (across * width + gap, top + down * height), AROUND)
     draw = ImageDraw.Draw(image)
     _draw_header(draw, image.width, round(1.2 * SIZE), frames[-1], names)
     for i, at in enumerate(np.linspace(0, len(frames) - 1, across * down).round().astype(int)):
-        x, y, frame = gap + i % across * width, top + i // across * height, frames[at]
+        x = gap + i % across * width
+        y = top + i // across * height
+        frame = frames[at]
         image.paste(_draw_board(frame), (x, y))
         texts = (x, f"step {frame.step}", "l"), (x + width - gap, "{} : {}".format(*frame.scores), "r")
         for edge, text, anchor in texts:

@@ -1,4 +1,4 @@
-"""Lets two players meet in whole games, on both sides, and counts."""
+"""Let two players meet in whole games, on both sides, and count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .opponents import Player
 
 @dataclass(frozen=True)
 class Result:
-    """What came of some games, told of the first player; the fields are sums, so that results can be added.
+    """Count what came of some games for the first player; the fields are sums, so that results can be added.
 
     The ranks' results become one by `Result(*ddpkit.all_reduce(dataclasses.astuple(result)))`.
     """
@@ -45,12 +45,12 @@ class Result:
 
     @property
     def win_rate(self) -> float:
-        """Games won / games; a draw is none. Not a number if there were no games, as all other means."""
+        """Divide games won by games; a draw is not won. Not a number if there were no games, as all other means."""
         return _mean(self.wins, self.games)
 
     @property
     def standard_error(self) -> float:
-        """Of the win rate p: sqrt(p (1 - p) / games), as for independent games; a player's own mirror is none."""
+        """Estimate the error of the win rate p: sqrt(p (1 - p) / games), as if games were independent."""
         return math.sqrt(self.win_rate * (1 - self.win_rate) / max(self.games, 1))
 
     @property
@@ -63,12 +63,17 @@ class Result:
 
     @property
     def scores(self) -> tuple[float, float]:
-        """Mean score per game of the first and of the second player."""
+        """Average the score per game of the first and of the second player."""
         return _mean(self.score, self.games), _mean(self.other_score, self.games)
 
     @property
+    def lead(self) -> float:
+        """Subtract the second player's mean score per game from the first's."""
+        return self.scores[0] - self.scores[1]
+
+    @property
     def deaths_per_game(self) -> tuple[float, float]:
-        """Of the first and of the second player's three snakes together."""
+        """Average the deaths of the first and of the second player's three snakes together."""
         return _mean(self.deaths, self.games), _mean(self.other_deaths, self.games)
 
 
@@ -82,19 +87,20 @@ def play_games(
     boards: int = 256,
     both_sides: bool = True,
 ) -> Result:
-    """Plays whole games of 200 steps; the larger score at the end wins.
+    """Play whole games of 200 steps; the larger score at the end wins.
 
-    Games 2k and 2k + 1 begin alike, with `player` as team A in the one and as team B in the other. A game depends on
-    the seed and its number alone: games 0 to 99 on one rank and 100 to 199 on another add up to 200 on one.
+    Games 2k and 2k + 1 begin alike, with `player` as team A in the one and as team B in the other.
+    A game depends on the seed and its number alone: games 0 to 99 on one rank and 100 to 199 on
+    another add up to 200 on one.
 
     Args:
-        player: Of whom the result tells.
+        player: The first player, whose wins the result counts.
         other: Whom it meets.
         games: Number of games.
         seed: Of all games.
         first: Number of the first game.
         boards: Games played side by side.
-        both_sides: Whether to swap sides; if not, `player` is always team A.
+        both_sides: Swap sides; if not, `player` is always team A.
 
     Raises:
         ValueError: If a number is negative, or `boards` is 0.
@@ -109,20 +115,32 @@ def play_games(
 
 
 def _play_side(player: Player, other: Player, side: int, numbers: range, seed: int, boards: int) -> Result:
-    """Plays the games that begin on the boards of these numbers, `player` as team `side`."""
+    """Play the games that begin on the boards of these numbers, `player` as team `side`."""
     result = Result()
     for first in numbers[::boards]:
         count = min(boards, numbers.stop - first)
         scores, deaths = _play(player, other, side, Game(count, seed, first=first))
-        wins, draws = int((scores[:, 0] > scores[:, 1]).sum()), int((scores[:, 0] == scores[:, 1]).sum())
-        as_a = (count, wins) if side == 0 else (0, 0)
-        (score, other_score), (died, other_died) = scores.sum(0).tolist(), deaths.sum(0).tolist()
-        result += Result(count, wins, draws, *as_a, score, died, other_score, other_died)
+        wins = int((scores[:, 0] > scores[:, 1]).sum())
+        draws = int((scores[:, 0] == scores[:, 1]).sum())
+        games_as_a, wins_as_a = (count, wins) if side == 0 else (0, 0)
+        score, other_score = scores.sum(0).tolist()
+        died, other_died = deaths.sum(0).tolist()
+        result += Result(
+            games=count,
+            wins=wins,
+            draws=draws,
+            games_as_a=games_as_a,
+            wins_as_a=wins_as_a,
+            score=score,
+            deaths=died,
+            other_score=other_score,
+            other_deaths=other_died,
+        )
     return result
 
 
 def _play(player: Player, other: Player, side: int, game: Game) -> tuple[np.ndarray, np.ndarray]:
-    """Plays every board to its end. Returns scores and deaths, (n, 2) each, `player` first."""
+    """Play every board to its end; return scores and deaths, (n, 2) each, `player` first."""
     count = len(game.done)
     actions = np.zeros((count, SNAKES), np.uint8)
     scores, deaths = np.zeros((2, count, 2), np.int64)

@@ -1,12 +1,13 @@
-"""What a snake sees: numbers about each way it can go, alike however the board is turned or shifted, by Numba.
+"""Compute what a snake sees: numbers about each way it can go, alike however the board is turned or shifted, by Numba.
 
-A snake goes left, straight on or right, seen along its heading. For each of these ways two floods spread from the cell
-it leads to, step by step over free cells and around the borders: a wide one, and a safe one that stays off every cell
-that another snake could reach as early. They tell how near the next bean is and how much room there is, as a snake
-with bodies and rivals in its way would find out.
+A snake goes left, straight on or right, seen along its heading. For each of these ways two floods
+spread from the cell it leads to, step by step over free cells and around the borders: a wide one,
+and a safe one that stays off every cell that another snake could reach as early. They tell how near
+the next bean is and how much room there is, as a snake with bodies and rivals in its way would find
+out.
 
-A set of cells is held in five 64-bit words of two rows each, and every flood runs for all boards at once, so that the
-compiler can put several boards into one vector instruction.
+A set of cells is held in five 64-bit words of two rows each, and every flood runs for all boards at
+once, so that the compiler can put several boards into one vector instruction.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ BIT = np.uint64(1) << (_cells % (2 * COLUMNS)).astype(np.uint64)
 _LOW_ROW = np.uint64((1 << COLUMNS) - 1)
 _FIRST = np.uint64(1 | 1 << COLUMNS)  # the first column of both rows
 _LAST = np.uint64(_FIRST << np.uint64(COLUMNS - 1))
-_ONE, _WRAP, _ROW = np.uint64(1), np.uint64(COLUMNS - 1), np.uint64(COLUMNS)
+_ONE = np.uint64(1)
+_WRAP = np.uint64(COLUMNS - 1)
+_ROW = np.uint64(COLUMNS)
 
 
 @njit(inline="always")
 def _around(above, here, below):
-    """The cells of a word whose neighbours are in a set, of which three words in turn are given."""
+    """Find the cells of a word whose neighbours are in a set, of which three words in turn are given."""
     right = ((here << _ONE) & ~_FIRST) | ((here >> _WRAP) & _FIRST)
     left = ((here >> _ONE) & ~_LAST) | ((here << _WRAP) & _LAST)
     down = ((here & _LOW_ROW) << _ROW) | (above >> _ROW)
@@ -66,8 +69,10 @@ def _around(above, here, below):
 
 @njit(inline="always")
 def _count(word):
-    """Number of set bits of one word of at most 40."""
-    m1, m2, m4 = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333), np.uint64(0x0F0F0F0F0F0F0F0F)
+    """Count the set bits of one word of at most 40."""
+    m1 = np.uint64(0x5555555555555555)
+    m2 = np.uint64(0x3333333333333333)
+    m4 = np.uint64(0x0F0F0F0F0F0F0F0F)
     word = word - ((word >> np.uint64(1)) & m1)
     word = (word & m2) + ((word >> np.uint64(2)) & m2)
     word = (word + (word >> np.uint64(4))) & m4
@@ -76,7 +81,7 @@ def _count(word):
 
 @njit(cache=True)
 def _spread(cells, open_cells):
-    """Grows sets of cells (5, n) by one step, over open cells (5, n)."""
+    """Grow sets of cells (5, n) by one step, over open cells (5, n)."""
     for b in range(cells.shape[1]):
         c0, c1, c2, c3, c4 = cells[0, b], cells[1, b], cells[2, b], cells[3, b], cells[4, b]
         cells[0, b] = c0 | (_around(c4, c0, c1) & open_cells[0, b])
@@ -88,7 +93,7 @@ def _spread(cells, open_cells):
 
 @njit(cache=True)
 def _miss(cells, goals, distance):
-    """Adds one to the distances (n,) of sets (5, n) that have not reached a goal."""
+    """Add one to the distances (n,) of sets (5, n) that have not reached a goal."""
     for b in range(cells.shape[1]):
         hit = (
             (cells[0, b] & goals[0, b])
@@ -102,6 +107,7 @@ def _miss(cells, goals, distance):
 
 @njit(cache=True)
 def _measure(cells, area):
+    """Fill `area` (n,) with the sizes of sets (5, n)."""
     for b in range(cells.shape[1]):
         area[b] = (
             _count(cells[0, b]) + _count(cells[1, b]) + _count(cells[2, b]) + _count(cells[3, b]) + _count(cells[4, b])
@@ -110,7 +116,7 @@ def _measure(cells, area):
 
 @njit(cache=True)
 def _draw_sets(boards, first, free, beans):
-    """Fills the sets of free cells and of beans, both (5, n). A tail that surely leaves in this step counts as free."""
+    """Fill the sets of free cells and of beans, both (5, n). A tail that surely leaves in this step counts as free."""
     for b in range(free.shape[1]):
         board = first + b
         for w in range(WORDS):
@@ -135,7 +141,7 @@ def _draw_sets(boards, first, free, beans):
 
 @njit(cache=True)
 def _draw_heads(boards, first, but, heads):
-    """Fills the sets (5, n) of all heads but one snake's."""
+    """Fill the sets (5, n) of all heads but one snake's."""
     for b in range(heads.shape[1]):
         for w in range(WORDS):
             heads[w, b] = np.uint64(0)
@@ -147,7 +153,7 @@ def _draw_heads(boards, first, but, heads):
 
 @njit(cache=True)
 def _draw_way(boards, first, s, way, free, cells):
-    """Fills the sets (5, n) of the one cell that a way leads to, empty if that cell is not free."""
+    """Fill the sets (5, n) of the one cell that a way leads to, empty if that cell is not free."""
     for b in range(cells.shape[1]):
         cell = NEXT[segment(boards, first + b, s, 0), DIRECTION[boards.headings[first + b, s], way]]
         for w in range(WORDS):
@@ -157,7 +163,7 @@ def _draw_way(boards, first, s, way, free, cells):
 
 @njit(cache=True)
 def _remove(cells, others, rest):
-    """Fills `rest` with the cells that are not among the others', all (5, n)."""
+    """Fill `rest` with the cells that are not among the others', all (5, n)."""
     for w in range(WORDS):
         for b in range(cells.shape[1]):
             rest[w, b] = cells[w, b] & ~others[w, b]
@@ -165,17 +171,21 @@ def _remove(cells, others, rest):
 
 @njit(cache=True, nogil=True)
 def observe(boards, team, seen):
-    """Fills `seen`, float32 of shape (n, 3, FEATURES), with what the three snakes of a team see on each board."""
+    """Fill `seen`, float32 of shape (n, 3, FEATURES), with what the three snakes of a team see on each board."""
     for first in range(0, len(seen), BLOCK):
         _observe(boards, team, first, seen[first : first + BLOCK])
 
 
 @njit(cache=True)
 def _observe(boards, team, first, seen):
+    """Observe a block of boards that begins with number `first`."""
     n = len(seen)
-    free, beans = np.empty((WORDS, n), np.uint64), np.empty((WORDS, n), np.uint64)
-    others, calm = np.empty_like(free), np.empty_like(free)
-    wide, safe = np.empty((WAYS, WORDS, n), np.uint64), np.empty((WAYS, WORDS, n), np.uint64)
+    free = np.empty((WORDS, n), np.uint64)
+    beans = np.empty((WORDS, n), np.uint64)
+    others = np.empty_like(free)
+    calm = np.empty_like(free)
+    wide = np.empty((WAYS, WORDS, n), np.uint64)
+    safe = np.empty((WAYS, WORDS, n), np.uint64)
     misses = np.empty((2, WAYS, n), np.uint64)  # steps of the wide and of the safe flood without a bean
     areas = np.empty((3, WAYS, n), np.uint64)  # of the wide flood, the safe one, and the safe one half-way
     _draw_sets(boards, first, free, beans)
@@ -209,8 +219,11 @@ def _observe(boards, team, first, seen):
 
 @njit(cache=True)
 def _describe_way(boards, b, s, way, free, misses, areas, features):
+    """Fill the features of a way of one snake, of which the floods' misses and areas are given."""
     cell = NEXT[segment(boards, b, s, 0), DIRECTION[boards.headings[b, s], way]]
-    rivals, mates, stake = 0, 0, 0  # heads that can enter the cell too; the greatest gain that a rival would lose
+    rivals = 0  # rivals whose heads can enter the cell too
+    mates = 0  # the same of team-mates
+    stake = 0  # the greatest gain that a rival would lose
     for other in range(SNAKES):
         if other != s and DISTANCE[cell, segment(boards, b, other, 0)] == 1:
             if other // 3 == s // 3:
@@ -235,6 +248,7 @@ def _describe_way(boards, b, s, way, free, misses, areas, features):
 
 @njit(cache=True)
 def _describe_snake(boards, b, s, features):
+    """Fill the features that are not of a way: the snake's gain, and the standing of the game."""
     ours, theirs = 0, 0
     for other in range(SNAKES):
         if other // 3 == s // 3:

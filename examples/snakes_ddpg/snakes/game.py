@@ -1,8 +1,9 @@
-"""The game: its rules as plain loops over many boards at once, compiled by Numba.
+"""Play the game: its rules as plain loops over many boards at once, compiled by Numba.
 
-Six snakes move on a torus of 10 x 20 cells; 0, 1, 2 are team A and 3, 4, 5 team B. A cell is a number from 0 to 199,
-row by row; a direction is one of UP, DOWN, LEFT, RIGHT. Every board draws from its own random stream, so that a game
-depends on its seed and its moves alone, not on the boards beside it.
+Six snakes move on a torus of 10 x 20 cells; 0, 1, 2 are team A and 3, 4, 5 team B. A cell is a
+number from 0 to 199, row by row; a direction is one of UP, DOWN, LEFT, RIGHT. Every board draws
+from its own random stream, so that a game depends on its seed and its moves alone, not on the
+boards beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from numba import njit
 
 import ddpkit
 
-ROWS, COLUMNS, SNAKES, BEANS, STEPS = 10, 20, 6, 5, 200
+ROWS = 10
+COLUMNS = 20
+SNAKES = 6
+BEANS = 5
+STEPS = 200
 CELLS = ROWS * COLUMNS
 UP, DOWN, LEFT, RIGHT = 0, 1, 2, 3
 START_LENGTH = 3
@@ -41,7 +46,7 @@ _inlined = njit(cache=True, forceinline=True)
 
 
 class Boards(NamedTuple):
-    """The state of n boards. Segment i of a snake, 0 the head, is `bodies[b, s, (heads[b, s] + i) % 256]`."""
+    """Hold the state of n boards. Segment i of a snake, 0 the head, is `bodies[b, s, (heads[b, s] + i) % 256]`."""
 
     cells: np.ndarray  # (n, 200) uint8: number of segments there, plus BEAN
     bodies: np.ndarray  # (n, 6, 256) uint8: rings of cells
@@ -55,7 +60,7 @@ class Boards(NamedTuple):
 
 @_inlined
 def draw(boards, b, n):
-    """A uniform integer below n (n < 2**16), from the board's own stream (SplitMix64)."""
+    """Draw a uniform integer below n (n < 2**16), from the board's own stream (SplitMix64)."""
     boards.streams[b] += np.uint64(0x9E3779B97F4A7C15)
     z = boards.streams[b]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -66,16 +71,19 @@ def draw(boards, b, n):
 
 @_inlined
 def segment(boards, b, s, i):
-    """The cell of a snake's i-th segment; 0 is the head."""
+    """Find the cell of a snake's i-th segment; 0 is the head."""
     return boards.bodies[b, s, np.uint8(boards.heads[b, s] + i)]
 
 
 @_inlined
 def _place(boards, b, s, head, neck, tail, heading):
+    """Put a snake of three cells on a board."""
     boards.heads[b, s] = 0
     boards.lengths[b, s] = START_LENGTH
     boards.headings[b, s] = heading
-    boards.bodies[b, s, 0], boards.bodies[b, s, 1], boards.bodies[b, s, 2] = head, neck, tail
+    boards.bodies[b, s, 0] = head
+    boards.bodies[b, s, 1] = neck
+    boards.bodies[b, s, 2] = tail
     boards.cells[b, head] += 1
     boards.cells[b, neck] += 1
     boards.cells[b, tail] += 1
@@ -83,7 +91,7 @@ def _place(boards, b, s, head, neck, tail, heading):
 
 @_inlined
 def _refill_beans(boards, b):
-    """Draws the missing beans, uniformly over the free cells."""
+    """Draw the missing beans, uniformly over the free cells."""
     for i in range(BEANS):
         while boards.beans[b, i] == NONE:
             cell = draw(boards, b, CELLS)
@@ -94,12 +102,14 @@ def _refill_beans(boards, b):
 
 @_inlined
 def _reset(boards, b):
+    """Start a new episode on a board."""
     boards.cells[b] = 0
     boards.beans[b] = NONE
     boards.times[b] = 0
     for s in range(SNAKES):
         while True:  # redraw until nothing overlaps
-            tail, heading = draw(boards, b, CELLS), draw(boards, b, 4)
+            tail = draw(boards, b, CELLS)
+            heading = draw(boards, b, 4)
             neck = NEXT[tail, heading]
             head = NEXT[neck, heading]
             if boards.cells[b, tail] == 0 and boards.cells[b, neck] == 0 and boards.cells[b, head] == 0:
@@ -110,13 +120,14 @@ def _reset(boards, b):
 
 @_inlined
 def _respawn(boards, b, s):
-    """Puts a removed snake back, without randomness. Returns whether there was a place for it."""
+    """Put a removed snake back, without randomness; return False if there is no place for it."""
     for start in range(CELLS):
         if boards.cells[b, start] != 0:
             continue
         found = boards.bodies[b, s]
         found[0] = start
-        known, looked_at = 1, 0
+        known = 1
+        looked_at = 0
         while looked_at < known < START_LENGTH:  # breadth first
             for direction in _SEARCH:
                 cell = NEXT[found[looked_at], direction]
@@ -137,7 +148,7 @@ def _respawn(boards, b, s):
 
 @_inlined
 def _is_corner(cell, one, other):
-    """Whether the cell has one of two cells in its row and the other in its column."""
+    """Tell if the cell has one of two cells in its row and the other in its column."""
     row, column = cell // COLUMNS, cell % COLUMNS
     return (row == one // COLUMNS and column == other % COLUMNS) or (
         row == other // COLUMNS and column == one % COLUMNS
@@ -146,7 +157,7 @@ def _is_corner(cell, one, other):
 
 @_inlined
 def _heading(head, neck):
-    """From raw coordinates, as the original does: across the border it points into the neck."""
+    """Find a heading from raw coordinates, as the original does: across the border it points into the neck."""
     if head // COLUMNS == neck // COLUMNS:
         return RIGHT if head > neck else LEFT
     return DOWN if head > neck else UP
@@ -154,7 +165,7 @@ def _heading(head, neck):
 
 @_inlined
 def _bury(boards, b, rewards, died):
-    """Removes all dead, then puts them back. Returns whether there was a place for each."""
+    """Remove all dead, then put them back; return False if there is no place for one."""
     for s in range(SNAKES):
         if died[b, s]:
             rewards[b, s] += START_LENGTH - boards.lengths[b, s]  # with this step's bean taken back
@@ -163,17 +174,21 @@ def _bury(boards, b, rewards, died):
     placed = True
     for s in range(SNAKES):
         if died[b, s] and not _respawn(boards, b, s):
-            boards.lengths[b, s], placed = 0, False
+            boards.lengths[b, s] = 0
+            placed = False
     return placed
 
 
 @_inlined
 def _step(boards, b, actions, rewards, died, limit):
-    """One step of one board. Replaces reversals in `actions` by what was drawn. Returns whether the episode ends."""
+    """Play a step of one board, and put what was drawn in place of reversals; return True if the episode ends."""
     cells = boards.cells
-    any_died, placed, total = False, True, 0
+    any_died = False
+    placed = True
+    total = 0
     for s in range(SNAKES):
-        action, back = actions[b, s], OPPOSITE[boards.headings[b, s]]
+        action = actions[b, s]
+        back = OPPOSITE[boards.headings[b, s]]
         if action == back:  # a reversal becomes one of the three other directions
             action = np.uint8(draw(boards, b, 3))
             action += np.uint8(action >= back)
@@ -223,7 +238,7 @@ def _step_all(boards, actions, rewards, died, done, limit):
 
 
 class Game:
-    """Plays `count` boards side by side; `rewards`, `died` and `done` tell of the last step.
+    """Play `count` boards side by side; `rewards`, `died` and `done` are those of the last step.
 
     Args:
         count: Number of boards.
@@ -251,11 +266,13 @@ class Game:
         self.reset()
 
     def reset(self, which: np.ndarray | None = None) -> None:
-        """Starts a new episode on the boards of a mask of shape (n,), on all without one."""
-        _reset_all(self.boards, np.ones(len(self.done), np.bool_) if which is None else which)
+        """Start a new episode on the boards of a mask of shape (n,), on all without one."""
+        if which is None:
+            which = np.ones(len(self.done), np.bool_)
+        _reset_all(self.boards, which)
 
     def step(self, actions: np.ndarray) -> None:
-        """Moves all snakes by actions of shape (n, 6), uint8, 0 to 3, in which reversals become the directions taken.
+        """Move all snakes by actions of shape (n, 6), uint8, 0 to 3, in which reversals become the directions taken.
 
         A board that is done must be reset before its next step.
 
@@ -269,18 +286,18 @@ class Game:
         _step_all(self.boards, actions, self.rewards, self.died, self.done, self.episode_length)
 
     def scores(self) -> np.ndarray:
-        """What each team has gained, its length - 9: shape (n, 2)."""
+        """Add up the gains of each team, its length - 9: shape (n, 2)."""
         return self.boards.lengths.reshape(-1, 2, 3).sum(2, dtype=np.int64) - 3 * START_LENGTH
 
     def bodies(self, b: int) -> list[list[int]]:
-        """The cells of each snake of a board, head first."""
+        """List the cells of each snake of a board, head first."""
         at = self.boards
         return [[int(segment(at, b, s, i)) for i in range(at.lengths[b, s])] for s in range(SNAKES)]
 
     def put(
         self, b: int, bodies: Sequence[Sequence[int]], headings: Sequence[int], beans: Sequence[int], time: int = 0
     ) -> None:
-        """Puts a board into a state: cells of each snake, head first; headings; cells of at most five beans.
+        """Put a board into a state: cells of each snake, head first; headings; cells of at most five beans.
 
         Raises:
             ValueError: If this is no state that a game can be in.
@@ -300,8 +317,12 @@ class Game:
                 f"found bodies {bodies}, headings {headings}, beans {beans}"
             )
         at = self.boards
-        at.cells[b], at.beans[b], at.times[b] = 0, NONE, time
-        at.heads[b], at.lengths[b], at.headings[b] = 0, [len(body) for body in bodies], headings
+        at.cells[b] = 0
+        at.beans[b] = NONE
+        at.times[b] = time
+        at.heads[b] = 0
+        at.lengths[b] = [len(body) for body in bodies]
+        at.headings[b] = headings
         for s, body in enumerate(bodies):
             at.bodies[b, s, : len(body)] = body
             np.add.at(at.cells[b], body, 1)

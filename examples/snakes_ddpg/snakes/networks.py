@@ -1,4 +1,4 @@
-"""The two networks: an actor that gives each way its probability, and a critic that gives each way its value."""
+"""Define the two networks: an actor gives each way its probability, a critic gives each way its value."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from .features import FEATURES, WAYS
 
 
 def perceptron(hidden: int) -> nn.Sequential:
-    """FEATURES -> hidden -> hidden -> WAYS, with ReLU between."""
+    """Make layers FEATURES -> hidden -> hidden -> WAYS, with ReLU between."""
     return nn.Sequential(
-        nn.Linear(FEATURES, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, WAYS)
+        nn.Linear(FEATURES, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, WAYS),
     )
 
 
 class Actor(nn.Module):
-    """Takes what snakes see, float32 of shape (..., FEATURES), to the ways' probabilities, (..., WAYS)."""
+    """Map what snakes see, float32 of shape (..., FEATURES), to the ways' probabilities, (..., WAYS)."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -31,10 +35,11 @@ class Actor(nn.Module):
 
 
 class Critic(nn.Module):
-    """Takes what snakes see, float32 of shape (..., FEATURES), to the ways' values, (..., WAYS).
+    """Map what snakes see, float32 of shape (..., FEATURES), to the ways' values, (..., WAYS).
 
-    The value of an action is linear in it: `(values * action).sum(-1)`. For a one-hot action that is the value of the
-    way taken, for the actor's probabilities the expected value, whose gradient in the action is `values` itself.
+    It takes no action, as a critic of DDPG does, but gives all their values at once. The expected
+    value of the actor's probabilities is `(values * probabilities).sum(-1)`; its gradient in them
+    is `values` itself.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -46,18 +51,19 @@ class Critic(nn.Module):
 
 
 def load_weights(network: Actor | Critic, path: Path) -> None:
-    """Loads a file that holds a network's state dict, and nothing else.
+    """Load a file that holds a network's state dict, and nothing else.
 
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If it holds anything else, or a network of other shapes.
     """
-    with _fitting(path, "an actor" if isinstance(network, Actor) else "a critic"):
+    what = "an actor" if isinstance(network, Actor) else "a critic"
+    with _fitting(path, what):
         network.load_state_dict(_load(path))
 
 
 def load_actor(path: Path) -> Actor:
-    """The actor in a file, of whatever width; raises what `load_weights` does."""
+    """Load the actor in a file, of whatever width; raise what `load_weights` does."""
     with _fitting(path, "an actor"):
         state = _load(path)
         actor = Actor(hidden=len(state["layers.0.bias"]))
@@ -71,6 +77,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _fitting(path: Path, what: str) -> Iterator[None]:
+    """Say which file is missing, or does not fit, in place of torch's errors."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}: a run keeps its models in its folder trained_model")
     try:

@@ -1,8 +1,8 @@
-"""Scripted players, compiled, for many boards at once.
+"""Play as scripted players, compiled, on many boards at once.
 
-A player is called as `player(boards, team, actions)` and writes the directions of the three snakes of its team (0:
-snakes 0 to 2, 1: snakes 3 to 5) on all boards into `actions[:, 3 * team : 3 * team + 3]`; actions have shape (n, 6),
-uint8.
+A player is called as `player(boards, team, actions)` and writes the directions of the three snakes
+of its team (0: snakes 0 to 2, 1: snakes 3 to 5) on all boards into `actions[:, 3 * team : 3 * team
++ 3]`; actions have shape (n, 6), uint8.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Player = Callable[[Boards, int, np.ndarray], None]
 
 @njit(cache=True, nogil=True)
 def random(boards, team, actions):
-    """Any direction, reversals too, drawn from the board's own stream."""
+    """Go in any direction, reversals too, drawn from the board's own stream."""
     for b in range(len(actions)):
         for s in range(3 * team, 3 * team + 3):
             actions[b, s] = draw(boards, b, 4)
@@ -27,13 +27,13 @@ def random(boards, team, actions):
 
 @njit(cache=True, inline="always")
 def _is_taken(boards, b, cell):
-    """Whether a cell holds a segment, be it a tail that is about to leave."""
+    """Tell if a cell holds a segment, be it a tail that is about to leave."""
     return boards.cells[b, cell] & ~BEAN > 0
 
 
 @njit(cache=True, inline="always")
 def _squared_distance(cell, other):
-    """Euclidean and without wrap, as the public greedy measures."""
+    """Measure without wrap, as the public greedy does."""
     rows = np.int64(cell) // COLUMNS - np.int64(other) // COLUMNS
     columns = np.int64(cell) % COLUMNS - np.int64(other) % COLUMNS
     return rows * rows + columns * columns
@@ -41,37 +41,43 @@ def _squared_distance(cell, other):
 
 @njit(cache=True, nogil=True)
 def greedy(boards, team, actions):
-    """The public greedy player, exactly: to the nearest bean that no team-mate before it has claimed.
+    """Play as the public greedy player, exactly: go to the nearest bean that no team-mate before it has claimed.
 
-    Of equals it takes the first, in the order of `boards.beans` and of UP, DOWN, LEFT, RIGHT; with no cell free it
-    goes UP.
+    Of equals it takes the first, in the order of `boards.beans` and of UP, DOWN, LEFT, RIGHT; with
+    no cell free it goes UP.
     """
     for b in range(len(actions)):
         claimed = 0  # bit i: bean i
         for s in range(3 * team, 3 * team + 3):
-            head, bean, nearest = segment(boards, b, s, 0), -1, 1000
+            head = segment(boards, b, s, 0)
+            bean = -1
+            nearest = 1000
             for i in range(BEANS):
                 if claimed >> i & 1 == 0 and boards.beans[b, i] != NONE:
                     distance = _squared_distance(head, boards.beans[b, i])
                     if distance < nearest:
-                        bean, nearest = i, distance
+                        bean = i
+                        nearest = distance
             claimed |= 1 << bean if bean >= 0 else 0
             goal = boards.beans[b, bean] if bean >= 0 else head
 
-            actions[b, s], nearest = UP, 1000
+            actions[b, s] = UP
+            nearest = 1000
             for direction in range(4):
                 cell = NEXT[head, direction]
                 distance = _squared_distance(cell, goal)
                 if not _is_taken(boards, b, cell) and distance < nearest:
-                    actions[b, s], nearest = direction, distance
+                    actions[b, s] = direction
+                    nearest = distance
 
 
 @njit(cache=True, nogil=True)
 def wandering(boards, team, actions):
-    """Any direction in which the next cell is free; UP if there is none."""
+    """Go in any direction in which the next cell is free; UP if there is none."""
     for b in range(len(actions)):
         for s in range(3 * team, 3 * team + 3):
-            actions[b, s], free = UP, 0
+            actions[b, s] = UP
+            free = 0
             for direction in range(4):
                 if not _is_taken(boards, b, NEXT[segment(boards, b, s, 0), direction]):
                     free += 1
@@ -81,13 +87,15 @@ def wandering(boards, team, actions):
 
 @njit(cache=True, nogil=True)
 def evasive(boards, team, actions):
-    """Of the moves after which a snake lives on for two steps, the one that comes nearest to any bean.
+    """Take the move that comes nearest to any bean, of those after which a snake lives on for two steps.
 
-    If there are none, the same of those that it survives for one step; then UP. Distances and ties as for `greedy`.
+    If there are none, the same of those that it survives for one step; then UP. Distances and ties
+    as for `greedy`.
     """
     for b in range(len(actions)):
         for s in range(3 * team, 3 * team + 3):
-            actions[b, s], least = UP, 10_000
+            actions[b, s] = UP
+            least = 10_000
             for direction in range(4):
                 cell = NEXT[segment(boards, b, s, 0), direction]
                 if _is_taken(boards, b, cell):
@@ -101,23 +109,25 @@ def evasive(boards, team, actions):
                     if bean != NONE:
                         nearest = min(nearest, _squared_distance(cell, bean))
                 if cost + nearest < least:
-                    actions[b, s], least = direction, cost + nearest
+                    actions[b, s] = direction
+                    least = cost + nearest
 
 
 @njit(cache=True, nogil=True)
 def sharing(boards, team, actions):
-    """Each snake takes the shortest way around bodies and borders to a bean; the nearest snake claims it."""
+    """Take the shortest way around bodies and borders to a bean, which the nearest snake claims."""
     _plan(boards, team, actions, False)
 
 
 @njit(cache=True, nogil=True)
 def foresighted(boards, team, actions):
-    """As `sharing`, but first goes where it has room for all its length, in cells that no enemy can reach as early."""
+    """Play as `sharing`, but first go where there is room for the snake, and no enemy as early."""
     _plan(boards, team, actions, True)
 
 
 @njit(cache=True, nogil=True)
 def _plan(boards, team, actions, needs_room):
+    """Measure each snake's ways to all beans, share the beans out, and choose directions."""
     busy, rivals, arrivals, queue = [np.empty(CELLS, np.uint8) for _ in range(4)]
     nobody = np.full(CELLS, NONE)
     distances = np.empty((3, 4, BEANS), np.uint8)  # snake, direction, bean
@@ -154,7 +164,7 @@ def _plan(boards, team, actions, needs_room):
 
 @njit(cache=True)
 def _fill_busy(boards, b, busy):
-    """Fills `busy` with the first step in which each cell can be entered, as far as the bodies go."""
+    """Fill `busy` with the first step in which each cell can be entered, as far as the bodies go."""
     busy[:] = 0
     for s in range(SNAKES):
         length = np.int64(boards.lengths[b, s])
@@ -168,9 +178,10 @@ def _fill_busy(boards, b, busy):
 
 @njit(cache=True)
 def _flood(queue, known, arrivals, busy, rivals, enough):
-    """Spreads breadth first from the first `known` cells of the queue, over cells that are free in time.
+    """Spread breadth first from the first `known` cells of the queue, over cells that are free in time.
 
-    It stays off cells that the rivals reach as early, and ends when it knows `enough` cells. Returns how many it knows.
+    It stays off cells that the rivals reach as early, and ends when it knows `enough` cells. Return
+    their number.
     """
     looked_at = 0
     while looked_at < known and known < enough:
@@ -188,42 +199,51 @@ def _flood(queue, known, arrivals, busy, rivals, enough):
 
 @njit(cache=True)
 def _flood_from(start, queue, arrivals, busy, rivals, enough):
-    """Floods from a cell entered in the first step, unless a rival can enter it then, too."""
+    """Flood from a cell entered in the first step, unless a rival can enter it then, too."""
     arrivals[:] = NONE
     if rivals[start] <= 1:
         return 0
-    queue[0], arrivals[start] = start, 1
+    queue[0] = start
+    arrivals[start] = 1
     return _flood(queue, 1, arrivals, busy, rivals, enough)
 
 
 @njit(cache=True, inline="always")
 def _is_open(boards, b, s, direction, busy):
-    """Whether a snake can go there; a reversal would be replaced by a random direction."""
+    """Tell if a snake can go there; a reversal would be replaced by a random direction."""
     return busy[NEXT[segment(boards, b, s, 0), direction]] <= 1 and direction != OPPOSITE[boards.headings[b, s]]
 
 
 @njit(cache=True)
 def _claim(distances, goals):
-    """Gives each snake a bean of its own: of all pairs the nearest first. What cannot be reached is as good as any."""
+    """Give each snake a bean of its own: of all pairs the nearest first. What cannot be reached is as good as any."""
     goals[:] = -1
     claimed = 0  # bit i: bean i
     for _ in range(3):
-        snake, bean, nearest = -1, -1, 256
+        snake = -1
+        bean = -1
+        nearest = 256
         for k in range(3):
             if goals[k] >= 0:
                 continue
             for direction in range(4):
                 for i in range(BEANS):
                     if distances[k, direction, i] < nearest and claimed >> i & 1 == 0:
-                        snake, bean, nearest = k, i, np.int64(distances[k, direction, i])
+                        snake = k
+                        bean = i
+                        nearest = np.int64(distances[k, direction, i])
         goals[snake] = bean
         claimed |= 1 << bean
 
 
 @njit(cache=True)
 def _choose(boards, b, s, busy, distances, rooms):
-    """The open direction with the least lack of room, then the nearest to the goal; if trapped, what frees first."""
-    best, least = UP, 2_000_000
+    """Choose the open direction with the least lack of room, then the nearest to the goal.
+
+    If there is none, it is the one that frees first.
+    """
+    best = UP
+    least = 2_000_000
     for direction in range(4):
         cell = NEXT[segment(boards, b, s, 0), direction]
         if _is_open(boards, b, s, direction, busy):
@@ -234,7 +254,8 @@ def _choose(boards, b, s, busy, distances, rooms):
             for back in range(4):
                 cost += NEXT[cell, back] == segment(boards, b, mate, 0)  # if there is a choice, leave it the cell
         if cost < least:
-            best, least = direction, cost
+            best = direction
+            least = cost
     return best
 
 
@@ -246,12 +267,13 @@ OPPONENTS: dict[str, Player] = {
     "sharing": sharing,
     "foresighted": foresighted,
 }
-# by difficulty; they win .006, .046, .47, .81, .94 of 2,000 games against greedy (tests/benchmarks/snakes_ladder.py)
+# by difficulty; they win .006, .046, .47, .81, .94 of 2,000 games against greedy
+# (tests/benchmarks/snakes_ladder.py)
 LEVELS = ("random", "wandering", "greedy", "sharing", "foresighted")
 
 
 def get(opponent: str | int) -> Player:
-    """The player of a name or of a difficulty from 0 to 4.
+    """Find the player of a name or of a difficulty from 0 to 4.
 
     Raises:
         ValueError: If there is none; the message lists those there are.

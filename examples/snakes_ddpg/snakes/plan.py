@@ -1,7 +1,7 @@
-"""What a run is going to do on its number of ranks: what follows from the settings, step by step and in all.
+"""Plan what a run is going to do on its number of ranks: what follows from the settings, step by step and in all.
 
-Every schedule follows global counters, the episodes and environment steps of all boards of all ranks together, so it is
-the same on any number of ranks.
+Every schedule follows global counters, the episodes and environment steps of all boards of all
+ranks together, so it is the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ LADDERS: dict[str, Callable[[float], float]] = {
 
 
 def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace:
-    """Adds what depends on the number of ranks.
+    """Add what depends on the number of ranks.
 
     Returns:
-        A copy of the settings with `world_size`; `episodes` (global); `boards_global` and `boards_per_rank`;
-        `batch_global` and `batch_per_rank` (rows per optimiser step); `actor_lr` and `critic_lr`, scaled;
-        `counted_by`, the global episodes to one that the flags count: the ranks if `--max_episodes` told the run's
-        length, also after it went on with other ranks, else 1; `evasion_start` (episode, global); and `save_every`
-        (episodes, global).
+        A copy of the settings with `world_size`; `episodes` (global); `boards_global` and
+        `boards_per_rank`; `batch_global` and `batch_per_rank` (rows per optimiser step); `actor_lr`
+        and `critic_lr`, scaled; `counted_by`, the global episodes to one that the flags count: the
+        ranks if `--max_episodes` told the run's length, also after it went on with other ranks,
+        else 1; `evasion_start` (episode, global); and `save_every` (episodes, global).
 
     Raises:
-        ValueError: If the global batch does not divide by the ranks or a rank's batch is larger than its buffer.
+        ValueError: If the global batch does not divide by the ranks or a rank's batch is larger
+            than its buffer.
     """
-    size, keep = settings.batch_size, "per_rank"
+    size = settings.batch_size
+    keep = "per_rank"
     if size is None:
-        size, keep = settings.global_batch_size or _round_up(BATCH_SIZE, world_size), "global"
-    actor, critic = (
-        ScalePlan(size, lr, world_size, keep=keep, rule=settings.lr_scaling) for lr in (settings.a_lr, settings.c_lr)
-    )
+        size = settings.global_batch_size or _round_up(BATCH_SIZE, world_size)
+        keep = "global"
+    actor = ScalePlan(size, settings.a_lr, world_size, keep=keep, rule=settings.lr_scaling)
+    critic = ScalePlan(size, settings.c_lr, world_size, keep=keep, rule=settings.lr_scaling)
     if actor.per_rank_batch_size > settings.buffer_size:
         raise ValueError(
             f"a batch of {actor.per_rank_batch_size} rows per rank does not fit a buffer of {settings.buffer_size} "
@@ -53,7 +55,9 @@ def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
         )
     episodes = settings.total_episodes or settings.max_episodes * world_size
     counted_by = world_size if settings.max_episodes else getattr(settings, "counted_by", 1)
-    start, boards = settings.opponent_evasion_start_episode, _round_up(settings.boards, world_size)
+    start = settings.opponent_evasion_start_episode
+    evasion_start = round(start * episodes) if isinstance(start, float) else start * counted_by
+    boards = _round_up(settings.boards, world_size)
     added = {
         "world_size": world_size,
         "episodes": episodes,
@@ -64,14 +68,14 @@ def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
         "actor_lr": actor.lr,
         "critic_lr": critic.lr,
         "counted_by": counted_by,
-        "evasion_start": round(start * episodes) if isinstance(start, float) else start * counted_by,
+        "evasion_start": evasion_start,
         "save_every": settings.save_interval * counted_by,
     }
     return argparse.Namespace(**vars(settings) | added)
 
 
 def go_on(saved: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """The settings of a run, told over all ranks, so that they mean the same on another number of them."""
+    """Put the settings of a run in terms of all ranks, so that they mean the same on another number of them."""
     rates = {"a_lr": saved["actor_lr"], "c_lr": saved["critic_lr"], "lr_scaling": "none"}
     lengths = {"total_episodes": saved["episodes"], "max_episodes": None, "time_limit": None}
     batch = {"global_batch_size": _round_up(saved["batch_global"], world_size), "batch_size": None}
@@ -79,12 +83,12 @@ def go_on(saved: Mapping[str, Any], world_size: int) -> dict[str, Any]:
 
 
 def difficulty(strategy: str, episode: int, max_episodes: int) -> int:
-    """The opponent's level, 0 to 4, in an episode, which counts from 1 to `max_episodes`; both global."""
+    """Find the opponent's level, 0 to 4, in an episode, which counts from 1 to `max_episodes`; both global."""
     return min(4, int(LADDERS[strategy](episode / max_episodes)))
 
 
 def opponent_at(settings: argparse.Namespace, episode: int) -> str | int:
-    """Whom to play in an episode (global, from 1), by name or difficulty. Takes resolved settings."""
+    """Find whom to play in an episode (global, from 1), by name or difficulty. Takes resolved settings."""
     if settings.enable_opponent_evasion and episode >= settings.evasion_start:
         return EVASIVE
     if settings.opponent_difficulty_strategy == "fixed":
@@ -116,8 +120,8 @@ def schedule_change(settings: argparse.Namespace, saved: Mapping[str, Any], epis
 def model_name(settings: argparse.Namespace, episodes: int, stopped: bool = False) -> int:
     """Find the episode that a model is named by, counted as the run's flags are.
 
-    It is the last multiple of `--save_interval`, at the end the run's length: the counters are looked at every
-    `ROUND` steps of all boards, when some episodes more are over.
+    It is the last multiple of `--save_interval`, at the end the run's length: the counters are
+    looked at every `ROUND` steps of all boards, when some episodes more are over.
 
     Args:
         settings: Resolved settings.
@@ -132,15 +136,17 @@ def model_name(settings: argparse.Namespace, episodes: int, stopped: bool = Fals
 
 
 def epsilon_at(settings: argparse.Namespace, environment_steps: int) -> float:
-    """The part of the moves that is random after so many environment steps, of all boards of all ranks together."""
+    """Find the part of the moves that is random after so many environment steps of all ranks."""
     floor = min(settings.epsilon_min, settings.epsilon)
     return max(floor, settings.epsilon * settings.epsilon_speed**environment_steps)
 
 
 def describe(settings: argparse.Namespace) -> str:
-    """What a run is going to do, in a few lines for its start. Takes resolved settings."""
-    s, ranks = settings, settings.world_size
-    # steps of all boards together: one more per episode, to start anew, and the first, part episodes are not counted
+    """Describe what a run is going to do, in a few lines for its start. Takes resolved settings."""
+    s = settings
+    ranks = settings.world_size
+    # steps of all boards together: one more per episode, to start anew, and the first, part
+    # episodes are not counted
     length = s.episode_length
     board_steps = _round_up(math.ceil(s.episodes / s.boards_global * (length + 1) + length), ROUND)
     steps = board_steps * s.updates
@@ -162,7 +168,7 @@ def describe(settings: argparse.Namespace) -> str:
 
 
 def cautions(settings: argparse.Namespace) -> list[str]:
-    """What a user may not have meant, a line each. Takes resolved settings."""
+    """Name what a user may not have meant, a line each. Takes resolved settings."""
     lines = []
     if settings.episodes < settings.boards_global:
         lines.append(
@@ -192,15 +198,20 @@ def _describe_epsilon(s: argparse.Namespace) -> str:
 
 
 def _describe_opponents(s: argparse.Namespace) -> str:
-    strategy, numbers = s.opponent_difficulty_strategy, range(1, s.episodes + 1)
+    strategy = s.opponent_difficulty_strategy
+    numbers = range(1, s.episodes + 1)
     if strategy == "fixed":
-        text = f"{OPPONENT if s.opponent is None else s.opponent}, all the time"
+        opponent = OPPONENT if s.opponent is None else s.opponent
+        text = f"{opponent}, all the time"
     else:
-        firsts = (
-            bisect_left(numbers, level, key=lambda e: difficulty(strategy, e, s.episodes)) for level in range(1, 5)
-        )
-        text = f"{strategy}: level 1, 2, 3, 4 from episode {', '.join(f'{numbers[i]:,}' for i in firsts)}"
-    return f"{text}; {EVASIVE} from {s.evasion_start:,}" if s.enable_opponent_evasion else text
+        starts = []
+        for level in range(1, 5):
+            first = bisect_left(numbers, level, key=lambda e: difficulty(strategy, e, s.episodes))
+            starts.append(f"{numbers[first]:,}")
+        text = f"{strategy}: level 1, 2, 3, 4 from episode {', '.join(starts)}"
+    if s.enable_opponent_evasion:
+        text += f"; {EVASIVE} from {s.evasion_start:,}"
+    return text
 
 
 def _scaled(base: float, lr: float) -> str:

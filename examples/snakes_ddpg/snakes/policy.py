@@ -1,4 +1,4 @@
-"""From an actor to moves: the way with the greatest probability to play well, drawn ways to learn."""
+"""Turn an actor into moves: the way with the greatest probability to play well, drawn ways to learn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .networks import Actor, load_actor
 
 
 class Policy:
-    """Plays as one team, greedily: a player like those in `opponents.py`."""
+    """Play as one team, by each snake's most probable way: a player like those in `opponents.py`."""
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
@@ -27,13 +27,14 @@ class Policy:
         actions[:, snakes] = DIRECTION[boards.headings[:, snakes], ways]
 
     def look(self, boards: Boards, team: int) -> torch.Tensor:
+        """See what the actor takes: (n, 3, FEATURES), on its device."""
         seen = np.empty((len(boards.times), 3, FEATURES), np.float32)
         observe(boards, team, seen)
         return torch.from_numpy(seen).to(self.device)
 
 
 def load_policy(path: Path) -> Policy:
-    """The player in a file `actor_*.pth`.
+    """Load the player in a file `actor_*.pth`.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -44,10 +45,13 @@ def load_policy(path: Path) -> Policy:
 
 @njit(cache=True, nogil=True)
 def explore(boards, team, probabilities, epsilon, ways, actions):
-    """Draws a way for each snake of a team, with probability `epsilon` any of the three alike.
+    """Draw a way for each snake of a team, with probability `epsilon` any of the three alike.
 
     Args:
+        boards: The boards, n.
+        team: 0 or 1.
         probabilities: (n, 3, 3) float32, of each snake's ways.
+        epsilon: From 0 to 1.
         ways: (n, 3) uint8, filled with the ways drawn, from the boards' own streams.
         actions: (n, 6) uint8, of which the team's columns are filled.
     """

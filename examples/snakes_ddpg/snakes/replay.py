@@ -1,4 +1,4 @@
-"""What one rank has seen and done, in flat arrays allocated once, and the batches drawn from it."""
+"""Remember what one rank has seen and done, in flat arrays allocated once, and draw batches from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SNAKES = 3  # of the team that learns
 
 
 class Batch(NamedTuple):
-    """Transitions of single snakes, B rows. A row's target is `reward + weight * value of later`."""
+    """Hold transitions of single snakes, B rows. A row's target is `reward + weight * value of later`."""
 
     seen: torch.Tensor  # (B, FEATURES) float32
     way: torch.Tensor  # (B,) int64, the one taken
@@ -24,18 +24,19 @@ class Batch(NamedTuple):
 
 
 class Replay:
-    """A ring of the last moments of all boards of this rank.
+    """Hold the last moments of all boards of this rank, in a ring.
 
-    A moment is what each snake sees, the way it takes, what that brings and whether it dies. A board that was done at
-    the moment before only shows its end there and starts anew: nobody moves, the moment ends a transition but begins
-    none.
+    A moment is what each snake sees, the way it takes, what that brings and whether it dies. A
+    board that was done at the moment before only shows its end there and starts anew: nobody moves,
+    the moment ends a transition but begins none.
 
     Args:
         moments: How many fit.
         boards: On this rank.
 
     Raises:
-        ValueError: If fewer than three fit; of two the first may be the one at which no board moves.
+        ValueError: If fewer than three fit; of two the first may be the one at which no board
+            moves.
     """
 
     def __init__(self, moments: int, boards: int) -> None:
@@ -53,16 +54,16 @@ class Replay:
         self.count = 0  # moments added so far
 
     def __len__(self) -> int:
-        """Transitions of single snakes that it holds."""
+        """Count the transitions of single snakes that it holds."""
         return min(self.count, len(self.seen)) * self.ways[0].size
 
     def next(self) -> int:
-        """The place of the moment to fill now; it counts from the next call on."""
+        """Return the place of the moment to fill now, which counts from here on."""
         self.count += 1
         return (self.count - 1) % len(self.seen)
 
     def ready(self, size: int) -> bool:
-        """Whether it holds as many transitions as a batch needs; alike on every rank.
+        """Tell if it holds as many transitions as a batch needs; alike on every rank.
 
         Raises:
             ValueError: If it never can.
@@ -76,7 +77,13 @@ class Replay:
         return self.count > 1 and len(self) >= size
 
     def sample(self, size: int, gamma: float, rng: np.random.Generator, device: torch.device) -> Batch:
-        """Draws `size` transitions, all alike.
+        """Draw transitions, all with the same probability.
+
+        Args:
+            size: How many.
+            gamma: Discount per step.
+            rng: Of this rank.
+            device: Where to put them.
 
         Raises:
             ValueError: If it is not `ready()`, or nobody has moved.
@@ -89,11 +96,11 @@ class Replay:
                 "the next update, or raise --buffer_size"
             )
         arrays = Batch(
-            np.empty((size, FEATURES), np.float32),
-            np.empty(size, np.int64),
-            np.empty(size, np.float32),
-            np.empty(size, np.float32),
-            np.empty((size, FEATURES), np.float32),
+            seen=np.empty((size, FEATURES), np.float32),
+            way=np.empty(size, np.int64),
+            reward=np.empty(size, np.float32),
+            weight=np.empty(size, np.float32),
+            later=np.empty((size, FEATURES), np.float32),
         )
         _sample(self.seen, self.ways, self.rewards, self.died, self.moved, begins, gamma, rng, *arrays)
         return Batch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays))
@@ -101,12 +108,16 @@ class Replay:
 
 @njit(cache=True, nogil=True)
 def _sample(seen, ways, rewards, died, moved, begins, gamma, rng, now, way, reward, weight, later):
+    """Fill the rows of a batch, the last five arguments, with what was lived at moments of `begins`."""
     row = 0
     while row < len(way):
         at = begins[rng.integers(0, len(begins))]
-        b, k = rng.integers(0, seen.shape[1]), rng.integers(0, seen.shape[2])
+        b = rng.integers(0, seen.shape[1])
+        k = rng.integers(0, seen.shape[2])
         if moved[at, b]:
-            now[row], way[row], reward[row] = seen[at, b, k], ways[at, b, k], rewards[at, b, k]
+            now[row] = seen[at, b, k]
+            way[row] = ways[at, b, k]
+            reward[row] = rewards[at, b, k]
             weight[row] = 0 if died[at, b, k] else gamma
             later[row] = seen[(at + 1) % len(seen), b, k]
             row += 1

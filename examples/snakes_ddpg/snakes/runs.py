@@ -1,7 +1,8 @@
-"""Where a run leaves its files, and how to find them again.
+"""Keep the files of runs, and find them again.
 
-A run is a folder `runN_YYYYMMDD_HHMMSS` with `config.json`, TensorBoard's events, `trained_model/actor_E.pth` and
-`critic_E.pth` (E: the episode, or "best"), and `checkpoints/`, from which it resumes. Writing is for the main process.
+A run is a folder `runN_YYYYMMDD_HHMMSS` with `config.json`, TensorBoard's events,
+`trained_model/actor_E.pth` and `critic_E.pth` (E: the episode, or "best"), and `checkpoints/`, from
+which it resumes. Writing is for the main process.
 """
 
 from __future__ import annotations
@@ -22,21 +23,30 @@ MODELS = "trained_model"
 
 
 def list_runs(root: Path = ROOT) -> dict[int, Path]:
-    """The folders of the runs by number, in order; the newest is the last."""
-    folders = {path: re.fullmatch(r"run(\d+)(_.*)?", path.name) for path in sorted(root.glob("run*"))}
-    found = {int(match[1]): path for path, match in folders.items() if match and path.is_dir()}
+    """List the folders of the runs by number, in order; the newest is the last."""
+    found = {}
+    for path in sorted(root.glob("run*")):
+        match = re.fullmatch(r"run(\d+)(_.*)?", path.name)
+        if match and path.is_dir():
+            found[int(match[1])] = path
     return dict(sorted(found.items()))
 
 
 def list_models(folder: Path, what: str = "actor") -> dict[int | str, Path]:
-    """The files of a run's actors, or critics, by episode, in order; "best" is the last."""
-    files = {path: re.fullmatch(rf"{what}_(\d+|best)\.pth", path.name) for path in (folder / MODELS).glob("*")}
-    found = {int(match[1]) if match[1] != "best" else "best": path for path, match in files.items() if match}
-    return dict(sorted(found.items(), key=lambda item: (item[0] == "best", item[0])))
+    """List the files of a run's actors, or critics, by episode, in order; "best" is the last."""
+    found = {}
+    for path in (folder / MODELS).glob("*"):
+        if match := re.fullmatch(rf"{what}_(\d+)\.pth", path.name):
+            found[int(match[1])] = path
+    models: dict[int | str, Path] = dict(sorted(found.items()))
+    best = folder / MODELS / f"{what}_best.pth"
+    if best.exists():
+        models["best"] = best
+    return models
 
 
 def new_run(root: Path = ROOT) -> Path:
-    """Makes the folder of a new run, with the next number; runs that start in one moment get different ones.
+    """Make the folder of a new run, with the next number; runs that start in one moment get different ones.
 
     Raises:
         OSError: If it cannot be made.
@@ -49,6 +59,7 @@ def new_run(root: Path = ROOT) -> Path:
 
 
 def _new_run(root: Path) -> Path:
+    """Claim the next free number by a folder that only one run can make, then make the run's."""
     root.mkdir(parents=True, exist_ok=True)
     number = max(list_runs(root), default=0)
     while True:
@@ -68,35 +79,42 @@ def _new_run(root: Path) -> Path:
 
 
 def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:
-    """The folder of a run.
+    """Find the folder of a run.
 
     Args:
-        run: Its number, also as "3" or "run3"; "latest"; or a folder, by its path or its name in `root`.
+        run: Its number, also as "3" or "run3"; "latest"; or a folder, by its path or its name in
+            `root`.
         root: Folder of the runs.
-        holding: Pattern of a file that the latest one must hold: a run may have ended before it had saved anything.
+        holding: Pattern of a file that the latest one must hold: a run may have ended before it had
+            saved anything.
 
     Raises:
-        FileNotFoundError: If there is none; the message names what was looked for and the runs that exist.
+        FileNotFoundError: If there is none; the message names what was looked for and the runs that
+            exist.
     """
     found = list_runs(root)
     if match := re.fullmatch(r"(?:run)?(\d+)", str(run)):
-        looked_for, folder = root / f"run{match[1]}_*", found.get(int(match[1]))
+        looked_for = root / f"run{match[1]}_*"
+        folder = found.get(int(match[1]))
     elif run == "latest":
         found = {number: path for number, path in found.items() if not holding or any(path.glob(holding))}
-        looked_for, folder = root / "run*" / holding, found.get(max(found, default=0))
+        looked_for = root / "run*" / holding
+        folder = found.get(max(found, default=0))
     else:
-        looked_for = folder = Path(run) if Path(run).is_dir() else root / run
+        folder = Path(run) if Path(run).is_dir() else root / run
+        looked_for = folder
     if folder is None or not folder.is_dir():
         raise FileNotFoundError(f"there is no {looked_for}; the runs in {root} are: {_listed(found)}")
     return folder
 
 
 def find_model(run: int | str, episode: int | str | None = None, what: str = "actor", root: Path = ROOT) -> Path:
-    """The file of a model of a run.
+    """Find the file of a model of a run.
 
     Args:
         run: See `find_run()`.
-        episode: After which it was saved, or "best"; None: the best by evaluation if there is one, else the last.
+        episode: After which it was saved, or "best"; None: the best by evaluation if there is one,
+            else the last.
         what: "actor" or "critic".
         root: Folder of the runs.
 
@@ -122,7 +140,8 @@ def find_models(run: int | str, episode: int | None, root: Path = ROOT) -> list[
         root: Folder of the runs.
 
     Raises:
-        FileNotFoundError: If there is no such run or nothing so early; the message lists what exists.
+        FileNotFoundError: If there is no such run or nothing so early; the message lists what
+            exists.
     """
     if episode is not None:
         folder = find_run(run, root, f"{MODELS}/actor_*.pth")
@@ -132,7 +151,11 @@ def find_models(run: int | str, episode: int | None, root: Path = ROOT) -> list[
 
 
 def parse(text: str, root: Path = ROOT) -> Path:
-    """The file of the actor that a user means: "run3:2000", "run3:best", "run3", "3", "latest", a folder or a file.
+    """Find the file of the actor that a user means.
+
+    Args:
+        text: "run3:2000", "run3:best", "run3", "3", "latest", a folder or a file.
+        root: Folder of the runs.
 
     Raises:
         FileNotFoundError: If there is none; the message lists the runs or episodes that exist.
@@ -146,7 +169,7 @@ def parse(text: str, root: Path = ROOT) -> Path:
 
 
 def save_models(folder: Path, episode: int | str, actor: Mapping[str, Any], critic: Mapping[str, Any]) -> None:
-    """Writes two state dicts into a run's folder under the episode's number, or "best"; a file is whole or absent."""
+    """Write two state dicts into a run's folder under the episode's number, or "best"; a file is whole or absent."""
     (folder / MODELS).mkdir(exist_ok=True)
     for what, state in (("actor", actor), ("critic", critic)):
         with _replacing(folder / MODELS / f"{what}_{episode}.pth") as path:
@@ -154,7 +177,7 @@ def save_models(folder: Path, episode: int | str, actor: Mapping[str, Any], crit
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes the settings or the summary of a run, whole or not at all; paths become text."""
+    """Write the settings or the summary of a run, whole or not at all; paths become text."""
     with _replacing(path) as whole:
         whole.write_text(json.dumps(values, indent=2, default=str) + "\n")
 
@@ -170,7 +193,7 @@ def save_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The settings of a run.
+    """Read the settings of a run.
 
     Raises:
         FileNotFoundError: If the folder holds none.
@@ -180,7 +203,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A name to write a file under, which replaces the old file when it is complete."""
+    """Lend a name to write a file under, which replaces the old file when it is complete."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         yield temporary

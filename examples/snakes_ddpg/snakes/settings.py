@@ -1,4 +1,4 @@
-"""What a run is told: its flags, and presets of them. What follows from them is in `plan.py`."""
+"""Read the settings of a run: its flags, and presets of them. What follows from them is in `plan.py`."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ _ABSENT = {
 
 
 def read_settings(argv: Sequence[str] | None = None, saved: Mapping[str, Any] | None = None) -> argparse.Namespace:
-    """Reads the command line.
+    """Read the command line.
 
     Args:
         argv: The arguments; those of the program by default.
-        saved: The settings of a run to go on with, in place of the defaults. A preset on the command line is stronger
-            than they are, a flag stronger than a preset.
+        saved: The settings of a run to go on with, in place of the defaults. A preset on the
+            command line is stronger than they are, a flag stronger than a preset.
 
     Raises:
         ValueError: If it is wrong, on every rank alike, so that the program can say so once.
@@ -89,10 +89,13 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         description="Trains three snakes to beat three others.", formatter_class=_Formatter, allow_abbrev=False
     )
-    count, share, rate = _number(int, 1), _number(float, 0, 1), _number(float, 1e-12)
+    count = _number(int, 1)
+    share = _number(float, 0, 1)
+    rate = _number(float, 1e-12)
 
     group = parser.add_argument_group("length and seed")
-    add, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    add = group.add_argument
+    either = group.add_mutually_exclusive_group().add_argument
     add("--preset", type=_one_of(*PRESETS), help=f"the settings of a public guide: {', '.join(PRESETS)}")
     text = "episodes, global"
     either("--total_episodes", action=_Either, const="max_episodes", type=count, default=12_000, help=text)
@@ -114,7 +117,8 @@ def _make_parser() -> argparse.ArgumentParser:
     )
 
     group = parser.add_argument_group("agent")
-    add, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    add = group.add_argument
+    either = group.add_mutually_exclusive_group().add_argument
     text = "rows per optimiser step, per rank"
     either("--batch_size", action=_Either, const="global_batch_size", type=count, help=text)
     text = f"rows per optimiser step, global, instead (default: {BATCH_SIZE}, rounded up to a multiple of the ranks)"
@@ -169,7 +173,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Leaves it to the program to say what is wrong, which on several ranks is to be said once."""
+    """Leave it to the program to say what is wrong, which on several ranks is to be said once."""
 
     def error(self, message: str) -> NoReturn:
         for flag, instead in _ABSENT.items():
@@ -179,14 +183,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.MetavarTypeHelpFormatter):
-    """Says nothing of a default that is none."""
+    """Say nothing of a default that is none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, False) else super()._get_help_string(action)
 
 
 class _Either(argparse.Action):
-    """Stores one of two exclusive settings and unsets the other, named by const, so that no default competes."""
+    """Store one of two exclusive settings and unset the other, named by const, so that no default competes."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, values)

@@ -1,8 +1,9 @@
-"""Plays snakes 3 against 3 on the competition platform, which calls `my_controller()` for each snake and step.
+"""Play snakes 3 against 3 on the competition platform, which calls `my_controller()` for each snake and step.
 
-It needs NumPy and no other file: `export.py` puts the weights of a trained actor behind it. A snake goes left, straight
-on or right, seen along its heading; what it sees of these ways are the 42 numbers of `features.py`, here without Numba.
-A cell is a number from 0 to 199, row by row, and a set of cells an integer with a bit for each.
+It needs NumPy and no other file: `export.py` puts the weights of a trained actor behind it. A snake
+goes left, straight on or right, seen along its heading; what it sees of these ways are the 42
+numbers of `features.py`, here without Numba. A cell is a number from 0 to 199, row by row, and a
+set of cells an integer with a bit for each.
 """
 
 import base64
@@ -12,7 +13,10 @@ from collections import namedtuple
 
 import numpy as np
 
-ROWS, COLUMNS, SNAKES, START_LENGTH = 10, 20, 6, 3
+ROWS = 10
+COLUMNS = 20
+SNAKES = 6
+START_LENGTH = 3
 CELLS = ROWS * COLUMNS
 UP, DOWN, LEFT, RIGHT = range(4)
 # TURNS[heading]: the directions to the left, straight on and to the right
@@ -45,7 +49,8 @@ def my_controller(observation, action_space=None, is_act_continuous=False):
 def read(observation):
     """Convert an observation into Python's own integers and tuples.
 
-    The platform hands over its game's own lists, with NumPy's integers in some of them: `1 << numpy.int64(64)` is 0.
+    The platform hands over its game's own lists, with NumPy's integers in some of them:
+    `1 << numpy.int64(64)` is 0.
     """
     beans, *bodies = (
         [(int(row), int(column)) for row, column in observation.get(key, ())] for key in range(1, 2 + SNAKES)
@@ -94,12 +99,12 @@ def flee(state):
 
 
 def find_heading(body, before):
-    """The direction in which a snake goes, which the platform does not tell.
+    """Find the direction in which a snake goes, which the platform does not tell.
 
-    A snake that has moved goes from its neck to its head. One that was put back after its death goes by their raw
-    coordinates: across the border into its neck. The two are told apart by its body a step ago, `before`, None if
-    unknown. It remains that a snake can be put back just as if it had moved across the border; of random moves, which
-    die a lot, that is one in 100,000.
+    A snake that has moved goes from its neck to its head. One that was put back after its death
+    goes by their raw coordinates: across the border into its neck. The two are told apart by its
+    body a step ago, `before`, None if unknown. It remains that a snake can be put back just as if
+    it had moved across the border; of random moves, which die a lot, that is one in 100,000.
     """
     head, neck = body[:2]
     if before is None or len(body) > START_LENGTH or body[1:] == before[:-1]:
@@ -110,7 +115,7 @@ def find_heading(body, before):
 
 
 def neighbours(cell):
-    """The cells above, below, to the left and to the right, around the border."""
+    """List the cells above, below, to the left and to the right, around the border."""
     row, column = divmod(cell, COLUMNS)
     above, below = (row - 1) % ROWS, (row + 1) % ROWS
     left, right = (column - 1) % COLUMNS, (column + 1) % COLUMNS
@@ -126,7 +131,7 @@ def size_of(cells):
 
 
 def spread(cells, open_cells):
-    """Grows a set of cells by one step, over open cells."""
+    """Grow a set of cells by one step, over open cells."""
     beside = (
         (cells << 1 & ~FIRST) | (cells >> 1 & ~LAST) | (cells >> COLUMNS - 1 & FIRST) | (cells << COLUMNS - 1 & LAST)
     )
@@ -135,7 +140,7 @@ def spread(cells, open_cells):
 
 
 def flood(start, open_cells):
-    """The sets of cells reached from a cell after each step, of which the open cells are given for each."""
+    """List the sets of cells reached from a cell after each step, of which the open cells are given for each."""
     reached = [as_set([start]) & open_cells[0]]
     for cells in open_cells[1:]:
         reached.append(spread(reached[-1], cells))
@@ -143,8 +148,10 @@ def flood(start, open_cells):
 
 
 def look(bodies, beans, snake, heading):
-    """What the snake sees: a list of 42 numbers, which `features.py` explains."""
-    free, others, goals = ALL, as_set(body[0] for body in bodies if body is not bodies[snake]), as_set(beans)
+    """Compute what the snake sees: a list of 42 numbers, which `features.py` explains."""
+    free = ALL
+    others = as_set(body[0] for body in bodies if body is not bodies[snake])
+    goals = as_set(beans)
     for body in bodies:
         may_eat = any(cell in beans for cell in neighbours(body[0]))
         free &= ~as_set(body if may_eat else body[:-1])
@@ -155,7 +162,8 @@ def look(bodies, beans, snake, heading):
 
     seen = []
     for cell in [neighbours(bodies[snake][0])[direction] for direction in TURNS[heading]]:
-        wide, safe = flood(cell, [free] * DEPTH), flood(cell, calm)
+        wide = flood(cell, [free] * DEPTH)
+        safe = flood(cell, calm)
         near = [other for other in range(SNAKES) if other != snake and cell in neighbours(bodies[other][0])]
         rivals = [len(bodies[other]) - START_LENGTH for other in near if other // 3 != snake // 3]
         seen += [free >> cell & 1, cell in beans, len(rivals), len(near) - len(rivals), max(rivals, default=0) / 10]
@@ -171,7 +179,7 @@ def look(bodies, beans, snake, heading):
 
 
 def think(seen):
-    """How good the actor finds each way: linear layers with ReLU between."""
+    """Compute how good the actor finds each way: linear layers with ReLU between."""
     values = np.array(seen, np.float32)
     for weights, biases in LAYERS[:-1]:
         values = np.maximum(weights @ values + biases, 0)
@@ -180,8 +188,9 @@ def think(seen):
 
 
 def unpack(sizes, text):
-    """Layers of these sizes, from their weights and biases in turn as base64 of little-endian float32."""
-    numbers, layers = np.frombuffer(base64.b64decode(text), "<f4"), []
+    """Read layers of these sizes, from their weights and biases in turn as base64 of little-endian float32."""
+    numbers = np.frombuffer(base64.b64decode(text), "<f4")
+    layers = []
     for i in range(1, len(sizes)):
         inputs, outputs = sizes[i - 1], sizes[i]
         weights, biases, numbers = np.split(numbers, [inputs * outputs, (inputs + 1) * outputs])

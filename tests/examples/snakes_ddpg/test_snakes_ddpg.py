@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +59,15 @@ def gradients(module: nn.Module) -> np.ndarray | None:
     return np.concatenate([g.double().numpy().ravel() for g in found]) if found else None
 
 
-def update(agent: DDPG, batch: Batch, *averaging: Callable[..., Any]) -> list[float]:
+def update(agent: DDPG, batch: Batch) -> list[float]:
     """Takes a step; returns the losses before it."""
-    with agent.update(batch, *averaging) as losses:
-        before = flat(agent.networks)
-    assert (flat(agent.networks) != before).any(), "the step comes after the block"
-    return [loss.item() for loss in losses]
+    before = flat(agent.networks)
+    losses = agent.start_update(batch)
+    np.testing.assert_array_equal(flat(agent.networks), before, err_msg="the step comes with the finish")
+    assert agent.exchange.under_way
+    agent.finish_update()
+    assert (flat(agent.networks) != before).any() and not agent.exchange.under_way
+    return losses.tolist()
 
 
 # Losses, row by row
@@ -157,21 +159,42 @@ def test_losses_of_an_update_are_those_before_it():
     assert update(agent, batch) == pytest.approx(before, rel=1e-6)
 
 
+def test_a_finish_without_a_start_changes_nothing():
+    agent = make_agent()
+    before = flat(agent.networks)
+    agent.finish_update()
+    update(agent, make_batch())
+    after = flat(agent.networks)
+    agent.finish_update()
+    np.testing.assert_array_equal(flat(agent.networks), after)
+    assert (before != after).any() and agent.exchange.seconds > 0
+
+
+def test_a_start_before_the_last_finish_is_an_error():
+    """The library's, which says what to do."""
+    agent = make_agent()
+    agent.start_update(make_batch())
+    agent.start_update(make_batch(1))
+    with pytest.raises(RuntimeError, match="still being averaged"):
+        agent.finish_update()
+
+
 def updates_of_rank(dtype: torch.dtype, scale: float) -> dict[str, Any]:
     """Five updates on this rank's share of the rows; everything that has changed, and what was averaged."""
     agent, norms, averaged, losses = make_agent(dtype), [], [], []
 
-    @contextmanager
-    def averaging(networks: nn.Module) -> Iterator[None]:
-        with ddpkit.averaging(networks):
-            yield
-        averaged.append(gradients(networks))
-        norms.append([float(np.linalg.norm(gradients(network))) for network in networks])
+    finish = agent.exchange.finish
 
+    def finish_and_note() -> None:
+        finish()
+        averaged.append(gradients(agent.networks))
+        norms.append([float(np.linalg.norm(gradients(network))) for network in agent.networks])
+
+    agent.exchange.finish = finish_and_note
     for step in range(5):
         share = slice(ddpkit.get_rank(), None, ddpkit.get_world_size())
         batch = Batch(*(part[share] for part in make_batch(step, dtype=dtype, scale=scale)))
-        losses.append(update(agent, batch, averaging))
+        losses.append(update(agent, batch))
     adam = agent.optimizer.state_dict()["state"].values()
     return {
         "networks": flat(agent.networks),

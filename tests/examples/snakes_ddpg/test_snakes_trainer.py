@@ -57,16 +57,16 @@ def train_noting_the_beginning(name: str, flags: str, folder: Path) -> None:
     sys.path.insert(0, str(FOLDER))
     from snakes.ddpg import DDPG
 
-    update = DDPG.update
+    start = DDPG.start_update
 
     def note(self: DDPG, *args: Any) -> Any:
         parts = {"networks": self.networks, "targets": self.targets, "optimizer": self.optimizer}
         state = {name: part.state_dict() for name, part in parts.items()}
         torch.save(state, folder / f"beginning{os.environ.get('RANK', 0)}.pt")
-        DDPG.update = update
-        return update(self, *args)
+        DDPG.start_update = start
+        return start(self, *args)
 
-    DDPG.update = note
+    DDPG.start_update = note
     train(name, flags)
 
 
@@ -75,15 +75,16 @@ def train_with_a_signal(name: str, flags: str, number: int, folder: Path) -> Non
     sys.path.insert(0, str(FOLDER))
     from snakes.ddpg import DDPG
 
-    update, steps = DDPG.update, iter(range(1_000_000))
+    start = DDPG.start_update
+    steps = iter(range(1_000_000))
 
     def interrupted(self: DDPG, *args: Any) -> Any:
         if next(steps) == 49 and ddpkit.get_rank() == ddpkit.get_world_size() - 1:
             (folder / "sent").write_text(f"{time.time()}")
             os.kill(os.getpid(), number)
-        return update(self, *args)
+        return start(self, *args)
 
-    DDPG.update = interrupted
+    DDPG.start_update = interrupted
     train(name, flags)
 
 
