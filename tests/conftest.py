@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -30,6 +31,9 @@ settings.load_profile("any machine")
 # several tests run at a time, on ranks: more threads than cores wait for each other, and make small work slow
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it was imported before
+
+# a loader's forked worker that collects a store among the garbage of tests waits for threads that it has not
+os.register_at_fork(after_in_child=gc.freeze)
 
 # torch looks up the name of each connection's other end; a name server that does not answer costs 5 s each time
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")

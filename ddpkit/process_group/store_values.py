@@ -104,7 +104,7 @@ def _read_over_new_connection(store: dist.Store, key: str) -> bytes | None:
     try:
         if isinstance(server, dist.TCPStore):  # torch would go on trying for the whole time-out
             socket.create_connection((server.host, server.port), timeout=2).close()
-        return call_with_timeout(read, 3.0)
+        return call_with_timeout(read, 10.0)
     except (AttributeError, OSError, RuntimeError, ValueError):
         return None
 
