@@ -27,7 +27,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("tasks", [pytest.param(1, marks=pytest.mark.storm), 2])
+@pytest.mark.storm
+@pytest.mark.parametrize("tasks", [1, 2])
 def test_two_jobs_of_the_local_executor_are_two_worlds(tmp_path: Path, tasks: int) -> None:
     (tmp_path / "job.py").write_text(JOB)
     paths = f"{ROOT}:{':'.join(path for path in sys.path if path)}"

@@ -266,6 +266,7 @@ def has_loopback_6() -> bool:
     return True
 
 
+@pytest.mark.storm
 def test_one_node_under_torchrun_cannot_be_reached_from_outside() -> None:
     program = f"import sys; sys.path[:0] = {PATHS!r}; import test_strangers as t; t.show_watch()"
     ended = launch([*TORCHRUN, "--nnodes=1", "--nproc-per-node=2", "--no-python", "python", "-c", program])

@@ -733,6 +733,7 @@ def started(folder: Path, source: str, *options: str) -> Iterator[Run]:
             process.join()
 
 
+@pytest.mark.storm
 def test_no_process_outlives_a_run_that_is_interrupted_or_killed(tmp_path: Path) -> None:
     source = """
 @pytest.mark.ranks(2)
@@ -998,6 +999,7 @@ def test_next(): pass
     assert "INTERNALERROR" not in text + capfd.readouterr().err
 
 
+@pytest.mark.storm
 def test_fixtures_that_end_badly_after_the_next_test_are_errors_with_xdist(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     source = """

@@ -27,6 +27,7 @@ from snakes.runs import list_models, list_runs
 
 import ddpkit
 
+pytestmark = pytest.mark.storm  # it trains again and again
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "snakes_ddpg"
 # as for somebody who has installed ddpkit, on a machine without a GPU
@@ -221,7 +222,6 @@ def looks(until: int) -> list[dict[str, int]]:
     return total
 
 
-@pytest.mark.storm
 def test_a_run_goes_on_where_it_stopped_on_other_numbers_of_ranks(trained: Trained, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     shutil.copytree(trained[0], runs)
@@ -323,7 +323,6 @@ def test_a_finished_run_has_nothing_to_go_on_with(trained: Trained, tmp_path: Pa
     assert same(checkpoint(folder), before)
 
 
-@pytest.mark.storm
 def test_ctrl_c_saves_and_ends_all_ranks_of_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["rl_trainer/main_ddp.py", *ENDLESS.split(), "--runs_folder", str(tmp_path / "runs")]
