@@ -10,6 +10,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from ..collectives.pickling import reduce_to_own_elements
 from ..collectives.tensors import is_dense
 from ..parallel.models import sharing_memory
 from ..torch_internals import storage_address
@@ -75,8 +76,7 @@ def _pickle_module(to_cut: set[int]) -> Any:
         def reducer_override(self, obj: Any) -> Any:
             if not _is_plain(obj) or _address(obj) not in to_cut:
                 return NotImplemented
-            copy: Any = obj.detach().clone().requires_grad_(obj.requires_grad)
-            return copy.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+            return reduce_to_own_elements(obj)
 
     return type("views", (), {"Pickler": Pickler})
 

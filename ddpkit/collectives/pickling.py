@@ -45,8 +45,7 @@ class CompactPickler(UnshardedPickler):
             return _from_bytes, (copy, obj.dtype, tuple(obj.shape), obj.device, obj.requires_grad)
         if obj.untyped_storage().nbytes() <= obj.nbytes and not has_no_memory(obj):
             return NotImplemented
-        whole: Any = obj.detach().clone().requires_grad_(obj.requires_grad)
-        return whole.__reduce_ex__(2)
+        return reduce_to_own_elements(obj)
 
 
 class TensorPickler(CompactPickler):
@@ -77,6 +76,12 @@ class TensorUnpickler(pickle.Unpickler):
     def persistent_load(self, place: int) -> Tensor:
         """Find a tensor by its place in the list."""
         return self.tensors[place]
+
+
+def reduce_to_own_elements(tensor: Tensor) -> Any:
+    """Return what pickle asks of a dense tensor, for its own elements: torch writes all of a view's storage."""
+    copy: Any = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return copy.__reduce_ex__(2)
 
 
 def check_copies(call: str, data: bytes, load: Callable[[bytes], object]) -> None:
