@@ -25,6 +25,8 @@ from .models import (
     named_buffers,
     named_parameters,
     named_tensors,
+    strip,
+    wrapped_paths,
 )
 
 _SHOWN = 20  # differences listed in the error
@@ -128,9 +130,11 @@ def _model_entries(model: nn.Module) -> Entries:
         entries[f"parameter {name}"] = digest(parameter) + frozen
     for name, buffer in named_buffers(model):
         entries[f"buffer {name}"] = digest(buffer)
-    for name, module in model.named_modules():
+    wrapped = wrapped_paths(model)
+    for path, module in model.named_modules():
         if module is model or module.training != model.training:
-            entries[f"mode of {name or 'the model'}"] = "train" if module.training else "eval"
+            name = strip(path, wrapped) or "the model"
+            entries[f"mode of {name}"] = "train" if module.training else "eval"
     return entries
 
 

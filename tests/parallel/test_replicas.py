@@ -170,6 +170,10 @@ def _wrapped() -> list[str]:
         model.eval()(torch.ones(4, 2))  # this forward sends rank 0's statistics to all
         with torch.no_grad():
             model.module[0].weight += get_rank()
+    model = wrap_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    model.module[1].train(get_rank() == 0)
+    with pytest.raises(ReplicaMismatchError, match="differ between ranks:\n  mode of 1: "):
+        check_replicas(model)
     return errors
 
 
