@@ -108,8 +108,7 @@ class Items:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Send a report, one of a phase or one that a plugin has added."""
         self._any_failed |= report.failed or hasattr(report, "wasxfail")
-        config = self._session.config
-        self._send(Reported(config.hook.pytest_report_to_serializable(config=config, report=report)))
+        self._send(Reported(self._serialized(report)))
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         """Send a warning of a test; the test process has collected the files itself."""
@@ -192,9 +191,12 @@ class Items:
         self._failing = None
         item = self._last
         report = item.ihook.pytest_runtest_makereport(item=item, call=ending)
+        self._send(EndedBadly(self._serialized(report)))
+
+    def _serialized(self, report: pytest.TestReport) -> Any:
+        """Write a report in pytest's own form for sending."""
         config = self._session.config
-        data = config.hook.pytest_report_to_serializable(config=config, report=report)
-        self._send(EndedBadly(data))
+        return config.hook.pytest_report_to_serializable(config=config, report=report)
 
     def _report_failure(self) -> Generator[None, object, object]:
         """Tell the other ranks if this part fails; raise a peer's failure where it is the cause."""
