@@ -349,23 +349,30 @@ def test_a_submission_may_be_read_by_an_older_python(submission):
     ast.parse(submission.read_text(), feature_version=(3, 7))
 
 
-def test_a_submission_that_does_not_play_as_the_model_is_not_written(model, tmp_path, monkeypatch):
-    wrong = tmp_path / "template.py"
-    wrong.write_text(export.TEMPLATE.read_text().replace("DEPTH = 10", "DEPTH = 8"))
-    monkeypatch.setattr(export, "TEMPLATE", wrong)
-    with pytest.raises(ValueError, match=r"\d+ of 1200 moves of the submission are not the model's"):
-        export.main(Namespace(model=str(model), output=tmp_path / "submission.py"))
-    assert list(tmp_path.iterdir()) == [wrong]
+@pytest.fixture
+def is_refused(model, tmp_path, monkeypatch):
+    """A function that exports with a change to the template, and looks that nothing is written."""
+
+    def refuses(good: str, bad: str, match: str) -> None:
+        wrong = tmp_path / "template.py"
+        assert good in export.TEMPLATE.read_text()
+        wrong.write_text(export.TEMPLATE.read_text().replace(good, bad))
+        monkeypatch.setattr(export, "TEMPLATE", wrong)
+        with pytest.raises(ValueError, match=match):
+            export.main(Namespace(model=str(model), output=tmp_path / "submission.py"))
+        assert list(tmp_path.iterdir()) == [wrong]
+
+    return refuses
 
 
-def test_a_submission_that_takes_integers_as_they_come_is_not_written(model, tmp_path, monkeypatch):
-    wrong = tmp_path / "template.py"
-    wrong.write_text(export.TEMPLATE.read_text().replace("(int(row), int(column))", "(row, column)"))
-    monkeypatch.setattr(export, "TEMPLATE", wrong)
+def test_a_submission_that_does_not_play_as_the_model_is_not_written(is_refused):
+    is_refused("DEPTH = 10", "DEPTH = 8", r"\d+ of 1200 moves of the submission are not the model's")
+
+
+def test_a_submission_that_takes_integers_as_they_come_is_not_written(is_refused):
     # NumPy 1 shifts to 0 in silence, NumPy 2 raises
-    with pytest.raises(ValueError, match=r"of the submission raised OverflowError|of 1200 moves of the submission"):
-        export.main(Namespace(model=str(model), output=tmp_path / "submission.py"))
-    assert list(tmp_path.iterdir()) == [wrong]
+    match = r"of the submission raised OverflowError|of 1200 moves of the submission"
+    is_refused("(int(row), int(column))", "(row, column)", match)
 
 
 @pytest.mark.parametrize(
@@ -375,14 +382,8 @@ def test_a_submission_that_takes_integers_as_they_come_is_not_written(model, tmp
         ('observation.get("last_direction")', 'observation["last"]', "KeyError: 'last'"),
     ],
 )
-def test_a_submission_that_raises_inside_is_not_written(model, tmp_path, monkeypatch, capsys, good, bad, error):
-    wrong = tmp_path / "template.py"
-    assert good in export.TEMPLATE.read_text()
-    wrong.write_text(export.TEMPLATE.read_text().replace(good, bad))
-    monkeypatch.setattr(export, "TEMPLATE", wrong)
-    with pytest.raises(ValueError, match=rf"choose\(\) of the submission raised {error}"):
-        export.main(Namespace(model=str(model), output=tmp_path / "submission.py"))
-    assert list(tmp_path.iterdir()) == [wrong]
+def test_a_submission_that_raises_inside_is_not_written(is_refused, capsys, good, bad, error):
+    is_refused(good, bad, rf"choose\(\) of the submission raised {error}")
     assert capsys.readouterr().err == ""
 
 
