@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -228,14 +227,28 @@ def die_or_reduce(attempt: int) -> None:
     join_and_reduce()
 
 
-def join_or_stop() -> None:
+def join_or_stop_the_host(folder: str) -> None:
+    host = Path(folder, "host")
     if os.environ["RANK"] == "0":
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-    with ddpkit.distributed(timeout=timedelta(seconds=4)):
-        pass
+        host.symlink_to(f"{os.getpid()}")
+        join_and_stay()
+    while not host.is_symlink():
+        time.sleep(0.01)
+    pid = int(os.readlink(host))
+    check = Generation.raise_if_failed
+
+    def stop_first(generation: Generation, readers: int = 0) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        check(generation, readers)
+
+    Generation.raise_if_failed = stop_first  # which a rank calls when it has claimed its number
+    try:
+        ddpkit.setup(timeout=timedelta(seconds=4))
+    finally:
+        os.kill(pid, signal.SIGKILL)
 
 
-def test_a_host_of_the_store_that_stops_does_not_keep_those_that_join() -> None:
+def test_a_host_of_the_store_that_stops_does_not_keep_those_that_join(tmp_path: Path) -> None:
     port = free_port()
-    _, other = run(join_or_stop, [platform_env(rank, 3, port) for rank in range(2)], timeout=20)
+    _, other = run(join_or_stop_the_host, [platform_env(rank, 3, port) for rank in range(2)], f"{tmp_path}")
     assert other.code == 1 and "the store does not answer" in other.output, other
