@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def test_if_all_are_broken_each_is_listed_with_its_reason(tmp_path: Path) -> Non
     assert len(os.listdir(tmp_path)) == 4
 
 
-def read_beside_a_writer(folder: str, seconds: float) -> int:
+def read_beside_a_writer(folder: str, reads: int) -> None:
     """Rank 0 and the others read while a process of its own saves and deletes as fast as it can."""
     torch.set_num_threads(1)  # a process with OpenMP threads must not fork
     writer = 0
@@ -49,18 +48,16 @@ def read_beside_a_writer(folder: str, seconds: float) -> int:
             write_alone(folder, theirs)
         os.read(ours, 1)
     ddpkit.barrier()
-    last, reads = 0, 0
-    end = time.monotonic() + seconds
+    last = 0
     try:
-        while not ddpkit.stop_together(time.monotonic() > end):
+        for _ in range(reads):
             loaded = Checkpointer(folder).load_latest()
             assert loaded is not None and loaded["step"] >= last
-            last, reads = loaded["step"], reads + 1
+            last = loaded["step"]
     finally:
         if writer:
             os.kill(writer, signal.SIGKILL)
             os.waitpid(writer, 0)
-    return reads
 
 
 def write_alone(folder: str, pipe: int) -> None:
@@ -76,8 +73,7 @@ def write_alone(folder: str, pipe: int) -> None:
 
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_a_reader_beside_a_writer_always_finds_one(tmp_path: Path, nprocs: int) -> None:
-    reads = on_ranks(read_beside_a_writer, nprocs, str(tmp_path), 3.0)
-    assert reads[0] >= 10
+    on_ranks(read_beside_a_writer, nprocs, str(tmp_path), 40)
 
 
 def load_what_does_not_fit(folder: str) -> None:

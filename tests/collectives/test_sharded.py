@@ -1,4 +1,4 @@
-"""Sharded tensors are recognised by torch's own classes."""
+"""Sharded tensors are recognised by torch's own classes, which only the ranks import: it takes a second."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ import pytest
 import torch
 from conftest import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import distribute_tensor, parallel
-from torch.distributed.tensor.parallel import parallelize_module
 
 import ddpkit
 from ddpkit import MismatchError, get_rank, get_world_size
@@ -22,8 +19,10 @@ from ddpkit.torch_internals import is_sharded
 
 
 def recognise() -> tuple[bool, bool, bool, str]:
+    from torch.distributed.tensor import distribute_tensor
+
     mesh = init_device_mesh("cpu", (2,))
-    model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+    model = fsdp2()
     replicated = distribute_tensor(torch.ones(4), mesh)
     plain = torch.nn.Linear(4, 4)
     words = explain_sharded("check_replicas()", model.named_parameters())
@@ -43,19 +42,25 @@ def test_values_that_are_no_tensors_are_not_sharded() -> None:
 
 
 def fsdp2() -> torch.nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
     return fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (get_world_size(),)))
 
 
-def fsdp1() -> torch.nn.Module:
-    return FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+def fsdp1(**options: Any) -> torch.nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"), **options)
 
 
 def fsdp1_with_own_names() -> torch.nn.Module:
-    return FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+    return fsdp1(use_orig_params=True)
 
 
 def tensor_parallel() -> torch.nn.Module:
-    return parallelize_module(
+    from torch.distributed.tensor import parallel
+
+    return parallel.parallelize_module(
         torch.nn.Linear(4, 4), init_device_mesh("cpu", (get_world_size(),)), parallel.ColwiseParallel()
     )
 
@@ -116,7 +121,7 @@ def test_a_sharded_model_on_one_rank_alone_is_an_error_on_all(world_size: int) -
 
 
 def hand_out() -> str:
-    model = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    model = fsdp2()
     try:
         ddpkit.run_on_main(lambda: model.weight)
     except (TypeError, ddpkit.PeerError) as error:

@@ -15,6 +15,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize(("mpirun", "kind"), KINDS)
 def test_mpirun_on_one_node(mpirun: list[str], kind: str) -> None:
     assert_joined(launch([*mpirun, "-n", "4", *PYTHON, *PROGRAM]), kind, 4)

@@ -118,10 +118,8 @@ SET_UP_BADLY = """
 """
 
 
-@pytest.mark.parametrize(
-    ("bad", "first"),
-    [pytest.param("True", "ValueError", marks=pytest.mark.storm), ("os.environ['RANK'] == '1'", "LaunchError")],
-)
+@pytest.mark.storm
+@pytest.mark.parametrize(("bad", "first"), [("True", "ValueError"), ("os.environ['RANK'] == '1'", "LaunchError")])
 def test_a_bad_option_ends_all_ranks_at_once_under_torchrun(bad: str, first: str, tmp_path: Path) -> None:
     code, output, _ = torchrun(tmp_path, SET_UP_BADLY.replace("{BAD}", bad))
     assert code == 0, output
@@ -362,6 +360,7 @@ def test_a_failure_under_torchrun_is_shown_without_a_decorator(tmp_path: Path) -
     assert "NOT been destroyed" not in output and "terminate called" not in output
 
 
+@pytest.mark.storm
 def test_setup_without_teardown_ends_cleanly_under_torchrun_and_needs_no_thread_at_exit(tmp_path: Path) -> None:
     """Python 3.12.0 and 3.12.1 start none there."""
     script = """

@@ -125,9 +125,8 @@ def test_a_healthy_machine_passes_and_the_json_has_its_schema() -> None:
 
 
 def test_a_report_for_people_is_aligned_and_says_what_to_do() -> None:
-    process = start("--device", "cpu", MASTER_ADDR="no.such.invalid")
-    out, _ = process.communicate(timeout=600)
-    assert process.returncode == 1
+    code, out, _, _ = doctor("--device", "cpu", MASTER_ADDR="no.such.invalid")
+    assert code == 1
     lines = out.splitlines()
     assert lines[0] == f"ddpkit doctor: this machine, {socket.gethostname()}"
     place = lines.index("failed   master         MASTER_ADDR=no.such.invalid does not resolve")
@@ -202,6 +201,7 @@ def torchrun(nprocs: int, *flags: str, **env: str) -> subprocess.CompletedProces
     return subprocess.run([*command, *flags], env=env, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.storm
 def test_a_job_of_one_rank_is_a_job() -> None:
     done = torchrun(1, "--json", "--device", "cpu")
     assert done.returncode == 0 and json.loads(done.stdout)["scope"] == "job"
@@ -267,12 +267,12 @@ def test_a_job_of_a_platform_is_examined() -> None:
 @pytest.mark.skipif(not can_be(ELSEWHERE), reason="needs the right to make a UTS namespace")
 def test_ranks_on_different_hosts_are_told_apart() -> None:
     port = free_port()
-    places = [[], [], ELSEWHERE]
-    ranks = [start("--json", on=on, **platform_env(rank, 3, port)) for rank, on in enumerate(places)]
+    places = [[], ELSEWHERE]
+    ranks = [start("--json", on=on, **platform_env(rank, 2, port)) for rank, on in enumerate(places)]
     (out, err), *_ = [process.communicate(timeout=600) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0, 0], err
-    assert [place["node_rank"] for place in json.loads(out)["ranks"]] == [0, 0, 1]
-    assert found(out)["ranks"]["found"] == "3 ranks on 2 hosts"
+    assert [process.returncode for process in ranks] == [0, 0], err
+    assert [place["node_rank"] for place in json.loads(out)["ranks"]] == [0, 1]
+    assert found(out)["ranks"]["found"] == "2 ranks on 2 hosts"
 
 
 def test_what_one_rank_alone_finds_is_reported_with_its_name_and_fails_all() -> None:
@@ -311,6 +311,7 @@ def examine_rank(rank: int, port: int) -> list[Any]:
     return list(doctor("--json", "--timeout", "8", **platform_env(rank, 2, port)))
 
 
+@pytest.mark.storm
 def test_the_doctor_does_not_disturb_a_job_that_runs_with_the_same_variables() -> None:
     """As in a shell that was opened in a pod where the job runs."""
     port = free_port()
