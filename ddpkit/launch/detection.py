@@ -33,7 +33,7 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
         'single'
     """
     env = filled(os.environ if env is None else env)
-    for launcher in (SPAWN, TORCHRUN):
+    for launcher in (TORCHRUN, SPAWN):  # a spawned rank may start torchrun; spawn() removes torchrun's variables
         if launcher.signs[0] in env:
             return Reading(launcher, env).launch()
     engine = _engine(env)

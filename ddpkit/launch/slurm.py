@@ -80,7 +80,8 @@ def _derive_port(step: Reading) -> None:
     ids = [step.read(name, str) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     port = derive_port(*map(str, ids))
     step.values["master_port"] = port
-    step.evidence.append(f"port {port} follows from job and step")
+    if None not in ids:
+        step.evidence.append(f"port {port} follows from job and step")
 
 
 def expand_nodelist(text: str) -> list[str]:

@@ -173,6 +173,7 @@ LAUNCHES: list[tuple[str, dict[str, str], str]] = [
     ("spawn", SPAWN, f"spawn 1/2 1/2 0/1 {ELSEWHERE}"),
     ("spawn in a Slurm step under Open MPI", TASK | OPENMPI | SPAWN, f"spawn 1/2 1/2 0/1 {ELSEWHERE}"),
     ("torchrun", TORCHRUN, f"torchrun 3/4 1/2 1/2 {ELSEWHERE}"),
+    ("torchrun in a spawned rank", SPAWN | TORCHRUN, f"torchrun 3/4 1/2 1/2 {ELSEWHERE}"),
     ("torchrun of one process", TORCHRUN | dict.fromkeys(["RANK", "LOCAL_RANK", "GROUP_RANK"], "0")
      | dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"], "1"), f"torchrun 0/1 0/1 0/1 {ELSEWHERE}"),
     ("torchrun where NODE_RANK is preset", TORCHRUN | {"NODE_RANK": "5"}, f"torchrun 3/4 1/2 1/2 {ELSEWHERE}"),
@@ -608,6 +609,7 @@ OUTSIDE: list[tuple[str, dict[str, str], int, bool]] = [
     ("a task per node, agents in another order", STEP_PER_NODE | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}, 2, False),
     ("two tasks per node, agents for half of them", TASK, 2, True),
     ("ranks of Open MPI, a job in each", OPENMPI, 1, True),
+    ("spawned ranks, a job in each", SPAWN, 1, True),
     ("a Kubeflow pod: WORLD_SIZE counts processes, RANK counts pods", KUBEFLOW, 2, False),
     ("a Kubeflow pod, a job in each", KUBEFLOW, 1, True),
     ("a lone Kubeflow pod of 16 processes", KUBEFLOW | {"RANK": "0", "PET_NNODES": "1"}, 1, False),
