@@ -8,6 +8,8 @@ from collections.abc import Collection
 from .errors import LaunchError, NotSetUpError
 from .launch import ranks
 
+FORWARDED = "ddpkit_forwarded"  # attribute of a record that a rank of spawn() has sent, with its rank
+
 
 class RankFilter(logging.Filter):
     """Let only some ranks speak, and tell every record which rank it comes from.
@@ -37,15 +39,14 @@ class RankFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Stamp the record and say whether it passes. The rank is asked for now: modules log before `setup()`, too."""
-        rank = getattr(record, "rank", "?")
-        if rank == "?":  # else it comes from a rank that spawn() started
+        if not hasattr(record, FORWARDED):
             try:
-                rank, record.world_size = ranks.get_rank(), ranks.get_world_size()
+                record.rank = ranks.get_rank()
+                record.world_size = ranks.get_world_size()
             except (LaunchError, NotSetUpError):  # which setup() will raise; a PeerError must not be lost here
                 record.rank = record.world_size = "?"
                 return True
-            record.rank = rank
-        return self.ranks is None or rank in self.ranks or record.levelno >= logging.WARNING
+        return self.ranks is None or record.rank in self.ranks or record.levelno >= logging.WARNING  # type: ignore[attr-defined]
 
 
 def get_logger(name: str | None = None) -> logging.Logger:

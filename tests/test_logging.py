@@ -85,6 +85,14 @@ def test_the_rank_is_asked_for_when_the_record_is_made(monkeypatch: pytest.Monke
     assert collector.said() == ["single", "warning of rank 1"]
 
 
+def test_a_record_with_a_rank_of_its_own_is_still_of_this_process(collector: Collector) -> None:
+    log = get_logger("test.beams")
+    log.info("best beam", extra={"rank": 1})
+    log.warning("no beam", extra={"rank": 2})
+    said = [(r.getMessage(), r.rank, r.world_size) for r in collector.records]  # type: ignore[attr-defined]
+    assert said == [("best beam", 0, 1), ("no beam", 0, 1)]
+
+
 def test_logging_survives_an_environment_that_setup_would_refuse(
     monkeypatch: pytest.MonkeyPatch, collector: Collector
 ) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import codecs
 import copy
 import logging
 import os
 import sys
 import threading
+from codecs import IncrementalDecoder
 from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, TextIO
 
+from ..logging import FORWARDED
+
 _CHUNK = 1 << 16  # bytes read at a time
+_Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def own_streams() -> dict[int, TextIO]:
@@ -40,6 +45,7 @@ class Copier(threading.Thread):
         super().__init__(name="ddpkit output", daemon=True)
         self._streams = streams
         self._stream_of: dict[Connection, TextIO] = {}
+        self._decoders: dict[Connection, IncrementalDecoder] = {}
         self._ended, self._end = Pipe(duplex=False)
 
     def pipes(self) -> dict[int, Connection]:
@@ -51,6 +57,7 @@ class Copier(threading.Thread):
         for number, stream in self._streams.items():
             reader, writers[number] = Pipe(duplex=False)
             self._stream_of[reader] = stream
+            self._decoders[reader] = _Decoder(errors="replace")
         return writers
 
     def run(self) -> None:
@@ -79,7 +86,7 @@ class Copier(threading.Thread):
             reader.close()
             return
         stream = self._stream_of[reader]
-        stream.write(data.decode(errors="replace"))
+        stream.write(self._decoders[reader].decode(data))  # which keeps half a character for the next time
         stream.flush()
 
 
@@ -167,6 +174,7 @@ class Forwarder(logging.Handler):
         packed = copy.copy(record)
         packed.rank = self._rank
         packed.world_size = self._world_size
+        setattr(packed, FORWARDED, True)
         packed.msg = record.getMessage()
         packed.args = None
         if record.exc_info and not record.exc_text:

@@ -120,8 +120,10 @@ def describe_exit(process: Any) -> str:
     """Wait for a process to end and say how: "killed by SIGKILL", or "exited with code 1"."""
     process.join()
     code = process.exitcode
-    if code < 0:
+    if -code in set(signal.Signals):
         return f"killed by {signal.Signals(-code).name}"
+    if code < 0:
+        return f"killed by signal {-code}"
     return f"exited with code {code}"
 
 

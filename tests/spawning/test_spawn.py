@@ -123,6 +123,30 @@ def spawn_often() -> None:
         spawn(say_a_line, 2)
 
 
+def say_umlauts() -> None:
+    os.write(1, b"x" + "\u00e4".encode() * 40_000)
+
+
+def spawn_umlauts() -> None:
+    sys.stdout = io.StringIO()  # as in a notebook
+    spawn(say_umlauts, 1)
+    assert sys.stdout.getvalue() == "x" + "\u00e4" * 40_000
+
+
+def test_a_character_that_comes_in_two_pieces_is_one() -> None:
+    (end,) = run(spawn_umlauts, [{}])
+    assert end.code == 0, end.output
+
+
+def end_by(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_a_rank_that_a_signal_without_a_name_ends_is_an_error_of_that_rank() -> None:
+    with pytest.raises(PeerError, match=f"killed by signal {signal.SIGRTMIN + 1}"):
+        spawn(end_by, 1, signal.SIGRTMIN + 1)
+
+
 def test_what_workers_print_arrives() -> None:
     (end,) = run(spawn_often, [{}], timeout=600)
     assert (end.code, end.output) == (0, "a line\n" * 10)
