@@ -58,7 +58,11 @@ class StoreBarrier:
         if [bits] == self._all:
             return
         self._note_at = time.monotonic() + min(_LONG, self._timeout.total_seconds() / 2)
-        self._waits.until(self._is_complete, self._timeout, self._give_up)
+        try:
+            self._waits.until(self._is_complete, self._timeout, self._give_up)
+        except BarrierTimeoutError:
+            self._store.set(self._note, f"has given up {self.name}")
+            raise
         if self._noted:
             self._store.delete_key(self._note)
 
@@ -90,7 +94,7 @@ class StoreBarrier:
     def _say_where(self) -> None:
         """Note where this rank waits, if the wait is long, for those who miss it elsewhere."""
         if not self._noted and time.monotonic() > self._note_at:
-            self._store.set(self._note, self.name)
+            self._store.set(self._note, f"waits in {self.name} instead")
             self._noted = True
         if self._noted and self._refusal and self._store.check([self._refusal]):
             raise as_error(parse(self._store.get(self._refusal), self._refusal, FAILURE))
@@ -123,7 +127,7 @@ class StoreBarrier:
         return add(self._store, f"{self._key}/broken", 1) == 1  # the first reason stands
 
     def _elsewhere(self, missing: Sequence[int]) -> dict[str, str]:
-        """Find where missing ranks wait instead, by rank."""
+        """Find what missing ranks have noted, by rank."""
         found = {}
         for rank in missing:
             note = f"waits/{rank}"
@@ -138,7 +142,10 @@ class StoreBarrier:
         def written() -> bool | None:
             return self._store.check([reason]) or None
 
-        self._waits.until(written, _AT_ONCE, lambda: refuse_text("nothing", reason))
+        def late() -> bool:
+            raise BarrierTimeoutError(f"{self.name}: a rank gave up and ended before it said why.", [], [])
+
+        self._waits.until(written, _AT_ONCE, late)
         why = parse(self._store.get(reason), reason, FAILURE, _MISSING)
         if "missing" not in why:
             raise as_error(why)
@@ -156,8 +163,8 @@ class StoreBarrier:
         count = f"{len(missing)} of {self._world_size} ranks"
         text = f"{self.name}: {count} did not arrive within {why['seconds']:g} s"
         text += f": {_names(missing)}. Arrived: {_names(arrived)}."
-        for rank, place in why["elsewhere"].items():
-            text += f" Rank {rank} waits in {place} instead."
+        for rank, note in why["elsewhere"].items():
+            text += f" Rank {rank} {note}."
         if me in why["missing"]:
             text += f" This is rank {me}, which came too late."
         return BarrierTimeoutError(text, missing, arrived)

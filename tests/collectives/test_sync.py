@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,10 @@ from conftest import on_ranks
 
 import ddpkit
 from ddpkit import BarrierTimeoutError, MismatchError, PeerError, get_rank
-from ddpkit.process_group import lifecycle
+from ddpkit.collectives import sync
+from ddpkit.process_group import lifecycle, store_barrier
+from ddpkit.process_group.store_barrier import StoreBarrier
+from ddpkit.process_group.store_values import add
 
 
 def caught(fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,8 +118,47 @@ def wait_elsewhere() -> Any:
 
 def test_a_rank_that_waits_elsewhere_is_named_with_its_place() -> None:
     (zero, _), (one, _) = on_ranks(wait_elsewhere, 2)
-    assert "barrier 'other': 1 of 2 ranks" in zero and "Rank 1 waits in barrier 'one' instead." in zero
-    assert "barrier 'one': 1 of 2 ranks" in one and "Rank 0 waits in barrier 'other' instead." in one
+    assert "barrier 'other': 1 of 2 ranks" in zero and re.search("Rank 1 (waits in|has given up) barrier 'one'", zero)
+    assert "barrier 'one': 1 of 2 ranks" in one and re.search("Rank 0 (waits in|has given up) barrier 'other'", one)
+
+
+def wait_in_vain_and_then_compute() -> str:
+    if get_rank() == 0:
+        caught(ddpkit.barrier, "in vain", timedelta(seconds=1))
+    ddpkit.barrier()
+    error = None
+    if get_rank() == 0:
+        time.sleep(2)
+    else:
+        error, _ = caught(ddpkit.barrier, "again", timedelta(seconds=1))
+    ddpkit.barrier()
+    return str(error)
+
+
+def test_a_rank_that_has_given_up_waiting_is_not_said_to_wait() -> None:
+    _, said = on_ranks(wait_in_vain_and_then_compute, 2)
+    assert "barrier 'again': 1 of 2 ranks did not arrive" in said
+    assert "Rank 0 has given up barrier 'in vain'." in said and "instead" not in said
+
+
+def break_and_end() -> str:
+    ddpkit.barrier()
+    if get_rank() == 0:
+        session = lifecycle.current_session()
+        key, _ = sync._keys(session, "barrier", "broken")
+        broken = StoreBarrier(session, key, timedelta(seconds=1), "")
+        assert broken._is_first_to_break()
+        add(session.store, broken.counters[0], store_barrier._BROKEN)  # and never comes to say why
+        ddpkit.barrier()
+        return ""
+    error, _ = caught(ddpkit.barrier, "broken")
+    ddpkit.barrier()
+    return str(error)
+
+
+def test_a_barrier_that_was_broken_without_a_reason_says_so() -> None:
+    _, said = on_ranks(break_and_end, 2)
+    assert said == "barrier 'broken': a rank gave up and ended before it said why."
 
 
 def meet_in_two_threads() -> int:
