@@ -126,9 +126,14 @@ def _check_sharing(session: Session, choices: list[dict[str, Any]]) -> bool:
     return bool(crowds)
 
 
+def is_same_device(asked: torch.device, device: torch.device) -> bool:
+    """Return whether a device is the one asked for; without an index any of its kind is."""
+    return asked == device or (asked.index is None and asked.type == device.type)
+
+
 def bind_device(device: torch.device) -> None:
     """Make it the current device, before the group exists: NCCL binds to the current GPU."""
-    if device.index is not None:
+    if device.index is not None and device.type != "mps":  # there is only one
         getattr(torch, device.type).set_device(device.index)
 
 

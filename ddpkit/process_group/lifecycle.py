@@ -21,7 +21,7 @@ from ..errors import DdpkitError, LaunchError, NotSetUpError
 from ..launch import ranks
 from ..torch_internals import current_group
 from .declining import tell_peers
-from .devices import choose_device, count_accelerators
+from .devices import choose_device, count_accelerators, is_same_device
 from .job import Context, Job, context_of
 from .leaving import destroy_group, say_goodbye
 from .options import Options, checked_options
@@ -88,7 +88,7 @@ def setup(
     _refuse_forked(_job)
     if asked.backend not in (None, _job.asked.backend, _job.context.backend):
         raise ValueError(f"setup() was called before, with another backend:\n{_job.context}")
-    if asked.device not in (None, _job.asked.device, _job.context.device):
+    if asked.device and asked.device != _job.asked.device and not is_same_device(asked.device, _job.context.device):
         raise ValueError(f"setup() was called before, with another device:\n{_job.context}")
     return _job.context
 

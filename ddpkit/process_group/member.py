@@ -20,7 +20,7 @@ def _machine() -> tuple[str, ...]:
         return ()
 
 
-def _cores() -> tuple[int, ...]:
+def usable_cores() -> tuple[int, ...]:
     """Return the cores on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
@@ -60,7 +60,7 @@ class Member:
     machine: tuple[str, ...] = field(default_factory=_machine)
     pid: int = field(default_factory=os.getpid)
     born: str = field(default_factory=own_birth)
-    cores: tuple[int, ...] = field(default_factory=_cores)
+    cores: tuple[int, ...] = field(default_factory=usable_cores)
     nonce: str = field(default_factory=_nonce)
 
     def __str__(self) -> str:

@@ -44,13 +44,14 @@ def checked_backend(backend: Any) -> str | None:
         return None
     if not isinstance(backend, str):
         raise ValueError(f"backend must be a name such as 'gloo', got {backend!r}.")
+    asked = backend.lower()
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-    for part in backend.split(","):  # "cpu:gloo,cuda:nccl"
-        name = part.rpartition(":")[2].lower()
+    for part in asked.split(","):  # "cpu:gloo,cuda:nccl"
+        name = part.rpartition(":")[2]
         if name not in known:
             names = ", ".join(known)
             raise ValueError(f"backend={backend!r} is none that torch knows here: {names}, or cpu:gloo,cuda:nccl.")
-    return backend
+    return asked
 
 
 def checked_device(device: Any) -> torch.device | None:

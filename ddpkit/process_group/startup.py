@@ -123,7 +123,7 @@ def assemble(job: Job, launch: Launch) -> None:
     if asked.watch:
         _start_monitor(job, members[0], listener)
     assert job.session is not None and job.launch is not None
-    backend_asked = dist.get_backend() if adopted else asked.backend
+    backend_asked = _backend_of_group() if adopted else asked.backend
     device, backend = choose_together(job.session, job.launch, asked.device, backend_asked)
     bind_device(device)
     _share_cores(asked.num_threads, members[launch.rank], members)
@@ -134,6 +134,13 @@ def assemble(job: Job, launch: Launch) -> None:
     job.context = context_of(job.launch, device, backend, master)
     if not re.search("gloo|mpi", backend):  # which reach the CPU
         job.control = device
+
+
+def _backend_of_group() -> str:
+    name = dist.get_backend()
+    if name == "undefined":  # init_process_group() was not told one
+        return dist.get_backend_config()
+    return name
 
 
 def _open_store(launch: Launch, is_host: bool, timeout: timedelta, orphaned: Callable[[], str]) -> OpenStore:

@@ -9,7 +9,7 @@ from conftest import on_ranks
 from ddpkit import LaunchError, get_rank
 from ddpkit.launch import ranks
 from ddpkit.process_group import devices, lifecycle
-from ddpkit.process_group.devices import choose_device, default_backend, device_index, identity
+from ddpkit.process_group.devices import choose_device, default_backend, device_index, identity, is_same_device
 
 
 @pytest.mark.parametrize("visible", [0, 1, 2, 4, 8])
@@ -34,6 +34,16 @@ def test_a_device_that_is_not_there_is_an_error_that_counts_those_that_are() -> 
         pytest.skip("needs a machine without CUDA")
     with pytest.raises(LaunchError, match="cuda:3 was asked for on local rank 0; visible cuda devices: 0"):
         choose_device(torch.device("cuda:3"), 0, 1)
+
+
+def test_a_device_without_an_index_is_the_one_in_use() -> None:
+    assert is_same_device(torch.device("cuda"), torch.device("cuda:1"))
+    assert not is_same_device(torch.device("cuda:0"), torch.device("cuda:1"))
+    assert not is_same_device(torch.device("cpu"), torch.device("cuda:1"))
+
+
+def test_a_device_of_which_there_is_one_needs_no_binding() -> None:
+    devices.bind_device(torch.device("mps", 0))
 
 
 def test_the_cpu_is_shared_by_all_and_joined_by_gloo() -> None:

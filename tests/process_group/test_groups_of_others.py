@@ -76,6 +76,20 @@ def test_a_group_that_is_made_after_setup_on_one_process_is_joined() -> None:
         assert found == [expected(0, 1), (rank, 2), expected(rank, 2)]
 
 
+def adopt_without_backend() -> str | None:
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group(store=dist.PrefixStore("theirs", store), rank=int(rank), world_size=int(world_size))
+    with ddpkit.distributed() as context:
+        assert ddpkit.all_reduce(1.0) == context.world_size
+        return context.backend
+
+
+def test_a_group_that_was_made_without_naming_a_backend_has_torchs_default() -> None:
+    for backend in ddpkit.spawn(adopt_without_backend, 2):
+        assert "cpu:gloo" in str(backend)
+
+
 def three_then_two(explicit: bool) -> list[Any]:
     rank, *where = place()
     results = []

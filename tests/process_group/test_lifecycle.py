@@ -37,6 +37,15 @@ def torchrun(folder: Path, script: str, *flags: str, **env: str) -> tuple[int, s
     return done.returncode, done.stdout + done.stderr, time.monotonic() - start
 
 
+def ask_twice(backend: str) -> tuple[str | None, bool]:
+    with ddpkit.distributed(backend=backend) as context:
+        return context.backend, ddpkit.setup(backend="gloo", device="cpu") is context
+
+
+def test_a_backends_name_may_be_written_in_any_case() -> None:
+    assert ddpkit.spawn(ask_twice, 2, "GLOO") == [("gloo", True)] * 2
+
+
 def test_one_process_needs_no_group_and_setup_may_be_called_twice() -> None:
     context = ddpkit.setup()
     try:
