@@ -23,7 +23,7 @@ from .pickling import UnshardedPickler, check_copies
 P = ParamSpec("P")
 T = TypeVar("T")
 _LONGEST_NAME = 1000  # characters: names are keys of the store
-_WORK = timedelta(days=1)  # bound on work that one rank does while the others wait; a rank that dies is noticed at once
+_WORK = timedelta(days=1)  # bound on work that one rank does while the others wait
 
 
 def barrier(name: str | None = None, timeout: timedelta | None = None) -> None:
@@ -91,7 +91,8 @@ def main_process_first(local: bool = False) -> Iterator[None]:
     """Run a block on rank 0 first, and on the others when it is done: to prepare what the others then find.
 
     Collective; but the block itself may hold no collective. The others wait on the store, so slow work trips no
-    time-out of a collective. If a first rank raises, all raise.
+    time-out of a collective: they wait for up to a day, and less only if the first rank raises, which all then do, or
+    if the monitor (`setup(watch=True)`) sees it die.
 
     Args:
         local: Let the first rank of every node go first, for work on node-local disks.
@@ -124,8 +125,9 @@ def main_process_first(local: bool = False) -> Iterator[None]:
 def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run `fn` on rank 0 and give its value to every rank. Collective; `fn` itself may hold no collective.
 
-    The others wait on the store, so slow work trips no time-out of a collective. When all ranks are there the value
-    goes through the process group.
+    The others wait on the store, so slow work trips no time-out of a collective: for up to a day, and less only if
+    rank 0 raises, or if the monitor (`setup(watch=True)`) sees it die. When all ranks are there the value goes through
+    the process group.
 
     Args:
         fn: Called with the arguments on rank 0 only.
