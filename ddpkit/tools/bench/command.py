@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import sys
 from dataclasses import replace
@@ -17,6 +16,7 @@ import torch
 from ...errors import LaunchError, PeerError
 from ...launch.detection import detect_launch
 from ...process_group.devices import count_accelerators
+from ...process_group.member import usable_cores
 from ...process_group.options import checked_device
 from ...spawning.spawn import spawn
 from . import results
@@ -89,7 +89,7 @@ def _start_jobs(args: argparse.Namespace) -> dict[str, Any]:
     """Start a job for each number of ranks, and measure it."""
     device = _parse_device(args.device)
     gpus = count_accelerators() if device is None or device.type != "cpu" else 0
-    asked = args.ranks or default_ranks(gpus, len(os.sched_getaffinity(0)))
+    asked = args.ranks or default_ranks(gpus, len(usable_cores()))
     ranks = sorted(set(asked))
     plan = _plan(args, ranks)
     if "steps" not in plan.parts:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ... import __version__
+from ...process_group.member import usable_cores
 from ..terminal import table
 from .timing import COLLECTIVES, bandwidths, summary
 from .workloads import METRICS, PARTS, Plan
@@ -36,7 +36,7 @@ def make_report(plan: Plan, outcomes: list[Row]) -> Row:
         "backend": largest["backend"],
         "device": largest["device"],
         "nodes": largest["nodes"],
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(usable_cores()),
         "threads_per_rank": 1,
         "ranks": ranks,
         "batch_size": plan.batch_size,

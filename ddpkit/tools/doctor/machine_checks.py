@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ...errors import LaunchError
 from ...process_group.devices import MASKS, choose_device, default_backend
+from ...process_group.member import usable_cores
 from ...process_group.startup import check_torch
 from .check import Check, set_variables
 
@@ -140,7 +141,7 @@ def shared_memory() -> Check:
 
 def cores() -> Check:
     """Compare the cores that this process may use with those that torch counts."""
-    usable = len(os.sched_getaffinity(0))
+    usable = len(usable_cores())
     total = os.cpu_count() or 1
     quota = cpu_quota()
     limit = f"{quota:g} by the cgroup" if quota else "no cgroup limit"

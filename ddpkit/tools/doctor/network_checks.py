@@ -145,7 +145,7 @@ def ports(port: int | None, checks_if_free: bool) -> Check:
     """
     text = os.environ.get("MASTER_PORT", "").strip()
     if port is None and text and not _is_port(text):
-        remedy = "Set it to a number from 1024 to 65535."
+        remedy = "Set it to a number from 1 to 65535."
         return Check("ports", "failed", f"MASTER_PORT={text} is no port", remedy)
     number = port or int(text or _DEFAULT_PORT)
     found = f"torch's default port {number}"
