@@ -94,4 +94,4 @@ def agree_on_cloned_machines() -> Any:
 
 
 def test_accelerators_of_machines_with_one_host_name_are_not_one() -> None:
-    assert on_ranks(agree_on_cloned_machines, 3) == ["cuda"] * 3
+    assert on_ranks(agree_on_cloned_machines, 3, fresh=True) == ["cuda"] * 3
