@@ -40,6 +40,20 @@ def write_clips(root: Path) -> Path:
     return root
 
 
+def write_lmdb(folder: Path, path: Path) -> None:
+    """Writes the pictures of folders of clips as KAIR's create_lmdb.py does, encoded, with the list of them."""
+    import lmdb
+
+    lines = []
+    with lmdb.open(str(path), map_size=2**24) as environment, environment.begin(write=True) as transaction:
+        for file in sorted(folder.rglob("*.png")):
+            key = file.relative_to(folder).with_suffix("").as_posix()
+            with Image.open(file) as image:
+                lines.append(f"{key}.png ({image.height},{image.width},3) 1\n")
+            transaction.put(key.encode("ascii"), file.read_bytes())
+    (path / "meta_info.txt").write_text("".join(lines))
+
+
 def options(clips: Path, root: Path, **changes: Any) -> dict[str, Any]:
     """Options of a tiny run on such clips; `changes` by key, with __ for the dots."""
     roots = {split: {f"dataroot_{key}": f"{clips}/{split}_{part}" for key, part in PARTS.items()} for split in SIZES}

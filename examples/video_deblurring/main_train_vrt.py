@@ -18,10 +18,10 @@ import secrets
 
 import torch
 from deblurring.checkpoints import find_newest, load_weights, restore_set, save_set
-from deblurring.data import Crops, find_clips
+from deblurring.data import Crops, find_clips, span
 from deblurring.networks import as_float, make_network
 from deblurring.options import Options, redacted
-from deblurring.running import Boards, Speed, open_folder, run
+from deblurring.running import Boards, Speed, count_workers, open_folder, run
 from deblurring.testing import tell, test, write_scores
 from deblurring.training import (
     cut_short,
@@ -44,7 +44,7 @@ BAD_LOSS = "a smaller train.G_optimizer_lr, train.G_optimizer_clipgrad, or train
 def main(opt: Options, job: ddpkit.Context) -> None:
     data, train, val = opt["datasets"]["train"], opt["train"], opt["val"]
     plan = plan_batches(opt, job.world_size)
-    clips = find_clips(data, data["num_frame"])
+    clips = find_clips(data, span(data))
     test_clips = find_clips(opt["datasets"]["test"], val["num_frame_testing"])
     folder = open_folder(opt)
     log.info("%s\nwriting to %s\n%s", json.dumps(redacted(opt), indent=2), folder, plan)
@@ -67,7 +67,7 @@ def main(opt: Options, job: ddpkit.Context) -> None:
         shuffle=data["dataloader_shuffle"],
         seed=seed,
         drop_last=True,
-        num_workers=data["dataloader_num_workers"],
+        num_workers=count_workers(data["dataloader_num_workers"]),
         pin_memory=data["dataloader_pin_memory"],
         persistent_workers=data["dataloader_persistent_workers"],
         prefetch_factor=data["dataloader_prefetch_factor"],
@@ -108,7 +108,7 @@ def main(opt: Options, job: ddpkit.Context) -> None:
     no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
     bar = tqdm(total=train["total_iter"], initial=step, unit="iter", disable=no_bar)
     while step < train["total_iter"]:
-        for batch in loader:
+        for batch in speed.waiting(loader):
             part = as_float(batch, job.device)
             with ddpkit.accumulate(model, micro, train["accumulation"]) as complete:
                 with torch.autocast(job.device.type, mixed, enabled=mixed is not None):
@@ -140,11 +140,12 @@ def main(opt: Options, job: ddpkit.Context) -> None:
             if due:
                 stop_if_not_finite(first_bad, step, net, BAD_LOSS)
             if "print" in due:
-                loss, rate = ddpkit.all_reduce((loss_sum.item() / speed.steps, speed.rate()))
-                values = {"G_loss": loss / job.world_size, "lr": lr, "images/s": rate}
-                log.info(f"{here}, lr:{lr:.3e}> G_loss: {values['G_loss']:.3e} images/s: {rate:.1f}")
-                boards.add(values, step)
-                loss_sum, speed = torch.zeros((), device=job.device), Speed()
+                loss, waits = ddpkit.all_reduce_mean((loss_sum.item() / speed.steps, speed.waits()))
+                rate = ddpkit.all_reduce(speed.rate())
+                log.info(f"{here}, lr:{lr:.3e}> G_loss: {loss:.3e} images/s: {rate:.1f} waits: {waits:.1%}")
+                boards.add({"G_loss": loss, "lr": lr, "images/s": rate, "waits": waits}, step)
+                loss_sum = torch.zeros_like(loss_sum)
+                speed.reset()
             if "save" in due:
                 with speed.paused():
                     ddpkit.check_replicas(model, optimizer)

@@ -1,20 +1,25 @@
-"""Clips in the layout of the GoPro data set, and crops of them to train on."""
+"""Clips of sharp and blurred frames, and crops of them to train on."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 from shared.program import UserError, user_error
 
 import ddpkit
 from deblurring.clips import WINDOW
+from deblurring.frames import MAKE_IT, PARTS, Cache, Source, decode, open_source, size_of, sub_images
 
-PARTS = {"H": "dataroot_gt", "L": "dataroot_lq", "S": "dataroot_spike"}  # sharp, blurred, spikes
-_MAKE_IT = "run prepare.py to make the example's data, or name your own in the option file"
+HELD_OUT = {  # of REDS, by val_partition
+    "REDS4": {"000", "011", "015", "020"},
+    "official": {f"{number:03d}" for number in range(240, 270)},
+}
 
 
 class Clip:
@@ -23,78 +28,173 @@ class Clip:
     A frame is an array of bytes, (height, width, 3), for spikes (WINDOW, height / 2, width / 2).
 
     Args:
-        name: The clip's folder in each root.
-        files: The frames' files by part, equally many.
-        cached: Whether to keep the frames in memory, or to read them each time.
+        name: What to call it.
+        names: The frames' names.
+        files: Where the frames are, by part, equally many.
+        sources: What reads them.
+        scale: How many times as high and wide as the blurred frames the sharp ones are.
     """
 
-    def __init__(self, name: str, files: dict[str, list[Path]], cached: bool) -> None:
-        self.name, self._files = name, files
-        self.parts = tuple(files)
-        self.height, self.width, _ = _read(files["H"][0]).shape
-        if self.height % 2 or self.width % 2:
-            raise UserError(f"clip {name} has frames of {self.width} x {self.height}: width and height must be even")
-        self._shapes = {"H": (self.height, self.width, 3), "S": (WINDOW, self.height // 2, self.width // 2)}
-        self._shapes["L"] = self._shapes["H"]
-        numbers = range(len(self) if cached else 1)  # the first frames are looked at in any case
-        frames = {part: [self._load(part, number) for number in numbers] for part in files}
-        self._frames = frames if cached else None
+    def __init__(
+        self,
+        name: str,
+        names: list[str],
+        files: dict[str, list[str]],
+        sources: dict[str, Source],
+        scale: int,
+    ) -> None:
+        self.name, self.names, self.parts = name, names, tuple(files)
+        self._files, self._sources = files, sources
+        self._cache: Cache | None = None
+        height, width = self.height, self.width = size_of(sources["H"], files["H"][0])
+        if height % 2 or width % 2 or height % scale or width % scale:
+            raise UserError(
+                f"clip {name} has frames of {width} x {height}: width and height must be even, and multiples of scale"
+            )
+        self.shapes = {
+            "H": (height, width, 3),
+            "L": (height // scale, width // scale, 3),
+            "S": (WINDOW, height // 2, width // 2),
+        }
+        for part, frames in files.items():
+            if part == "S":
+                self._load(part, 0)
+            else:
+                self._check(frames[0], (*size_of(sources[part], frames[0]), 3), part)
 
     def __len__(self) -> int:
-        return len(self._files["H"])
+        return len(self.names)
 
     def frame(self, part: str, number: int) -> NDArray[np.uint8]:
-        return self._frames[part][number] if self._frames else self._load(part, number)
-
-    def _load(self, part: str, number: int) -> NDArray[np.uint8]:
-        frame = _read(path := self._files[part][number])
-        if frame.shape != self._shapes[part]:
-            raise UserError(f"{path} holds {frame.shape}, but {self._shapes[part]} fits the sharp frames")
+        """Read a frame, or look it up where it has been read before."""
+        if self._cache is None:
+            return self._load(part, number)
+        slot = self._slots[part] + number
+        kept = self._cache.get(slot)
+        if kept is not None:
+            return kept.reshape(self.shapes[part])
+        frame = self._load(part, number)
+        self._cache.put(slot, frame)
         return frame
 
-    def stack(self, part: str) -> NDArray[np.uint8]:
-        """All frames of a part with the channels first: (n, channels, height, width)."""
-        frames = np.stack([self.frame(part, number) for number in range(len(self))])
+    def keep(self, cache: Cache, slots: dict[str, int]) -> None:
+        """Keep frames in a cache: those of a part from a slot on."""
+        self._cache, self._slots = cache, slots
+
+    def _load(self, part: str, number: int) -> NDArray[np.uint8]:
+        where = self._files[part][number]
+        frame = decode(self._sources[part], where, part)
+        self._check(where, frame.shape, part)
+        return frame
+
+    def _check(self, where: str, shape: tuple[int, ...], part: str) -> None:
+        if shape != self.shapes[part]:
+            raise UserError(f"{where} holds {shape}, but {self.shapes[part]} fits the sharp frames")
+
+    def stack(self, part: str, numbers: Sequence[int] | None = None) -> NDArray[np.uint8]:
+        """Read frames of a part, by default all, with the channels first: (n, channels, height, width)."""
+        chosen = range(len(self)) if numbers is None else numbers
+        frames = np.stack([self.frame(part, number) for number in chosen])
         return frames if part == "S" else np.ascontiguousarray(frames.transpose(0, 3, 1, 2))
 
 
-def find_clips(data: dict[str, Any], num_frame: int) -> list[Clip]:
-    """The clips that a `datasets` section of the options names.
+def find_clips(data: dict[str, Any], least: int, scale: int = 1) -> list[Clip]:
+    """Find the clips that a `datasets` section of the options names. Collective.
 
     Args:
         data: The section.
-        num_frame: Frames that a clip must have.
+        least: Frames that a clip must have.
+        scale: As for a `Clip`.
 
     Raises:
         UserError: If a folder, clip or frame is missing or does not fit; the message says which.
     """
-    roots = {part: Path(data[key]) for part, key in PARTS.items() if data[key]}
-    for part, root in roots.items():
-        if not root.is_dir():
-            raise UserError(f"there is no folder {root} ({PARTS[part]}): {_MAKE_IT}")
-    names = _listed_names(data["meta_info_file"]) if data["meta_info_file"] else dict.fromkeys(_names(roots["H"]))
-    if not names:
-        raise UserError(f"there are no clips in {data['meta_info_file'] or roots['H']}: {_MAKE_IT}")
+    sources = {part: open_source(data[key], part) for part, key in PARTS.items() if data[key]}
+    listed = data["meta_info_file"]
+    names = _listed_names(listed) if listed else dict.fromkeys(sources["H"].clips(), ())
     clips = []
-    for name, count in names.items():
-        files = {part: _frames(root / name, part) for part, root in roots.items()}
-        stems = {part: [path.stem for path in paths] for part, paths in files.items()}
-        for part, root in roots.items():
-            if odd := sorted(set(stems[part]) ^ set(stems["H"])):
-                raise UserError(
-                    f"the frames in {root / name} and {roots['H'] / name} must have the same names, but {odd[0]} is "
-                    "in one of them only"
-                )
-        if count not in (None, len(stems["H"])):
-            raise UserError(f"{roots['H'] / name} has {len(stems['H'])} frames, but meta_info_file says {count}")
-        if len(stems["H"]) < num_frame:
-            raise UserError(f"{roots['H'] / name} has {len(stems['H'])} frames, but num_frame is {num_frame}")
-        clips.append(Clip(name, files, data["cache_data"]))
+    for name, wanted in names.items():
+        if name not in HELD_OUT.get(data.get("val_partition"), ()):
+            clips += _find_pieces(name, wanted, data, sources, scale)
+    if not clips:
+        raise UserError(f"there are no clips in {listed or data['dataroot_gt']}: {MAKE_IT}")
+    for clip in clips:
+        if len(clip) < least:
+            place = Path(data["dataroot_gt"], clip.name)
+            raise UserError(f"{place} has {len(clip)} frames, but {least} are taken at once")
+    if data["cache_data"]:
+        _keep_all(clips)
     return clips
 
 
+def span(data: dict[str, Any]) -> int:
+    """Count the frames that a training sample spans at most."""
+    return (data["num_frame"] - 1) * max(data["interval_list"]) + 1
+
+
+def _find_pieces(
+    name: str,
+    wanted: Sequence[int],
+    data: dict[str, Any],
+    sources: dict[str, Source],
+    scale: int,
+) -> list[Clip]:
+    """Find a clip, or as many as there are pieces that its frames were cut into."""
+    files = {part: source.frames(name) for part, source in sources.items()}
+    for part in files:
+        odd = sorted(files[part].keys() ^ files["H"].keys())
+        if odd:
+            raise UserError(
+                f"the frames in {data[PARTS[part]]}/{name} and {data['dataroot_gt']}/{name} must have the same names, "
+                f"but {odd[0]} is in one of them only"
+            )
+    clips = []
+    for piece, frames in sub_images(files["H"]).items():
+        chosen = {whole: frame for whole, frame in frames.items() if _is_wanted(whole, wanted)}
+        if wanted and len(chosen) != wanted[0]:
+            raise UserError(
+                f"{data['dataroot_gt']}/{name} has {len(chosen)} frames, but meta_info_file says {wanted[0]}"
+            )
+        places = {part: [found[frame] for frame in chosen.values()] for part, found in files.items()}
+        clips.append(Clip(name + piece, list(chosen), places, sources, scale))
+    return clips
+
+
+def _is_wanted(frame: str, wanted: Sequence[int]) -> bool:
+    """Tell whether a frame is one of so many from a first one on, where a list says that."""
+    if len(wanted) < 2 or not frame.isdigit():
+        return True
+    count, first = wanted
+    return first <= int(frame) < first + count
+
+
+def _keep_all(clips: list[Clip]) -> None:
+    """Give clips a cache for the frames of all of them. Collective."""
+    sizes: list[int] = []
+    slots = []
+    for clip in clips:
+        slots.append({})
+        for part in clip.parts:
+            slots[-1][part] = len(sizes)
+            sizes += [int(np.prod(clip.shapes[part]))] * len(clip)
+    cache = Cache(sizes)
+    for clip, first in zip(clips, slots, strict=True):
+        clip.keep(cache, first)
+
+
+@user_error("cannot read meta_info_file", OSError, ValueError)
+def _listed_names(file: str) -> dict[str, list[int]]:
+    """Read clips and, where they are said, how many frames they have and the first; "000 100 (720,1280,3) 0"."""
+    names = {}
+    for line in Path(file).read_text().splitlines():
+        name, *rest = re.sub(r"\(.*?\)", "", line).split() or [""]
+        if name:
+            names[name] = [int(number) for number in rest]
+    return names
+
+
 class Crops:
-    """Random crops of `num_frame` consecutive frames, augmented; the samples of an epoch cover the frames about once.
+    """Random crops of `num_frame` frames, augmented; the samples of an epoch cover the frames about once.
 
     What a sample is depends on (seed, epoch, index) alone, so any number of ranks and workers draws the same.
 
@@ -102,15 +202,19 @@ class Crops:
         clips: Of which crops are taken.
         data: The `datasets.train` section of the options.
         seed: The run's.
+        scale: As for a `Clip`.
 
-    A sample holds, by part, bytes of shape (num_frame, channels, height, width): "H" and "L" of `gt_size` pixels a
-    side, "S" of half of it.
+    A sample holds, by part, bytes of shape (num_frame, channels, height, width): "H" of `gt_size` pixels a side, "L"
+    of as many by the scale, "S" of half of it.
     """
 
-    def __init__(self, clips: list[Clip], data: dict[str, Any], seed: int) -> None:
+    def __init__(self, clips: list[Clip], data: dict[str, Any], seed: int, scale: int = 1) -> None:
         self.clips, self.seed, self.epoch = clips, seed, 0
         self.frames, self.size = data["num_frame"], data["gt_size"]
         self.flip, self.rotate = data["use_hflip"], data["use_rot"]
+        self.intervals, self.reverse = data["interval_list"], data["random_reverse"]
+        self.scales = {"H": 1, "L": scale, "S": 2}
+        self.step = math.lcm(2, scale)  # crops begin at whole pixels of all parts
         self.places: list[tuple[Clip, int]] = []  # a clip and a first frame
         for clip in clips:
             if min(clip.height, clip.width) < self.size:
@@ -129,18 +233,29 @@ class Crops:
     def __getitem__(self, index: int) -> dict[str, NDArray[np.uint8]]:
         clip, first = self.places[index]
         rng = np.random.default_rng(ddpkit.sample_seed(self.seed, self.epoch, index))
-        top = 2 * int(rng.integers((clip.height - self.size) // 2 + 1))  # even: spikes have half the resolution
-        left = 2 * int(rng.integers((clip.width - self.size) // 2 + 1))
+        top = self.step * int(rng.integers((clip.height - self.size) // self.step + 1))
+        left = self.step * int(rng.integers((clip.width - self.size) // self.step + 1))
         flip, mirror, turn = rng.integers(2, size=3).astype(bool) & (self.flip, self.rotate, self.rotate)
+        interval = self.intervals[int(rng.integers(len(self.intervals)))]
+        first = min(first, len(clip) - 1 - (self.frames - 1) * interval)
+        numbers = [first + i * interval for i in range(self.frames)]
+        backwards = self.reverse and rng.random() < 0.5
         sample = {}
         for part in clip.parts:
-            scale = 2 if part == "S" else 1
+            scale = self.scales[part]
             y, x, size = top // scale, left // scale, self.size // scale
-            crop = np.stack([_cut(clip.frame(part, first + i), part, y, x, size) for i in range(self.frames)])
+            crop = np.stack([_cut(clip.frame(part, number), part, y, x, size) for number in numbers])
+            crop = reverse(crop, part) if backwards else crop
             crop = crop[..., ::-1] if flip else crop
             crop = crop[..., ::-1, :] if mirror else crop
             sample[part] = np.ascontiguousarray(crop.swapaxes(-1, -2) if turn else crop)
         return sample
+
+
+def reverse(frames: Any, part: str) -> Any:
+    """Turn time around, in an array or a tensor: spikes have it twice."""
+    axes = (0, 1) if part == "S" else (0,)
+    return np.flip(frames, axes) if isinstance(frames, np.ndarray) else frames.flip(axes)
 
 
 def _cut(frame: NDArray[np.uint8], part: str, y: int, x: int, size: int) -> NDArray[np.uint8]:
@@ -148,34 +263,3 @@ def _cut(frame: NDArray[np.uint8], part: str, y: int, x: int, size: int) -> NDAr
     if part == "S":
         return frame[:, y : y + size, x : x + size]
     return frame[y : y + size, x : x + size].transpose(2, 0, 1)
-
-
-def _names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
-@user_error("cannot read meta_info_file", OSError, ValueError)
-def _listed_names(file: str) -> dict[str, int | None]:
-    """Clips and, where it is said, how many frames they have; as in the original's lists: "000 100 (720,1280,3) 0"."""
-    lines = [line.split() for line in Path(file).read_text().splitlines() if line.strip()]
-    return {name: int(rest[0]) if rest else None for name, *rest in lines}
-
-
-def _frames(folder: Path, part: str) -> list[Path]:
-    suffix = ".npy" if part == "S" else ".png"
-    if not folder.is_dir() or not (paths := sorted(folder.glob(f"*{suffix}"))):
-        raise UserError(f"there are no {suffix} files in {folder}: {_MAKE_IT}")
-    return paths
-
-
-def _read(path: Path) -> NDArray[np.uint8]:
-    broken = (OSError, ValueError, EOFError, SyntaxError)  # the last two: an empty .npy file, a broken PNG file
-    with user_error(f"cannot read {path}", *broken):
-        if path.suffix == ".npy":
-            frame = np.load(path)
-        else:
-            with Image.open(path) as image:
-                frame = np.asarray(image.convert("RGB"))
-    if frame.dtype != np.uint8:
-        raise UserError(f"{path} holds {frame.dtype}, expected bytes (uint8)")
-    return frame

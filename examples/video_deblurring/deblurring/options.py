@@ -53,9 +53,9 @@ def are_betas(value: Any) -> bool:
     return many(number(interval="[0, 1)")).fits(value) and len(value) == 2
 
 
-def missing(*neutral: Any) -> Setting:
-    """Take what asks for nothing, of what is not implemented but would change the result."""
-    return Setting("false, as it is not implemented", lambda value: value in (None, False, *neutral), None)
+def missing(reason: str) -> Setting:
+    """Take what asks for nothing, of what is not there but would change the result."""
+    return Setting(f"false, as {reason}", lambda value: value in (None, False), None)
 
 
 _dataset = {
@@ -64,9 +64,9 @@ _dataset = {
     "dataroot_lq": or_null(text()),
     "dataroot_spike": or_null(text()),
     "meta_info_file": or_null(text()),
-    "cache_data": flag(),
 }
 _train_dataset = {
+    "cache_data": flag(True),
     "dataset_type": choice(*TRAIN_TYPES, default=REQUIRED),
     "num_frame": count(),
     "gt_size": Setting("an even number of at least 8", is_crop_size),
@@ -79,9 +79,10 @@ _train_dataset = {
     "dataloader_pin_memory": flag(),
     "dataloader_persistent_workers": flag(),
     "dataloader_prefetch_factor": or_null(count()),
-    "interval_list": missing([1]),
-    "random_reverse": missing(),
-    "test_mode": missing(),
+    "interval_list": many(count(), [1], empty=False),
+    "random_reverse": flag(),
+    "val_partition": or_null(choice("", "REDS4", "official")),
+    "test_mode": missing("it would train on the clips of val_partition"),
 }
 _train = {
     "total_iter": count(),
@@ -105,8 +106,8 @@ _train = {
     "fix_iter": count(0, low=0),
     "fix_keys": many(text(), []),
     "fix_lr_mul": number(1.0),
-    "G_regularizer_orthstep": missing(),
-    "G_regularizer_clipstep": missing(),
+    "G_regularizer_orthstep": missing("weights are not regularised here"),
+    "G_regularizer_clipstep": missing("weights are not regularised here"),
     "amp": choice(False, "bf16", "fp16"),
     "accumulation": count(1),
     "checkpoint_print": count(200),
@@ -118,9 +119,9 @@ _val = {
     "num_frame_overlapping": count(0, low=0),
     "size_patch_testing": or_null(Setting("an even number of at least 32, or 0 for whole frames", is_patch_size)),
     "save_img": flag(),
-    "center_frame_only": missing(),
-    "flip_seq": missing(),
-    "pad_seq": missing(),
+    "center_frame_only": missing("it is not implemented"),
+    "flip_seq": missing("it is not implemented"),
+    "pad_seq": missing("it is not implemented"),
 }
 _logging = {
     "use_tensorboard": flag(True),
@@ -147,7 +148,7 @@ _SECTIONS = {
         "pretrained_netE": or_null(text()),
     },
     "datasets.train.": _dataset | _train_dataset,
-    "datasets.test.": _dataset | {"dataset_type": choice(*TEST_TYPES, default=REQUIRED)},
+    "datasets.test.": _dataset | {"dataset_type": choice(*TEST_TYPES, default=REQUIRED), "cache_data": flag()},
     "netG.": {"net_type": choice("tiny_clip", default=REQUIRED), "embed_dim": count(32), "depth": count(5)},
     "train.": _train,
     "val.": _val,
@@ -162,14 +163,13 @@ VRT_SIZES = """
 """
 
 
-_PNG = ({"type": "disk"}, "06d", "08d", "png")
-_FILES = ("io_backend filename_tmpl filename_ext", "folders of PNG files are read", *_PNG)
+_FILES = "io_backend filename_tmpl filename_ext"
+_FOUND = "folders, .lmdb folders and the names of frames are seen by what they are"
 
 ABSENT = (
     absent("path.", "pretrained_optimizerG", "the newest set under models/ is found by itself")
-    | absent("datasets.train.", *_FILES)
-    | absent("datasets.test.", *_FILES)
-    | absent("datasets.train.", "val_partition", "name the clips in meta_info_file", "")
+    | absent("datasets.train.", _FILES, _FOUND)
+    | absent("datasets.test.", _FILES, _FOUND)
     | absent("datasets.test.", "num_frame", "whole clips are tested", -1)
     | absent("netG.", VRT_SIZES, "VRT is not here, and tiny_clip has embed_dim and depth")
     | absent("netG.", "init_type", "torch's initialisation is used", "default")

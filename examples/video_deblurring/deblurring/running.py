@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,15 @@ def _doubt_gpus(ids: list[int], job: ddpkit.Context) -> str:
     return ""
 
 
+def count_workers(asked: int) -> int:
+    """Count the processes that are to load data for this rank: no more than it has cores, as the original's 32 are."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = max(1, cores // ddpkit.get_local_world_size())
+    if asked > most:
+        log.info("%d loading processes per rank instead of %d: there are no more cores", most, asked)
+    return min(asked, most)
+
+
 def open_folder(opt: Options) -> Path:
     """Makes the run's folder, begins its log and saves the options in it. Collective."""
     folder = ddpkit.run_on_main(_open_folder, opt)
@@ -138,8 +147,27 @@ class Speed:
     """Counts images and optimiser steps, and the time they took; one image is one crop of one frame."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self.images = self.steps = 0
+        self._waited = 0.0
         self._begun = time.perf_counter()
+
+    def waiting(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Give a loader's batches, and count the time in which there is none."""
+        batches = iter(loader)
+        while True:
+            begun = time.perf_counter()
+            batch = next(batches, None)
+            self._waited += time.perf_counter() - begun
+            if batch is None:
+                return
+            yield batch
+
+    def waits(self) -> float:
+        """The share of this rank's time in which it has waited for data."""
+        return self._waited / (time.perf_counter() - self._begun)
 
     def rate(self) -> float:
         """Images per second on this rank."""

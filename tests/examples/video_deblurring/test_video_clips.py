@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 import video
+from conftest import on_ranks
 from deblurring import clips
 from deblurring.clips import SHOTS, SPIKES, WINDOW, blur, prepare, shrink, spike_counts
-from deblurring.data import Crops, find_clips
+from deblurring.data import Clip, Crops, find_clips, span
 from deblurring.metrics import psnr
 from PIL import Image
 from shared.program import UserError
+
+import ddpkit
 
 CARPHONE = SHOTS[-1]
 
@@ -22,6 +28,7 @@ CARPHONE = SHOTS[-1]
 def section(root: Path, split: str = "train", **changes: Any) -> dict[str, Any]:
     roots = {f"dataroot_{key}": f"{root}/{split}_{part}" for key, part in video.PARTS.items()}
     settings = {"meta_info_file": None, "cache_data": True, "num_frame": 3, "gt_size": 16}
+    settings |= {"interval_list": [1], "random_reverse": False, "val_partition": None}
     return {**roots, **settings, "use_hflip": True, "use_rot": True, **changes}
 
 
@@ -164,6 +171,205 @@ def test_only_the_clips_that_the_list_names_are_read(tiny: Path, tmp_path: Path)
     assert clip.parts == ("H", "L")
 
 
+def frames_of(clips: list[Clip]) -> dict[str, list[np.ndarray]]:
+    return {clip.name: [clip.stack(part) for part in "HL"] for clip in clips}
+
+
+def equal(one: dict[str, list[np.ndarray]], other: dict[str, list[np.ndarray]]) -> bool:
+    return one.keys() == other.keys() and all(
+        np.array_equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True)
+    )
+
+
+def as_gopro(tiny: Path, root: Path) -> dict[str, str]:
+    """As it is downloaded: one root, and a subfolder of each clip for sharp and for blurred frames."""
+    for clip in "ab":
+        shutil.copytree(tiny / "train_GT" / clip, root / clip / "sharp")
+        shutil.copytree(tiny / "train_GT_blurred" / clip, root / clip / "blur")
+        (root / clip / "blur_gamma").mkdir()
+    return {"dataroot_gt": str(root), "dataroot_lq": str(root)}
+
+
+def as_dvd(tiny: Path, root: Path) -> dict[str, str]:
+    """As it is downloaded, but for the loss of JPEG."""
+    for clip in "ab":
+        shutil.copytree(tiny / "train_GT" / clip, root / clip / "GT")
+        shutil.copytree(tiny / "train_GT_blurred" / clip, root / clip / "input")
+        for file in (root / clip).rglob("*.png"):
+            with Image.open(file) as image:
+                image.save(file.with_suffix(".JPG"), "BMP")
+            file.unlink()
+    return {"dataroot_gt": str(root), "dataroot_lq": str(root)}
+
+
+def as_lmdb(tiny: Path, root: Path) -> dict[str, str]:
+    pytest.importorskip("lmdb")
+    root.mkdir()
+    for name in ("train_GT", "train_GT_blurred"):
+        video.write_lmdb(tiny / name, root / f"{name}.lmdb")
+    return {"dataroot_gt": str(root / "train_GT.lmdb"), "dataroot_lq": str(root / "train_GT_blurred.lmdb")}
+
+
+@pytest.mark.parametrize("layout", [as_gopro, as_dvd, as_lmdb])
+def test_other_layouts_hold_the_same_clips(tiny: Path, tmp_path: Path, layout: Any) -> None:
+    expected = frames_of(find_clips(section(tiny, dataroot_spike=None), 3))
+    roots = layout(tiny, tmp_path / "data")
+    (tmp_path / "list.txt").write_text("a 6 (32,48,3) 000000\r\nb 4 (40,32,3) 000000\r\n")
+    for changes in ({}, {"meta_info_file": str(tmp_path / "list.txt")}, {"cache_data": False}):
+        data = section(tiny, dataroot_spike=None) | roots | changes
+        clips = find_clips(data, 3)
+        assert equal(frames_of(clips), expected)
+        crops = Crops(clips, data, seed=1)
+        loader = torch.utils.data.DataLoader(crops, batch_size=8, num_workers=1)  # in another process, too
+        assert next(iter(loader))["H"].shape == (8, 3, 3, 16, 16)
+
+
+def test_a_data_base_that_lacks_something_is_named(tiny: Path, tmp_path: Path) -> None:
+    data = section(tiny, dataroot_spike=None) | as_lmdb(tiny, tmp_path / "data")
+    listed = tmp_path / "data/train_GT.lmdb/meta_info.txt"
+    lines = listed.read_text()
+    listed.write_text(lines.replace("a/000000.png", "a/000009.png"))
+    with pytest.raises(UserError, match="train_GT_blurred.lmdb/a and .*train_GT.lmdb/a must have the same names"):
+        find_clips(data, 3)
+    for name in ("train_GT", "train_GT_blurred"):
+        (tmp_path / f"data/{name}.lmdb/meta_info.txt").write_text(lines + "b/000009.png (40,32,3) 1\n")
+    clips = find_clips(data, 3)
+    with pytest.raises(UserError, match="there is no b/000009 in .*train_GT.lmdb, though meta_info.txt lists it"):
+        clips[1].frame("H", 4)
+    listed.unlink()
+    with pytest.raises(UserError, match="train_GT.lmdb lacks the list of its pictures"):
+        find_clips(data, 3)
+
+
+def test_frames_that_were_cut_into_pieces_are_clips_of_pieces(tiny: Path, tmp_path: Path) -> None:
+    for part in ("GT", "GT_blurred"):
+        for file in sorted((tiny / f"train_{part}/a").iterdir()):
+            folder = tmp_path / f"train_{part}" / "a"
+            folder.mkdir(parents=True, exist_ok=True)
+            with Image.open(file) as image:
+                for piece, left in enumerate((0, 16, 32), 1):
+                    image.crop((left, 0, left + 16, 32)).save(folder / f"{file.stem}_s{piece:03d}.png")
+    (tmp_path / "list.txt").write_text("a 6 (32,48,3) 0")
+    whole = find_clips(section(tiny, dataroot_spike=None), 3)[0].stack("L")
+    clips = find_clips(section(tmp_path, dataroot_spike=None, meta_info_file=str(tmp_path / "list.txt")), 3)
+    assert [(clip.name, len(clip), clip.names[5]) for clip in clips] == [(f"a_s00{i}", 6, "000005") for i in (1, 2, 3)]
+    assert np.array_equal(np.concatenate([clip.stack("L") for clip in clips], 3), whole)
+
+
+def test_a_list_says_where_a_clip_begins_and_a_partition_leaves_clips_out(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("a 3 (32,48,3) 000002\n")
+    (clip,) = find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
+    assert clip.names == ["000002", "000003", "000004"]
+    for part in ("GT", "GT_blurred"):
+        for name in ("000", "001", "240"):
+            shutil.copytree(tiny / f"train_{part}/b", tmp_path / f"train_{part}" / name)
+    for partition, left in (("REDS4", ["001", "240"]), ("official", ["000", "001"]), ("", ["000", "001", "240"])):
+        clips = find_clips(section(tmp_path, dataroot_spike=None, val_partition=partition), 3)
+        assert [clip.name for clip in clips] == left
+
+
+def test_samples_may_skip_frames_and_go_backwards(tiny: Path) -> None:
+    plain, clips = section(tiny, use_hflip=False, use_rot=False, num_frame=2), find_clips(section(tiny), 3)
+    other = plain | {"interval_list": [3], "random_reverse": True}
+    assert span(other) == 4
+    one, two = Crops(clips, plain, seed=0), Crops(clips, other, seed=0)
+    directions = set()
+    for index in range(len(two)):
+        clip, first = two.places[index]
+        first = min(first, len(clip) - 4)
+        sample = {part: clip.stack(part) for part in clip.parts}
+        top, left = _corner(one[index]["L"][0], clip.stack("L")[one.places[index][1]])
+        cut = {part: sample[part][[first, first + 3], :, top : top + 16, left : left + 16] for part in "HL"}
+        backwards = not np.array_equal(two[index]["L"], cut["L"])
+        directions.add(backwards)
+        assert np.array_equal(two[index]["H"], cut["H"][::-1] if backwards else cut["H"])
+        spikes = sample["S"][[first, first + 3], :, top // 2 : top // 2 + 8, left // 2 : left // 2 + 8]
+        assert np.array_equal(two[index]["S"], spikes[::-1, ::-1] if backwards else spikes)
+    assert directions == {False, True}
+
+
+def _corner(crop: np.ndarray, frame: np.ndarray) -> tuple[int, int]:
+    """Where a crop of 16 x 16 was cut out of a frame."""
+    for top in range(0, frame.shape[1] - 15, 2):
+        for left in range(0, frame.shape[2] - 15, 2):
+            if np.array_equal(frame[:, top : top + 16, left : left + 16], crop):
+                return top, left
+    raise AssertionError("it is no part of the frame")
+
+
+def test_at_a_scale_both_crops_show_the_same_place(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(3):
+        small = rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)
+        for part, frame in (("GT", small.repeat(3, 0).repeat(3, 1)), ("GT_blurred", small)):
+            (tmp_path / f"train_{part}/a").mkdir(parents=True, exist_ok=True)
+            Image.fromarray(frame).save(tmp_path / f"train_{part}/a/{number}.png")
+    data = section(tmp_path, dataroot_spike=None, gt_size=18)
+    with pytest.raises(UserError, match=r"GT_blurred/a/0.png holds \(12, 16, 3\), but \(36, 48, 3\) fits"):
+        find_clips(data, 3)
+    crops = Crops(find_clips(data, 3, scale=3), data, seed=0, scale=3)
+    for index in range(len(crops)):
+        sample = crops[index]
+        assert sample["L"].shape == (3, 3, 6, 6)
+        assert np.array_equal(sample["L"].repeat(3, 2).repeat(3, 3), sample["H"])
+
+
+def read_twice(root: Path) -> tuple[int, bool, list[str]]:
+    """What a rank finds when the other one has read all frames: how many are kept, and the names of files for that."""
+    data, usual = section(root), tempfile.tempdir
+    tempfile.tempdir = str(root.parent)
+    clips = find_clips(data, 3)
+    tempfile.tempdir = usual
+    if ddpkit.get_rank() == 0:
+        before = frames_of(clips)
+    ddpkit.barrier()
+    kept = sum(clip._cache.get(i) is not None for clip in clips[:1] for i in range(30))
+    if ddpkit.get_rank() == 1:
+        before = frames_of(find_clips(data | {"cache_data": False}, 3))
+        shutil.rmtree(root)  # nobody needs the files any more
+    ddpkit.barrier()
+    again = equal(before, frames_of(clips))
+    files = [path.name for path in root.parent.iterdir()]
+    return kept, again, files
+
+
+def test_what_one_rank_has_read_is_there_for_all(tmp_path: Path) -> None:
+    root = video.write_clips(tmp_path / "clips")
+    for found in on_ranks(read_twice, 2, root):
+        assert found == (2 * 6 + 2 * 4, True, [])  # sharp and blurred ones: nobody has read spikes
+
+
+def read_elsewhere(crops: Crops, root: Path) -> None:
+    shutil.rmtree(root)
+    assert crops[0]["H"].shape == (3, 3, 16, 16)
+
+
+def test_a_loading_process_that_is_not_forked_has_the_cache_too(tmp_path: Path) -> None:
+    data = section(video.write_clips(tmp_path / "clips"))
+    clips = find_clips(data, 3)
+    for clip in clips:
+        for part in clip.parts:
+            clip.stack(part)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=read_elsewhere, args=(Crops(clips, data, seed=0), tmp_path / "clips")
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_frames_beyond_the_room_are_read_each_time(tiny: Path, monkeypatch: Any, caplog: Any) -> None:
+    usage = shutil.disk_usage(tiny)._replace(free=40_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    clips = find_clips(section(tiny), 3)
+    assert "has room for 19 % of the decoded frames; TMPDIR names another folder" in caplog.text
+    expected = frames_of(find_clips(section(tiny, cache_data=False), 3))
+    for _ in range(2):
+        assert equal(frames_of(clips), expected)
+    kept = [clips[0]._cache.get(i) is not None for i in range(6)]
+    assert kept == [True] * 4 + [False] * 2
+
+
 def lose(path: Path) -> None:
     path.unlink()
 
@@ -195,7 +401,9 @@ def test_frames_that_are_missing_or_do_not_fit_are_named(tmp_path: Path, change:
     root = video.write_clips(tmp_path)
     change(root / file)
     with pytest.raises(UserError, match=message):
-        find_clips(section(root), 3)
+        for clip in find_clips(section(root), 3):
+            for part in clip.parts:
+                clip.stack(part)
 
 
 @pytest.mark.parametrize(("change", "message"), [(empty, "cannot read .*a/000003.png"), (narrow, "a/000003.png holds")])
@@ -214,7 +422,7 @@ def test_missing_data_is_named_with_the_way_to_make_it(tiny: Path, tmp_path: Pat
     with pytest.raises(UserError, match=r"no folder .*nowhere/train_GT \(dataroot_gt\): run prepare.py"):
         find_clips(section(tmp_path / "nowhere"), 3)
     (tmp_path / "list.txt").write_text("c 4 (40,32,3) 0\n")
-    with pytest.raises(UserError, match=r"no .png files in .*train_GT/c"):
+    with pytest.raises(UserError, match=r"no .png or .jpg or .* files in .*train_GT/c"):
         find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
     for line, message in (
         ("b 5 (40,32,3) 0", "train_GT/b has 4 frames, but .* says 5"),
@@ -223,7 +431,7 @@ def test_missing_data_is_named_with_the_way_to_make_it(tiny: Path, tmp_path: Pat
         (tmp_path / "list.txt").write_text(line)
         with pytest.raises(UserError, match=message):
             find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
-    with pytest.raises(UserError, match="train_GT/b has 4 frames, but num_frame is 5"):
+    with pytest.raises(UserError, match="train_GT/b has 4 frames, but 5 are taken at once"):
         find_clips(section(tiny), 5)
     data = section(tiny, gt_size=34)
     with pytest.raises(UserError, match="clip a has frames of 48 x 32, smaller than gt_size 34"):
