@@ -13,11 +13,10 @@ from __future__ import annotations
 import logging
 
 from deblurring.checkpoints import find_newest, fit, load_weights
-from deblurring.data import find_clips
 from deblurring.networks import make_network
 from deblurring.options import Options
 from deblurring.running import open_folder, run
-from deblurring.testing import tell, test, write_scores
+from deblurring.testing import find_test_clips, tell, test, write_scores
 from shared.program import UserError
 
 import ddpkit
@@ -26,7 +25,7 @@ log = logging.getLogger("test")
 
 
 def main(opt: Options, job: ddpkit.Context) -> None:
-    clips = find_clips(opt["datasets"]["test"], opt["val"]["num_frame_testing"])
+    clips = find_test_clips(opt)
     folder = open_folder(opt)
     net = make_network(opt).to(job.device)
     found = find_newest(folder / "models")
@@ -43,9 +42,9 @@ def main(opt: Options, job: ddpkit.Context) -> None:
             "main_train_vrt.py and the same options"
         )
     log.info("testing %s on %d clips with %d process(es)", source, len(clips), job.world_size)
-    report = test(net, clips, opt["val"], job.device, folder / "images", f"{step}")
+    report = test(net, clips, opt, job.device, folder / "images", f"{step}")
     tell(report, f"<epoch:  0, iter:{step:8,d}")
-    ddpkit.run_on_main(write_scores, folder / "test.json", report, step)
+    ddpkit.run_on_main(write_scores, folder, report, step)
 
 
 if __name__ == "__main__":

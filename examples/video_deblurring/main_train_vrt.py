@@ -19,10 +19,10 @@ import secrets
 import torch
 from deblurring.checkpoints import find_newest, load_weights, restore_set, save_set
 from deblurring.data import Crops, find_clips, span
-from deblurring.networks import as_float, make_network
+from deblurring.networks import as_float, inputs, make_network
 from deblurring.options import Options, redacted
 from deblurring.running import Boards, Speed, count_workers, open_folder, run
-from deblurring.testing import tell, test, write_scores
+from deblurring.testing import find_test_clips, tell, test, write_scores
 from deblurring.training import (
     cut_short,
     freeze,
@@ -42,10 +42,10 @@ BAD_LOSS = "a smaller train.G_optimizer_lr, train.G_optimizer_clipgrad, or train
 
 
 def main(opt: Options, job: ddpkit.Context) -> None:
-    data, train, val = opt["datasets"]["train"], opt["train"], opt["val"]
+    data, train = opt["datasets"]["train"], opt["train"]
     plan = plan_batches(opt, job.world_size)
-    clips = find_clips(data, span(data))
-    test_clips = find_clips(opt["datasets"]["test"], val["num_frame_testing"])
+    clips = find_clips(data, span(data), opt["scale"])
+    test_clips = find_test_clips(opt)
     folder = open_folder(opt)
     log.info("%s\nwriting to %s\n%s", json.dumps(redacted(opt), indent=2), folder, plan)
     if (last := cut_short(train)) is not None and ddpkit.is_main_process():
@@ -58,7 +58,7 @@ def main(opt: Options, job: ddpkit.Context) -> None:
         seed = found.saved["seed"]
     seed = ddpkit.broadcast(seed)  # rank 0's: ranks with seeds of their own would not share an order
     ddpkit.seed_everything(seed)
-    crops = Crops(clips, data, seed)
+    crops = Crops(clips, data, seed, opt["scale"])
     if len(crops) < plan.per_rank_batch_size * job.world_size:
         raise UserError(f"an epoch's {len(crops)} crops do not fill one batch of all ranks: lower the batch size")
     loader = ddpkit.make_loader(
@@ -112,7 +112,7 @@ def main(opt: Options, job: ddpkit.Context) -> None:
             part = as_float(batch, job.device)
             with ddpkit.accumulate(model, micro, train["accumulation"]) as complete:
                 with torch.autocast(job.device.type, mixed, enabled=mixed is not None):
-                    restored = model(part["L"], part.get("S"))
+                    restored = model(*inputs(part))
                 loss = loss_of(restored, part["H"], train) / train["accumulation"]
                 scaler.scale(loss).backward()
             micro, loss_sum = micro + 1, loss_sum + loss.detach()
@@ -153,10 +153,11 @@ def main(opt: Options, job: ddpkit.Context) -> None:
                 log.info("%s> saved in %s", here, folder / "models")
             if "test" in due:
                 with speed.paused():
-                    report = test(average or net, test_clips, val, job.device, folder / "images", f"{step}")
+                    report = test(average or net, test_clips, opt, job.device, folder / "images", f"{step}")
                     boards.add(tell(report, here), step)
+                    boards.show(report.pictures, step)
             if last:
-                ddpkit.run_on_main(write_scores, folder / "test.json", report, step)
+                ddpkit.run_on_main(write_scores, folder, report, step)
                 break
     bar.close()
     boards.close()

@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import ddpkit
+
+log = logging.getLogger(__name__)
 NAMES = ("psnr", "ssim", "psnr_y", "ssim_y")
 
 
-def measure(frames: Tensor, sharp: Tensor) -> Tensor:
-    """Scores of each frame, as of image files: values are rounded to bytes first.
+def measure(frame: Tensor, sharp: Tensor) -> dict[str, float]:
+    """Score a frame, as image files are scored: values are rounded to bytes first.
 
     Args:
-        frames: Shape (n, 3, height, width), in [0, 1].
+        frame: Shape (3, height, width), in [0, 1].
         sharp: The same.
 
     Returns:
-        Shape (n, 4), float64: the columns are `NAMES`, PSNR in dB.
+        The values of `NAMES`, PSNR in dB.
     """
-    rows = []
-    for one, other in zip(as_image(frames), as_image(sharp), strict=True):
-        y, other_y = luminance(one), luminance(other)
-        rows.append([psnr(one, other), ssim(one, other), psnr(y, other_y), ssim(y, other_y)])
-    return torch.tensor(rows, dtype=torch.float64)
+    one, other = as_image(frame), as_image(sharp)
+    y, other_y = luminance(one), luminance(other)
+    return dict(zip(NAMES, [psnr(one, other), ssim(one, other), psnr(y, other_y), ssim(y, other_y)], strict=True))
+
+
+def find_lpips(device: torch.device) -> nn.Module | None:
+    """Make the network that LPIPS compares by, if every rank has the package `lpips` and its weights. Collective."""
+    network = None
+    if importlib.util.find_spec("lpips"):
+        import lpips
+
+        try:
+            network = lpips.LPIPS(net="alex", verbose=False).eval().to(device)
+        except Exception as error:  # it fetches weights
+            log.warning("lpips is installed, but its weights cannot be had: %s", error)
+    found = ddpkit.all_gather_object(network is not None)
+    return network if all(found) else None
+
+
+@torch.no_grad()
+def lpips_of(network: nn.Module, frame: Tensor, sharp: Tensor) -> float:
+    """Compare two frames of shape (3, height, width), in [0, 1]: 0 is equal."""
+    one, other = (as_image(values).float()[None] / 127.5 - 1 for values in (frame, sharp))
+    return float(network(one, other))
 
 
 def as_image(frames: Tensor) -> Tensor:

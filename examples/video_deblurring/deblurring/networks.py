@@ -21,6 +21,11 @@ def as_float(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Ten
     return {part: values.to(device, non_blocking=True).float() / scales[part] for part, values in batch.items()}
 
 
+def inputs(part: Mapping[str, Tensor]) -> list[Tensor]:
+    """What every network is called with: the blurred frames and, where there are any, the spikes."""
+    return [part[name] for name in ("L", "S") if name in part]
+
+
 def inject_detail(blurred: Tensor, spikes: Tensor) -> Tensor:
     """Adds to each blurred frame what its middle moment differs in from the whole exposure, as the spikes saw it.
 
@@ -88,39 +93,3 @@ def make_network(opt: Mapping[str, Any]) -> TinyClip:
     """The network that the options describe."""
     data, net = opt["datasets"]["train"], opt["netG"]
     return TinyClip(data["num_frame"], net["embed_dim"], net["depth"], "RGBSpike" in data["dataset_type"])
-
-
-@torch.no_grad()
-def restore(net: nn.Module, blurred: Tensor, spikes: Tensor | None, val: Mapping[str, Any]) -> Tensor:
-    """Restores a whole clip, window by window and tile by tile; where these overlap the mean is taken.
-
-    Args:
-        net: A `TinyClip`.
-        blurred: Shape (frames, 3, height, width), in [0, 1].
-        spikes: Shape (frames, WINDOW, height / 2, width / 2), in [0, 1], or None.
-        val: The `val` section of the options.
-
-    Returns:
-        The shape of `blurred`.
-    """
-    frames, _, height, width = blurred.shape
-    window, tile = val["num_frame_testing"], val["size_patch_testing"] or max(height, width)
-    total, count = torch.zeros_like(blurred), torch.zeros_like(blurred[:, :1])
-    for t in starts(frames, window, val["num_frame_overlapping"]):
-        for y in starts(height, tile, TILE_OVERLAP):
-            for x in starts(width, tile, TILE_OVERLAP):
-                here = (slice(t, t + window), slice(None), slice(y, y + tile), slice(x, x + tile))
-                half = (*here[:2], slice(y // 2, (y + tile) // 2), slice(x // 2, (x + tile) // 2))
-                total[here] += net(blurred[here][None], None if spikes is None else spikes[half][None])[0].float()
-                count[here] += 1
-    return total / count
-
-
-TILE_OVERLAP = 20  # pixels, as in the original
-
-
-def starts(length: int, size: int, overlap: int) -> list[int]:
-    """Where pieces of `size` begin that cover `length` and overlap by at least that much; the last ends at the end."""
-    if length <= size:
-        return [0]
-    return [*range(0, length - size, size - overlap), length - size]

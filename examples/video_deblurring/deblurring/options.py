@@ -119,9 +119,9 @@ _val = {
     "num_frame_overlapping": count(0, low=0),
     "size_patch_testing": or_null(Setting("an even number of at least 32, or 0 for whole frames", is_patch_size)),
     "save_img": flag(),
-    "center_frame_only": missing("it is not implemented"),
-    "flip_seq": missing("it is not implemented"),
-    "pad_seq": missing("it is not implemented"),
+    "center_frame_only": flag(),
+    "flip_seq": flag(),
+    "pad_seq": flag(),
 }
 _logging = {
     "use_tensorboard": flag(True),

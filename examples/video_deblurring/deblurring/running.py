@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from shared.program import Parser, UserError, log_to, one_message, user_error
 from torch.utils.tensorboard import SummaryWriter
 
@@ -135,6 +137,11 @@ class Boards:
             self.writer.flush()
         if self.wandb:
             self.wandb.log(values, step=step)
+
+    def show(self, pictures: dict[str, NDArray[np.uint8]], step: int) -> None:
+        """Log pictures of tested clips."""
+        for clip, picture in pictures.items() if self.writer else ():
+            self.writer.add_image(f"test/{clip}", picture, step, dataformats="HWC")
 
     def close(self) -> None:
         if self.writer:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,110 +13,182 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image
 from shared.program import user_error
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import ddpkit
-from deblurring.data import Clip
-from deblurring.metrics import NAMES, as_image, measure
-from deblurring.networks import as_float, inject_detail, restore
+from deblurring.data import Clip, find_clips
+from deblurring.metrics import as_image, find_lpips, lpips_of, measure
+from deblurring.networks import as_float, inject_detail
+from deblurring.pictures import Picture, save, save_film, strip, thumbnail
+from deblurring.tiles import count_tiles, restore
 
-Scores = dict[str, float]
+Scores = dict[str, dict[str, float]]  # by what was scored: "blurred", "injection" with spikes, "restored"; by metric
+Frames = dict[str, Scores]  # by the frame's name
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Report:
-    """Scores by clip, in the order of the clips; each maps `metrics.NAMES` to the mean over the clip's frames."""
+    """Scores of every frame by clip, in the order of the clips, and a picture of each."""
 
-    clips: dict[str, dict[str, Scores]]  # by clip, by what was scored: "blurred", "injection" with spikes, "restored"
+    frames: dict[str, Frames]
+    pictures: dict[str, Picture]
 
-    def mean(self, what: str) -> Scores:
-        """The mean over the clips, each of which counts the same, as in the original."""
-        rows = [scores[what] for scores in self.clips.values()]
-        return {name: sum(row[name] for row in rows) / len(rows) for name in NAMES}
+    def clip(self, name: str) -> Scores:
+        """Average the scores over the frames of a clip."""
+        return _mean(list(self.frames[name].values()))
+
+    def mean(self) -> Scores:
+        """Average over the clips, each of which counts the same, as in the original."""
+        return _mean([self.clip(name) for name in self.frames])
 
     def table(self) -> str:
-        """PSNR in dB and SSIM of every clip, in Markdown."""
-        kinds = list(next(iter(self.clips.values())))
-        heads = ["clip", *(f"{kind} PSNR / SSIM" for kind in kinds), *(f"gain over {kind}" for kind in kinds[:-1])]
+        """Write PSNR in dB, SSIM and, if there is, LPIPS of every clip as Markdown."""
+        average = self.mean()
+        kinds = list(average)
+        metrics = [name for name in ("psnr", "ssim", "lpips") if name in average["restored"]]
+        names = " / ".join(name.upper() for name in metrics)
+        heads = ["clip", *(f"{kind} {names}" for kind in kinds), *(f"gain over {kind}" for kind in kinds[:-1])]
         lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-        for name, scores in {**self.clips, "mean": {kind: self.mean(kind) for kind in kinds}}.items():
-            cells = [f"{scores[kind]['psnr']:.2f} / {scores[kind]['ssim']:.4f}" for kind in kinds]
+        for name, scores in {**{name: self.clip(name) for name in self.frames}, "mean": average}.items():
+            cells = [name]
+            for kind in kinds:
+                digits = [f"{scores[kind][metric]:.{2 if metric == 'psnr' else 4}f}" for metric in metrics]
+                cells.append(" / ".join(digits))
             cells += [f"{scores['restored']['psnr'] - scores[kind]['psnr']:+.2f} dB" for kind in kinds[:-1]]
-            lines.append(f"| {' | '.join([name, *cells])} |")
+            lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
+
+
+def _mean(rows: list[Scores]) -> Scores:
+    mean: Scores = {}
+    for what, first in rows[0].items():
+        mean[what] = {metric: sum(row[what][metric] for row in rows) / len(rows) for metric in first}
+    return mean
+
+
+def find_test_clips(opt: Mapping[str, Any]) -> list[Clip]:
+    """Find the clips to test on; `tiny_clip` needs as many frames as it takes at once. Collective."""
+    least = opt["val"]["num_frame_testing"] if opt["netG"]["net_type"] == "tiny_clip" else 1
+    return find_clips(opt["datasets"]["test"], least, opt["scale"])
 
 
 def test(
     net: nn.Module,
     clips: list[Clip],
-    val: Mapping[str, Any],
+    opt: Mapping[str, Any],
     device: torch.device,
     images: Path,
     label: str,
 ) -> Report:
-    """Restores and scores every clip, each on one rank; all get the exact result. Collective.
+    """Restore and score every clip, each on one rank; all get the exact result. Collective.
 
     Args:
         net: The network, wrapped or not.
         clips: The test set, the same on every rank.
-        val: The `val` section of the options.
+        opt: The options.
         device: This rank's.
         images: Folder for pictures: `<clip>/<label>.png` shows a frame blurred, restored and sharp; with `save_img`
-            `<clip>/<frame>_<label>.png` is each restored frame.
+            `<clip>/<frame>_<label>.png` is each restored frame, and `<clip>/<label>.mp4` a film.
         label: What to call them.
     """
     net = ddpkit.unwrap_model(net).eval()  # ranks have different numbers of clips, and DDP's forward may wait
     mine = list(ddpkit.DistributedEvalSampler(clips))
-    bar = tqdm(mine, "test", unit="clip", leave=False, disable=None if ddpkit.is_main_process() else True)
-    found = [_test_clip(net, clips[i], val, device, images, label) for i in bar]
+    lpips = find_lpips(device)
+    tiles = [count_tiles(len(clip), *clip.shapes["L"][:2], opt) for clip in clips]
+    no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
+    with tqdm(total=sum(tiles[i] for i in mine), desc="test", unit="tile", leave=False, disable=no_bar) as bar:
+        found = [_test_clip(net, clips[i], opt, device, images, label, lpips, bar) for i in mine]
     net.train()
     results = ddpkit.gather_exact(found, mine, len(clips))
-    return Report({clip.name: scores for clip, scores in zip(clips, results, strict=True)})
+    names = [clip.name for clip in clips]
+    frames, pictures = ({name: result[i] for name, result in zip(names, results, strict=True)} for i in (0, 1))
+    return Report(frames, pictures)
 
 
 def tell(report: Report, here: str) -> dict[str, float]:
-    """Logs a report in the original's words; returns the averages by TensorBoard tag."""
+    """Log a report in the original's words; return the averages by TensorBoard tag."""
     line = "PSNR: {psnr:.2f} dB; SSIM: {ssim:.4f}; PSNR_Y: {psnr_y:.2f} dB; SSIM_Y: {ssim_y:.4f}"
-    for number, (clip, scores) in enumerate(report.clips.items(), 1):
-        log.info(f"Testing {clip:20s} ({number:2d}/{len(report.clips)}) - {line.format(**scores['restored'])}")
-    average = report.mean("restored")
+    for number, clip in enumerate(report.frames, 1):
+        scores = report.clip(clip)["restored"]
+        log.info(f"Testing {clip:20s} ({number:2d}/{len(report.frames)}) - {line.format(**scores)}")
+    average = report.mean()["restored"]
     log.info(f"{here}> Average {line.format(**average)}")
     log.info("%s", report.table())
     return {f"test/{name}": value for name, value in average.items()}
 
 
 @user_error("cannot write the scores", OSError)
-def write_scores(path: Path, report: Report, step: int) -> None:
-    """Leaves a report for other programs to read."""
-    path.write_text(json.dumps({"iter": step, "clips": report.clips}, indent=2) + "\n")
+def write_scores(folder: Path, report: Report, step: int) -> None:
+    """Leave a report as test.json, by clip and by frame, and as test.csv, a row for each frame and what was scored."""
+    clips = {name: report.clip(name) for name in report.frames}
+    content = {"iter": step, "mean": report.mean(), "clips": clips, "frames": report.frames}
+    (folder / "test.json").write_text(json.dumps(content, indent=2) + "\n")
+    with open(folder / "test.csv", "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["clip", "frame", "what", *report.mean()["restored"]])
+        for clip, frames in report.frames.items():
+            for frame, scores in frames.items():
+                rows.writerows([clip, frame, what, *values.values()] for what, values in scores.items())
 
 
 def _test_clip(
-    net: nn.Module, clip: Clip, val: Mapping[str, Any], device: torch.device, images: Path, label: str
-) -> dict[str, Scores]:
-    batch = as_float({part: torch.from_numpy(clip.stack(part)) for part in clip.parts}, device)
-    frames = {"blurred": batch["L"]}
-    if "S" in batch:
-        frames["injection"] = inject_detail(batch["L"][None], batch["S"][None])[0]
-    frames["restored"] = restore(net, batch["L"], batch.get("S"), val)
-    _draw(images / clip.name, label, frames["blurred"], frames["restored"], batch["H"], val["save_img"])
-    means = {what: measure(values, batch["H"]).mean(0).tolist() for what, values in frames.items()}
-    return {what: dict(zip(NAMES, row, strict=True)) for what, row in means.items()}
+    net: nn.Module,
+    clip: Clip,
+    opt: Mapping[str, Any],
+    device: torch.device,
+    images: Path,
+    label: str,
+    lpips: nn.Module | None,
+    bar: tqdm,
+) -> tuple[Frames, Picture]:
+    begun = time.perf_counter()
+    parts = {part: torch.from_numpy(clip.stack(part)) for part in clip.parts}
+    restored = restore(net, parts, opt, device, bar.update)
+    folder, middle = images / clip.name, len(clip) // 2
+    numbers = [middle] if opt["val"]["center_frame_only"] else range(len(clip))
+    scores: Frames = {}
+    for number in numbers:
+        shown, sharp = _show(parts, restored, number, device)
+        scores[clip.names[number]] = {what: measure(frame, sharp) for what, frame in shown.items()}
+        if lpips is not None:
+            for what, frame in shown.items():
+                scores[clip.names[number]][what]["lpips"] = lpips_of(lpips, frame, sharp)
+
+    def picture(number: int) -> Picture:
+        shown, sharp = _show(parts, restored, number, device)
+        shown.pop("injection", None)
+        return strip({what: _pixels(frame) for what, frame in (shown | {"sharp": sharp}).items()})
+
+    save(folder / f"{label}.png", picture(middle))
+    if opt["val"]["save_img"]:
+        for number, name in enumerate(clip.names):
+            save(folder / f"{name}_{label}.png", _pixels(restored[number]))
+        save_film(folder / f"{label}.mp4", map(picture, range(len(clip))))
+    log.info("tested %s in %.1f s", clip.name, time.perf_counter() - begun)  # progress, where there is no terminal
+    return scores, thumbnail(picture(middle))
 
 
-def _draw(folder: Path, label: str, blurred: Tensor, restored: Tensor, sharp: Tensor, every_frame: bool) -> None:
-    middle = len(sharp) // 2
-    strip = np.concatenate([_pixels(frames[middle]) for frames in (blurred, restored, sharp)], 1)
-    with user_error(f"cannot write pictures to {folder}", OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(strip).save(folder / f"{label}.png")
-        for number, frame in enumerate(restored if every_frame else ()):
-            Image.fromarray(_pixels(frame)).save(folder / f"{number:06d}_{label}.png")
+def _show(
+    parts: Mapping[str, Tensor],
+    restored: Tensor,
+    number: int,
+    device: torch.device,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Make one frame, by what is scored, and the sharp one, all of the same size, in [0, 1]."""
+    frame = as_float({part: values[number : number + 1] for part, values in parts.items()}, device)
+    blurred = frame["L"]
+    if blurred.shape != frame["H"].shape:
+        blurred = F.interpolate(blurred, frame["H"].shape[-2:], mode="bicubic")
+    shown = {"blurred": blurred[0]}
+    if "S" in frame:
+        shown["injection"] = inject_detail(blurred[None], frame["S"][None])[0, 0]
+    shown["restored"] = restored[number].to(device)
+    return shown, frame["H"][0]
 
 
 def _pixels(frame: Tensor) -> NDArray[np.uint8]:

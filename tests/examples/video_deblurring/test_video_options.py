@@ -85,7 +85,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("task", "../x", "task must be the name of a folder"),
         ("scale", 2, "scale must be 1, not 2"),
         ("netG__net_type", "vrt", "netG.net_type must be 'tiny_clip', not \"vrt\""),
-        ("val__flip_seq", True, "val.flip_seq must be false, as it is not implemented, not true"),
         ("datasets__train__test_mode", True, "must be false, as it would train on the clips of val_par"),
         ("datasets__train__interval_list", [], "interval_list must be a list, not empty"),
         ("logging__wandb_api_key", 123, "logging.wandb_api_key must be a text, or null, not <redacted>"),

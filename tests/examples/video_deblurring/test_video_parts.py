@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
 from deblurring.metrics import measure, psnr, ssim
-from deblurring.networks import TinyClip, as_float, inject_detail, restore, starts
-from deblurring.running import visible_gpus
+from deblurring.networks import TinyClip, as_float, inject_detail
+from deblurring.pictures import save_film, strip, thumbnail
+from deblurring.running import count_workers, visible_gpus
+from deblurring.tiles import restore, starts
 from deblurring.training import (
     cut_short,
     freeze,
@@ -101,7 +106,7 @@ def test_losses_are_those_of_the_formula(kind: str, expected: float) -> None:
     assert loss_of(torch.ones(1), torch.zeros(1), train | {"G_lossfn_weight": 0.0}).item() == 0
 
 
-def test_a_restored_optimizer_takes_the_settings_of_the_options_and_keeps_its_moments() -> None:
+def test_a_restored_optimizer_takes_the_tested_of_the_options_and_keeps_its_moments() -> None:
     net = torch.nn.Linear(2, 1)
     old = make_optimizer(net, TRAIN)
     net(torch.ones(1, 2)).sum().backward()
@@ -164,6 +169,21 @@ def test_pieces_cover_all_and_overlap_as_asked(length: int, size: int, overlap: 
     assert {i for start in found for i in range(start, min(start + size, length))} == set(range(length))
 
 
+def settings(scale: int = 1, window_size: list[int] | None = None, **val: Any) -> dict[str, Any]:
+    """Options of a test of whole frames, one window after the other, unless `val` says otherwise."""
+    usual = {"num_frame_testing": 3, "num_frame_overlapping": 0, "size_patch_testing": 0}
+    usual |= {"flip_seq": False, "pad_seq": False, "center_frame_only": False, "save_img": False}
+    netG = {"window_size": window_size} if window_size else {}
+    return {"scale": scale, "netG": netG, "val": usual | val}
+
+
+def bytes_of(*shape: int, most: int = 255) -> torch.Tensor:
+    return torch.randint(0, most + 1, shape, dtype=torch.uint8)
+
+
+CPU = torch.device("cpu")
+
+
 class Marked(torch.nn.Module):
     """Adds to each frame what it is in the window: 0, 1, 2."""
 
@@ -172,28 +192,89 @@ class Marked(torch.nn.Module):
 
 
 def test_where_windows_overlap_a_clip_gets_their_mean() -> None:
-    val = {"num_frame_testing": 3, "num_frame_overlapping": 2, "size_patch_testing": 0}
-    restored = restore(Marked(), torch.zeros(5, 3, 8, 8), None, val)
+    black = {"L": torch.zeros(5, 3, 8, 8, dtype=torch.uint8)}
+    restored = restore(Marked(), black, settings(num_frame_overlapping=2), CPU)
     assert restored[:, 0, 0, 0].tolist() == [0, 0.5, 1, 1.5, 2]
+    restored = restore(Marked(), black, settings(num_frame_overlapping=2, flip_seq=True), CPU)
+    assert restored[:, 0, 0, 0].tolist() == [1, 1, 1, 1, 1]  # of 0, .5, 1, 1, 1 and, back, 2, 1.5, 1, 1, 1
+    restored = restore(Marked(), black, settings(num_frame_overlapping=2, pad_seq=True), CPU)
+    assert restored[:, 0, 0, 0].tolist() == [0, 0.5, 1, 1, 1.5]
 
 
-def test_tiles_give_what_whole_frames_give_but_near_their_edges() -> None:
+class Noted(torch.nn.Module):
+    """Returns the number of its call, everywhere, at some scale; notes the shapes of what it gets."""
+
+    def __init__(self, scale: int = 1) -> None:
+        super().__init__()
+        self.scale, self.shapes = scale, []
+
+    def forward(self, blurred: torch.Tensor, spikes: torch.Tensor | None = None) -> torch.Tensor:
+        self.shapes.append(tuple(blurred.shape[1:]))
+        *rest, height, width = blurred.shape
+        return torch.full((*rest, height * self.scale, width * self.scale), float(len(self.shapes)))
+
+
+def test_tiles_lose_ten_pixels_where_another_one_is_beside_them() -> None:
+    net = Noted()
+    restored = restore(net, {"L": bytes_of(3, 3, 40, 52)}, settings(size_patch_testing=40), CPU)
+    assert net.shapes == [(3, 3, 40, 40)] * 2  # that begin at 0 and at 12
+    row = [1.0] * 22 + [1.5] * 8 + [2.0] * 22  # each without ten pixels, and their mean where both are
+    assert restored[0, 0, 0].tolist() == restored[2, 1, 39].tolist() == row
+
+
+def test_at_a_scale_tiles_lie_where_their_blurred_pixels_are() -> None:
+    restored = restore(Noted(2), {"L": bytes_of(3, 3, 40, 52)}, settings(scale=2, size_patch_testing=40), CPU)
+    assert restored.shape == (3, 3, 80, 104)
+    assert restored[0, 0, 0].tolist() == [1.0] * 34 + [1.5] * 36 + [2.0] * 34
+
+
+class Injection(torch.nn.Module):
+    def forward(self, blurred: torch.Tensor, spikes: torch.Tensor) -> torch.Tensor:
+        return inject_detail(blurred, spikes)
+
+
+def test_what_is_tested_whole_is_mirrored_up_to_the_next_window_of_the_network() -> None:
+    net = Noted()
+    clip = {"L": bytes_of(5, 3, 18, 16), "S": bytes_of(5, 5, 9, 8, most=16)}
+    whole = settings(window_size=[2, 8, 8], num_frame_testing=0)
+    assert restore(net, clip, whole, CPU).shape == (5, 3, 18, 16)
+    assert net.shapes == [(6, 3, 24, 24)]
+    exact = as_float(clip, CPU)
+    injected = inject_detail(exact["L"][None], exact["S"][None])[0]
+    restored = restore(Injection(), clip, whole, CPU)
+    assert torch.equal(restored[:, :, :16, :14], injected[:, :, :16, :14])  # away from the mirrors
+
+
+def test_turning_time_around_turns_the_spikes_within_a_frame_too() -> None:
+    clip = {"L": bytes_of(4, 3, 8, 8), "S": bytes_of(4, 5, 4, 4, most=16)}
+
+    class First(torch.nn.Module):
+        def forward(self, blurred: torch.Tensor, spikes: torch.Tensor) -> torch.Tensor:
+            return spikes[:, :, :1].repeat_interleave(2, 3).repeat_interleave(2, 4).expand_as(blurred)
+
+    restored = restore(First(), clip, settings(num_frame_testing=4, flip_seq=True), CPU)
+    ends = clip["S"][:, [0, 4]].float().mean(1) / 16  # the first count of a frame and, back in time, its last
+    assert torch.allclose(restored[:, 0, ::2, ::2], ends)
+
+
+def test_tiles_give_what_whole_frames_give_where_a_network_sees_no_farther_than_is_cut() -> None:
     torch.manual_seed(0)
     net = TinyClip(3, 4, 1, spikes=True)
     torch.nn.init.normal_(net.last.weight, std=0.1)
-    blurred, spikes = torch.rand(4, 3, 64, 48), torch.rand(4, 5, 32, 24)
-    val = {"num_frame_testing": 3, "num_frame_overlapping": 1}
-    whole, tiled = (restore(net, blurred, spikes, val | {"size_patch_testing": size}) for size in (0, 32))
-    difference = (whole - tiled).abs().amax((0, 1))
-    assert difference[:12, :12].max() < 1e-5  # one tile sees all that matters for this corner
-    assert difference.max() > 1e-3
+    clip = {"L": bytes_of(4, 3, 64, 48), "S": bytes_of(4, 5, 32, 24, most=16)}
+    whole, tiled = (
+        restore(net, clip, settings(num_frame_overlapping=1, size_patch_testing=size), CPU) for size in (0, 32)
+    )
+    assert torch.allclose(whole, tiled, atol=1e-6)
+    assert not torch.allclose(whole, as_float(clip, CPU)["L"], atol=1e-2)
 
 
 def test_psnr_and_ssim_are_those_of_the_formulas() -> None:
     rng = np.random.default_rng(0)
     one = rng.integers(0, 256, (2, 3, 13, 14)).astype(float)
     other = np.clip(one + rng.normal(0, 20, one.shape), 0, 255).round()
-    found = measure(torch.from_numpy(one / 255), torch.from_numpy(other / 255)).numpy()
+    pairs = zip(torch.from_numpy(one / 255), torch.from_numpy(other / 255), strict=True)
+    found = [list(measure(*pair).values()) for pair in pairs]
     window = np.exp(-((np.arange(11) - 5.0) ** 2) / 4.5)
     window = np.outer(window, window) / window.sum() ** 2
 
@@ -216,15 +297,32 @@ def test_psnr_and_ssim_are_those_of_the_formulas() -> None:
         assert row == pytest.approx([*reference(a, b), *reference(gray(a), gray(b))], rel=1e-9)
 
 
+def test_every_frame_of_a_film_has_its_labels(tmp_path: Path) -> None:
+    black = np.zeros((48, 64, 3), np.uint8)
+    picture = strip({"blurred": black, "sharp": black})
+    assert picture.shape == (48, 128, 3)
+    assert (picture[:20, :64] > 200).any() and (picture[:20, 64:] > 200).any() and not picture[20:].any()
+    assert thumbnail(np.zeros((720, 3840, 3), np.uint8)).shape == (288, 1536, 3)
+    save_film(tmp_path / "film.mp4", [picture] * 3)
+    with av.open(str(tmp_path / "film.mp4")) as film:
+        shown = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
+    assert len(shown) == 3 and shown[2][:20].max() > 150 and shown[2][30:].max() < 30
+
+
+def test_no_more_loading_processes_are_taken_than_there_are_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert count_workers(0) == 0 and count_workers(1) == 1 and count_workers(cores + 30) == cores
+
+
 def test_equal_images_are_infinitely_near() -> None:
     image = torch.rand(3, 12, 12, dtype=torch.float64) * 255
     assert psnr(image, image) == math.inf and ssim(image, image) == pytest.approx(1.0)
 
 
 def test_scores_are_those_of_images_in_bytes() -> None:
-    sharp = torch.full((1, 3, 12, 12), 100 / 255)
-    assert measure(sharp + 0.4 / 255, sharp)[0, 0] == math.inf
-    assert measure(sharp + 0.6 / 255, sharp)[0, 0] == pytest.approx(20 * math.log10(255))
+    sharp = torch.full((3, 12, 12), 100 / 255)
+    assert measure(sharp + 0.4 / 255, sharp)["psnr"] == math.inf
+    assert measure(sharp + 0.6 / 255, sharp)["psnr"] == pytest.approx(20 * math.log10(255))
 
 
 def test_bytes_are_scaled_to_one() -> None:

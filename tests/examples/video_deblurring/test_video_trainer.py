@@ -5,6 +5,7 @@ One launch trains several times, as starting a process takes longer than a tiny 
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import os
@@ -17,11 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
 import video
-from deblurring.networks import TinyClip, as_float, restore
+from deblurring.networks import TinyClip
+from deblurring.options import complete
+from deblurring.tiles import restore
 from PIL import Image
 from processes import CLEAN, Ended, free_port, platform_env, run
 
@@ -32,6 +36,7 @@ FOLDER = ROOT / "examples" / "video_deblurring"
 # as for somebody who has installed ddpkit, on a machine without a GPU
 ENV = CLEAN | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 ENV["CUDA_VISIBLE_DEVICES"] = ""
+CPU = torch.device("cpu")
 PATIENCE = 600.0  # seconds for a launch, which takes 10 on an idle machine
 TRAIN, TEST = "main_train_vrt.py", "main_test_vrt.py"
 LINE = re.compile(  # of the console
@@ -240,12 +245,14 @@ def test_the_scores_are_exact_on_any_number_of_ranks(runs: Runs, clips: Path) ->
             for i in (0, 1)
         )
         spikes = torch.from_numpy(np.stack([np.load(f"{p}.npy") for p in paths[2]]))
-        batch = as_float({"L": blurred, "S": spikes}, torch.device("cpu"))
-        val = {"num_frame_testing": 3, "num_frame_overlapping": 1, "size_patch_testing": 0}
-        pixels = (restore(net, batch["L"], batch["S"], val).clamp(0, 1) * 255).round().numpy()
+        opt = complete(video.options(clips, root))
+        pixels = (restore(net, {"L": blurred, "S": spikes}, opt, CPU).clamp(0, 1) * 255).round().numpy()
         errors = ((pixels - sharp.numpy()) ** 2).mean((1, 2, 3))
         decibels.append(float((10 * np.log10(255**2 / errors)).mean()))
         assert report["clips"][name]["restored"]["psnr"] == pytest.approx(decibels[-1], abs=1e-3)
+        for number, error in enumerate(errors):
+            frame = report["frames"][name][f"{number:06d}"]["restored"]
+            assert frame["psnr"] == pytest.approx(10 * np.log10(255**2 / error), abs=1e-3)
     average = re.search(r"Average PSNR: (.*) dB; SSIM: (0\.\d{4}); PSNR_Y: (.*) dB; SSIM_Y: ", rows[0][3])
     assert average and float(average[1]) == pytest.approx(np.mean(decibels), abs=0.006)
 
@@ -256,18 +263,27 @@ def test_a_run_leaves_the_folders_of_the_original(runs: Runs) -> None:
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     for iteration in (5, 10, 12):
         assert {f"models/{iteration}_{kind}.pth" for kind in ("G", "E", "optimizerG")} <= names
-    images = {f"images/{name}/12.png" for name in video.SIZES["test"]}
+    images = {f"images/{name}/12.{kind}" for name in video.SIZES["test"] for kind in ("png", "mp4")}
     images |= {f"images/{name}/{i:06d}_12.png" for name, (n, _, _) in video.SIZES["test"].items() for i in range(n)}
     assert images == {name for name in names if name.startswith("images/")}
     options = [name for name in names if name.startswith("options/")]
     assert options and all(re.fullmatch(r"options/tiny_\d{6}_\d{6}.json", name) for name in options)
     rest = names - images - set(options)
-    assert {name for name in rest if not name.startswith("models/")} >= {"train.log", "test.json"}
+    assert {name for name in rest if not name.startswith("models/")} >= {"train.log", "test.json", "test.csv"}
     assert len(list(folder.glob("tb_logger/events.out.tfevents.*"))) == 1
     state = weights(root / "whole2", 12)
     assert {value.device.type for value in state.values()} == {"cpu"} and "first.weight" in state
     height, width = video.SIZES["test"]["x"][1:]
     assert picture(folder / "images/x/12.png").shape == (height, 3 * width, 3)  # blurred | restored | sharp
+    with open(folder / "test.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * (4 + 3 + 5) and list(rows[0])[:4] == ["clip", "frame", "what", "psnr"]
+    report = json.loads((folder / "test.json").read_text())
+    for row in rows:
+        assert float(row["ssim"]) == report["frames"][row["clip"]][row["frame"]][row["what"]]["ssim"]
+    with av.open(str(folder / "images/x/12.mp4")) as film:
+        shown = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
+    assert len(shown) == 4 and shown[0].shape == (height, 3 * width, 3)
 
 
 def test_tensorboard_gets_what_the_log_says(runs: Runs) -> None:
@@ -281,6 +297,7 @@ def test_tensorboard_gets_what_the_log_says(runs: Runs) -> None:
         assert float(line[2]) == pytest.approx(lr.value, rel=1e-3)
         assert float(line[3]) == pytest.approx(loss.value, rel=1e-3)
     assert [event.step for event in events.Scalars("test/psnr")] == [12]
+    assert [event.step for event in events.Images("test/y")] == [12]
     assert "G_loss" in (root / "whole2/tiny/train.log").read_text()
 
 

@@ -1,0 +1,147 @@
+"""Restoring whole clips, window by window and tile by tile; they stay on the CPU, and only a tile is on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deblurring.data import reverse
+from deblurring.networks import as_float, inputs
+
+OVERLAP = 20  # of tiles, in pixels of the blurred frames, as in the original
+CUT = OVERLAP // 2  # what a tile loses where another one is beside it, in pixels of the restored frames
+Place = tuple[int, int, int]  # a first frame, row and column
+
+
+@torch.no_grad()
+def restore(
+    net: nn.Module,
+    clip: Mapping[str, Tensor],
+    opt: Mapping[str, Any],
+    device: torch.device,
+    tick: Callable[[], object] = lambda: None,
+) -> Tensor:
+    """Restore a whole clip.
+
+    Windows of `num_frame_testing` frames overlap, and there the mean is taken. So do tiles of `size_patch_testing`
+    pixels, but for what is cut off them; the last of a row or column overlaps by more, and there the mean is taken.
+
+    Args:
+        net: The network, on the device.
+        clip: Bytes on the CPU, by part: "L" of shape (frames, 3, height, width), "S" as crops have it.
+        opt: The options.
+        device: Where the network is.
+        tick: Called after each tile.
+
+    Returns:
+        Floats on the CPU, of shape (frames, 3, scale · height, scale · width).
+    """
+    val, clip = opt["val"], {part: clip[part] for part in ("L", "S") if part in clip}
+    frames = len(clip["L"])
+    if val["pad_seq"]:
+        clip = {part: torch.cat([values, values[-1:]]) for part, values in clip.items()}
+    if val["flip_seq"]:
+        clip = {part: torch.cat([values, reverse(values, part)]) for part, values in clip.items()}
+    restored = _restore(net, clip, opt, device, tick)
+    if val["flip_seq"]:
+        there, back = restored.chunk(2)
+        restored = (there + back.flip(0)) / 2
+    return restored[:frames]
+
+
+def count_tiles(frames: int, height: int, width: int, opt: Mapping[str, Any]) -> int:
+    """Count the calls of the network that a clip takes; height and width are the blurred frames'."""
+    frames = (frames + opt["val"]["pad_seq"]) * (1 + opt["val"]["flip_seq"])
+    return len(_places((frames, height, width), _sizes((frames, height, width), opt), opt))
+
+
+def _restore(
+    net: nn.Module,
+    clip: Mapping[str, Tensor],
+    opt: Mapping[str, Any],
+    device: torch.device,
+    tick: Callable[[], object],
+) -> Tensor:
+    frames, channels, height, width = clip["L"].shape
+    whole, scale = (frames, height, width), opt["scale"]
+    sizes = _sizes(whole, opt)
+    total = torch.zeros(frames, channels, height * scale, width * scale)
+    count = torch.zeros(frames, 1, height * scale, width * scale, dtype=torch.int16)
+    places = _places(whole, sizes, opt)
+    for place in places:
+        tile = {part: _take(values, place, sizes, 2 if part == "S" else 1) for part, values in clip.items()}
+        tile = as_float({part: _fill(values, opt, part) for part, values in tile.items()}, device)
+        out = net(*(values[None] for values in inputs(tile)))[0].float().cpu()
+        here, inside = _without_cuts(place, sizes, whole, scale)
+        total[here] += out[inside]
+        count[here] += 1
+        tick()
+    return total.div_(count)
+
+
+Slices = tuple[slice, ...]
+
+
+def _without_cuts(place: Place, sizes: Sequence[int], whole: Sequence[int], scale: int) -> tuple[Slices, Slices]:
+    """Say where in the clip, and where in the tile itself, that part of a restored tile lies that is not cut off."""
+    here, inside = [], []
+    for begin, size, length, factor, cut in zip(place, sizes, whole, (1, scale, scale), (0, CUT, CUT), strict=True):
+        end = min(begin + size, length)
+        first, last = begin * factor, end * factor
+        if begin > 0:
+            first += cut
+        if end < length:
+            last -= cut
+        here.append(slice(first, last))
+        inside.append(slice(first - begin * factor, last - begin * factor))
+    channels = slice(None)
+    return (here[0], channels, *here[1:]), (inside[0], channels, *inside[1:])
+
+
+def _sizes(whole: Sequence[int], opt: Mapping[str, Any]) -> Place:
+    """Frames, rows and columns that the network takes at once."""
+    tile = opt["val"]["size_patch_testing"]
+    return opt["val"]["num_frame_testing"] or whole[0], tile or whole[1], tile or whole[2]
+
+
+def _places(whole: Sequence[int], sizes: Sequence[int], opt: Mapping[str, Any]) -> list[Place]:
+    overlaps = (opt["val"]["num_frame_overlapping"], OVERLAP, OVERLAP)
+    times, rows, columns = (starts(*axis) for axis in zip(whole, sizes, overlaps, strict=True))
+    return [(time, row, column) for time in times for row in rows for column in columns]
+
+
+def starts(length: int, size: int, overlap: int) -> list[int]:
+    """Where pieces of `size` begin that cover `length` and overlap by at least that much; the last ends at the end."""
+    if length <= size:
+        return [0]
+    return [*range(0, length - size, size - overlap), length - size]
+
+
+def _take(values: Tensor, place: Place, sizes: Sequence[int], factor: int) -> Tensor:
+    """Cut a tile out of a part with a pixel for `factor` x `factor` of the blurred frames."""
+    time, *corner = place
+    rows, columns = (
+        slice(begin // factor, (begin + size) // factor) for begin, size in zip(corner, sizes[1:], strict=True)
+    )
+    return values[time : time + sizes[0], :, rows, columns]
+
+
+def _fill(values: Tensor, opt: Mapping[str, Any], part: str) -> Tensor:
+    """Mirror what is tested whole at its ends, up to the next multiple of the network's window, as the original does.
+
+    There a whole multiple gets another window, too.
+    """
+    window, val = opt["netG"].get("window_size"), opt["val"]
+    if not window:
+        return values
+    factor = 2 if part == "S" else 1
+    whole = (not val["num_frame_testing"], not val["size_patch_testing"], not val["size_patch_testing"])
+    for dim, size, is_whole in zip((0, 2, 3), window, whole, strict=True):
+        size = size if dim == 0 else size // factor
+        if is_whole:
+            more = (values.shape[dim] // size + 1) * size - values.shape[dim]
+            values = torch.cat([values, values.flip(dim).narrow(dim, 0, min(more, values.shape[dim]))], dim)
+    return values
