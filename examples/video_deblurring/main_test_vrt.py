@@ -29,13 +29,13 @@ def main(opt: Options, job: ddpkit.Context) -> None:
     folder = open_folder(opt)
     net = make_network(opt).to(job.device)
     found = find_newest(folder / "models")
-    pretrained = opt["path"]["pretrained_netE"] or opt["path"]["pretrained_netG"]
+    average, pretrained = opt["path"]["pretrained_netE"], opt["path"]["pretrained_netG"]
     if found:
         step, letter = found.saved["step"], max(found.weights, key="GE".index)
         fit(net, found.weights[letter], source := found.path.with_name(f"{step}_{letter}.pth"))
-    elif pretrained:
-        step, source = 0, pretrained
-        load_weights(net, source)
+    elif average or pretrained:
+        step, source = 0, average or pretrained
+        load_weights(net, source, strict=opt["train"][f"{'E' if average else 'G'}_param_strict"], average=bool(average))
     else:
         raise UserError(
             f"there are no checkpoints in {folder / 'models'} and no path.pretrained_netG: train first, with "

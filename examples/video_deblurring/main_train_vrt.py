@@ -75,10 +75,11 @@ def main(opt: Options, job: ddpkit.Context) -> None:
 
     net = make_network(opt).to(job.device)
     if opt["path"]["pretrained_netG"] and not found:
-        load_weights(net, opt["path"]["pretrained_netG"])
+        load_weights(net, opt["path"]["pretrained_netG"], strict=train["G_param_strict"])
     average = copy.deepcopy(net).requires_grad_(False) if train["E_decay"] else None
     if average and opt["path"]["pretrained_netE"] and not found:
-        load_weights(average, opt["path"]["pretrained_netE"])
+        load_weights(average, opt["path"]["pretrained_netE"], strict=train["E_param_strict"], average=True)
+    ddpkit.seed_everything(seed, per_rank=True)  # the ranks' dropout differs; their weights do not
     optimizer = make_optimizer(net, train)
     mixed = {False: None, "bf16": torch.bfloat16, "fp16": torch.float16}[train["amp"]]
     scaler = torch.amp.GradScaler(job.device.type, enabled=mixed == torch.float16)
@@ -148,6 +149,8 @@ def main(opt: Options, job: ddpkit.Context) -> None:
                 speed.reset()
             if "save" in due:
                 with speed.paused():
+                    for each in (net, average) if average else (net,):
+                        ddpkit.sync_buffers(each)
                     ddpkit.check_replicas(model, optimizer)
                     save_set(folder / "models", step, nets, **state, seed=seed)
                 log.info("%s> saved in %s", here, folder / "models")

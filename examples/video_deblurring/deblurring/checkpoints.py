@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import ddpkit
 
 log = logging.getLogger(__name__)
+SHOWN = 20  # of the things that do not fit
 
 
 def save_set(models: Path, step: int, nets: Mapping[str, nn.Module | None], **state: Any) -> None:
@@ -114,32 +115,52 @@ def restore_set(found: Found, nets: Mapping[str, nn.Module | None], **objects: A
         raise UserError(f"{error}\nGo on with the options that the run began with, or name another task") from error
 
 
-def load_weights(net: nn.Module, path: str | Path) -> None:
-    """Loads a bare state dict, with or without wrapper prefixes, on every rank.
+def load_weights(net: nn.Module, path: str | Path, *, strict: bool = True, average: bool = False) -> None:
+    """Load a state dict, bare or as `params` or `params_ema` of a released file, on every rank.
+
+    Args:
+        net: Where to.
+        path: The file; wrapper prefixes do not matter.
+        strict: Whether everything must fit; else what does not is listed in a warning and left out.
+        average: Whether to prefer `params_ema` if there are both.
 
     Raises:
         UserError: If it cannot be read or does not fit; the message says where.
     """
-    fit(net, _read(Path(path)), path)
+    weights = _read(Path(path))
+    for key in sorted(("params", "params_ema"), reverse=average):
+        if isinstance(weights.get(key), dict):
+            weights = weights[key]
+            break
+    fit(net, weights, path, strict)
 
 
-def fit(net: nn.Module, weights: Mapping[str, Tensor], path: str | Path) -> None:
-    """Loads a state dict that must fit.
+def fit(net: nn.Module, weights: Mapping[str, Tensor], path: str | Path, strict: bool = True) -> None:
+    """Load a state dict.
 
     Raises:
-        UserError: If it does not, naming what is missing, unexpected or of another shape.
+        UserError: If it is to fit and does not, naming what is missing, unexpected or of another shape.
     """
     here, there = net.state_dict(), ddpkit.clean_state_dict(weights)
     problems = [f"{name} is missing" for name in here.keys() - there.keys()]
     problems += [f"{name} is not part of the network" for name in there.keys() - here.keys()]
+    fitting = {}
     for name in here.keys() & there.keys():
-        if here[name].shape != getattr(there[name], "shape", None):
-            shape = tuple(getattr(there[name], "shape", ()))
-            problems.append(f"{name} has shape {shape}, not {tuple(here[name].shape)}")
+        if here[name].shape == getattr(there[name], "shape", None):
+            fitting[name] = there[name]
+            continue
+        shape = tuple(getattr(there[name], "shape", ()))
+        problems.append(f"{name} has shape {shape}, not {tuple(here[name].shape)}")
     if problems:
-        shown = sorted(problems)[:6] + [f"and {len(problems) - 6} more"] * (len(problems) > 6)
-        raise UserError("\n  ".join([f"{path} does not fit the network of the options:", *shown]))
-    net.load_state_dict(there)
+        shown = sorted(problems)[:SHOWN]
+        if len(problems) > SHOWN:
+            shown.append(f"and {len(problems) - SHOWN} more")
+        message = "\n  ".join([f"{path} does not fit the network of the options:", *shown])
+        if strict or not fitting:
+            raise UserError(message)
+        if ddpkit.is_main_process():
+            log.warning("%s\n  the other %d fit and are loaded", message, len(fitting))
+    net.load_state_dict(here | fitting)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

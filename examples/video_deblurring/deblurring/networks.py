@@ -1,16 +1,25 @@
-"""The network `tiny_clip`: a few frames in, as many out, in one glance. It is not VRT, of which it keeps the name."""
+"""The network: anybody's, by the name of its class, or `tiny_clip`: a few frames in, as many out, in one glance."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from shared.program import UserError
+from shared.settings import refuse
 from torch import Tensor, nn
 
+import ddpkit
 from deblurring.clips import SPIKES, WINDOW
+from deblurring.options import has_spikes
 
+KAIRS = {"vrt": "models.network_vrt:VRT"}  # where KAIR's option files find what they name
 SLOPE = 0.1  # of the leaky ReLU
 STEP = 0.03  # what is left to correct is about this large; at full scale Adam's first steps would throw the network off
 
@@ -89,7 +98,50 @@ class Block(nn.Module):
         return x + self.two(F.leaky_relu(self.one(x), SLOPE))
 
 
-def make_network(opt: Mapping[str, Any]) -> TinyClip:
-    """The network that the options describe."""
-    data, net = opt["datasets"]["train"], opt["netG"]
-    return TinyClip(data["num_frame"], net["embed_dim"], net["depth"], "RGBSpike" in data["dataset_type"])
+def make_network(opt: Mapping[str, Any]) -> nn.Module:
+    """Make the network that the options name, on the first rank of each node first: some fetch files then. Collective.
+
+    Raises:
+        UserError: If it cannot be found, or does not take what `netG` says.
+    """
+    arguments = dict(opt["netG"])
+    kind = arguments.pop("net_type")
+    if kind == "tiny_clip":
+        return TinyClip(opt["datasets"]["train"]["num_frame"], **arguments, spikes=has_spikes(opt))
+    kind = KAIRS.get(kind, kind)
+    make = _find(kind)
+    _check_arguments(kind, make, arguments)
+    with ddpkit.main_process_first(local=True):
+        return make(**arguments)
+
+
+def _find(kind: str) -> Callable[..., nn.Module]:
+    """Import what makes a network, from the folder in which the program was started, too."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    module, _, name = kind.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"netG.net_type: cannot find {kind}: {error}; start in the folder that holds {module.partition('.')[0]}, "
+            "put that folder on PYTHONPATH, or install the package"
+        ) from error
+
+
+def _check_arguments(kind: str, make: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(make).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    if len(names) == len(parameters):
+        refuse(
+            f"netG.{name} is unknown to {kind}, which takes {', '.join(names)}"
+            for name in arguments
+            if name not in names
+        )
+    refuse(
+        f"netG.{parameter.name} is missing: {kind} has no default for it"
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.name not in arguments
+    )

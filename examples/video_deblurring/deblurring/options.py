@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from shared.settings import (
     COMMAND_LINE,
     REQUIRED,
     Setting,
+    Table,
     absent,
     choice,
     count,
@@ -39,6 +41,10 @@ def is_folder_name(value: Any) -> bool:
 
 def is_crop_size(value: Any) -> bool:
     return type(value) is int and value >= 8 and value % 2 == 0
+
+
+def is_network(value: Any) -> bool:
+    return value in ("tiny_clip", "vrt") or (isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value) is not None)
 
 
 def is_patch_size(value: Any) -> bool:
@@ -108,6 +114,8 @@ _train = {
     "fix_lr_mul": number(1.0),
     "G_regularizer_orthstep": missing("weights are not regularised here"),
     "G_regularizer_clipstep": missing("weights are not regularised here"),
+    "G_param_strict": flag(True),
+    "E_param_strict": flag(True),
     "amp": choice(False, "bf16", "fp16"),
     "accumulation": count(1),
     "checkpoint_print": count(200),
@@ -115,7 +123,7 @@ _train = {
     "checkpoint_test": count(5000),
 }
 _val = {
-    "num_frame_testing": or_null(count()),
+    "num_frame_testing": or_null(count(low=0)),  # null: num_frame; 0: whole clips
     "num_frame_overlapping": count(0, low=0),
     "size_patch_testing": or_null(Setting("an even number of at least 32, or 0 for whole frames", is_patch_size)),
     "save_img": flag(),
@@ -139,7 +147,7 @@ _SECTIONS = {
         "dist": flag(),
         "find_unused_parameters": flag(),
         "use_static_graph": flag(),
-        "scale": choice(1),
+        "scale": choice(1, 2, 3, 4),
         "n_channels": choice(3),
     },
     "path.": {
@@ -149,14 +157,15 @@ _SECTIONS = {
     },
     "datasets.train.": _dataset | _train_dataset,
     "datasets.test.": _dataset | {"dataset_type": choice(*TEST_TYPES, default=REQUIRED), "cache_data": flag()},
-    "netG.": {"net_type": choice("tiny_clip", default=REQUIRED), "embed_dim": count(32), "depth": count(5)},
+    "netG.": {"net_type": Setting("tiny_clip, vrt or package.module:Class", is_network)},
     "train.": _train,
     "val.": _val,
     "logging.": _logging,
 }
 KEYS = {f"{section}{name}": key for section, keys in _SECTIONS.items() for name, key in keys.items()}
 
-VRT_SIZES = """
+_tiny_clip = {"netG.embed_dim": count(32), "netG.depth": count(5)}
+_VRT_SIZES = """
     upscale img_size window_size depths indep_reconsts embed_dims num_heads mul_attn_ratio spynet_path pa_frames
     deformable_groups nonblind_denoising use_checkpoint_attn use_checkpoint_ffn no_checkpoint_attn_blocks
     no_checkpoint_ffn_blocks optical_flow in_chans out_chans recal_all_flows
@@ -171,11 +180,23 @@ ABSENT = (
     | absent("datasets.train.", _FILES, _FOUND)
     | absent("datasets.test.", _FILES, _FOUND)
     | absent("datasets.test.", "num_frame", "whole clips are tested", -1)
-    | absent("netG.", VRT_SIZES, "VRT is not here, and tiny_clip has embed_dim and depth")
-    | absent("netG.", "init_type", "torch's initialisation is used", "default")
-    | absent("train.", "G_param_strict E_param_strict", "checkpoints always have to fit", True)
-    | absent("train.", "E_bn", "there is no batch normalisation")
+    | absent("netG.", "init_type init_bn_type init_gain", "the network's own initialisation is used", "default")
+    | absent("train.", "E_bn", "the average has the buffers of G")
 )
+_ANYTHING = Setting("anything", lambda value: True, None)
+
+
+def _table(layers: Iterable[Mapping[str, Any]]) -> Table:
+    """Make the table of keys: but for `tiny_clip`, what `netG` holds is the network's matter."""
+    given = {}
+    for layer in layers:
+        section = layer.get("netG")
+        if isinstance(section, Mapping):
+            given |= {f"netG.{name}": value for name, value in section.items()}
+        given |= {key: value for key, value in layer.items() if key.startswith("netG.")}
+    if given.get("netG.net_type", "tiny_clip") == "tiny_clip":
+        return KEYS | ABSENT | _tiny_clip | absent("netG.", _VRT_SIZES, "tiny_clip has embed_dim and depth")
+    return dict.fromkeys(given, _ANYTHING) | KEYS | ABSENT
 
 
 def read_options(path: str | Path, changes: Iterable[str] = ()) -> Options:
@@ -201,7 +222,7 @@ def complete(
         UserError: If anything is wrong, naming every key.
     """
     layers = {name: content, COMMAND_LINE: changes or {}}
-    opt = nested(fill_in(KEYS | ABSENT, layers))
+    opt = nested(fill_in(_table(layers.values()), layers))
     refuse(_contradictions(opt))
     _fill_in(opt)
     return opt
@@ -212,15 +233,25 @@ def redacted(opt: Options) -> Options:
     return {key: redacted(value) if isinstance(value, dict) else shown(key, value) for key, value in opt.items()}
 
 
+def has_spikes(opt: Options, split: str = "train") -> bool:
+    return "RGBSpike" in opt["datasets"][split]["dataset_type"]
+
+
 def _contradictions(opt: Options) -> Iterator[str]:
-    train, data, val = opt["train"], opt["datasets"]["train"], opt["val"]
-    spikes = ["RGBSpike" in opt["datasets"][split]["dataset_type"] for split in ("train", "test")]
-    if spikes[0] != spikes[1]:
+    yield from _about_data(opt)
+    yield from _about_training(opt["train"])
+    yield from _about_testing(opt)
+
+
+def _about_data(opt: Options) -> Iterator[str]:
+    data = opt["datasets"]["train"]
+    if has_spikes(opt) != has_spikes(opt, "test"):
         yield "datasets.train.dataset_type and datasets.test.dataset_type: both with spikes, or neither"
-    for split, has_spikes in zip(("train", "test"), spikes, strict=True):
-        if opt["datasets"][split]["dataroot_spike"] and not has_spikes:
+    for split in ("train", "test"):
+        spikes = has_spikes(opt, split)
+        if opt["datasets"][split]["dataroot_spike"] and not spikes:
             yield f"datasets.{split}.dataroot_spike needs a dataset_type with RGBSpike in its name"
-        roots = ["dataroot_gt", "dataroot_lq", *(["dataroot_spike"] if has_spikes else [])]
+        roots = ["dataroot_gt", "dataroot_lq", *(["dataroot_spike"] if spikes else [])]
         absent = [name for name in roots if opt["datasets"][split][name] is None]
         if 0 < len(absent) < len(roots):
             yield f"datasets.{split} lacks {' and '.join(absent)}: name {', '.join(roots)}, or none of them"
@@ -228,24 +259,41 @@ def _contradictions(opt: Options) -> Iterator[str]:
         for name in ("dataloader_persistent_workers", "dataloader_prefetch_factor"):
             if data[name]:
                 yield f"datasets.train.{name} needs dataloader_num_workers of at least 1"
+    scale = opt["scale"]
+    if scale > 1 and (has_spikes(opt) or opt["netG"]["net_type"] == "tiny_clip"):
+        yield f"scale must be 1, not {scale}, with tiny_clip and with spikes: these have half the sharp frames' height"
+    if data["gt_size"] % scale:
+        yield f"datasets.train.gt_size {data['gt_size']} must be a multiple of scale {scale}"
+
+
+def _about_training(train: Options) -> Iterator[str]:
     if train["G_scheduler_type"] == "MultiStepLR" and not train["G_scheduler_milestones"]:
         yield "train.G_scheduler_type MultiStepLR needs train.G_scheduler_milestones"
     if train["G_scheduler_type"] == "CosineAnnealingWarmRestarts" and train["G_scheduler_periods"] is None:
         yield "train.G_scheduler_type CosineAnnealingWarmRestarts needs train.G_scheduler_periods"
     if train["fix_iter"] and not train["fix_keys"]:
         yield "train.fix_iter needs train.fix_keys: parts of the names of what to freeze until then"
-    if val["num_frame_testing"] not in (None, data["num_frame"]):
+
+
+def _about_testing(opt: Options) -> Iterator[str]:
+    val, frames = opt["val"], opt["datasets"]["train"]["num_frame"]
+    tested, overlap = val["num_frame_testing"], val["num_frame_overlapping"]
+    if opt["netG"]["net_type"] == "tiny_clip" and tested not in (None, frames):
         yield (
-            f"val.num_frame_testing must be datasets.train.num_frame, {data['num_frame']}, since tiny_clip takes "
-            f"exactly as many frames as it was trained with; not {val['num_frame_testing']}"
+            f"val.num_frame_testing must be datasets.train.num_frame, {frames}, since tiny_clip takes "
+            f"exactly as many frames as it was trained with; not {tested}"
         )
-    if val["num_frame_overlapping"] >= data["num_frame"]:
-        yield f"val.num_frame_overlapping must be less than the {data['num_frame']} frames that are tested at once"
+    if tested != 0 and overlap >= (tested or frames):
+        yield f"val.num_frame_overlapping must be less than the {tested or frames} frames that are tested at once"
+    tile, window = val["size_patch_testing"] or 0, opt["netG"].get("window_size") or [1]
+    if tile % window[-1]:
+        yield f"val.size_patch_testing {tile} must be a multiple of the last of netG.window_size, {window[-1]}"
 
 
 def _fill_in(opt: Options) -> None:
     """The defaults that depend on other keys."""
-    opt["val"]["num_frame_testing"] = opt["datasets"]["train"]["num_frame"]
+    if opt["val"]["num_frame_testing"] is None:
+        opt["val"]["num_frame_testing"] = opt["datasets"]["train"]["num_frame"]
     for split in ("train", "test"):
         data = opt["datasets"][split]
         for name, part in (("dataroot_gt", "GT"), ("dataroot_lq", "GT_blurred"), ("dataroot_spike", "spike")):

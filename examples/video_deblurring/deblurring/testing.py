@@ -96,6 +96,7 @@ def test(
             `<clip>/<frame>_<label>.png` is each restored frame, and `<clip>/<label>.mp4` a film.
         label: What to call them.
     """
+    ddpkit.sync_buffers(net)  # each rank has its own statistics of batches
     net = ddpkit.unwrap_model(net).eval()  # ranks have different numbers of clips, and DDP's forward may wait
     mine = list(ddpkit.DistributedEvalSampler(clips))
     lpips = find_lpips(device)

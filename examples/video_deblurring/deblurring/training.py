@@ -67,7 +67,8 @@ def make_optimizer(net: nn.Module, train: Mapping[str, Any]) -> torch.optim.Opti
     names = [name for name, _ in net.named_parameters()]
     for key in train["fix_keys"]:
         if not any(key in name for name in names):
-            raise UserError(f"train.fix_keys: no parameter has {key!r} in its name; they are {', '.join(names)}")
+            some = ", ".join(names[:20])  # of what may be thousands
+            raise UserError(f"train.fix_keys: no parameter has {key!r} in its name; the first ones are {some}")
     groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for name, parameter in net.named_parameters():
         groups[is_fixed(name, train)].append(parameter)

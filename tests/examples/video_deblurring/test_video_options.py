@@ -83,9 +83,16 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("datasets__train__gt_size", 15, "an even number of at least 8, not 15"),
         ("val__size_patch_testing", 31, "an even number of at least 32, or 0"),
         ("task", "../x", "task must be the name of a folder"),
-        ("scale", 2, "scale must be 1, not 2"),
-        ("netG__net_type", "vrt", "netG.net_type must be 'tiny_clip', not \"vrt\""),
-        ("datasets__train__test_mode", True, "must be false, as it would train on the clips of val_par"),
+        ("scale", 2, "scale must be 1, not 2, with tiny_clip and with spikes"),
+        ("scale", 5, "scale must be 1 or 2 or 3 or 4, not 5"),
+        ("netG__net_type", "VRT", 'netG.net_type must be tiny_clip, vrt or package.module:Class, not "VRT"'),
+        ("netG__depht", 2, "netG.depht is unknown"),
+        ("netG", 3, "netG must be a section"),
+        (
+            "datasets__train__test_mode",
+            True,
+            "must be false, as it would train on the clips of val_partition, not true",
+        ),
         ("datasets__train__interval_list", [], "interval_list must be a list, not empty"),
         ("logging__wandb_api_key", 123, "logging.wandb_api_key must be a text, or null, not <redacted>"),
         ("datasets__test__dataset_type", "VideoRecurrentTestDataset", "both with spikes, or neither"),
@@ -107,7 +114,7 @@ def test_what_is_wrong_is_named_with_what_to_do(key: str, value: Any, message: s
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(UserError) as error:
-        checked(train__totl_iter=3, train__E_decay=2, scale=4)
+        checked(train__totl_iter=3, train__E_decay=2, scale=5)
     assert len(str(error.value).splitlines()) == 3
     with pytest.raises(UserError, match="train.total_iter is missing: it must be a whole number"):
         complete({"task": "x"})
@@ -116,12 +123,65 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 def test_keys_of_the_original_without_a_meaning_are_listed_once(caplog: pytest.LogCaptureFixture) -> None:
     checked(netG__upscale=1, netG__depths=[8, 4], datasets__test__num_frame=7)
     (line,) = caplog.messages
-    assert "netG.upscale, netG.depths (VRT is not here" in line and "datasets.test.num_frame (whole clips" in line
+    assert (
+        "netG.upscale, netG.depths (tiny_clip has embed_dim and depth)" in line
+        and "datasets.test.num_frame (whole clips" in line
+    )
 
 
 def test_a_key_of_the_original_that_asks_for_nothing_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     opt = checked(datasets__test__num_frame=-1, netG__init_type="default", train__E_bn=False, netG__upscale=None)
     assert "num_frame" not in opt["datasets"]["test"] and not caplog.messages
+
+
+KAIRS: dict[str, Any] = {  # as KAIR's 006 has them
+    "gpu_ids": [0, 1, 2, 3, 4, 5, 6, 7],
+    "scale": 1,
+    "datasets__train__dataset_type": "VideoRecurrentTrainDataset",
+    "datasets__train__dataroot_spike": None,
+    "datasets__train__io_backend": {"type": "lmdb"},
+    "datasets__train__filename_tmpl": "06d",
+    "datasets__train__test_mode": False,
+    "datasets__train__dataloader_num_workers": 32,
+    "datasets__test__dataset_type": "VideoRecurrentTestDataset",
+    "datasets__test__dataroot_spike": None,
+    "datasets__test__io_backend": {"type": "disk"},
+    "datasets__test__num_frame": -1,
+    "netG": {"net_type": "vrt", "window_size": [6, 8, 8], "depths": [8, 8], "init_type": "default"},
+    "train__G_charbonnier_eps": 1e-9,
+    "train__G_param_strict": True,
+    "train__G_regularizer_orthstep": None,
+    "val__num_frame_testing": 18,
+    "val__size_patch_testing": 192,
+}
+
+
+def test_the_originals_options_are_taken_and_the_network_gets_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    opt = checked(**KAIRS)
+    assert opt["netG"] == {"net_type": "vrt", "window_size": [6, 8, 8], "depths": [8, 8]}
+    assert opt["val"]["num_frame_testing"] == 18 and opt["datasets"]["train"]["num_frame"] == 3
+    (line,) = caplog.messages
+    assert "train.io_backend, datasets.train.filename_tmpl, datasets.test.io_backend (folders, .lmdb folders" in line
+    assert complete(redacted(opt)) == opt
+
+
+def test_arguments_of_a_network_may_stand_on_the_command_line() -> None:
+    changes = {"netG.depths": "[2, 2]", "netG.act": "relu"}
+    opt = complete(video.options(Path("clips"), Path("runs"), netG={"net_type": "my.net:Net"}), changes=changes)
+    assert opt["netG"] == {"net_type": "my.net:Net", "depths": [2, 2], "act": "relu"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"val__size_patch_testing": 100}, "val.size_patch_testing 100 must be a multiple of the last of netG.window"),
+        ({"val__num_frame_overlapping": 18}, "must be less than the 18 frames"),
+        ({"scale": 4, "datasets__train__gt_size": 18}, "datasets.train.gt_size 18 must be a multiple of scale 4"),
+    ],
+)
+def test_what_does_not_fit_the_originals_options_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        checked(**KAIRS | changes)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

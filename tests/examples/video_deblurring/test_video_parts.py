@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from deblurring.checkpoints import load_weights
 from deblurring.metrics import measure, psnr, ssim
 from deblurring.networks import TinyClip, as_float, inject_detail
 from deblurring.pictures import save_film, strip, thumbnail
@@ -125,7 +127,7 @@ def test_frozen_parts_do_not_move_and_have_a_learning_rate_of_their_own() -> Non
     assert [(group["base_lr"], len(group["params"])) for group in optimizer.param_groups] == [(1e-3, 4), (1.25e-4, 4)]
     assert freeze(net, train, 2) and not net.body[0].one.weight.requires_grad and net.first.weight.requires_grad
     assert not freeze(net, train, 3) and all(parameter.requires_grad for parameter in net.parameters())
-    with pytest.raises(UserError, match="no parameter has 'spynet' in its name; they are first.weight"):
+    with pytest.raises(UserError, match="no parameter has 'spynet' in its name; the first ones are first.weight"):
         make_optimizer(net, train | {"fix_keys": ["body", "spynet"]})
     with pytest.raises(UserError, match="freezes every parameter"):
         make_optimizer(net, train | {"fix_keys": ["body", "st"]})
@@ -295,6 +297,32 @@ def test_psnr_and_ssim_are_those_of_the_formulas() -> None:
 
     for row, a, b in zip(found, one, other, strict=True):
         assert row == pytest.approx([*reference(a, b), *reference(gray(a), gray(b))], rel=1e-9)
+
+
+def test_weights_are_found_in_released_files_and_what_does_not_fit_is_listed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    file = tmp_path / "released.pth"
+    wrapped = {f"module.{name}": value for name, value in other.state_dict().items()}
+    torch.save({"params": wrapped, "params_ema": {"weight": torch.ones(1, 2), "bias": torch.ones(1)}}, file)
+    load_weights(net, file)
+    assert torch.equal(net.weight, other.weight)
+    load_weights(net, file, average=True)
+    assert torch.equal(net.weight, torch.ones(1, 2))
+
+    torch.save({"params_ema": {"weight": torch.zeros(1, 3), "bias": torch.zeros(1), "flow": torch.zeros(1)}}, file)
+    listed = (
+        r"released.pth does not fit .*:\n  flow is not part of the network\n  weight has shape \(1, 3\), not \(1, 2\)"
+    )
+    with pytest.raises(UserError, match=listed):
+        load_weights(net, file)
+    assert net.bias == 1
+    load_weights(net, file, strict=False)
+    assert re.search(f"{listed}\n  the other 1 fit and are loaded", caplog.text) and net.bias == 0
+    torch.save({"flow": torch.zeros(1)}, file)
+    with pytest.raises(UserError, match="bias is missing\n  flow is not part of the network\n  weight is missing"):
+        load_weights(net, file, strict=False)  # nothing fits
 
 
 def test_every_frame_of_a_film_has_its_labels(tmp_path: Path) -> None:

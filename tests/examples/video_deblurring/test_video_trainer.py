@@ -23,11 +23,14 @@ import numpy as np
 import pytest
 import torch
 import video
+from deblurring.metrics import measure
 from deblurring.networks import TinyClip
 from deblurring.options import complete
+from deblurring.testing import find_test_clips
 from deblurring.tiles import restore
 from PIL import Image
 from processes import CLEAN, Ended, free_port, platform_env, run
+from somebodys.nets import Net
 
 import ddpkit
 
@@ -126,6 +129,8 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     workers = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 2, "dataloader_persistent_workers": True}
     workers = {f"datasets__train__{key}": value for key, value in workers.items()}
+    torch.manual_seed(0)
+    torch.save({"params": Net(4).state_dict(), "params_ema": Net(4).state_dict()}, root / "released.pth")
     frozen = {"train__fix_iter": 5, "train__fix_keys": ["body"], "use_static_graph": True}
     printed = {
         2: outputs(
@@ -146,6 +151,7 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
                         train__total_iter=1,
                     ),
                     call("rgb", "rgb", **RGB, train__total_iter=2),
+                    call("own", "own", **own(root / "released.pth"), train__total_iter=4),
                     call("test2", "whole2", TEST),
                 ],
             )
@@ -155,6 +161,12 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         shutil.copytree(root / "half", root / copy)
     printed[3] = outputs(launch(3, [call("resumed3", "half"), call("test3", "whole2", TEST)]))
     one = [call("resumed1", "half1"), call("whole1", "whole1"), call("test1", "whole2", TEST)]
+    one += [call("owntest", "own", TEST, **own(root / "released.pth"))]
+    one += [
+        call(
+            "released", "released", TEST, **own(root / "released.pth"), path__pretrained_netE=str(root / "released.pth")
+        )
+    ]
     one += [call(f"amp_{kind}", f"amp_{kind}", train__amp=kind, train__total_iter=2) for kind in ("bf16", "fp16")]
     one += [call("slower", "slower", train__G_optimizer_lr=1e-4, train__total_iter=8)]
     one += [call("gpus", "gpus", gpu_ids=[0, 2], train__total_iter=1)]
@@ -168,6 +180,14 @@ RGB = {
     for split in ("train", "test")
     for key, value in (("dataset_type", f"VideoRecurrent{split.title()}Dataset"), ("dataroot_spike", None))
 }
+
+
+def own(released: Path) -> dict[str, Any]:
+    """Options of a run with somebody's network, begun with released weights, and tested on longer windows."""
+    arguments = {"width": 4, "dropout": 0.5, "checkpointing": True}
+    changes = {"path__pretrained_netG": str(released), "use_static_graph": True, "val__num_frame_testing": 4}
+    changes |= {"train__fix_iter": 2, "train__fix_keys": ["first"], "train__checkpoint_save": 2}
+    return RGB | changes | {"netG": {"net_type": "somebodys.nets:Net", **arguments}}
 
 
 def test_two_ranks_give_what_one_gives(runs: Runs) -> None:
@@ -340,6 +360,32 @@ def test_without_spikes_and_in_mixed_precision_it_trains_too(runs: Runs) -> None
         assert all(value.isfinite().all() for value in state.values()) and state["last.weight"].any()
 
 
+def test_somebodys_network_trains_from_released_weights_and_is_tested_on_longer_windows(
+    runs: Runs, clips: Path
+) -> None:
+    root, printed = runs
+    files = torch.load(root / "released.pth")
+    then, after = (weights(root / "own", iteration) for iteration in (2, 4))
+    for name, value in Net(4).state_dict().items():
+        assert then[name].shape == value.shape
+        assert torch.equal(then[name], files["params"][name]) == name.startswith("first"), name
+    assert not torch.equal(after["first.weight"], then["first.weight"])
+    table = re.findall(r"^\| .*$", printed[2][0]["own"], re.M)
+    assert table == re.findall(
+        r"^\| .*$", printed[1][0]["owntest"], re.M
+    )  # the statistics, too, are those of all ranks
+    assert "testing " + str(root / "released.pth") in printed[1][0]["released"]
+    released = json.loads((root / "released/tiny/test.json").read_text())["clips"]["x"]
+    net = Net(4).eval()
+    net.load_state_dict(files["params_ema"])  # since it is an E
+    opt = complete(video.options(clips, root, **own(root)))
+    (clip, *_) = find_test_clips(opt)
+    restored = restore(net, {"L": torch.from_numpy(clip.stack("L"))}, opt, CPU)
+    sharp = torch.from_numpy(clip.stack("H")) / 255
+    decibels = [measure(*pair)["psnr"] for pair in zip(restored, sharp, strict=True)]
+    assert released["restored"]["psnr"] == pytest.approx(np.mean(decibels), abs=1e-3)
+
+
 def test_without_a_seed_a_run_goes_on_with_the_one_it_drew(runs: Runs) -> None:
     assert "goes on after iteration 1 of 2" in runs[1][1][0]["unseeded2"]
 
@@ -363,6 +409,12 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
         "pretrained": (TRAIN, {"path__pretrained_netG": "/no.pth"}, "Cannot read /no.pth: .*No such file"),
         "foreign": (TRAIN, {"path__pretrained_netG": str(root / "foreign.pth")}, "Cannot read .*foreign.pth"),
         "sizes": (TRAIN, {"netG__embed_dim": 6}, r"12_G.pth does not fit the network.*\n  body.0.one.bias has shape"),
+        "nowhere": (TRAIN, {"netG": {"net_type": "nowhere.nets:Net"}}, "cannot find nowhere.nets:Net: No module named"),
+        "depht": (
+            TRAIN,
+            {"netG": {"net_type": "somebodys.nets:Net", "depht": 2}},
+            "netG.depht is unknown to somebodys.nets:Net, which takes width, depth, dropout, checkpointing",
+        ),
         "seed": (TRAIN, {"train__manual_seed": 4}, "seed was 3 when the state was saved and is 4 now"),
         "infinite": (
             TRAIN,

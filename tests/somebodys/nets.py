@@ -1,0 +1,30 @@
+"""A network that has what networks have: statistics of batches, dropout, blocks that are computed twice."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Net(nn.Module):
+    """Takes any number of frames, (batch, frames, 3, height, width), and corrects them."""
+
+    def __init__(self, width: int, *, depth: int = 1, dropout: float = 0.0, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.first = nn.Conv3d(3, width, (1, 3, 3), padding=(0, 1, 1))
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
+        self.last = nn.Conv3d(width, 3, (1, 3, 3), padding=(0, 1, 1))
+
+    def forward(self, frames: Tensor) -> Tensor:
+        x = self.first(frames.transpose(1, 2))
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x))
+        return frames + 0.1 * self.last(torch.relu(x)).transpose(1, 2)
+
+
+class Block(nn.Sequential):
+    def __init__(self, width: int, dropout: float) -> None:
+        convolution = nn.Conv3d(width, width, 3, padding=1)
+        super().__init__(convolution, nn.BatchNorm3d(width), nn.ReLU(), nn.Dropout(dropout))
