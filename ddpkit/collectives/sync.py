@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import ParamSpec, TypeVar
 from ..arguments import check_timeout
 from ..launch import ranks
 from ..process_group import lifecycle
-from ..process_group.failures import failure_record
+from ..process_group.failures import Failure
 from ..process_group.session import Session
 from ..process_group.store_values import add
 from .broadcast import broadcast_bytes
@@ -236,7 +235,7 @@ def _keys(session: Session, call: str, name: str | None) -> tuple[str, str]:
         _check_name(name)
     except (TypeError, ValueError) as error:
         with session.bounded(session.timeout):
-            session.store.set(refusal_key, json.dumps(failure_record(session.rank, error)))
+            session.store.set(refusal_key, Failure.of(session.rank, error).to_json())
         raise
     if name is not None:
         call = f"{call} {str(name)!r}"
@@ -249,5 +248,5 @@ def _report_failure(session: Session, key: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        session.meet(key, failure=failure_record(session.rank, error))
+        session.meet(key, failure=Failure.of(session.rank, error))
         raise

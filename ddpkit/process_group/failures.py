@@ -8,44 +8,79 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, get_type_hints
 
 import torch.distributed as dist
 
 from ..errors import DdpkitError, LaunchError, PeerError
 from .polling import call_with_timeout
-from .store_values import parse, printable
+from .store_values import parse, printable, refuse_text
 
 _MESSAGE, _TRACE = 10_000, 50_000  # characters of a failure: the store drops connections over values of megabytes
-FAILURE = {"rank": int, "host": str, "type": str, "message": str, "traceback": str}
+_LONGEST = {"host": 300, "type": 300, "message": _MESSAGE, "traceback": _TRACE + 10_000}  # characters that are read
 
 
-def failure_record(rank: int, error: BaseException) -> dict[str, Any]:
-    """Write down an error for the other ranks; with rank -1 if the job itself is wrong."""
-    if isinstance(error, PeerError):  # it only passes on what became of a peer
-        return {
-            "rank": error.rank,
-            "host": error.host,
-            "type": error.error_type,
-            "message": error.message,
-            "traceback": error.traceback,
-        }
-    return {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "type": type(error).__name__,
-        "message": message_of(error),
-        "traceback": trace_of(error),
-    }
+@dataclass(frozen=True)
+class Failure:
+    """The failure of a rank, as the ranks tell it each other.
+
+    Attributes:
+        rank: The rank that failed; -1 if the job itself is wrong.
+        host: The host it ran on.
+        type: Name of its exception's class, or a word for a failure without one, such as "lost".
+        message: The exception's message.
+        traceback: Its formatted traceback, "" where there was none.
+    """
+
+    rank: int
+    host: str
+    type: str
+    message: str
+    traceback: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """Describe an error for the other ranks; with rank -1 if the job itself is wrong."""
+        if isinstance(error, PeerError):  # it only passes on what became of a peer
+            return cls(error.rank, error.host, error.error_type, error.message, error.traceback)
+        return cls(rank, socket.gethostname(), type(error).__name__, message_of(error), trace_of(error))
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Failure:
+        """Make a failure of fields that have the form `FAILURE`, and shorten their texts: strangers may write, too."""
+        texts = {name: printable(fields[name])[:longest] for name, longest in _LONGEST.items()}
+        return cls(fields["rank"], **texts)
+
+    @classmethod
+    def from_json(cls, text: bytes | str, key: str) -> Failure:
+        """Read a failure that stands in the store under this key."""
+        return cls.from_fields(parse(text, key, FAILURE))
+
+    def to_json(self) -> str:
+        """Write the failure for the store."""
+        return json.dumps(asdict(self))
+
+    def to_error(self) -> DdpkitError:
+        """Make the exception that the other ranks raise."""
+        if self.rank < 0:
+            return LaunchError(self.message)
+        return PeerError(self.rank, self.host, self.type, self.message, self.traceback)
 
 
-def as_error(record: dict[str, Any]) -> DdpkitError:
-    """Make the exception that the other ranks raise for a failure record."""
-    message = record["message"][:_MESSAGE]
-    if record["rank"] < 0:
-        return LaunchError(message)
-    host, kind = record["host"][:_MESSAGE], record["type"][:_MESSAGE]
-    return PeerError(record["rank"], host, kind, message, record["traceback"][-2 * _TRACE :])
+FAILURE = get_type_hints(Failure)  # the form of its JSON
+
+
+def record_failure(store: dist.Store, failure: Failure) -> None:
+    """Write down the failure of a job, unless another came first."""
+    store.compare_set("failure", "", failure.to_json())
+
+
+def first_failure(store: dist.Store) -> Failure | None:
+    """Return the failure of a job, None if there is none."""
+    if not store.check(["failure"]):
+        return None
+    return Failure.from_json(store.get("failure"), "failure")
 
 
 def message_of(error: BaseException, length: int = _MESSAGE) -> str:
@@ -79,7 +114,7 @@ class Failures:
     The monitor's thread writes it, and the main thread.
 
     Attributes:
-        known: The record of the first failure, as far as this rank has heard of one.
+        known: The first failure, as far as this rank has heard of one.
         settled: Whether this rank has reported the failure or is leaving the job, so that it is raised no more.
         left: Ranks that have left the job.
         reasons: By rank, the failure that it was handling when it left.
@@ -93,29 +128,27 @@ class Failures:
         self._store = store
         self._rank = rank
         self._hosts = hosts
-        self.known: dict[str, Any] | None = None
+        self.known: Failure | None = None
         self.settled = False
         self.left: list[int] = []
-        self.reasons: dict[int, dict[str, Any]] = {}
+        self.reasons: dict[int, Failure] = {}
         self.ending: dict[int, float] = {}
         self.orphaned = orphaned
         self.explained: BaseException | None = None
         self.compared = False
 
-    def record(self, failure: dict[str, Any]) -> dict[str, Any]:
-        """Write a failure into the store, and return the one that came first."""
-        first = self._store.compare_set("failure", "", json.dumps(failure))
-        return parse(first, "failure", FAILURE)
-
-    def announce(self, failure: dict[str, Any], patience: float = 2.0) -> None:
+    def announce(self, failure: Failure, patience: float = 2.0) -> None:
         """Write a failure into the store if that answers in so many seconds, for ranks that look there."""
         with suppress(RuntimeError, TimeoutError):  # the store has gone, or its host is stopped
-            call_with_timeout(lambda: self.record(failure), patience)
+            call_with_timeout(lambda: record_failure(self._store, failure), patience)
 
-    def look_up(self) -> dict[str, Any] | None:
+    def look_up(self) -> Failure | None:
         """Return the first failure; ask the store if this rank has heard of none."""
-        if self.known is None and self._store.check(["failure"]):
-            self.known = parse(self._store.get("failure"), "failure", FAILURE)
+        if self.known is None:
+            failure = first_failure(self._store)
+            if failure and failure.rank not in range(-1, len(self._hosts)):
+                refuse_text(failure.to_json(), "failure")
+            self.known = failure
         return self.known
 
     def raise_if_any(self) -> None:
@@ -126,7 +159,7 @@ class Failures:
     def raise_if_known(self) -> None:
         """Raise if this rank has heard that any rank has failed."""
         if self.known:
-            raise as_error(self.known)
+            raise self.known.to_error()
 
     def find_cause(self, end: float) -> DdpkitError | None:
         """Wait until it is known who failed or left: the cause of a broken connection. None if nobody did.
@@ -159,6 +192,6 @@ class Failures:
     def departure(self, rank: int) -> DdpkitError:
         """Make the error to raise where this rank waits for one that has left."""
         if rank in self.reasons:
-            return as_error(self.reasons[rank])
+            return self.reasons[rank].to_error()
         words = "it called teardown() or ended while others still wait for it"
         return PeerError(rank, self._hosts[rank], "left", words)

@@ -15,8 +15,9 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from .failures import FAILURE, as_error, failure_record
+from .failures import Failure, first_failure, record_failure
 from .member import MEMBER, Member
+from .monitor_messages import encode
 from .store_values import add, parse, refuse_text
 
 _NUMBER = "ddpkit/generation"  # key of the newest generation's number
@@ -95,10 +96,10 @@ class Generation:
 
     def fail(self, reason: str) -> None:
         """Write down why this job cannot be; the first reason stands. Ranks that have joined hear of it, too."""
-        failure = failure_record(-1, LaunchError(reason))
-        self.store.compare_set("failure", "", json.dumps(failure))
+        failure = Failure.of(-1, LaunchError(reason))
+        record_failure(self.store, failure)
         if self.is_complete():  # only their monitors can tell those who have joined
-            _tell_monitor(self.members()[0], reason)
+            _tell_monitor(self.members()[0], failure)
 
     def raise_if_failed(self, readers: int = 0) -> None:
         """Raise the reason why this job cannot be, if there is one.
@@ -106,10 +107,10 @@ class Generation:
         Args:
             readers: Number of ranks for which the store's host first waits up to 2 s, so that they can read it.
         """
-        if self.store.check(["failure"]):
-            record = parse(self.store.get("failure"), "failure", FAILURE)
+        failure = first_failure(self.store)
+        if failure:
             self.await_readers(readers, 2.0)
-            raise as_error(record)
+            raise failure.to_error()
 
     def await_readers(self, readers: int, seconds: float) -> None:
         """Count this rank among those that have read why the job is off; wait until so many have, at most so long."""
@@ -140,10 +141,10 @@ class Generation:
         return names
 
 
-def _tell_monitor(first: Member, reason: str) -> None:
+def _tell_monitor(first: Member, failure: Failure) -> None:
     """Tell the monitor of rank 0, which passes it on, why the job cannot go on."""
     if first.monitor_address is None:
         return
-    line = json.dumps({"token": first.nonce, "failure": failure_record(-1, LaunchError(reason))})
+    line = encode(token=first.nonce, failure=failure)
     with suppress(OSError), socket.create_connection(first.monitor_address, timeout=2) as connection:
-        connection.sendall(line.encode() + b"\n")
+        connection.sendall(line)

@@ -22,7 +22,6 @@ from types import CodeType, FrameType
 from typing import Any
 
 from ..errors import BarrierTimeoutError, LaunchError, MismatchError, PeerError, ReplicaMismatchError
-from .failures import as_error
 from .session import Session
 from .sockets import SETTLE
 
@@ -157,7 +156,7 @@ class Interrupter:
             self._wake()
             return
         self.due = time.monotonic() + _PAUSE
-        raise as_error(failures.known)
+        raise failures.known.to_error()
 
     def _is_handled_in(self, thread: int) -> bool:
         found: Any = sys._current_exceptions().get(thread)

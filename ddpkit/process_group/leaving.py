@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..torch_internals import abort_group
-from .failures import failure_record
+from .failures import Failure
 from .job import Job
 from .sockets import cut
 
@@ -23,7 +23,7 @@ def say_goodbye(job: Job, error: BaseException | None, at_exit: bool) -> None:
     """
     session, monitor = job.session, job.monitor
     assert session is not None
-    reason = None if error is None else failure_record(session.rank, error)
+    reason = None if error is None else Failure.of(session.rank, error)
     if monitor is None:
         if reason and at_exit:
             session.failures.announce(reason)

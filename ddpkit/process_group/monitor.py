@@ -31,10 +31,10 @@ from ..errors import (
     PeerError,
     ReplicaMismatchError,
 )
-from .failures import as_error, failure_record
+from .failures import Failure
 from .interrupt import GRACE, Interrupter
 from .monitor_connections import Event, Star
-from .monitor_messages import checked_failure, encode
+from .monitor_messages import encode
 from .polling import call_with_timeout
 from .session import Session
 from .sockets import cut, send_exit_code
@@ -70,7 +70,7 @@ class Monitor(threading.Thread):
         self._interrupter = Interrupter(session, self._star.wake)
         self._closing = False
         self._keeps = False  # whether the connections outlive the thread
-        self._reasons: dict[int, dict[str, Any] | None] = {}  # why a process ends that is about to, as far as it knows
+        self._reasons: dict[int, Failure | None] = {}  # why a process ends that is about to, as far as it knows
         self._passed_on = False  # whether this rank has told the others of a failure
         self._logged = False  # whether it has logged one
         _stars().add(self._star)
@@ -89,14 +89,14 @@ class Monitor(threading.Thread):
 
         self._session.until(is_full, timeout, late)
 
-    def tell(self, failure: dict[str, Any]) -> None:
+    def tell(self, failure: Failure) -> None:
         """Tell the other ranks that this one has failed."""
         self._failures.known = failure
         self._failures.settled = True
         self._pass_on(failure)
         self._star.settle(_LAST_WORDS)
 
-    def depart(self, reason: dict[str, Any] | None) -> None:
+    def depart(self, reason: Failure | None) -> None:
         """Leave while an exception is being handled, which may be this rank's failure.
 
         The others hear at once that it leaves, and from `close_at_exit()` whether it has failed.
@@ -104,7 +104,7 @@ class Monitor(threading.Thread):
         self._star.post(_line(left=self._session.rank, reason=reason))
         self._interrupter.close()
 
-    def close_at_exit(self, reason: dict[str, Any] | None) -> None:
+    def close_at_exit(self, reason: Failure | None) -> None:
         """Leave as the process ends, by this failure if there is one; call `hand_over()` last of all."""
         self._star.post(_line(ends=self._session.rank, reason=reason))
         self._keeps = True
@@ -149,7 +149,7 @@ class Monitor(threading.Thread):
         if self._failures.known is None:
             orphan = self._failures.orphan()
             if orphan:
-                self._learn(failure_record(self._session.rank, orphan))
+                self._learn(Failure.of(self._session.rank, orphan))
         for rank, late in list(self._failures.ending.items()):
             if time.monotonic() > late:
                 self._note_departure(rank, self._reasons.get(rank), rank)
@@ -174,7 +174,7 @@ class Monitor(threading.Thread):
         if message.failure is not None:
             self._learn(message.failure, event.rank)
 
-    def _expect_code(self, rank: int, reason: dict[str, Any] | None, teller: int | None) -> None:
+    def _expect_code(self, rank: int, reason: Failure | None, teller: int | None) -> None:
         """Give a process that is about to end some time to say its exit code."""
         self._reasons[rank] = reason
         self._failures.ending[rank] = time.monotonic() + _ENDING
@@ -189,9 +189,9 @@ class Monitor(threading.Thread):
         elif self._failures.known is None:
             words = f"it ended with exit code {code}, without teardown()"
             error = PeerError(rank, self._session.hosts[rank], "SystemExit", words)
-            self._learn_for(reason or failure_record(rank, error))
+            self._learn_for(reason or Failure.of(rank, error))
 
-    def _note_departure(self, rank: int, reason: dict[str, Any] | None, teller: int | None) -> None:
+    def _note_departure(self, rank: int, reason: Failure | None, teller: int | None) -> None:
         self._failures.ending.pop(rank, None)
         if rank in self._failures.left:
             return
@@ -213,23 +213,23 @@ class Monitor(threading.Thread):
         if rank in self._failures.left:
             return
         words = "its connection closed without a word: the process was killed or crashed, or the network was cut"
-        self._learn_for(failure_record(rank, PeerError(rank, self._session.hosts[rank], "lost", words)))
+        self._learn_for(Failure.of(rank, PeerError(rank, self._session.hosts[rank], "lost", words)))
 
-    def _learn_for(self, failure: dict[str, Any]) -> None:
+    def _learn_for(self, failure: Failure) -> None:
         """Take note of the failure of a rank that cannot tell the others any more."""
         self._learn(failure)
-        self._failures.ending.pop(failure["rank"], None)
+        self._failures.ending.pop(failure.rank, None)
         if self._session.rank == 0:
             self._failures.announce(failure, patience=0.0)  # for those that come later
 
-    def _learn(self, failure: dict[str, Any], teller: int | None = None) -> None:
+    def _learn(self, failure: Failure, teller: int | None = None) -> None:
         """Take note of a failure and pass it on, first of all: the main thread may leave when it hears of it."""
         if self._session.rank == 0 or teller is None:
             self._pass_on(failure, besides=teller)
         if self._failures.known is None:
             self._failures.known = failure
 
-    def _pass_on(self, failure: dict[str, Any], besides: int | None = None) -> None:
+    def _pass_on(self, failure: Failure, besides: int | None = None) -> None:
         if not self._passed_on:  # the first counts
             self._passed_on = True
             self._star.post(encode(failure=failure), besides)
@@ -243,12 +243,12 @@ class Monitor(threading.Thread):
         if self._failures.settled or interrupter.has_ended():
             interrupter.rest()
             return
-        failure = self._checked(self._failures.known)
+        failure = self._failures.known
         interrupter.prepare(self._courtesy(failure))
         if interrupter.is_handled():
             interrupter.leave_in_peace()
         elif interrupter.has_failed():
-            self._end(as_error(failure))
+            self._end(failure.to_error())
         elif time.monotonic() >= interrupter.due:
             self._log_failure(failure)
             interrupter.try_to_raise()
@@ -262,37 +262,29 @@ class Monitor(threading.Thread):
             return
         if time.monotonic() > deadline + GRACE:
             words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
-            self._learn(failure_record(0, PeerError(0, self._session.hosts[0], "silent", words)))
+            self._learn(Failure.of(0, PeerError(0, self._session.hosts[0], "silent", words)))
 
-    def _checked(self, failure: dict[str, Any]) -> dict[str, Any]:
-        """Return the failure, or one that says that it is none: strangers can write into the store."""
-        if checked_failure(failure, len(self._session.hosts)) is None:
-            words = f"What the store tells of a failure is none: {failure!r}"
-            failure = failure_record(-1, LaunchError(words))
-            self._failures.known = failure
-        return failure
-
-    def _courtesy(self, failure: dict[str, Any]) -> float:
+    def _courtesy(self, failure: Failure) -> float:
         """Return the seconds in which this rank may find by itself what the other has found."""
-        if failure["type"] == "lost":
+        if failure.type == "lost":
             return 0.0
-        if failure["type"] in _OF_ALL:
+        if failure.type in _OF_ALL:
             return _TOGETHER
         if self._session.deadline is None:
             return _ELSEWHERE
         return _IN_WAIT
 
-    def _log_failure(self, failure: dict[str, Any]) -> None:
+    def _log_failure(self, failure: Failure) -> None:
         if not self._logged:
             self._logged = True
-            headline = str(as_error(failure)).partition("\n")[0]  # its traceback comes when it is raised
+            headline = str(failure.to_error()).partition("\n")[0]  # its traceback comes when it is raised
             _log(logging.ERROR, headline)
 
     def _break_down(self, error: BaseException) -> None:
         """Tell all ranks that this one is no longer watched, and see to it that it ends."""
         session = self._session
         words = f"its watch broke down, so it would hear of no failure: {type(error).__name__}: {error}"
-        failure = failure_record(session.rank, PeerError(session.rank, session.hosts[session.rank], "unwatched", words))
+        failure = Failure.of(session.rank, PeerError(session.rank, session.hosts[session.rank], "unwatched", words))
         _log(logging.CRITICAL, f"Rank {session.rank} fails: {words}", error)
         with suppress(Exception):
             self._learn(failure)
@@ -302,7 +294,7 @@ class Monitor(threading.Thread):
             try:
                 self._look_after_main()
             except Exception:
-                self._end(as_error(failure))
+                self._end(failure.to_error())
 
     def _end(self, failure: DdpkitError) -> None:
         """End the process, whatever the main thread and its files are doing."""

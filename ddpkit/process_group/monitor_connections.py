@@ -293,7 +293,7 @@ class Star:
         if message.rank is not None:
             self._refuse(message.rank)
             return None
-        if message.failure is None or message.failure["rank"] >= 0:  # of a rank only a rank may speak
+        if message.failure is None or message.failure.rank >= 0:  # of a rank only a rank may speak
             return None
         return Event(None, Message(failure=message.failure))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hmac
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from .store_values import printable
+from .failures import FAILURE, Failure
+from .store_values import fits
 
 LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped
 _RANKS, _FAILURES = {"rank", "left", "ends"}, {"failure", "reason"}  # names of a message's fields
-_TEXTS = {"host": 300, "type": 300, "message": 20_000, "traceback": 60_000}  # characters of each that are kept
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Message:
     rank: int | None = None
     left: int | None = None
     ends: int | None = None
-    failure: dict[str, Any] | None = None
-    reason: dict[str, Any] | None = None  # the failure that a rank handled when it left, or by which it ends
+    failure: Failure | None = None
+    reason: Failure | None = None  # the failure that a rank handled when it left, or by which it ends
     code: int | None = None
 
 
@@ -64,7 +64,7 @@ class Lines:
 
 def encode(**fields: Any) -> bytes:
     """Write a message as a line. A `token`, if there is one, must be the first field."""
-    return json.dumps(fields).encode() + b"\n"
+    return json.dumps(fields, default=asdict).encode() + b"\n"
 
 
 def shows_token(line: bytes, token: str) -> bool:
@@ -93,7 +93,7 @@ def parse(line: bytes, world_size: int) -> Message | None:
         if not _is_one_of(known[name], everyone):
             return None
     for name in known.keys() & _FAILURES:
-        known[name] = checked_failure(known[name], world_size)
+        known[name] = _read_failure(known[name], world_size)
         if known[name] is None:
             return None
     if not known:
@@ -101,20 +101,13 @@ def parse(line: bytes, world_size: int) -> Message | None:
     return Message(**known)
 
 
-def checked_failure(record: object, world_size: int) -> dict[str, Any] | None:
-    """Return a failure's record with the fields that it must have, shortened; None if it is none."""
-    if not isinstance(record, dict):
+def _read_failure(fields: Any, world_size: int) -> Failure | None:
+    if not fits(fields, FAILURE):
         return None
-    rank = record.get("rank")
-    if not _is_one_of(rank, range(-1, world_size)):  # -1: the job itself is wrong
+    failure = Failure.from_fields(fields)
+    if failure.rank not in range(-1, world_size):  # -1: the job itself is wrong
         return None
-    checked: dict[str, Any] = {"rank": rank}
-    for name, longest in _TEXTS.items():
-        text = record.get(name)
-        if not isinstance(text, str):
-            return None
-        checked[name] = printable(text)[:longest]  # JSON can spell half a surrogate pair
-    return checked
+    return failure
 
 
 def _is_one_of(value: object, ranks: range) -> bool:

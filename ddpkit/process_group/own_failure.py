@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError
 from ..torch_internals import other_groups_were_made
-from .failures import as_error, failure_record, message_of, trace_of
+from .failures import Failure, message_of, trace_of
 from .monitor import Monitor
 from .session import Session
 
@@ -50,7 +50,7 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
     """
     for inner in getattr(error, "exceptions", ()):
         if isinstance(inner, PeerError):
-            return as_error(failure_record(session.rank, inner))  # a new one, for the group becomes its cause
+            return Failure.of(session.rank, inner).to_error()  # a new one, for the group becomes its cause
         cause = cause_of(inner, session)
         if cause:
             return cause
@@ -125,7 +125,7 @@ def _called(error: BaseException) -> tuple[str, str]:
 def publish(error: BaseException, session: Session, monitor: Monitor | None) -> None:
     """Tell the other ranks that this one is failing, or which peer it fails for, unless they know."""
     if session.failures.known is None:
-        failure = failure_record(session.rank, error)
+        failure = Failure.of(session.rank, error)
         if monitor:
             monitor.tell(failure)
         session.failures.announce(failure)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
+from .failures import Failure
 from .polling import Pause, call_with_timeout
 from .store_barrier import StoreBarrier, UsedKeys
 from .store_values import add, printable, read_text
@@ -64,7 +64,7 @@ class Session(Waits):
         key: str,
         timeout: timedelta | None = None,
         *,
-        failure: dict[str, Any] | None = None,
+        failure: Failure | None = None,
         used: Sequence[str] = (),
         refusal: str = "",
     ) -> None:
@@ -73,7 +73,7 @@ class Session(Waits):
         Args:
             key: The barrier's, from `count()`.
             timeout: Bound on the wait.
-            failure: The record of why this rank does not come.
+            failure: Why this rank does not come.
             used: Keys to delete when nobody can still be reading them.
             refusal: Key under which a rank that cannot come, for it does not know `key`, writes its failure.
         """
@@ -110,7 +110,7 @@ class Session(Waits):
             return
         expected = len(self.hosts)
         failure = self.failures.known
-        if failure is not None and failure["type"] == "lost":  # it counts itself out no more
+        if failure is not None and failure.type == "lost":  # it counts itself out no more
             expected -= 1
         pause = Pause()
         end = time.monotonic() + _LINGER

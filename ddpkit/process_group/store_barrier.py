@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import BarrierTimeoutError
-from .failures import FAILURE, as_error
+from .failures import FAILURE, Failure
 from .store_values import add, parse, read_text, refuse_text
 from .waits import Waits
 
@@ -66,11 +66,11 @@ class StoreBarrier:
         if self._noted:
             self._store.delete_key(self._note)
 
-    def call_off(self, failure: dict[str, Any]) -> None:
+    def call_off(self, failure: Failure) -> None:
         """Tell the others that this rank has failed. It does not arrive, so that nobody finds the barrier complete."""
         if self._is_first_to_break():
             add(self._store, self.counters[0], _BROKEN)
-            self._store.set(f"{self._key}/why", json.dumps(failure))
+            self._store.set(f"{self._key}/why", failure.to_json())
 
     def _is_complete(self) -> bool | None:
         """Return True if all have arrived, None if not; raise if that cannot be any more."""
@@ -97,7 +97,7 @@ class StoreBarrier:
             self._store.set(self._note, f"waits in {self.name} instead")
             self._noted = True
         if self._noted and self._refusal and self._store.check([self._refusal]):
-            raise as_error(parse(self._store.get(self._refusal), self._refusal, FAILURE))
+            raise Failure.from_json(self._store.get(self._refusal), self._refusal).to_error()
 
     def _look(self) -> list[int]:
         bits = [add(self._store, counter, 0) for counter in reversed(self.counters)]
@@ -148,7 +148,7 @@ class StoreBarrier:
         self._waits.until(written, _AT_ONCE, late)
         why = parse(self._store.get(reason), reason, FAILURE, _MISSING)
         if "missing" not in why:
-            raise as_error(why)
+            raise Failure.from_fields(why).to_error()
         if why["missing"]:
             raise self._timeout_error(why)
         return True

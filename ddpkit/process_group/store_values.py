@@ -34,7 +34,7 @@ def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any]) -> dict[str, 
         found = json.loads(text)
     except (ValueError, RecursionError):
         refuse_text(text, key)
-    if not any(_fits(found, shape) for shape in shapes):
+    if not any(fits(found, shape) for shape in shapes):
         refuse_text(text, key)
     return dict(found)
 
@@ -109,23 +109,23 @@ def _read_over_new_connection(store: dist.Store, key: str) -> bytes | None:
         return None
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
     """Return whether a value that was JSON has a type, or the form of a mapping from names to types, or of `[type]`."""
     if isinstance(hint, Mapping):
         if not isinstance(value, dict) or value.keys() != hint.keys():
             return False
-        return all(_fits(value[name], hint[name]) for name in hint)
+        return all(fits(value[name], hint[name]) for name in hint)
     if isinstance(hint, list):
-        return isinstance(value, list) and all(_fits(each, hint[0]) for each in value)
+        return isinstance(value, list) and all(fits(each, hint[0]) for each in value)
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return any(_fits(value, choice) for choice in args)
+        return any(fits(value, choice) for choice in args)
     if origin is dict:
-        return isinstance(value, dict) and all(_fits(each, args[1]) for each in value.values())
+        return isinstance(value, dict) and all(fits(each, args[1]) for each in value.values())
     if origin is tuple and args[-1] is Ellipsis:
-        return _fits(value, [args[0]])
+        return fits(value, [args[0]])
     if origin is tuple:
-        return isinstance(value, list) and len(value) == len(args) and all(map(_fits, value, args))
+        return isinstance(value, list) and len(value) == len(args) and all(map(fits, value, args))
     if hint is None:
         return type(value) is NoneType
     return type(value) is hint  # a bool is no int

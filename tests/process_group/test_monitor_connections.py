@@ -5,12 +5,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddpkit.process_group import monitor_connections
-from ddpkit.process_group.failures import failure_record
+from ddpkit.process_group.failures import Failure
 from ddpkit.process_group.monitor_connections import Event, Star
 from ddpkit.process_group.monitor_messages import Message, encode, parse
 from ddpkit.process_group.sockets import is_loopback, listen
@@ -95,7 +96,7 @@ def test_ranks_are_heard_by_their_numbers_and_an_end_is_an_event(hub: Hub) -> No
         encode(token=TOKEN, rank=3),
         encode(token=TOKEN, rank=True),
         encode(token=TOKEN, left=1),
-        encode(token=TOKEN, failure=failure_record(1, ValueError())),
+        encode(token=TOKEN, failure=Failure.of(1, ValueError())),
     ],
 )
 def test_whoever_does_not_belong_to_the_job_is_shown_out(hub: Hub, line: bytes) -> None:
@@ -106,7 +107,7 @@ def test_whoever_does_not_belong_to_the_job_is_shown_out(hub: Hub, line: bytes) 
 
 
 def test_whoever_knows_the_token_may_say_that_the_job_is_wrong(hub: Hub) -> None:
-    failure = failure_record(-1, ValueError("two processes are rank 1"))
+    failure = Failure.of(-1, ValueError("two processes are rank 1"))
     with hub.knock() as wire:
         wire.sendall(encode(token=TOKEN, failure=failure))
         assert hub.hear() == [Event(None, Message(failure=failure))]
@@ -197,7 +198,7 @@ def test_a_flood_of_strangers_keeps_no_rank_out(hub: Hub) -> None:
 
 
 def test_a_peer_that_does_not_read_keeps_nobody_waiting(hub: Hub) -> None:
-    line = encode(failure=failure_record(0, ValueError("x" * 10_000)) | {"traceback": "\U0001f600" * 50_000})
+    line = encode(failure=replace(Failure.of(0, ValueError("x" * 10_000)), traceback="\U0001f600" * 50_000))
     with hub.knock() as deaf, contextlib.closing(hub.join(2)) as two:
         deaf.sendall(encode(token=TOKEN, rank=1))
         while hub.star.absent():
@@ -219,7 +220,7 @@ def test_a_peer_that_does_not_read_keeps_nobody_waiting(hub: Hub) -> None:
 
 
 def test_last_words_arrive_however_long_they_are(hub: Hub) -> None:
-    line = encode(failure=failure_record(1, ValueError()) | {"traceback": "\U0001f600" * 50_000})
+    line = encode(failure=replace(Failure.of(1, ValueError()), traceback="\U0001f600" * 50_000))
     with contextlib.closing(hub.join(1)) as one:
         for _ in range(10):
             one.post(line)

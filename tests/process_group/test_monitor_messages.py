@@ -1,30 +1,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpkit.process_group.failures import failure_record
-from ddpkit.process_group.monitor_messages import LONGEST, Lines, Message, checked_failure, encode, parse, shows_token
+from ddpkit.process_group.failures import Failure
+from ddpkit.process_group.monitor_messages import LONGEST, Lines, Message, encode, parse, shows_token
 
 WORLD_SIZE = 4
-FAILURE = failure_record(1, ValueError("boom"))
+FAILURE = Failure.of(1, ValueError("boom"))
+FIELDS = asdict(FAILURE)
 BAD_RANKS = ["1", True, None, -2, 4, 99, 1.0, 10**30, [1], {}, float("nan"), float("inf")]
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([1, -1, 99]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
 )
-failures = st.fixed_dictionaries(
-    {}, optional={name: values | st.just(FAILURE[name]) for name in ("rank", "host", "type", "message", "traceback")}
-)
+failures = st.fixed_dictionaries({}, optional={name: values | st.just(value) for name, value in FIELDS.items()})
 messages = st.fixed_dictionaries(
     {},
     optional={
         **dict.fromkeys(["token", "rank", "left", "ends", "code"], values),
-        **dict.fromkeys(["failure", "reason"], values | failures | st.just(FAILURE)),
+        **dict.fromkeys(["failure", "reason"], values | failures | st.just(FIELDS)),
     },
 )
 
@@ -40,10 +40,10 @@ def believable(message: Message | None) -> bool:
     return message.code is None and all(map(believable_failure, failures))
 
 
-def believable_failure(failure: dict[str, Any]) -> bool:
-    texts = [failure.pop(name) for name in ("host", "type", "message", "traceback")]
-    rank = failure.pop("rank")
-    return type(rank) is int and -1 <= rank < WORLD_SIZE and all(type(text) is str for text in texts) and not failure
+def believable_failure(failure: Failure) -> bool:
+    fields = asdict(failure)
+    rank = fields.pop("rank")
+    return type(rank) is int and -1 <= rank < WORLD_SIZE and all(type(text) is str for text in fields.values())
 
 
 @given(messages)
@@ -61,41 +61,41 @@ def test_no_garbage_is_believed(line: bytes) -> None:
 @pytest.mark.parametrize("rank", BAD_RANKS, ids=str)
 def test_what_is_no_rank_is_not_believed(field: str, rank: object) -> None:
     assert parse(encode(**{field: rank}), WORLD_SIZE) is None
-    assert parse(encode(failure=FAILURE | {"rank": 99 if rank == -2 else rank}), WORLD_SIZE) is None
+    assert parse(encode(failure=FIELDS | {"rank": rank}), WORLD_SIZE) is None
 
 
 @pytest.mark.parametrize("name", ["host", "type", "message", "traceback"])
 @pytest.mark.parametrize("value", [None, 1, ["text"], {"a": 1}, True], ids=str)
 def test_a_failure_consists_of_text(name: str, value: object) -> None:
-    assert checked_failure(FAILURE | {name: value}, WORLD_SIZE) is None
-    without = {key: FAILURE[key] for key in FAILURE if key != name}
-    assert checked_failure(without, WORLD_SIZE) is None
+    assert parse(encode(failure=FIELDS | {name: value}), WORLD_SIZE) is None
+    without = {key: FIELDS[key] for key in FIELDS if key != name}
+    assert parse(encode(failure=without), WORLD_SIZE) is None
 
 
-@pytest.mark.parametrize("record", [None, [], [FAILURE], "lost", 1, True, {}], ids=str)
+@pytest.mark.parametrize("record", [None, [], [FIELDS], "lost", 1, True, {}], ids=str)
 def test_a_failure_is_a_record(record: object) -> None:
     assert parse(encode(failure=record), WORLD_SIZE) is None
 
 
 def test_a_failure_arrives_as_it_was_sent() -> None:
     for rank in (-1, 0, 3):
-        failure = FAILURE | {"rank": rank}
+        failure = replace(FAILURE, rank=rank)
         assert parse(encode(failure=failure), WORLD_SIZE) == Message(failure=failure)
 
 
 def test_the_longest_failure_fits_into_a_line() -> None:
     error = ValueError("\U0001f600" * 20_000)
-    failure = failure_record(1, error) | {"traceback": "\U0001f600" * 50_000}
+    failure = replace(Failure.of(1, error), traceback="\U0001f600" * 50_000)
     line = encode(token="t", failure=failure)
     assert len(line) < LONGEST
     assert parse(line, WORLD_SIZE) == Message(failure=failure)
 
 
 def test_text_that_cannot_be_written_is_escaped() -> None:
-    line = encode(failure=FAILURE | {"message": "half a pair: \ud800"})
+    line = encode(failure=FIELDS | {"message": "half a pair: \ud800"})
     message = parse(line, WORLD_SIZE)
     assert message is not None and message.failure is not None
-    assert message.failure["message"] == "half a pair: \\ud800"
+    assert message.failure.message == "half a pair: \\ud800"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from processes import free_port, platform_env, run
 from test_lifecycle import torchrun
 
 import ddpkit
-from ddpkit.process_group.failures import failure_record, trace_of
+from ddpkit.process_group.failures import Failure, trace_of
 from ddpkit.process_group.own_failure import fill_error_file
 
 
@@ -93,11 +93,12 @@ def test_a_failure_is_recorded_whatever_the_exception_does(
     make: Callable[[], BaseException], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = raised(make)
-    record = json.loads(json.dumps(failure_record(1, error)))
-    assert f"{record['type']}: {record['message']}".startswith(words)
-    assert "in raised" in record["traceback"] and "in raised" in trace_of(error)
-    (record["message"] + record["traceback"]).encode()
-    assert len(json.dumps(record)) < 1_000_000, "more than the store takes"
+    text = Failure.of(1, error).to_json()
+    failure = Failure.from_json(text, "failure")
+    assert f"{failure.type}: {failure.message}".startswith(words)
+    assert "in raised" in failure.traceback and "in raised" in trace_of(error)
+    (failure.message + failure.traceback).encode()
+    assert len(text) < 1_000_000, "more than the store takes"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     fill_error_file(error)
     message = json.loads((tmp_path / "error.json").read_text())["message"]

@@ -157,11 +157,22 @@ def test_the_failure_that_a_stranger_reports_may_be_long() -> None:
     def meet(session: Session) -> None:
         if session.rank == 0:
             long = {"message": "x" * 3_000_000, "traceback": "y" * 3_000_000}
-            session.store.set("failure", json.dumps(WHO | {"rank": 99} | long))
+            session.store.set("failure", json.dumps(WHO | {"rank": 1} | long))
             session.meet("x/1")
 
     (error, _), _ = on_threads(2, meet)
     assert isinstance(error, ddpkit.PeerError) and len(str(error)) < 120_000
+
+
+@pytest.mark.parametrize("rank", [2, -2])
+def test_the_failure_of_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
+    def meet(session: Session) -> None:
+        if session.rank == 0:
+            session.store.set("failure", json.dumps(WHO | {"rank": rank}))
+            session.meet("x/1")
+
+    (error, _), _ = on_threads(2, meet)
+    assert isinstance(error, ddpkit.LaunchError) and "under 'failure', which no rank" in str(error)
 
 
 @pytest.mark.parametrize("count", [4, -1, 1 << 62, (1 << 63) - 1])

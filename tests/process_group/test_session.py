@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpkit.errors import BarrierTimeoutError, PeerError
-from ddpkit.process_group.failures import failure_record
+from ddpkit.process_group.failures import Failure, record_failure
 from ddpkit.process_group.session import Session
 
 
@@ -129,9 +129,10 @@ def test_a_wait_ends_with_the_first_recorded_failure() -> None:
     def meet(session: Session) -> None:
         if session.rank == 1:
             time.sleep(0.1)
-            record = session.failures.record
-            assert record(failure_record(1, KeyError("a")))["message"] == "'a'"
-            assert record(failure_record(1, KeyError("b")))["message"] == "'a'", "the first failure stands"
+            record_failure(session.store, Failure.of(1, KeyError("a")))
+            record_failure(session.store, Failure.of(1, KeyError("b")))
+            first = session.failures.look_up()
+            assert first is not None and first.message == "'a'", "the first failure stands"
         else:
             session.meet("x/1")
 

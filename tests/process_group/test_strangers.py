@@ -12,6 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
@@ -20,12 +21,12 @@ from processes import ROOT, TORCHRUN, Ended, free_port, launch, platform_env, ru
 
 import ddpkit
 from ddpkit.process_group import lifecycle
-from ddpkit.process_group.failures import failure_record
+from ddpkit.process_group.failures import Failure
 from ddpkit.process_group.member import Member
 
 PATHS = [f"{ROOT}/tests", f"{ROOT}/tests/process_group"]
 LONG = timedelta(seconds=60)
-FAILURE = failure_record(1, ValueError("not true"))
+FAILURE = asdict(Failure.of(1, ValueError("not true")))
 BAD_RANKS = ["1", True, None, -1, 99, 1.0, 10**30, [1], {}]
 
 
