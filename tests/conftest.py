@@ -58,7 +58,7 @@ def _missing(packages: list[str]) -> list[str]:
 _TOGETHER = (
     "launchers/test_slurm.py",
     "launchers/test_torchrun.py",
-    "process_group/test_interrupt.py",
+    "process_group/test_main_thread.py",
     "test_robot_trainer.py",
     "test_snakes_export.py",
     "test_snakes_trainer.py",

@@ -118,7 +118,7 @@ class Failures:
         settled: Whether this rank has reported the failure or is leaving the job, so that it is raised no more.
         left: Ranks that have left the job.
         reasons: By rank, the failure that it was handling when it left.
-        ending: Ranks whose process is about to end, and until when to wait for its exit code.
+        exiting: Ranks whose process is about to end, and until when to wait for its exit code.
         orphaned: Returns what became of the process that must outlive this one, "" while it lives.
         explained: The last exception whose cause was looked for.
         compared: Whether the ranks have compared which collective broke.
@@ -132,7 +132,7 @@ class Failures:
         self.settled = False
         self.left: list[int] = []
         self.reasons: dict[int, Failure] = {}
-        self.ending: dict[int, float] = {}
+        self.exiting: dict[int, float] = {}
         self.orphaned = orphaned
         self.explained: BaseException | None = None
         self.compared = False
@@ -168,7 +168,7 @@ class Failures:
             end: When to stop waiting, as `time.monotonic()` counts; later if a process is just ending.
         """
         look = self.raise_if_any
-        while time.monotonic() < max([end, *self.ending.values()]):
+        while time.monotonic() < max([end, *self.exiting.values()]):
             try:
                 look()
             except DdpkitError as error:

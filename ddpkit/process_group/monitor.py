@@ -1,4 +1,4 @@
-"""Notices at once when a rank dies or fails, also while the others compute or sit in a collective.
+"""Notice at once when a rank dies or fails, also while the others compute or sit in a collective.
 
 Every rank holds one plain TCP connection to rank 0, silent while all is well. A rank that fails says so on it; for one
 that dies the kernel does (keep-alive finds a cut link in about 9 s). Rank 0 passes the news on. A rank that hears it
@@ -28,11 +28,10 @@ from ..errors import (
     DdpkitError,
     LaunchError,
     MismatchError,
-    PeerError,
     ReplicaMismatchError,
 )
-from .failures import Failure
-from .interrupt import GRACE, Interrupter
+from .failures import Failure, message_of
+from .main_thread import GRACE, MainThread
 from .monitor_connections import Event, Star
 from .monitor_messages import encode
 from .polling import call_with_timeout
@@ -47,31 +46,43 @@ _IN_WAIT = 0.5  # of ours
 _ELSEWHERE = 0.05  # where torchrun's SIGTERM may come first
 _TOGETHER = 3.0  # for an error that all ranks find, which a busy one finds later
 _OF_ALL = {kind.__name__ for kind in (BarrierTimeoutError, CheckpointError, MismatchError, ReplicaMismatchError)}
-_ENDING = 4.0  # seconds that a process may take from its exit hooks to its end, before those who wait are told
+_EXITING = 4.0  # seconds that a process may take from its exit hooks to its end, before those who wait raise
 _LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
 
 
 class Monitor(threading.Thread):
     """The thread by which this rank hears of failures.
 
+    Rank 0 relays to all others what it hears of one rank; what each then does:
+
+    | heard of a rank           | what each rank does                                                |
+    |---------------------------|--------------------------------------------------------------------|
+    | its process is exiting    | wait 4 s for its exit code                                         |
+    | its exit code             | 0: it has left; else it has failed, by the error that it named     |
+    | it has left               | raise where the rank is waited for                                 |
+    | its connection has closed | it has failed, unless it has left, or was exiting without an error |
+    | a failure                 | raise it in the main thread; where that cannot be, end the process |
+
     Args:
         session: The job, whose `failures` are kept up to date.
         token: A secret of this start of the job; strangers, who do not know it, are ignored.
-        end: Rank 0's listening socket; on the other ranks their connection to it.
-        ending: Called with the failure before the process is ended.
+        sock: Rank 0's listening socket; on the other ranks their connection to it.
+        before_kill: Called with the failure before the process is ended.
     """
 
-    def __init__(self, session: Session, token: str, end: socket.socket, ending: Callable[[DdpkitError], None]) -> None:
+    def __init__(
+        self, session: Session, token: str, sock: socket.socket, before_kill: Callable[[DdpkitError], None]
+    ) -> None:
         super().__init__(name="ddpkit monitor", daemon=True)
         self._session = session
         self._failures = session.failures
-        self._ending = ending
-        self._star = Star(session.rank, len(session.hosts), token, end, _warn)
-        self._interrupter = Interrupter(session, self._star.wake)
+        self._before_kill = before_kill
+        self._star = Star(session.rank, len(session.hosts), token, sock, _warn)
+        self._main_thread = MainThread(session, self._star.wake)
         self._closing = False
         self._keeps = False  # whether the connections outlive the thread
-        self._reasons: dict[int, Failure | None] = {}  # why a process ends that is about to, as far as it knows
-        self._passed_on = False  # whether this rank has told the others of a failure
+        self._exit_reasons: dict[int, Failure | None] = {}  # of processes that are exiting, as far as they know
+        self._failure_sent = False  # whether this rank has told the others of a failure
         self._logged = False  # whether it has logged one
         _stars().add(self._star)
         self.start()
@@ -93,7 +104,7 @@ class Monitor(threading.Thread):
         """Tell the other ranks that this one has failed."""
         self._failures.known = failure
         self._failures.settled = True
-        self._pass_on(failure)
+        self._tell_others(failure)
         self._star.settle(_LAST_WORDS)
 
     def depart(self, reason: Failure | None) -> None:
@@ -102,11 +113,11 @@ class Monitor(threading.Thread):
         The others hear at once that it leaves, and from `close_at_exit()` whether it has failed.
         """
         self._star.post(_line(left=self._session.rank, reason=reason))
-        self._interrupter.close()
+        self._main_thread.close()
 
     def close_at_exit(self, reason: Failure | None) -> None:
         """Leave as the process ends, by this failure if there is one; call `hand_over()` last of all."""
-        self._star.post(_line(ends=self._session.rank, reason=reason))
+        self._star.post(_line(exiting=self._session.rank, reason=reason))
         self._keeps = True
         self._end_thread()
 
@@ -124,7 +135,7 @@ class Monitor(threading.Thread):
         self._closing = True  # only now: the thread then parts from all connections
         self._star.wake()
         self.join(_LAST_WORDS)
-        self._interrupter.close()
+        self._main_thread.close()
 
     def run(self) -> None:
         """Listen until the monitor is closed; if that fails, the rank does."""
@@ -145,114 +156,121 @@ class Monitor(threading.Thread):
         for event in self._star.poll(self._pause()):
             self._hear(event)
         if self._failures.known is not None and self._session.rank == 0:
-            self._pass_on(self._failures.known)  # the main thread may have found it in the store
+            self._tell_others(self._failures.known)  # the main thread may have found it in the store
         if self._failures.known is None:
             orphan = self._failures.orphan()
             if orphan:
-                self._learn(Failure.of(self._session.rank, orphan))
-        for rank, late in list(self._failures.ending.items()):
-            if time.monotonic() > late:
-                self._note_departure(rank, self._reasons.get(rank), rank)
-        self._look_after_main()
+                self._on_failure(Failure.of(self._session.rank, orphan))
+        for rank, deadline in list(self._failures.exiting.items()):
+            if time.monotonic() > deadline:
+                self._on_departure(rank, self._exit_reasons.get(rank))
+        self._look_after_main_thread()
 
     def _pause(self) -> float:
         if self._failures.known is None or self._failures.settled:
             return _TICK
-        return min(_TICK_FAILED, max(0.0, self._interrupter.due - time.monotonic()))
+        return min(_TICK_FAILED, max(0.0, self._main_thread.next_signal_at - time.monotonic()))
+
+    # Events
 
     def _hear(self, event: Event) -> None:
-        if event.message is None:
-            self._lose(event.rank or 0)
+        message, sender = event.message, event.rank
+        if message is None:
+            self._on_closed(sender or 0)
             return
-        message = event.message
-        if message.ends is not None:
-            self._expect_code(message.ends, message.reason, event.rank)
-        if message.code is not None and event.rank is not None:
-            self._note_code(event.rank, message.code)
+        if message.exiting is not None:
+            self._on_exiting(message.exiting, message.reason)
+        if message.code is not None and sender is not None:
+            self._on_exit_code(sender, message.code)
         if message.left is not None:
-            self._note_departure(message.left, message.reason, event.rank)
+            self._on_departure(message.left, message.reason)
         if message.failure is not None:
-            self._learn(message.failure, event.rank)
+            self._on_failure(message.failure, sender)
 
-    def _expect_code(self, rank: int, reason: Failure | None, teller: int | None) -> None:
-        """Give a process that is about to end some time to say its exit code."""
-        self._reasons[rank] = reason
-        self._failures.ending[rank] = time.monotonic() + _ENDING
-        if self._session.rank == 0:
-            self._star.post(_line(ends=rank, reason=reason), besides=teller)
+    def _on_exiting(self, rank: int, reason: Failure | None) -> None:
+        self._exit_reasons[rank] = reason
+        self._failures.exiting[rank] = time.monotonic() + _EXITING
+        self._relay(rank, exiting=rank, reason=reason)
 
-    def _note_code(self, rank: int, code: int) -> None:
-        """Take note of how a process has ended that had not called `teardown()`, or had while it handled an error."""
-        reason = self._reasons.pop(rank, None) or self._failures.reasons.get(rank)
+    def _on_exit_code(self, rank: int, code: int) -> None:
+        reason = self._exit_reasons.pop(rank, None) or self._failures.reasons.get(rank)
         if code == 0:
-            self._note_departure(rank, None, rank)
+            self._on_departure(rank, None)
         elif self._failures.known is None:
             words = f"it ended with exit code {code}, without teardown()"
-            error = PeerError(rank, self._session.hosts[rank], "SystemExit", words)
-            self._learn_for(reason or Failure.of(rank, error))
+            self._fail_for(reason or self._failure_of(rank, "SystemExit", words))
 
-    def _note_departure(self, rank: int, reason: Failure | None, teller: int | None) -> None:
-        self._failures.ending.pop(rank, None)
+    def _on_departure(self, rank: int, reason: Failure | None) -> None:
+        self._failures.exiting.pop(rank, None)
         if rank in self._failures.left:
             return
         if reason is not None:
             self._failures.reasons[rank] = reason
         self._failures.left.append(rank)
-        if self._session.rank == 0:
-            self._star.post(_line(left=rank, reason=reason), besides=teller)
+        self._relay(rank, left=rank, reason=reason)
 
-    def _lose(self, rank: int) -> None:
+    def _on_closed(self, rank: int) -> None:
         if self._failures.known or self._closing:
             return
-        reason = self._reasons.pop(rank, None)
-        if reason is not None:  # it ended by that, without a word of its exit code
-            self._learn_for(reason)
+        reason = self._exit_reasons.pop(rank, None)
+        if reason is not None:  # its exit code did not come
+            self._fail_for(reason)
             return
-        if rank in self._failures.ending:
-            self._note_departure(rank, None, rank)
+        if rank in self._failures.exiting:
+            self._on_departure(rank, None)
         if rank in self._failures.left:
             return
-        words = "its connection closed without a word: the process was killed or crashed, or the network was cut"
-        self._learn_for(Failure.of(rank, PeerError(rank, self._session.hosts[rank], "lost", words)))
+        words = "its connection closed unexpectedly: the process was killed or crashed, or the network was cut"
+        self._fail_for(self._failure_of(rank, "lost", words))
 
-    def _learn_for(self, failure: Failure) -> None:
-        """Take note of the failure of a rank that cannot tell the others any more."""
-        self._learn(failure)
-        self._failures.ending.pop(failure.rank, None)
-        if self._session.rank == 0:
-            self._failures.announce(failure, patience=0.0)  # for those that come later
-
-    def _learn(self, failure: Failure, teller: int | None = None) -> None:
-        """Take note of a failure and pass it on, first of all: the main thread may leave when it hears of it."""
-        if self._session.rank == 0 or teller is None:
-            self._pass_on(failure, besides=teller)
+    def _on_failure(self, failure: Failure, sender: int | None = None) -> None:
+        if self._session.rank == 0 or sender is None:
+            self._tell_others(failure, exclude=sender)  # first of all: the main thread may leave when it hears of it
         if self._failures.known is None:
             self._failures.known = failure
 
-    def _pass_on(self, failure: Failure, besides: int | None = None) -> None:
-        if not self._passed_on:  # the first counts
-            self._passed_on = True
-            self._star.post(encode(failure=failure), besides)
+    def _fail_for(self, failure: Failure) -> None:
+        """Take note of the failure of a rank that cannot tell the others any more."""
+        self._on_failure(failure)
+        self._failures.exiting.pop(failure.rank, None)
+        if self._session.rank == 0:
+            self._failures.announce(failure, patience=0.0)  # for those that come later
 
-    def _look_after_main(self) -> None:
+    def _failure_of(self, rank: int, kind: str, words: str) -> Failure:
+        return Failure(rank, self._session.hosts[rank], kind, words, "")
+
+    def _relay(self, rank: int, **fields: Any) -> None:
+        """Tell, as rank 0, the others what one of them has said."""
+        if self._session.rank == 0:
+            self._star.post(_line(**fields), exclude=rank)
+
+    def _tell_others(self, failure: Failure, exclude: int | None = None) -> None:
+        """Tell the other ranks of the first failure, and of no other."""
+        if not self._failure_sent:
+            self._failure_sent = True
+            self._star.post(encode(failure=failure), exclude)
+
+    # The main thread
+
+    def _look_after_main_thread(self) -> None:
         """See to it that the main thread hears of a failure, or the process ends."""
         self._check_store()
-        if self._failures.known is None:
-            return
-        interrupter = self._interrupter
-        if self._failures.settled or interrupter.has_ended():
-            interrupter.rest()
-            return
         failure = self._failures.known
-        interrupter.prepare(self._courtesy(failure))
-        if interrupter.is_handled():
-            interrupter.leave_in_peace()
-        elif interrupter.has_failed():
-            self._end(failure.to_error())
-        elif time.monotonic() >= interrupter.due:
+        if failure is None:
+            return
+        main_thread = self._main_thread
+        if self._failures.settled or main_thread.has_ended():
+            main_thread.stop_signals()
+            return
+        main_thread.signal_after(self._delay(failure))
+        if main_thread.handles_failure():
+            main_thread.begin_again()
+        elif main_thread.grace_is_over():
+            self._kill_process(failure.to_error())
+        elif time.monotonic() >= main_thread.next_signal_at:
             self._log_failure(failure)
-            interrupter.try_to_raise()
-        elif interrupter.is_stuck():  # the rank that failed has cut them, if it lives
+            main_thread.send_signal()
+        elif main_thread.ignores_signal():  # the rank that failed has cut them, if it lives
             cut(self._session.connections)
 
     def _check_store(self) -> None:
@@ -262,9 +280,9 @@ class Monitor(threading.Thread):
             return
         if time.monotonic() > deadline + GRACE:
             words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
-            self._learn(Failure.of(0, PeerError(0, self._session.hosts[0], "silent", words)))
+            self._on_failure(self._failure_of(0, "silent", words))
 
-    def _courtesy(self, failure: Failure) -> float:
+    def _delay(self, failure: Failure) -> float:
         """Return the seconds in which this rank may find by itself what the other has found."""
         if failure.type == "lost":
             return 0.0
@@ -283,27 +301,27 @@ class Monitor(threading.Thread):
     def _break_down(self, error: BaseException) -> None:
         """Tell all ranks that this one is no longer watched, and see to it that it ends."""
         session = self._session
-        words = f"its watch broke down, so it would hear of no failure: {type(error).__name__}: {error}"
-        failure = Failure.of(session.rank, PeerError(session.rank, session.hosts[session.rank], "unwatched", words))
+        words = f"its watch broke down, so it would hear of no failure: {type(error).__name__}: {message_of(error)}"
+        failure = self._failure_of(session.rank, "unwatched", words)
         _log(logging.CRITICAL, f"Rank {session.rank} fails: {words}", error)
         with suppress(Exception):
-            self._learn(failure)
+            self._on_failure(failure)
             session.failures.announce(failure)
         while not self._closing:
             time.sleep(_TICK_FAILED)
             try:
-                self._look_after_main()
+                self._look_after_main_thread()
             except Exception:
-                self._end(failure.to_error())
+                self._kill_process(failure.to_error())
 
-    def _end(self, failure: DdpkitError) -> None:
+    def _kill_process(self, failure: DdpkitError) -> None:
         """End the process, whatever the main thread and its files are doing."""
 
         def say() -> None:
-            words = f"Rank {self._session.rank} ends: its main thread {self._interrupter.reason()}. {failure}\n"
+            words = f"Rank {self._session.rank} ends: its main thread {self._main_thread.reason()}. {failure}\n"
             with suppress(OSError):
                 os.write(2, words.encode(errors="backslashreplace"))
-            self._ending(failure)
+            self._before_kill(failure)
             sys.stdout.flush()
 
         try:

@@ -44,7 +44,7 @@ class _Connection:
     taken: int = 0  # bytes
     unsent: bytearray = field(default_factory=bytearray)
     open: bool = True
-    ends: bool = False  # whether its process is about to end, and its exit code to come
+    exiting: bool = False  # whether its process is about to end, and its exit code to come
 
 
 def _last_events(connection: _Connection) -> list[Event]:
@@ -53,7 +53,7 @@ def _last_events(connection: _Connection) -> list[Event]:
         return []
     events = []
     code = connection.lines.rest()
-    if connection.ends and len(code) == 1:
+    if connection.exiting and len(code) == 1:
         events.append(Event(connection.rank, Message(code=code[0])))
     events.append(Event(connection.rank, None))
     return events
@@ -108,10 +108,10 @@ class Star:
         """Return the ranks that are not connected to rank 0."""
         return [rank for rank in range(1, self._world_size) if rank not in self._ranks]
 
-    def post(self, line: bytes, besides: int | None = None) -> None:
+    def post(self, line: bytes, exclude: int | None = None) -> None:
         """Send a line to all ranks that are connected here: at once what the kernel takes, the rest later."""
         for rank, connection in list(self._ranks.items()):
-            if rank != besides:
+            if rank != exclude:
                 self._send(connection, line)
         if self._behind:
             self.wake()
@@ -271,15 +271,15 @@ class Star:
     def _receive(self, connection: _Connection, line: bytes) -> Event | None:
         if connection.rank is None:
             return self._admit(connection, line)
-        if connection.ends and not line:
+        if connection.exiting and not line:
             return Event(connection.rank, Message(code=ord("\n")))
         message = parse(line, self._world_size)
         if message is None or message.rank is not None:
             return None
-        of_others = {message.left, message.ends} - {None, connection.rank}
+        of_others = {message.left, message.exiting} - {None, connection.rank}
         if of_others and connection.rank != 0:  # only rank 0 passes on what others say
             return None
-        connection.ends = connection.ends or message.ends == connection.rank
+        connection.exiting = connection.exiting or message.exiting == connection.rank
         return Event(connection.rank, message)
 
     def _admit(self, connection: _Connection, line: bytes) -> Event | None:

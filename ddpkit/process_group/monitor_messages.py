@@ -11,7 +11,7 @@ from .failures import FAILURE, Failure
 from .store_values import fits
 
 LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped
-_RANKS, _FAILURES = {"rank", "left", "ends"}, {"failure", "reason"}  # names of a message's fields
+_RANKS, _FAILURES = {"rank", "left", "exiting"}, {"failure", "reason"}  # names of a message's fields
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Message:
 
     rank: int | None = None
     left: int | None = None
-    ends: int | None = None
+    exiting: int | None = None
     failure: Failure | None = None
     reason: Failure | None = None  # the failure that a rank handled when it left, or by which it ends
     code: int | None = None

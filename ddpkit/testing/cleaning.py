@@ -21,13 +21,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..process_group import interrupt
+from ..process_group import main_thread
 
 _ENDING = 1.0  # seconds in which threads and processes that are ending may end
 _SEED = 0
 # modules whose signal handlers may stay: ddpkit's while it has joined, and torch's, set for good by
 # a loader with workers, which notices those that die
-_HANDLERS = {interrupt.__name__, "torch.utils.data._utils.signal_handling"}
+_HANDLERS = {main_thread.__name__, "torch.utils.data._utils.signal_handling"}
 _CODE = (FunctionType, BuiltinFunctionType, type, classmethod, staticmethod, property)
 # setup() sets a hook of sys
 _LIBRARIES = sys.stdlib_module_names - {"sys"} | {"ddpkit", "numpy", "torch"}

@@ -78,7 +78,7 @@ def test_ranks_are_heard_by_their_numbers_and_an_end_is_an_event(hub: Hub) -> No
         assert hub.star.full.is_set() and hub.star.absent() == []
         one.post(encode(left=1))
         assert hub.hear() == [Event(1, Message(left=1))]
-        hub.star.post(encode(left=1), besides=1)
+        hub.star.post(encode(left=1), exclude=1)
         assert two.poll(PATIENCE) == [Event(0, Message(left=1))]
         assert one.poll(0.0) == []
     assert set(hub.hear(2)) == {Event(1, None), Event(2, None)}
@@ -137,9 +137,9 @@ def test_a_rank_speaks_of_departures_for_itself_alone(hub: Hub) -> None:
 @pytest.mark.parametrize("at_once", [True, False])
 def test_the_last_byte_of_a_process_that_ends_is_its_exit_code(hub: Hub, code: int, at_once: bool) -> None:
     one = hub.join(1)
-    one.post(encode(ends=1))
+    one.post(encode(exiting=1))
     if not at_once:
-        assert hub.hear() == [Event(1, Message(ends=1))]
+        assert hub.hear() == [Event(1, Message(exiting=1))]
     (descriptor,) = one.give_away()
     with socket.socket(fileno=descriptor) as wire:
         wire.send(bytes([code]))
@@ -149,7 +149,7 @@ def test_the_last_byte_of_a_process_that_ends_is_its_exit_code(hub: Hub, code: i
 
 def test_a_rank_says_no_exit_code_of_another(hub: Hub) -> None:
     with contextlib.closing(hub.join(1)) as one:
-        one.post(encode(ends=2))
+        one.post(encode(exiting=2))
         one.post(b"\n")
         one.post(encode(left=1))
         assert hub.hear() == [Event(1, Message(left=1))]

@@ -23,7 +23,7 @@ failures = st.fixed_dictionaries({}, optional={name: values | st.just(value) for
 messages = st.fixed_dictionaries(
     {},
     optional={
-        **dict.fromkeys(["token", "rank", "left", "ends", "code"], values),
+        **dict.fromkeys(["token", "rank", "left", "exiting", "code"], values),
         **dict.fromkeys(["failure", "reason"], values | failures | st.just(FIELDS)),
     },
 )
@@ -33,7 +33,7 @@ def believable(message: Message | None) -> bool:
     """Whether each field of a message is of the kind that the watch relies on."""
     if message is None:
         return True
-    for rank in (message.rank, message.left, message.ends):
+    for rank in (message.rank, message.left, message.exiting):
         if rank is not None and (type(rank) is not int or not 0 <= rank < WORLD_SIZE):
             return False
     failures = [failure for failure in (message.failure, message.reason) if failure is not None]
@@ -57,7 +57,7 @@ def test_no_garbage_is_believed(line: bytes) -> None:
     shows_token(line, "secret")
 
 
-@pytest.mark.parametrize("field", ["rank", "left", "ends"])
+@pytest.mark.parametrize("field", ["rank", "left", "exiting"])
 @pytest.mark.parametrize("rank", BAD_RANKS, ids=str)
 def test_what_is_no_rank_is_not_believed(field: str, rank: object) -> None:
     assert parse(encode(**{field: rank}), WORLD_SIZE) is None

@@ -21,7 +21,7 @@ from processes import Ended, free_port, platform_env, run
 
 import ddpkit
 from ddpkit.process_group import lifecycle
-from ddpkit.process_group.interrupt import Interrupter
+from ddpkit.process_group.main_thread import MainThread
 
 LONG = timedelta(seconds=500)
 FOREVER = 600.0  # seconds: longer than any test may take, so that only a rank that has not heard meets it
@@ -274,7 +274,7 @@ def block_and_sleep() -> None:
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        (swallow_all, "goes on, for what was raised in it was caught or lost"),
+        (swallow_all, "kept running: the error raised in it was caught or lost"),
         (replace_all_handlers, "cannot be interrupted, for the script has given signal"),
         (block_and_sleep, "is in a call that does not return, and blocks signal"),
     ],
@@ -448,7 +448,7 @@ def keep_handlers() -> None:
         with ddpkit.distributed(timeout=LONG):
             ddpkit.barrier()
             taken = [number for number in signals if signal.getsignal(number) != before[number]]
-            assert len(taken) == 1 and isinstance(signal.getsignal(taken[0]).__self__, Interrupter)
+            assert len(taken) == 1 and isinstance(signal.getsignal(taken[0]).__self__, MainThread)
             if round_ == 2:
                 signal.signal(taken[0], say)
                 before[taken[0]] = say

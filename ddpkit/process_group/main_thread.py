@@ -1,8 +1,8 @@
-"""Raising a peer's failure in the main thread, whatever that is doing, until it ends or handles it.
+"""Raise a peer's failure in the main thread, whatever that is doing, until it ends or handles it.
 
 A signal interrupts the main thread, also in a sleep, and its handler raises there. What it raises may get lost: in a
 task, a callback, a broad `except`. So it is raised again, except while an `except` or `finally` block deals with it.
-A `with` block that it leaves may wait for threads or processes that do not end: that is no dealing with it.
+A `with` block that it leaves may wait for threads or processes that do not end: that does not count as handling it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .session import Session
 from .sockets import SETTLE
 
 _NEVER = float("inf")
-GRACE = 5.0  # seconds from the first try until a main thread that neither ends nor handles it is given up
-_PAUSE = 0.25  # seconds between tries, about
-_PAUSE_LOST = 0.03  # seconds, at most, until the next try where what is raised would get lost
+GRACE = 5.0  # seconds from the first signal until a main thread that neither ends nor handles it is given up
+_PAUSE = 0.25  # seconds between signals, about
+_PAUSE_LOST = 0.03  # seconds, at most, until the next signal where what is raised would get lost
 _PYTHON = os.path.dirname(os.__file__)
 _ASYNCIO = os.path.join(_PYTHON, "asyncio", "")  # importing it here would take time
 # whose `__exit__` waits for threads or processes
@@ -38,88 +38,90 @@ _WAITING = tuple(
 _FAILURES = (PeerError, BarrierTimeoutError, LaunchError, MismatchError, ReplicaMismatchError)
 
 
-class Interrupter:
-    """Raises the failure that a session has heard of in the main thread.
+class MainThread:
+    """The main thread of this process, where the failure that a session has heard of is raised by a signal.
 
     Args:
         session: Whose first failure is raised, until that is settled.
-        wake: Called from the main thread when `due` has changed.
+        wake: Called from the main thread when `next_signal_at` has changed.
     """
 
     def __init__(self, session: Session, wake: Callable[[], None]) -> None:
         self._session = session
         self._wake = wake
-        self._main = threading.main_thread()
+        self._thread = threading.main_thread()
         self._caller = threading.current_thread()
         self._began = time.monotonic()  # failures that are older are those of an earlier job
-        self.due = _NEVER  # when the next try is
-        self._first = _NEVER  # when the first one was, since a failure was last handled
-        self._answered = -_NEVER  # when the handler last ran
+        self.next_signal_at = _NEVER
+        self._first_signal_at = _NEVER  # since a failure was last handled
+        self._handler_ran_at = -_NEVER
         self._signal: int | None = None
-        if self._caller is self._main:
+        if self._caller is self._thread:
             self._signal = self._take_signal()
 
-    def prepare(self, courtesy: float) -> None:
-        """Let the first try come so many seconds from now, unless there was one."""
-        if self.due == _NEVER:
-            self.due = time.monotonic() + courtesy
+    def signal_after(self, seconds: float) -> None:
+        """Let the first signal be due so many seconds from now, unless one is."""
+        if self.next_signal_at == _NEVER:
+            self.next_signal_at = time.monotonic() + seconds
 
-    def rest(self) -> None:
-        """Try no more, for there is nothing to raise."""
-        self.due = _NEVER
-        self._first = _NEVER
+    def stop_signals(self) -> None:
+        """Let no signal be due, for there is nothing to raise."""
+        self.next_signal_at = _NEVER
+        self._first_signal_at = _NEVER
 
-    def leave_in_peace(self) -> None:
-        """Try again only some time after the block has ended in which the main thread handles the failure."""
-        self.due = time.monotonic() + _PAUSE
-        self._first = _NEVER
+    def begin_again(self) -> None:
+        """Let a signal, again the first, be due some time after the main thread has last been seen to handle one."""
+        self.next_signal_at = time.monotonic() + _PAUSE
+        self._first_signal_at = _NEVER
 
     def has_ended(self) -> bool:
         """Return whether the main thread has ended, so that the process is about to."""
-        first = _outermost(sys._current_frames().get(self._main.ident or 0))
+        first = _outermost(sys._current_frames().get(self._thread.ident or 0))
         shuts_down = first is not None and first.co_filename == threading.__file__ and first.co_name == "_shutdown"
-        return shuts_down or not self._main.is_alive()
+        return shuts_down or not self._thread.is_alive()
 
-    def is_handled(self) -> bool:
-        """Return whether a block of the main thread's, or of the one that called `setup()`, deals with a failure."""
-        return any(self._is_handled_in(thread.ident or 0) for thread in (self._main, self._caller))
+    def handles_failure(self) -> bool:
+        """Return whether a block of the main thread, or of the one that called `setup()`, deals with a failure."""
+        return any(self._handles_in(thread.ident or 0) for thread in (self._thread, self._caller))
 
-    def try_to_raise(self) -> None:
+    def send_signal(self) -> None:
         """Interrupt the main thread, whose handler then raises."""
         now = time.monotonic()
-        self._first = min(self._first, now)
-        self.due = now + _random_below(2 * _PAUSE)  # out of step with whatever the main thread does over and over
+        self._first_signal_at = min(self._first_signal_at, now)
+        # out of step with whatever the main thread does over and over
+        self.next_signal_at = now + _random_below(2 * _PAUSE)
         if self._signal is not None and self._is_mine():
             # the first reaches it also where the signal is blocked, the second also where it sleeps
             _thread.interrupt_main(self._signal)  # type: ignore[arg-type]
-            signal.pthread_kill(self._main.ident or 0, self._signal)
+            signal.pthread_kill(self._thread.ident or 0, self._signal)
 
-    def is_stuck(self) -> bool:
-        """Return whether the main thread is in a call that should have ended by itself by now."""
-        return time.monotonic() > self._first + 2 * SETTLE and self._answered < self._first
+    def ignores_signal(self) -> bool:
+        """Return whether the handler has not run, so that the thread is in a call that should have ended by now."""
+        is_late = time.monotonic() > self._first_signal_at + 2 * SETTLE
+        return is_late and self._handler_ran_at < self._first_signal_at
 
-    def has_failed(self) -> bool:
-        """Return whether the main thread has had its time."""
-        return time.monotonic() > self._first + GRACE
+    def grace_is_over(self) -> bool:
+        """Return whether the main thread has had its time to end or to handle the failure."""
+        return time.monotonic() > self._first_signal_at + GRACE
 
     def reason(self) -> str:
         """Say why nothing could be raised in the main thread."""
-        if self._caller is not self._main:
+        if self._caller is not self._thread:
             return "did not call setup(), so nothing can be raised in it"
         if self._signal is None:
             return "has handlers of its own for all signals, so nothing can be raised in it"
         if not self._is_mine():
             handler = signal.getsignal(self._signal)
             return f"cannot be interrupted, for the script has given signal {self._signal} the handler {handler}"
-        if time.monotonic() < self._answered + 1.0:
-            return "goes on, for what was raised in it was caught or lost, time and again"
+        if time.monotonic() < self._handler_ran_at + 1.0:
+            return "kept running: the error raised in it was caught or lost each time"
         if self._is_blocked():
             return f"is in a call that does not return, and blocks signal {self._signal}, which would interrupt it"
         return "is in a call that does not return"
 
     def close(self) -> None:
         """Give the signal back, if it is still ours."""
-        if self._signal is None or not self._is_mine() or threading.current_thread() is not self._main:
+        if self._signal is None or not self._is_mine() or threading.current_thread() is not self._thread:
             return
         signal.signal(self._signal, signal.SIG_IGN)  # forgets one that is still on its way, which would kill
         signal.signal(self._signal, signal.SIG_DFL)
@@ -128,7 +130,7 @@ class Interrupter:
         """Choose a signal that nobody uses: a real-time signal, which has no meaning, before one that has."""
         for number in _signals():
             handler = signal.getsignal(number)
-            if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), Interrupter):
+            if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), MainThread):
                 signal.signal(number, self._raise)
                 return number
         return None
@@ -139,7 +141,7 @@ class Interrupter:
     def _is_blocked(self) -> bool:
         """Return whether the main thread blocks the signal, where the system says so."""
         with suppress(OSError, ValueError, StopIteration):
-            lines = Path(f"/proc/self/task/{self._main.native_id}/status").read_text().splitlines()
+            lines = Path(f"/proc/self/task/{self._thread.native_id}/status").read_text().splitlines()
             mask = next(line for line in lines if line.startswith("SigBlk:"))
             return bool(int(mask.split()[1], 16) >> (self._signal or 1) - 1 & 1)
         return False
@@ -148,17 +150,17 @@ class Interrupter:
         failures = self._session.failures
         if failures.known is None or failures.settled or not self._session.is_own:
             return
-        self._answered = time.monotonic()
-        if self.is_handled():
+        self._handler_ran_at = time.monotonic()
+        if self.handles_failure():
             return
         if _is_lost_in(frame):
-            self.due = time.monotonic() + _random_below(_PAUSE_LOST)
+            self.next_signal_at = time.monotonic() + _random_below(_PAUSE_LOST)
             self._wake()
             return
-        self.due = time.monotonic() + _PAUSE
+        self.next_signal_at = time.monotonic() + _PAUSE
         raise failures.known.to_error()
 
-    def _is_handled_in(self, thread: int) -> bool:
+    def _handles_in(self, thread: int) -> bool:
         found: Any = sys._current_exceptions().get(thread)
         error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
         for failure in _handled_with(error):
