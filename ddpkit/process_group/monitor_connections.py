@@ -1,7 +1,8 @@
 """The connections of the monitor: a star around rank 0, open to its ranks and shut to everybody else.
 
-Nothing here blocks, so that no peer, slow, stopped or hostile, keeps the others from being heard. A stranger must show
-the token in its first line; until then it has little time and room, and nothing that it says is interpreted.
+Nothing here blocks, so that no peer, slow, stopped or hostile, keeps the others from being heard. A stranger, which is
+a connection that has not shown the token in its first line, has little time and memory, and nothing that it sends is
+interpreted.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from .monitor_messages import Lines, Message, encode, parse, shows_token
 from .sockets import keep_alive
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-_STRANGERS = 64  # connections, beyond those of the ranks, that may be open before they have said who they are
-_PATIENCE = 30.0  # seconds in which they must
-_LONGEST = 200_000  # bytes in which they must
-_RATE = 100  # connections that are accepted in a second, beyond those of the ranks
-_AGAIN = 1.0  # seconds until connections are accepted again
-_FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_MAX_STRANGERS = 64  # connections, beyond those of the ranks, that may be open without having shown the token
+_TOKEN_SECONDS = 30.0  # in which they must
+_TOKEN_BYTES = 200_000  # in which they must
+_MAX_ACCEPTED = 100  # connections that are accepted in a second, beyond those of the ranks
+_ACCEPT_PAUSE = 1.0  # seconds until connections are accepted again
+_OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 @dataclass(frozen=True)
 class Event:
-    """What has come: a rank's message, or its end; `rank` is None for a visitor that knows the token."""
+    """A rank's message, or the end of its connection; `rank` is None for a message of no rank, with the token."""
 
     rank: int | None
     message: Message | None  # None when the connection has ended
@@ -68,11 +69,11 @@ class Star:
         rank: This process's rank.
         world_size: Number of ranks in the job.
         token: The secret of this start of the job.
-        end: Rank 0's listening socket; on the other ranks their connection to it. It is closed with the star.
+        sock: Rank 0's listening socket; on the other ranks their connection to it. It is closed with the star.
         say: Called with a text for the log.
     """
 
-    def __init__(self, rank: int, world_size: int, token: str, end: socket.socket, say: Callable[[str], None]) -> None:
+    def __init__(self, rank: int, world_size: int, token: str, sock: socket.socket, say: Callable[[str], None]) -> None:
         self._world_size = world_size
         self._token = token
         self._say = say
@@ -81,7 +82,7 @@ class Star:
         self._behind: set[_Connection] = set()  # with something unsent
         self._writing: set[_Connection] = set()  # for which the selector waits until there is room
         self._lock = threading.Lock()  # around what is sent
-        self._listener = end if rank == 0 else None
+        self._listener = sock if rank == 0 else None
         self._accepts = False
         self._accept_again = 0.0
         self._second = 0.0  # when the present second began
@@ -95,11 +96,11 @@ class Star:
         self._woken.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, _READ)
-        end.setblocking(False)
+        sock.setblocking(False)
         if rank == 0:
             self._accept_or_not(time.monotonic())
         else:
-            self._adopt(self._begin(end), 0)
+            self._adopt(self._open(sock), 0)
             self._send(self._ranks[0], encode(token=token, rank=rank))
         if world_size == 1:
             self.full.set()
@@ -118,8 +119,8 @@ class Star:
 
     def settle(self, seconds: float) -> None:
         """Wait until all that was posted is on its way, at most so long; another thread must be polling."""
-        end = time.monotonic() + seconds
-        while self._behind and time.monotonic() < end:
+        deadline = time.monotonic() + seconds
+        while self._behind and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def wake(self) -> None:
@@ -133,7 +134,7 @@ class Star:
             self._select_writable()
         if self._listener is not None and not self._accepts:
             self._accept_or_not(time.monotonic())
-            seconds = min(seconds, _AGAIN)
+            seconds = min(seconds, _ACCEPT_PAUSE)
         events: list[Event] = []
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._woken:
@@ -156,9 +157,9 @@ class Star:
             self._stop_listening(until=float("inf"))
         for connection in list(self._ranks.values()):
             self._send(connection, b"")
-        end = time.monotonic() + seconds
-        while self._ranks and (left := end - time.monotonic()) > 0:
-            yield from self.poll(left)
+        deadline = time.monotonic() + seconds
+        while self._ranks and time.monotonic() < deadline:
+            yield from self.poll(deadline - time.monotonic())
 
     def give_away(self) -> list[int]:
         """Close this star, but for the connections to the ranks; return their descriptors."""
@@ -171,9 +172,9 @@ class Star:
         """Close this process's ends of all connections."""
         for connection in (*self._ranks.values(), *self._strangers):
             connection.socket.close()
-        for end in (self._listener, self._wake, self._woken):
-            if end is not None:
-                end.close()
+        for sock in (self._listener, self._wake, self._woken):
+            if sock is not None:
+                sock.close()
         self._selector.close()
 
     # Accepting
@@ -188,49 +189,51 @@ class Star:
         assert self._listener is not None
         if self._accepts:
             self._selector.unregister(self._listener)
-        self._accepts, self._accept_again = False, until
+        self._accepts = False
+        self._accept_again = until
 
     def _accept(self) -> None:
         assert self._listener is not None
         now = time.monotonic()
-        if now > self._second + _AGAIN:
-            self._second, self._accepted = now, 0
+        if now > self._second + _ACCEPT_PAUSE:
+            self._second = now
+            self._accepted = 0
         self._accepted += 1
-        if self._accepted > _RATE + self._world_size:
-            return self._stop_listening(self._second + _AGAIN)
+        if self._accepted > _MAX_ACCEPTED + self._world_size:
+            return self._stop_listening(self._second + _ACCEPT_PAUSE)
         try:
-            visitor, _ = self._listener.accept()
+            sock, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in _OUT_OF_RESOURCES:
                 self._refuse_all(error, now)
             return None  # else it has gone again
         self._complained = False
         try:
-            visitor.setblocking(False)
-            self._strangers[self._begin(visitor)] = None
+            sock.setblocking(False)
+            self._strangers[self._open(sock)] = None
         except OSError:
-            visitor.close()
+            sock.close()
         return None
 
     def _refuse_all(self, error: OSError, now: float) -> None:
-        self._stop_listening(now + _AGAIN)
+        self._stop_listening(now + _ACCEPT_PAUSE)
         if not self._complained:
             self._complained = True
             self._say(f"The watch cannot accept a connection: {error}. Raise the limit on open files (ulimit -n).")
 
-    def _begin(self, end: socket.socket) -> _Connection:
-        connection = _Connection(end)
-        self._selector.register(end, _READ, connection)
+    def _open(self, sock: socket.socket) -> _Connection:
+        connection = _Connection(sock)
+        self._selector.register(sock, _READ, connection)
         return connection
 
     def _dismiss(self) -> None:
         """Close the connections of strangers that take too long, or the oldest of too many."""
-        late = time.monotonic() - _PATIENCE
+        late = time.monotonic() - _TOKEN_SECONDS
         while self._strangers:
             oldest = next(iter(self._strangers))
-            if oldest.since > late and len(self._strangers) <= _STRANGERS + self._world_size:
+            if oldest.since > late and len(self._strangers) <= _MAX_STRANGERS + self._world_size:
                 break
-            self._end(oldest)
+            self._drop(oldest)
 
     # Receiving
 
@@ -241,7 +244,7 @@ class Star:
         except Exception:
             if connection.rank is not None:
                 raise
-            self._end(connection)  # no stranger shall end the monitor
+            self._drop(connection)  # no stranger shall end the monitor
             return []
 
     def _read(self, connection: _Connection) -> list[Event]:
@@ -262,16 +265,16 @@ class Star:
                 return events
         connection.taken += len(data)
         if not data:
-            self._end(connection)
+            self._drop(connection)
             events += _last_events(connection)
-        elif connection.rank is None and connection.taken > _LONGEST:
-            self._end(connection)
+        elif connection.rank is None and connection.taken > _TOKEN_BYTES:
+            self._drop(connection)
         return events
 
     def _receive(self, connection: _Connection, line: bytes) -> Event | None:
         if connection.rank is None:
             return self._admit(connection, line)
-        if connection.exiting and not line:
+        if connection.exiting and not line:  # its exit code is 10, that of a newline
             return Event(connection.rank, Message(code=ord("\n")))
         message = parse(line, self._world_size)
         if message is None or message.rank is not None:
@@ -283,21 +286,23 @@ class Star:
         return Event(connection.rank, message)
 
     def _admit(self, connection: _Connection, line: bytes) -> Event | None:
+        """Read a stranger's first line: it is a rank's connection from now on, or closed."""
         message = parse(line, self._world_size) if shows_token(line, self._token) else None
-        if message is not None and message.rank in self.absent() and not self.full.is_set():
-            self._adopt(connection, message.rank)
+        if message is not None and message.rank is not None:
+            self._admit_rank(connection, message.rank)
             return None
-        self._end(connection)
-        if message is None:
+        self._drop(connection)
+        if message is None or message.failure is None:
             return None
-        if message.rank is not None:
-            self._refuse(message.rank)
-            return None
-        if message.failure is None or message.failure.rank >= 0:  # of a rank only a rank may speak
+        if message.failure.rank >= 0:  # of a rank only a rank may speak
             return None
         return Event(None, Message(failure=message.failure))
 
-    def _refuse(self, rank: int) -> None:
+    def _admit_rank(self, connection: _Connection, rank: int) -> None:
+        if rank in self.absent() and not self.full.is_set():
+            self._adopt(connection, rank)
+            return
+        self._drop(connection)
         if rank not in self._refused:
             self._refused.add(rank)
             self._say(f"The watch refuses a second connection that claims to be rank {rank}.")
@@ -311,7 +316,7 @@ class Star:
         if len(self._ranks) == self._world_size - 1:
             self.full.set()
 
-    def _end(self, connection: _Connection) -> None:
+    def _drop(self, connection: _Connection) -> None:
         with self._lock:
             connection.open = False
             self._behind.discard(connection)

@@ -178,7 +178,7 @@ def test_a_stranger_has_little_room(hub: Hub) -> None:
 
 
 def test_a_stranger_has_little_time(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor_connections, "_PATIENCE", 0.3)
+    monkeypatch.setattr(monitor_connections, "_TOKEN_SECONDS", 0.3)
     with hub.knock() as silent, hub.knock() as slow:
         slow.sendall(b"{")
         assert closes(hub, silent) and closes(hub, slow)
