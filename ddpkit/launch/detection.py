@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from . import hints
 from .launch import FORGOTTEN, Launch
-from .launchers import ALLOCATIONS, ENGINES, LOCAL, MASTER, PLATFORM, RANKS, SLURM, SPAWN, TORCHRUN, Launcher
+from .launchers import ALLOCATIONS, LOCAL, MASTER, MPI_AND_SLURM, PLATFORM, RANKS, SLURM, SPAWN, TORCHRUN, Launcher
 from .reading import Reading, filled, meet_nobody, warn_of_allocation
 from .slurm import is_stripped_step, read_step
 
@@ -36,11 +36,11 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
     for launcher in (TORCHRUN, SPAWN):  # a spawned rank may start torchrun; spawn() removes torchrun's variables
         if launcher.signs[0] in env:
             return Reading(launcher, env).launch()
-    engine = _engine(env)
+    mpi_or_slurm = _find_mpi_or_slurm(env)
     if all(name in env for name in PLATFORM.needs.values()):
-        return _read_platform(env, engine).launch()
-    if engine:
-        return _read_engine(engine, env).launch()
+        return _read_platform(env, mpi_or_slurm).launch()
+    if mpi_or_slurm:
+        return _read_mpi_or_slurm(mpi_or_slurm, env).launch()
     if is_stripped_step(env):
         step = read_step(SLURM._replace(signs=("SLURM_PROCID", "SLURM_NTASKS")), env)
         step.wrong.append("a container must be given all of a task's SLURM_ variables")
@@ -52,9 +52,9 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
     return _single(env)
 
 
-def _engine(env: Mapping[str, str]) -> Launcher | None:
+def _find_mpi_or_slurm(env: Mapping[str, str]) -> Launcher | None:
     """Return the launcher whose variables are there, the first in the order of belief."""
-    found = [launcher for launcher in ENGINES if any(sign in env for sign in launcher.signs)]
+    found = [launcher for launcher in MPI_AND_SLURM if any(sign in env for sign in launcher.signs)]
     if found and found[0].kind == "submitit" and env.get("SUBMITIT_LOCAL_NTASKS") == "1":
         found = found[1:]  # a lone task may start a launcher, which hands its variables on
     if not found:
@@ -64,15 +64,15 @@ def _engine(env: Mapping[str, str]) -> Launcher | None:
     return found[0]
 
 
-def _read_engine(engine: Launcher, env: Mapping[str, str]) -> Reading:
-    reading = read_step(engine, env) if engine.kind == "slurm" else _read_mpirun(engine, env)
+def _read_mpi_or_slurm(launcher: Launcher, env: Mapping[str, str]) -> Reading:
+    reading = read_step(launcher, env) if launcher.kind == "slurm" else _read_mpirun(launcher, env)
     reading.check_agreement(RANKS | LOCAL)  # a job script may set some of them itself
     return reading
 
 
-def _read_mpirun(engine: Launcher, env: Mapping[str, str]) -> Reading:
+def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
     """Read the variables of a launcher that tells no address to meet at, though its user may (mpirun -x)."""
-    reading = Reading(engine, env)
+    reading = Reading(launcher, env)
     if reading.values.get("world_size") == 1:
         meet_nobody(reading)
         _refuse_copies(reading, _signs_around(reading))
@@ -83,28 +83,29 @@ def _read_mpirun(engine: Launcher, env: Mapping[str, str]) -> Reading:
     return reading
 
 
-def _read_platform(env: Mapping[str, str], engine: Launcher | None) -> Reading:
+def _read_platform(env: Mapping[str, str], launcher: Launcher | None) -> Reading:
     """Read RANK and its kin, which are complete."""
     reading = Reading(PLATFORM, env)
-    if engine:
-        _compare_with_engine(reading, engine)
+    if launcher:
+        _compare_with(launcher, reading)
     if reading.values.get("world_size") == 1 and not reading.wrong:
         _refuse_copies(reading, [*_signs_around(reading), *hints.nodes(env)[1]])
     return reading
 
 
-def _compare_with_engine(reading: Reading, engine: Launcher) -> None:
-    """Refuse fewer ranks than a launcher has started processes: some would claim the same one."""
-    needs = {field: engine.needs[field] for field in RANKS}
-    under = Reading(engine._replace(needs=needs, takes={}), reading.env)
-    if not RANKS.keys() <= reading.values.keys() & under.values.keys():
-        return
-    ranks, processes = reading.values["world_size"], under.values["world_size"]
-    clash = ranks == processes and under.values["rank"] != reading.values["rank"]
-    if processes > ranks or clash:
-        said = [f"{one.said('rank')}, {one.said('world_size')}" for one in (reading, under)]
-        words = " contradict ".join(said)
-        reading.wrong.append(f"{words} (does a job script export them? then unset them there)")
+def _compare_with(launcher: Launcher, reading: Reading) -> None:
+    """Refuse fewer ranks than this launcher has started processes: some would claim the same one."""
+    needs = {field: launcher.needs[field] for field in RANKS}
+    started = Reading(launcher._replace(needs=needs, takes={}), reading.env)
+    for field in RANKS:
+        if field not in reading.values or field not in started.values:
+            return
+    too_few = reading.values["world_size"] < started.values["world_size"]
+    same_size = reading.values["world_size"] == started.values["world_size"]
+    same_rank = reading.values["rank"] == started.values["rank"]
+    if too_few or (same_size and not same_rank):
+        ranks, processes = (f"{one.said('rank')}, {one.said('world_size')}" for one in (reading, started))
+        reading.wrong.append(f"{ranks} contradict {processes} (does a job script export them? then unset them there)")
 
 
 def _signs_around(reading: Reading) -> list[str]:
@@ -114,7 +115,7 @@ def _signs_around(reading: Reading) -> list[str]:
     """
     if reading.launcher.kind == "flux" or "SLURM_PTY_PORT" in reading.env:
         return []
-    sizes = [engine.needs["world_size"] for engine in ENGINES]
+    sizes = [launcher.needs["world_size"] for launcher in MPI_AND_SLURM]
     several = [name for name in sizes if hints.number(reading.env.get(name)) > 1]
     return list(dict.fromkeys([*several, *hints.others(reading.env)]))
 

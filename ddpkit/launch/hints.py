@@ -149,7 +149,9 @@ def pairs(env: Mapping[str, str]) -> list[str]:
 
 def _is_one_of_several(env: Mapping[str, str], rank: str, size: str) -> bool:
     """Return whether two variables hold a number and how many there are, more than one."""
-    return 0 <= number(env.get(rank), -1) < number(env.get(size)) > 1
+    index = number(env.get(rank), -1)
+    count = number(env.get(size))
+    return count > 1 and 0 <= index < count
 
 
 def nodes(env: Mapping[str, str]) -> tuple[list[Nodes], list[str]]:

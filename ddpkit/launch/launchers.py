@@ -41,7 +41,7 @@ _TASK = {"rank": "SLURM_PROCID", "world_size": "SLURM_STEP_NUM_TASKS"}
 _PLACE = {"local_rank": "SLURM_LOCALID", "node_rank": "SLURM_NODEID"}
 
 
-def _engine_row(kind: str, title: str, rank: str, world_size: str, **takes: str) -> Launcher:
+def _mpi_row(kind: str, title: str, rank: str, world_size: str, **takes: str) -> Launcher:
     return Launcher(kind, title, (rank, world_size), {"rank": rank, "world_size": world_size}, takes | MASTER)
 
 
@@ -49,8 +49,9 @@ SPAWN = Launcher("spawn", "a rank of ddpkit.spawn()", ("DDPKIT_SPAWN",), RANKS |
 TORCHRUN = Launcher("torchrun", "a torchrun job", ("TORCHELASTIC_RUN_ID",), RANKS | LOCAL | MASTER, _GROUP)
 PLATFORM = Launcher("platform", "a distributed job", (), RANKS | MASTER, LOCAL | _NODES)
 SLURM = Launcher("slurm", "a Slurm step", ("SLURM_STEP_NUM_TASKS",), _TASK | _PLACE, MASTER)
-ENGINES = (
-    _engine_row(
+# they start processes and tell each its rank, but not where to meet
+MPI_AND_SLURM = (
+    _mpi_row(
         "openmpi",
         "an Open MPI job",
         "OMPI_COMM_WORLD_RANK",
@@ -58,7 +59,7 @@ ENGINES = (
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",  # NODE_RANK there is no number of a node
     ),
-    _engine_row(
+    _mpi_row(
         "mvapich",
         "an MVAPICH job",
         "MV2_COMM_WORLD_RANK",
@@ -66,7 +67,7 @@ ENGINES = (
         local_rank="MV2_COMM_WORLD_LOCAL_RANK",
         local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    _engine_row(
+    _mpi_row(
         "jsrun",
         "a jsrun job",
         "JSM_NAMESPACE_RANK",
@@ -74,7 +75,7 @@ ENGINES = (
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
         local_world_size="JSM_NAMESPACE_LOCAL_SIZE",
     ),
-    _engine_row(
+    _mpi_row(
         "horovod",
         "a Horovod job",
         "HOROVOD_RANK",
@@ -82,7 +83,7 @@ ENGINES = (
         local_rank="HOROVOD_LOCAL_RANK",
         local_world_size="HOROVOD_LOCAL_SIZE",
     ),
-    _engine_row(
+    _mpi_row(
         "submitit",
         "a job of submitit's LocalExecutor",
         "SUBMITIT_LOCAL_GLOBALID",
@@ -91,7 +92,7 @@ ENGINES = (
         node_rank="SUBMITIT_LOCAL_NODEID",
         num_nodes="SUBMITIT_LOCAL_JOB_NUM_NODES",
     ),
-    _engine_row(
+    _mpi_row(
         "flux",
         "a Flux job",
         "FLUX_TASK_RANK",
@@ -99,7 +100,7 @@ ENGINES = (
         local_rank="FLUX_TASK_LOCAL_ID",
         num_nodes="FLUX_JOB_NNODES",
     ),
-    _engine_row(
+    _mpi_row(
         "pmi",
         "an MPI job",
         "PMI_RANK",

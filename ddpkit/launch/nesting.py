@@ -1,4 +1,4 @@
-"""Whether torchrun was started by the ranks of another launch, each of which then runs a job of its own."""
+"""Detect a torchrun that was started by each rank of another launch, so that each runs a job of its own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from ..errors import LaunchError
 from .detection import detect_launch
 from .launch import Launch
-from .launchers import ENGINES, PLATFORM, RANKS
+from .launchers import MPI_AND_SLURM, PLATFORM, RANKS
 from .reading import Reading, filled
 
 
 def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str, str]) -> str | None:
-    """Say of which launch torchrun itself was part, if that launch's processes have started separate torchrun jobs.
+    """Explain of which launch torchrun itself was part, if that launch's processes have started separate torchrun jobs.
 
     It is right that each process of a launch starts one agent of one torchrun job. That job then has as many agents as
     the launch has processes (in any order: torchrun's rendezvous sorts them by host name). Where a platform configures
@@ -37,7 +37,7 @@ def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str,
         return None
     if int(agents) in _expected_agents(outside, outer):
         return None
-    signs = [*RANKS.values(), *(sign for engine in ENGINES for sign in engine.signs)]
+    signs = [*RANKS.values(), *(sign for launcher in MPI_AND_SLURM for sign in launcher.signs)]
     unset = [name for name in signs if name in outside]
     count = "1 agent" if agents == "1" else f"{agents} agents"
     return (

@@ -12,7 +12,7 @@ from . import hints
 from .launch import Launch
 from .launchers import ALLOCATIONS, LOCAL, MASTER, RANKS, Launcher
 
-_SHOWN = 200  # characters of a variable in an error
+_VARIABLE_LENGTH = 200  # characters of a variable in an error
 _BOUNDS = (  # a rank is below, a size at most
     ("rank", "world_size"),
     ("local_rank", "local_world_size"),
@@ -125,7 +125,7 @@ class Reading:
             problems.insert(0, f"{', '.join(self.missing)} {verb} not set")
         found = []
         for line in self.evidence:
-            found.append(line if len(line) < _SHOWN else f"{line[:_SHOWN]}…")
+            found.append(line if len(line) < _VARIABLE_LENGTH else f"{line[:_VARIABLE_LENGTH]}…")
         told = (self._names["rank"], self._names["world_size"])
         marks = (*self.launcher.signs, *told, *RANKS.values(), *LOCAL.values(), *hints.pairs(self.env))
         unset = [name for name in dict.fromkeys(marks) if name in self.env]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ...errors import LaunchError
 from ...launch.launch import Launch
-from ...launch.launchers import ENGINES
+from ...launch.launchers import MPI_AND_SLURM
 from ...process_group.job import Context
 from ...process_group.lifecycle import distributed, exchange
 from ...process_group.options import checked_backend, checked_device
@@ -268,7 +268,7 @@ def _await_mark(store: dist.Store, report: Report, place: str) -> None:
 
 def _is_a_task() -> bool:
     """Return true if a launcher has started this process beside a first one."""
-    names = [engine.needs["rank"] for engine in ENGINES]
+    names = [launcher.needs["rank"] for launcher in MPI_AND_SLURM]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         names.append("RANK")
     return any(os.environ.get(name, "0").strip() not in ("", "0") for name in names)
