@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..process_group import main_thread
+from ..torch_internals import count_groups
 
 _ENDING = 1.0  # seconds in which threads and processes that are ending may end
 _SEED = 0
@@ -111,7 +112,7 @@ def traces() -> Traces:
         _children(),
         signals,
         handlers=[*logging.root.handlers],
-        groups=len(dist.distributed_c10d._world.pg_map),
+        groups=count_groups(),
     )
 
 
