@@ -68,7 +68,7 @@ def get_local_rank() -> int:
     Raises:
         NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
     """
-    return _told(current_launch().local_rank, "local rank")
+    return _known(current_launch().local_rank, "local rank")
 
 
 def get_local_world_size() -> int:
@@ -77,7 +77,7 @@ def get_local_world_size() -> int:
     Raises:
         NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
     """
-    return _told(current_launch().local_world_size, "local world size")
+    return _known(current_launch().local_world_size, "local world size")
 
 
 def get_node_rank() -> int:
@@ -86,7 +86,7 @@ def get_node_rank() -> int:
     Raises:
         NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
     """
-    return _told(current_launch().node_rank, "node rank")
+    return _known(current_launch().node_rank, "node rank")
 
 
 def is_distributed() -> bool:
@@ -104,7 +104,7 @@ def is_local_main_process() -> bool:
     return get_local_rank() == 0
 
 
-def _told(value: int | None, name: str) -> int:
+def _known(value: int | None, name: str) -> int:
     if value is None:
         raise NotSetUpError(
             f"The launcher does not tell the {name}. Call ddpkit.setup() first: it asks the other ranks."

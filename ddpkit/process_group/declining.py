@@ -1,4 +1,4 @@
-"""What a process does that will not join: it tells the ranks that may wait for it."""
+"""Tell the ranks that wait for this process why it does not join."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 from .generation import Generation
 from .rendezvous import StartedByRank
-from .tcp_store import connect, has_agent, open_store, wait_for_listener
+from .tcp_store import connect, open_store, store_outlives_ranks, wait_for_listener
 
 _HOST_STAYS = 5.0  # seconds, at most, in which the ranks read why rank 0 does not join
 _STRANGER, _RANK = 2.0, 20.0  # seconds in which the job must begin: rank 0 may still be starting
@@ -35,7 +35,7 @@ def tell_peers(error: Exception) -> None:
     reason = f"{who} on {socket.gethostname()} could not join: {error}"
     if not address or not port.isdecimal():
         return
-    if launch and launch.rank == 0 and not has_agent(launch):
+    if launch and launch.rank == 0 and not store_outlives_ranks(launch):
         with suppress(OSError, RuntimeError):
             _host_to_refuse(launch, address, int(port), reason)
             return

@@ -17,8 +17,10 @@ from ..errors import DdpkitError, LaunchError, PeerError
 from .polling import call_with_timeout
 from .store_values import parse, printable, refuse_text
 
-_MESSAGE, _TRACE = 10_000, 50_000  # characters of a failure: the store drops connections over values of megabytes
-_LONGEST = {"host": 300, "type": 300, "message": _MESSAGE, "traceback": _TRACE + 10_000}  # characters that are read
+# characters of a failure: the store drops connections over values of megabytes
+_MESSAGE_LENGTH = 10_000
+_TRACE_LENGTH = 50_000
+_TEXT_LENGTHS = {"host": 300, "type": 300, "message": _MESSAGE_LENGTH, "traceback": _TRACE_LENGTH + 10_000}
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Failure:
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Failure:
         """Make a failure of fields that have the form `FAILURE`, and shorten their texts: strangers may write, too."""
-        texts = {name: printable(fields[name])[:longest] for name, longest in _LONGEST.items()}
+        texts = {name: printable(fields[name])[:longest] for name, longest in _TEXT_LENGTHS.items()}
         return cls(fields["rank"], **texts)
 
     @classmethod
@@ -83,7 +85,7 @@ def first_failure(store: dist.Store) -> Failure | None:
     return Failure.from_json(store.get("failure"), "failure")
 
 
-def message_of(error: BaseException, length: int = _MESSAGE) -> str:
+def message_of(error: BaseException, length: int = _MESSAGE_LENGTH) -> str:
     """Make the text of an exception, shortened to `length` characters, also where its own `__str__` raises."""
     try:
         text = str(error)
@@ -102,8 +104,8 @@ def trace_of(error: BaseException) -> str:
         lines = traceback.format_tb(error.__traceback__)
         lines.append(f"{type(error).__name__}: {message_of(error)}\n")
     text = "".join(lines)
-    if len(text) > _TRACE:
-        half = _TRACE // 2
+    if len(text) > _TRACE_LENGTH:
+        half = _TRACE_LENGTH // 2
         text = f"{text[:half]}\n…\n{text[-half:]}"
     return printable(text)
 
@@ -124,7 +126,7 @@ class Failures:
         compared: Whether the ranks have compared which collective broke.
     """
 
-    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], orphaned: Callable[[], str] = str) -> None:
+    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], orphaned: Callable[[], str]) -> None:
         self._store = store
         self._rank = rank
         self._hosts = hosts
@@ -161,21 +163,24 @@ class Failures:
         if self.known:
             raise self.known.to_error()
 
-    def find_cause(self, end: float) -> DdpkitError | None:
+    def find_cause(self, deadline: float) -> DdpkitError | None:
         """Wait until it is known who failed or left: the cause of a broken connection. None if nobody did.
 
         Args:
-            end: When to stop waiting, as `time.monotonic()` counts; later if a process is just ending.
+            deadline: When to stop waiting, as `time.monotonic()` counts; later if a process is just exiting.
         """
-        look = self.raise_if_any
-        while time.monotonic() < max([end, *self.exiting.values()]):
+        store_answers = True
+        while time.monotonic() < max([deadline, *self.exiting.values()]):
             try:
-                look()
+                if store_answers:
+                    self.look_up()
+                self.raise_if_known()
             except DdpkitError as error:
                 return error
             except RuntimeError:  # the store has gone too: only the monitor can tell
-                look = self.raise_if_known
-            if orphan := self.orphan():
+                store_answers = False
+            orphan = self.orphan()
+            if orphan:
                 return orphan
             if self.left:
                 return self.departure(self.left[0])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..errors import LaunchError
 from .failures import Failure, first_failure, record_failure
-from .member import MEMBER, Member
+from .member import MEMBER, Member, claim_key
 from .monitor_messages import encode
 from .store_values import add, parse, refuse_text
 
@@ -45,7 +45,7 @@ class Generation:
 
     def claim(self, me: Member) -> Member:
         """Claim a rank, unless that is done; return the process that holds it."""
-        text = self.store.compare_set(f"claim/{me.rank}", "", me.to_json())
+        text = self.store.compare_set(claim_key(me.rank), "", me.to_json())
         holder = Member.from_json(text, me.rank)
         if holder.nonce == me.nonce:
             add(self.store, "claims", 1)
@@ -57,7 +57,7 @@ class Generation:
 
     def holder(self, rank: int) -> Member | None:
         """Return the process that claims a rank, None if there is none yet."""
-        key = f"claim/{rank}"
+        key = claim_key(rank)
         if not self.store.check([key]):
             return None
         return Member.from_json(self.store.get(key), rank)
@@ -115,8 +115,8 @@ class Generation:
     def await_readers(self, readers: int, seconds: float) -> None:
         """Count this rank among those that have read why the job is off; wait until so many have, at most so long."""
         heard = self.count_as_reader()
-        end = time.monotonic() + seconds
-        while heard < readers and time.monotonic() < end:
+        deadline = time.monotonic() + seconds
+        while heard < readers and time.monotonic() < deadline:
             time.sleep(0.01)
             heard = add(self.store, "heard", 0)
 
@@ -136,7 +136,7 @@ class Generation:
             return list(self.store.list_keys())
         names = ["claims", "left"]
         for rank in range(len(self.members())):
-            names += [f"claim/{rank}", f"group//cpu//0/{rank}"]
+            names += [claim_key(rank), f"group//cpu//0/{rank}"]
         names.append("members")
         return names
 

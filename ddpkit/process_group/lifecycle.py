@@ -153,7 +153,8 @@ def _install_hooks(job: Job) -> None:
 def teardown() -> None:
     """Leave the job and destroy the group that `setup()` made; harmless when there is none. Runs at exit by itself.
 
-    It waits for nobody, but rank 0 stays for at most 2 s if it hosts the store and others are still leaving.
+    It waits for no other rank, except that rank 0 stays for at most 2 s if it hosts the store and others are still
+    leaving. After a failure, or if the store does not answer, it may take a few seconds.
 
     Where it is called in an `except` or `finally` block, ranks that wait for this one hear of the exception. If the
     process then ends with an exit code other than 0, that was its failure, and all ranks hear of it.
@@ -206,20 +207,31 @@ def _remove_exit_hooks(job: Job) -> None:
 
 
 def _at_exit() -> None:
-    """Leave when the interpreter ends; it still holds the exception that nobody has caught."""
-    global _departed
+    """Leave when the interpreter ends."""
     job = _job or _departed
     session = None if job is None else job.own_session()
     if job is None or session is None:
         return
-    error = last_error()
-    if error is None or id(error) == job.former_error:
-        error = None
-    elif session.failures.known is None:
-        fill_error_file(error)
+    error = _uncaught_error(job, session)
     if job is _job:
         _leave(error, at_exit=True)
-        return
+    else:
+        _finish_departed(job, session, error)
+
+
+def _uncaught_error(job: Job, session: Session) -> BaseException | None:
+    """Return the exception that nobody has caught in this job; let torchrun show it if no rank failed before."""
+    error = last_error()
+    if error is None or id(error) == job.former_error:
+        return None
+    if session.failures.known is None:
+        fill_error_file(error)
+    return error
+
+
+def _finish_departed(job: Job, session: Session, error: BaseException | None) -> None:
+    """Tell the ranks of a job that `teardown()` has left while an exception was handled how this process ends."""
+    global _departed
     _departed = None
     _remove_exit_hooks(job)
     if session.failures.known is not None:

@@ -37,9 +37,9 @@ class Member:
 
     Attributes:
         rank: The number that it claims.
-        world_size: Number of ranks in the job, as it was told.
-        run_id: Identity of the run, if it was told one.
-        under_agent: Whether the store is torchrun's or spawn's, which outlives a restart of the ranks.
+        world_size: Number of ranks in the job, as its environment says.
+        run_id: Identity of the run, if its environment names one.
+        store_outlives_ranks: Whether torchrun or spawn hosts the store, so that it outlives a restart of the ranks.
         watch: Whether it has a monitor.
         monitor_address: Where rank 0's monitor listens.
         host: The name of its machine.
@@ -53,7 +53,7 @@ class Member:
     rank: int
     world_size: int
     run_id: str | None
-    under_agent: bool
+    store_outlives_ranks: bool
     watch: bool = True
     monitor_address: tuple[str, int] | None = None
     host: str = field(default_factory=socket.gethostname)
@@ -69,7 +69,7 @@ class Member:
     @classmethod
     def from_json(cls, text: bytes | str, rank: int) -> Member:
         """Read the claim of this rank, as it stands in the store."""
-        key = f"claim/{rank}"
+        key = claim_key(rank)
         member = cls.from_fields(parse(text, key, MEMBER))
         if member.rank != rank:
             refuse_text(text, key)
@@ -104,6 +104,11 @@ class Member:
 
     def _is_here(self) -> bool:
         return (self.host, self.machine) == (socket.gethostname(), _machine())
+
+
+def claim_key(rank: int) -> str:
+    """Return the key under which a process claims a rank."""
+    return f"claim/{rank}"
 
 
 MEMBER = get_type_hints(Member)  # the form of its JSON

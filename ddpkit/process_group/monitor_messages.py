@@ -32,8 +32,7 @@ class Message:
 class Lines:
     """Cuts a stream at its newlines, wherever it was split; of a line that is too long nothing is kept."""
 
-    def __init__(self, longest: int = LONGEST) -> None:
-        self._longest = longest
+    def __init__(self) -> None:
         self._rest = bytearray()
         self._too_long = False
 
@@ -55,7 +54,7 @@ class Lines:
         return bytes(self._rest)
 
     def _keep(self, piece: bytes) -> None:
-        if len(self._rest) + len(piece) > self._longest:
+        if len(self._rest) + len(piece) > LONGEST:
             self._too_long = True
             self._rest.clear()
         if not self._too_long:

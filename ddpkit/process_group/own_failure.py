@@ -28,8 +28,9 @@ _BROKEN = re.compile(  # torch raises plain RuntimeErrors, too
     r"|^\[.*ProcessGroup"
 )
 _BY_PEERS = re.compile("timed? ?out|connection|closed|reset|remote|abort|pipe", re.IGNORECASE)
-_PATIENCE = timedelta(seconds=3)  # in which all ranks notice that a collective broke: its end closes their connections
-_SHOWN = 100_000  # characters of a message in torchrun's report: a peer's holds its traceback
+# in which all ranks notice that a collective broke: its end closes their connections
+_ALL_NOTICE = timedelta(seconds=3)
+_REPORT_LENGTH = 100_000  # characters of a message in torchrun's report: a peer's holds its traceback
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = (_PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
@@ -54,7 +55,9 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
         cause = cause_of(inner, session)
         if cause:
             return cause
-    if error is session.failures.explained or not _is_of_broken_collective(error):  # the former is on its way up
+    if error is session.failures.explained:  # by a block that it left on its way up
+        return None
+    if not _is_of_broken_collective(error):
         return None
     session.failures.explained = error
     call, place = _called(error)
@@ -78,7 +81,7 @@ def _compare_places(error: BaseException, place: str, session: Session) -> Ddpki
         The error to raise instead: one rank is absent, or the ranks were in different collectives. None if neither.
     """
     try:
-        places = session.exchange(place, "broken collective", _PATIENCE)
+        places = session.exchange(place, "broken collective", _ALL_NOTICE)
     except BarrierTimeoutError as late:
         return _absent(error, late, session.rank)
     except DdpkitError as cause:
@@ -155,7 +158,7 @@ def fill_error_file(error: BaseException) -> None:
     if isinstance(error, PeerError):  # torchrun calls the earliest one the root cause
         seconds += 1
     message = {
-        "message": f"{type(error).__name__}: {message_of(error, _SHOWN)}",
+        "message": f"{type(error).__name__}: {message_of(error, _REPORT_LENGTH)}",
         "extraInfo": {"py_callstack": trace_of(error), "timestamp": f"{seconds}"},
     }
     with suppress(OSError), open(path, "w") as file:

@@ -11,15 +11,16 @@ T = TypeVar("T")
 
 
 class Pause:
-    """Sleeps between polls: 50 microseconds at first, 20 milliseconds in the end."""
+    """Sleeps between polls: by default 50 microseconds at first, 20 milliseconds in the end."""
 
-    def __init__(self) -> None:
-        self.seconds = 50e-6
+    def __init__(self, first: float = 50e-6, longest: float = 0.02) -> None:
+        self._seconds = first
+        self._longest = longest
 
     def __call__(self) -> None:
         """Sleep, a little longer than the last time."""
-        time.sleep(self.seconds)
-        self.seconds = min(1.3 * self.seconds, 0.02)
+        time.sleep(self._seconds)
+        self._seconds = min(1.3 * self._seconds, self._longest)
 
 
 def _nothing() -> None:
@@ -31,7 +32,7 @@ def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[],
 
     Args:
         work: It may never return, because a process that it asks is stopped.
-        seconds: After so many `TimeoutError` is raised and the thread left to itself.
+        seconds: Time limit; after it `TimeoutError` is raised and the thread abandoned.
         check: Called about once a second meanwhile; it ends the wait by raising.
     """
     results: list[T] = []
@@ -44,14 +45,14 @@ def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[],
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     try:
         thread.start()
     except RuntimeError:  # Python 3.12.0 and 3.12.1 start none at exit
         run()
     else:
-        while thread.is_alive() and (left := end - time.monotonic()) > 0:
-            thread.join(min(left, 1.0))
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(min(deadline - time.monotonic(), 1.0))
             check()
     if errors:
         raise errors[0]

@@ -19,11 +19,11 @@ from ..errors import LaunchError
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 from .generation import Generation
-from .member import Member
+from .member import Member, claim_key
 from .polling import Pause, call_with_timeout
 from .store_values import refuse_text
 
-_GRACE = 5.0  # seconds beyond the time-out in which the store must say that it is up
+_STORE_GRACE = 5.0  # seconds beyond the time-out in which the store must say that it is up
 
 
 class StartedByRank(LaunchError):
@@ -57,7 +57,7 @@ def join(
     """
     deadline = time.monotonic() + timeout.total_seconds()
     meet = _collect_claims if me.rank == 0 else _claim_until_accepted
-    seconds = timeout.total_seconds() + _GRACE
+    seconds = timeout.total_seconds() + _STORE_GRACE
     try:
         return call_with_timeout(
             lambda: meet(store, me, deadline, timeout),
@@ -105,9 +105,9 @@ def _collect_claims(
             raise StartedByRank(starter)
         store = dist.HashStore()  # a job of its own, of one rank
     generation = Generation.new(store)
-    generation.store.set("claim/0", me.to_json())
+    generation.store.set(claim_key(0), me.to_json())
     members = {0: me}
-    readers = 0 if me.under_agent else me.world_size
+    readers = 0 if me.store_outlives_ranks else me.world_size
     pause = Pause()
     while len(members) < me.world_size:
         _read_new_claims(generation, me, members)
@@ -123,7 +123,8 @@ def _collect_claims(
 
 
 def _read_new_claims(generation: Generation, me: Member, members: dict[int, Member]) -> None:
-    if generation.claims_of_others() < len(members):
+    known_others = len(members) - 1
+    if generation.claims_of_others() <= known_others:
         return
     for rank in range(me.world_size):
         if rank in members:
@@ -189,7 +190,7 @@ def _claim(generation: Generation, me: Member) -> bool:
         return False
     alive = holder.is_alive()
     # on another host that cannot be seen; an agent gives a number again only when its holder has ended
-    perhaps_alive = alive is None and not me.under_agent
+    perhaps_alive = alive is None and not me.store_outlives_ranks
     if (alive or perhaps_alive) and not generation.is_over():
         _refuse_second_claim(generation, me, holder)
     if alive is False and not generation.is_complete():  # others may wait for it
@@ -237,6 +238,6 @@ def _refuse_second_claim(generation: Generation, me: Member, holder: Member) -> 
 
 
 def _say_who_is_absent(generation: Generation, world_size: int, timeout: timedelta) -> str:
-    absent = [rank for rank in range(world_size) if not generation.store.check([f"claim/{rank}"])]
+    absent = [rank for rank in range(world_size) if not generation.store.check([claim_key(rank)])]
     advice = "Are they running, with this MASTER_ADDR and MASTER_PORT?"
     return f"Ranks {absent} of {world_size} did not join within {timeout}. {advice}"

@@ -37,12 +37,12 @@ class Session(Waits):
         rank: int,
         hosts: Sequence[str],
         timeout: timedelta,
-        nodes: Sequence[object] | None = None,
-        orphaned: Callable[[], str] = str,
+        nodes: Sequence[object],
+        orphaned: Callable[[], str],
     ) -> None:
         super().__init__(store, rank, hosts, orphaned)
         self.timeout = timeout
-        self.nodes = hosts if nodes is None else nodes
+        self.nodes = nodes
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self._pid = os.getpid()
         self._counts: dict[str, int] = {}
@@ -113,7 +113,7 @@ class Session(Waits):
         if failure is not None and failure.type == "lost":  # it counts itself out no more
             expected -= 1
         pause = Pause()
-        end = time.monotonic() + _LINGER
-        while left < expected and time.monotonic() < end:
+        deadline = time.monotonic() + _LINGER
+        while left < expected and time.monotonic() < deadline:
             pause()
             left = add(self.store, "left", 0)

@@ -19,6 +19,7 @@ from contextlib import suppress
 
 from ..errors import LaunchError
 
+LOOPBACKS = ("lo", "lo0")  # names of the loopback interface
 SETTLE = 0.5  # seconds in which collectives that can still end do
 
 
@@ -98,7 +99,7 @@ def send_exit_code(descriptors: Iterable[int]) -> None:
     libc.fdopen.restype = ctypes.c_void_p
     for descriptor in descriptors:
         stream = libc.fdopen(descriptor, b"w")
-        if stream:
+        if stream:  # void on_exit(void (*f)(int exit_code, void *stream), void *stream), and f is fputc
             libc.on_exit(libc.fputc, ctypes.c_void_p(stream))
 
 

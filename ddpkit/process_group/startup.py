@@ -30,9 +30,9 @@ from .own_failure import fill_error_file
 from .polling import call_with_timeout
 from .rendezvous import complete_launch, join, raise_if_orphaned
 from .session import Session
-from .sockets import connect_to_monitor, is_loopback, listen, sockets
+from .sockets import LOOPBACKS, connect_to_monitor, is_loopback, listen, sockets
 from .store_values import without_prefixes
-from .tcp_store import PortTaken, find_master, has_agent, open_store, reachable
+from .tcp_store import PortTaken, find_master, open_store, reachable, store_outlives_ranks
 
 log = logging.getLogger(__name__)
 _OLDEST_TORCH = (2, 6)  # the first with torch.accelerator; also in pyproject.toml
@@ -110,7 +110,7 @@ def assemble(job: Job, launch: Launch) -> None:
     """Join the job, filling in `job` step by step, so that what there is can be ended if a step fails."""
     asked = job.asked
     adopted = dist.is_initialized()
-    is_host = launch.rank == 0 and not has_agent(launch)
+    is_host = launch.rank == 0 and not store_outlives_ranks(launch)
     agent = _agent_of(launch)
     orphaned: Callable[[], str] = agent.lost if agent else str
     if adopted:
@@ -172,11 +172,12 @@ def _join(
 ) -> tuple[list[Member], socket.socket | None]:
     """Learn who the members are; return them and, on rank 0, the socket on which its monitor listens."""
     timeout = job.asked.timeout
-    listener, address = None, None
+    listener = None
+    address = None
     if job.asked.watch and launch.rank == 0:
         listener, address = _listen_for_monitors(launch, opened)
     run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
-    me = Member(launch.rank, launch.world_size, run_id, has_agent(launch), job.asked.watch, address)
+    me = Member(launch.rank, launch.world_size, run_id, store_outlives_ranks(launch), job.asked.watch, address)
     try:
         store, members = join(opened.store, me, timeout, orphaned)
     except BaseException:
@@ -206,8 +207,8 @@ def _start_monitor(job: Job, first: Member, listener: socket.socket | None) -> N
     if job.session is None or first.monitor_address is None:
         return
     timeout = job.asked.timeout
-    end = listener or connect_to_monitor(*first.monitor_address, timeout.total_seconds())
-    job.monitor = Monitor(job.session, first.nonce, end, fill_error_file)
+    sock = listener or connect_to_monitor(*first.monitor_address, timeout.total_seconds())
+    job.monitor = Monitor(job.session, first.nonce, sock, fill_error_file)
     job.monitor.wait(timeout)
 
 
@@ -228,7 +229,7 @@ def set_threads(asked: int | None, sharers: int, cores: int) -> None:
         return
     threads = max(1, cores // sharers)
     torch.set_num_threads(threads)
-    log.info("CPU threads of each rank: %d, for %d ranks share %d cores", threads, sharers, cores)
+    log.info("using %d CPU threads per rank: %d ranks share %d cores", threads, sharers, cores)
 
 
 def _make_group(job: Job, device: torch.device, backend: str) -> None:
@@ -257,17 +258,17 @@ def _gloo_on_loopback(one_node: bool) -> Iterator[None]:
 
     Where the user names one, that stands, also if another thread does so meanwhile.
     """
-    name = "GLOO_SOCKET_IFNAME"
-    former = os.environ.get(name)
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if not one_node or former or loopback is None:
+    variable = "GLOO_SOCKET_IFNAME"
+    former = os.environ.get(variable)
+    loopbacks = [name for _, name in socket.if_nameindex() if name in LOOPBACKS]
+    if former or not one_node or not loopbacks:
         yield
         return
-    os.environ[name] = loopback
+    os.environ[variable] = loopbacks[0]
     try:
         yield
     finally:
-        if os.environ.get(name) == loopback:
-            os.environ.pop(name)
-            if former is not None:
-                os.environ[name] = former
+        if os.environ.get(variable) == loopbacks[0]:
+            del os.environ[variable]
+            if former is not None:  # but empty
+                os.environ[variable] = former

@@ -1,7 +1,8 @@
 """Waits of all ranks for each other, on torch's key-value store: barriers, and what is built on them.
 
-Each rank adds its bit to a counter. So the first rank whose time is up, or that has failed, can name the missing; it
-sets a flag in the counter and writes down why, and all ranks raise, also those that come later.
+Each rank adds its bit to a counter, so the ranks that are missing are known. A rank whose time is up, or that has
+failed, breaks the barrier: the key `broken` chooses the first of several such ranks, which sets a flag in the counter
+and writes its reason under `why`. All ranks then raise that, also those that come later.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class StoreBarrier:
         firsts = range(0, self._world_size, _RANKS_PER_COUNTER)
         self.counters = [f"{key}/{first}" for first in firsts]
         self._all = [(1 << min(_RANKS_PER_COUNTER, self._world_size - first)) - 1 for first in firsts]
-        self._bits: list[int] = []  # of each counter, at the last look
+        self._arrived_bits: list[int] = []  # of each counter, when last read
         self._note = f"waits/{waits.rank}"  # where this rank says where it waits
         self._note_at = 0.0
         self._noted = False
@@ -68,7 +69,7 @@ class StoreBarrier:
 
     def call_off(self, failure: Failure) -> None:
         """Tell the others that this rank has failed. It does not arrive, so that nobody finds the barrier complete."""
-        if self._is_first_to_break():
+        if self._may_give_reason():
             add(self._store, self.counters[0], _BROKEN)
             self._store.set(f"{self._key}/why", failure.to_json())
 
@@ -76,13 +77,13 @@ class StoreBarrier:
         """Return True if all have arrived, None if not; raise if that cannot be any more."""
         self._say_where()
         left = list(self._waits.failures.left)  # before the look, because who leaves has arrived before
-        self._bits = self._look()
-        for counter, bits, complete in zip(self.counters, self._bits, self._all, strict=True):
+        self._arrived_bits = self._read_counters()
+        for counter, bits, complete in zip(self.counters, self._arrived_bits, self._all, strict=True):
             if bits & ~(complete | _BROKEN):
                 refuse_text(f"{bits}", counter)
-        if self._bits[0] & _BROKEN:
+        if self._arrived_bits[0] & _BROKEN:
             return self._explain()
-        if self._bits == self._all:
+        if self._arrived_bits == self._all:
             return True
         absent = self._absent()
         for rank in left:
@@ -99,7 +100,7 @@ class StoreBarrier:
         if self._noted and self._refusal and self._store.check([self._refusal]):
             raise Failure.from_json(self._store.get(self._refusal), self._refusal).to_error()
 
-    def _look(self) -> list[int]:
+    def _read_counters(self) -> list[int]:
         bits = [add(self._store, counter, 0) for counter in reversed(self.counters)]
         return bits[::-1]  # the first was read last: it holds the flag
 
@@ -107,23 +108,23 @@ class StoreBarrier:
         absent = []
         for rank in range(self._world_size):
             counter, place = divmod(rank, _RANKS_PER_COUNTER)
-            if not self._bits[counter] >> place & 1:
+            if not self._arrived_bits[counter] >> place & 1:
                 absent.append(rank)
         return absent
 
     def _give_up(self) -> bool:
         """Break the barrier, for the time is up."""
-        if self._is_first_to_break():
+        if self._may_give_reason():
             first, *others = self.counters
-            self._bits = [add(self._store, first, _BROKEN)]
-            self._bits += [add(self._store, counter, 0) for counter in others]
+            self._arrived_bits = [add(self._store, first, _BROKEN)]
+            self._arrived_bits += [add(self._store, counter, 0) for counter in others]
             absent = self._absent()
             seconds = self._timeout.total_seconds()
             why = {"missing": absent, "seconds": seconds, "elsewhere": self._elsewhere(absent)}
             self._store.set(f"{self._key}/why", json.dumps(why))
         return self._explain()
 
-    def _is_first_to_break(self) -> bool:
+    def _may_give_reason(self) -> bool:
         return add(self._store, f"{self._key}/broken", 1) == 1  # the first reason stands
 
     def _elsewhere(self, missing: Sequence[int]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..errors import LaunchError
 from .polling import call_with_timeout
 
-_LONGEST = 8 << 20  # bytes that the store takes at once; it has more only if somebody appends
+_VALUE_BYTES = 8 << 20  # bytes that the store takes at once; it has more only if somebody appends
 
 
 def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any]) -> dict[str, 
     Raises:
         LaunchError: If the text has none of these forms.
     """
-    if len(text) > _LONGEST:
+    if len(text) > _VALUE_BYTES:
         refuse_text(text, key)
     try:
         found = json.loads(text)

@@ -15,7 +15,7 @@ from ..errors import LaunchError
 from ..launch.launch import Launch
 from ..launch.reading import derive_port
 from . import pmi
-from .polling import call_with_timeout
+from .polling import Pause, call_with_timeout
 
 log = logging.getLogger(__name__)
 _NAME_PATIENCE = 60.0  # seconds: a headless service's name may appear late
@@ -35,14 +35,14 @@ _JOB_IDS = (  # they differ between the jobs that a launcher runs on one node at
 class PortTaken(LaunchError):
     """Rank 0 found somebody else at MASTER_PORT."""
 
-    def __init__(self, message: str, address: str = "", port: int = 0) -> None:
+    def __init__(self, message: str, address: str, port: int) -> None:
         super().__init__(message)
         self.address = address
         self.port = port
 
 
-def has_agent(launch: Launch) -> bool:
-    """Return whether the process that started the ranks hosts the store, and outlives their restart."""
+def store_outlives_ranks(launch: Launch) -> bool:
+    """Return whether the process that started the ranks hosts the store, so that it outlives their restart."""
     return launch.kind == "spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -110,7 +110,7 @@ def connect(address: str, port: int, timeout: timedelta) -> dist.Store:
 def wait_for_listener(address: str, port: int, deadline: float) -> None:
     """Wait until somebody listens there; torch's own client would log C++ stacks and wait for twice the time-out."""
     start = time.monotonic()
-    pause = 0.02
+    pause = Pause(0.02, 1.0)
     logged = False
     while True:
         left = deadline - time.monotonic()
@@ -127,8 +127,7 @@ def wait_for_listener(address: str, port: int, deadline: float) -> None:
         if not logged and waited > _NEWS:
             log.warning("waiting for rank 0 at %s:%d", address, port)
             logged = True
-        time.sleep(pause)
-        pause = min(1.5 * pause, 1.0)
+        pause()
 
 
 def _resolve(address: str, patience: float) -> None:

@@ -16,7 +16,7 @@ from .failures import Failures
 from .polling import Pause
 
 T = TypeVar("T")
-_PATIENCE = timedelta(seconds=1.5)  # in which the monitor learns why a connection broke
+_CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time in which the monitor learns why a connection broke
 
 
 class Waits:
@@ -29,7 +29,7 @@ class Waits:
         orphaned: Returns what became of the process that must outlive this one, "" while it lives.
     """
 
-    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], orphaned: Callable[[], str] = str) -> None:
+    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], orphaned: Callable[[], str]) -> None:
         self.store = store
         self.rank = rank
         self.hosts = hosts
@@ -44,17 +44,20 @@ class Waits:
     def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
         """Poll until `ready()` is not None and return that; raise a peer's failure; let `late()` decide after that."""
         pause = Pause()
-        end = time.monotonic() + timeout.total_seconds()
-        while (value := ready()) is None:
-            if self.failures.look_up():
-                value = ready()
-                if value is not None:  # the peer failed after it had come here
-                    break
-                self.failures.raise_if_known()
-            if time.monotonic() > end:
+        deadline = time.monotonic() + timeout.total_seconds()
+        failure = None
+        while True:
+            value = ready()
+            if value is not None:
+                return value
+            if failure:
+                raise failure.to_error()
+            failure = self.failures.look_up()
+            if failure:  # of a peer that may have come here before it failed
+                continue
+            if time.monotonic() > deadline:
                 return late()
             pause()
-        return value
 
     @contextmanager
     def bounded(self, timeout: timedelta) -> Iterator[None]:
@@ -68,17 +71,17 @@ class Waits:
 
     def find_cause(self) -> DdpkitError | None:
         """Wait until it is known who failed or left: the cause of a broken connection. None if nobody did."""
-        with self._deadline(_PATIENCE) as end:
-            return self.failures.find_cause(end)
+        with self._deadline(_CAUSE_TIMEOUT) as deadline:
+            return self.failures.find_cause(deadline)
 
     @contextmanager
     def _deadline(self, timeout: timedelta) -> Iterator[float]:
         thread = threading.get_ident()
-        end = time.monotonic() + timeout.total_seconds()
+        deadline = time.monotonic() + timeout.total_seconds()
         outer = self._deadlines.get(thread)
-        self._deadlines[thread] = end
+        self._deadlines[thread] = deadline
         try:
-            yield end
+            yield deadline
         finally:
             if outer is None:
                 del self._deadlines[thread]

@@ -117,9 +117,10 @@ def test_lines_are_the_same_wherever_the_stream_is_split(lines: list[bytes], dat
 
 
 def test_a_line_that_is_too_long_is_left_out_and_the_next_is_heard() -> None:
-    splitter = Lines(longest=10)
-    pieces = [b"a" * 6, b"a" * 6, b"a" * 1000, b"a\nshort\n", b"b" * 11 + b"\n", b"0123456789\n"]
-    assert [splitter.feed(piece) for piece in pieces] == [[], [], [], [b"short"], [], [b"0123456789"]]
+    splitter = Lines()
+    half, longest = b"a" * (LONGEST // 2 + 1), b"c" * LONGEST
+    pieces = [half, half, half, b"a\nshort\n", b"b" + longest + b"\n", longest + b"\n"]
+    assert [splitter.feed(piece) for piece in pieces] == [[], [], [], [b"short"], [], [longest]]
 
 
 @pytest.mark.parametrize(

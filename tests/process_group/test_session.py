@@ -23,7 +23,7 @@ def on_threads(world_size: int, fn: Callable[[Session], Any]) -> tuple[list[Any]
         client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
         hosts = [f"host{rank}" for rank in range(world_size)]
         try:
-            results[rank] = fn(Session(client, rank, hosts, timedelta(seconds=120)))
+            results[rank] = fn(Session(client, rank, hosts, timedelta(seconds=120), nodes=hosts, orphaned=str))
         except Exception as error:
             results[rank] = error
 

@@ -26,7 +26,7 @@ from ...process_group.job import Context
 from ...process_group.lifecycle import distributed, exchange
 from ...process_group.options import checked_backend, checked_device
 from ...process_group.startup import offer_store, unnested_launch
-from ...process_group.tcp_store import find_master, has_agent, open_store
+from ...process_group.tcp_store import find_master, open_store, store_outlives_ranks
 from ...spawning.spawn import spawn
 from ..terminal import count
 from . import job_checks, machine_checks, network_checks
@@ -180,7 +180,7 @@ def _devices_for_two(asked: str | None) -> tuple[str | None, str, list[str]]:
 
 def _check_job(report: Report, launch: Launch, args: argparse.Namespace) -> None:
     """Check the job that was launched, on every rank. Collective, as far as ranks come."""
-    hosts_store = launch.rank == 0 and not has_agent(launch)
+    hosts_store = launch.rank == 0 and not store_outlives_ranks(launch)
     _check_here(report, checks_ports=hosts_store and launch.master_port is not None)
     if any(check.name == "ports" and check.status == "failed" for check in report.checks):
         report.skip_rest("rank 0 cannot listen at its port")
@@ -248,7 +248,7 @@ def _open_store(report: Report, launch: Launch, hosts_store: bool) -> dist.Store
         store, address, port = find_master(launch, report.time_left())
     if hosts_store:
         store.set(MARK, "")
-    elif not has_agent(launch):
+    elif not store_outlives_ranks(launch):
         _await_mark(store, report, f"{address}:{port}")
     offer_store(launch, store, address, port)
     role = "this rank hosts the store" if hosts_store else "reached"

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ...process_group.sockets import LOOPBACKS
 from .check import Check, set_variables
 
 _DEFAULT_PORT = 29500  # torch's
 _SIOCGIFADDR = 0x8915
-_LOOPBACKS = ("lo", "lo0")
 _LISTENS = "0A"  # in /proc/net/tcp
 
 
@@ -33,7 +33,7 @@ def interface() -> Check:
     chosen = _chosen_interface(here, addresses)
     found = _describe_choice(host, addresses, chosen)
     problem = ""
-    if not chosen or chosen in _LOOPBACKS:
+    if not chosen or chosen in LOOPBACKS:
         problem = "other nodes cannot reach it"
     if chosen and _is_down(chosen):
         problem = "is down"
@@ -89,7 +89,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def _is_loopback(name: str) -> bool:
-    return name in _LOOPBACKS
+    return name in LOOPBACKS
 
 
 def resolve(name: str) -> list[str]:
