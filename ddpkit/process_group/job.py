@@ -65,10 +65,10 @@ class Job:
     """A job: what `setup()` makes and `teardown()` ends.
 
     Attributes:
-        context: Where this process stands in it.
+        launch: How this process was started; with all places filled in once the ranks have met.
         asked: The arguments of `setup()`.
+        context: Where this process stands in it.
         group: Returns the process group that it belongs to, as long as that lives; one process has none.
-        launch: How this process was started, with all places filled in.
         session: Where its ranks meet; one process has none.
         monitor: The thread that hears of failures.
         control: The device on which small control messages travel, if that is not the CPU.
@@ -80,10 +80,10 @@ class Job:
         finalizer: Runs where a child of multiprocessing ends.
     """
 
-    context: Context
+    launch: Launch
     asked: Options
+    context: Context
     group: Callable[[], Any] = no_group
-    launch: Launch | None = None
     session: Session | None = None
     monitor: Monitor | None = None
     control: torch.device | None = None

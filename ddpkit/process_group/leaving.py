@@ -10,19 +10,20 @@ import torch.distributed as dist
 from ..torch_internals import abort_group
 from .failures import Failure
 from .job import Job
+from .session import Session
 from .sockets import cut
 
 
-def say_goodbye(job: Job, error: BaseException | None, at_exit: bool) -> None:
+def say_goodbye(job: Job, session: Session, error: BaseException | None, at_exit: bool) -> None:
     """Tell the other ranks that this one leaves.
 
     Args:
         job: That it leaves.
+        session: The one of the job.
         error: The exception that it is handling, or that has ended it, if the others do not know it.
         at_exit: Whether the process is ending, so that its exit code tells whether it has failed.
     """
-    session, monitor = job.session, job.monitor
-    assert session is not None
+    monitor = job.monitor
     reason = None if error is None else Failure.of(session.rank, error)
     if monitor is None:
         if reason and at_exit:
@@ -36,12 +37,11 @@ def say_goodbye(job: Job, error: BaseException | None, at_exit: bool) -> None:
         monitor.depart(None if job.interrupted else reason)
 
 
-def destroy_group(job: Job) -> None:
+def destroy_group(job: Job, session: Session) -> None:
     """Destroy the process group, if `setup()` made it and it is still there."""
-    assert job.session is not None
     if not job.owns_group or not dist.is_initialized() or not job.is_current():
         return
-    failed = job.session.failures.known is not None
+    failed = session.failures.known is not None
     if failed and "nccl" in str(job.context.backend):
         abort_group()  # destroying would wait for operations that cannot end
     else:
@@ -49,4 +49,4 @@ def destroy_group(job: Job) -> None:
         # later versions where a DDP model ends that held the group
         time.sleep(0.1 if torch.__version__ < "2.13" else 0.02)
         dist.destroy_process_group()
-    cut(job.session.connections)  # a DDP model holds the group until the process has ended
+    cut(session.connections)  # a DDP model holds the group until the process has ended

@@ -104,14 +104,14 @@ def _join(asked: Options) -> Job:
     _leave()
     _close_departed()
     launch = ranks.launch_of_group() if dist.is_initialized() else checked_launch()
-    job = Job(context_of(launch, torch.device("cpu")), asked)
+    job = Job(launch, asked, context_of(launch, torch.device("cpu")))
     try:
         if launch.world_size == 1 and launch.master_addr is None and not dist.is_initialized():
             job.context = context_of(launch, choose_device(asked.device, 0, 1))
             set_threads(asked.num_threads, 1, 1)
         else:
             _let_children_keep_garbage()
-            assemble(job, launch)
+            assemble(job)
             _install_hooks(job)
     except BaseException as error:
         _job = job
@@ -124,7 +124,7 @@ def _join(asked: Options) -> Job:
             raise cause from error
         raise
     _job = job
-    ranks.set_launch(job.launch or launch)
+    ranks.set_launch(job.launch)
     if ranks.is_main_process():
         log.info("joined\n%s", job.context)
     return job
@@ -193,8 +193,8 @@ def _leave(error: BaseException | None = None, at_exit: bool = False) -> None:
         _remove_exit_hooks(job)
     else:
         _departed = job
-    say_goodbye(job, None if failed else error, at_exit)
-    destroy_group(job)  # before lingering: it frees ranks stuck with us
+    say_goodbye(job, session, None if failed else error, at_exit)
+    destroy_group(job, session)  # before lingering: it frees ranks stuck with us
     session.leave(job.hosts_store)
     if job.monitor and at_exit:
         job.monitor.hand_over()
@@ -236,7 +236,7 @@ def _finish_departed(job: Job, session: Session, error: BaseException | None) ->
     _remove_exit_hooks(job)
     if session.failures.known is not None:
         error = None
-    say_goodbye(job, error, at_exit=error is not None or not job.interrupted)
+    say_goodbye(job, session, error, at_exit=error is not None or not job.interrupted)
     if job.monitor:
         job.monitor.hand_over()
 

@@ -106,9 +106,10 @@ def _agent_of(launch: Launch) -> Agent | None:
     return find_agent(os.environ, os.getpid())
 
 
-def assemble(job: Job, launch: Launch) -> None:
+def assemble(job: Job) -> None:
     """Join the job, filling in `job` step by step, so that what there is can be ended if a step fails."""
     asked = job.asked
+    launch = job.launch
     adopted = dist.is_initialized()
     is_host = launch.rank == 0 and not store_outlives_ranks(launch)
     agent = _agent_of(launch)
@@ -118,17 +119,16 @@ def assemble(job: Job, launch: Launch) -> None:
     else:
         opened = _open_store(launch, is_host, asked.timeout, orphaned)
 
-    members, listener = _join(job, launch, opened, orphaned)
+    session, members, listener = _join(job, opened, orphaned)
     job.hosts_store = is_host and not adopted
     if asked.watch:
-        _start_monitor(job, members[0], listener)
-    assert job.session is not None and job.launch is not None
+        _start_monitor(job, session, members[0], listener)
     backend_asked = _backend_of_group() if adopted else asked.backend
-    device, backend = choose_together(job.session, job.launch, asked.device, backend_asked)
+    device, backend = choose_together(session, job.launch, asked.device, backend_asked)
     bind_device(device)
     _share_cores(asked.num_threads, members[launch.rank], members)
     if not adopted:
-        _make_group(job, device, backend)
+        _make_group(job, session, device, backend)
 
     master = f"{opened.address}:{opened.port}" if opened.address else None
     job.context = context_of(job.launch, device, backend, master)
@@ -168,9 +168,10 @@ def _open_store(launch: Launch, is_host: bool, timeout: timedelta, orphaned: Cal
 
 
 def _join(
-    job: Job, launch: Launch, opened: OpenStore, orphaned: Callable[[], str]
-) -> tuple[list[Member], socket.socket | None]:
+    job: Job, opened: OpenStore, orphaned: Callable[[], str]
+) -> tuple[Session, list[Member], socket.socket | None]:
     """Learn who the members are; return them and, on rank 0, the socket on which its monitor listens."""
+    launch = job.launch
     timeout = job.asked.timeout
     listener = None
     address = None
@@ -186,10 +187,11 @@ def _join(
         raise
     hosts = [member.host for member in members]
     nodes = [member.node for member in members]
-    job.session = Session(store, me.rank, hosts, timeout, nodes, orphaned)
+    session = Session(store, me.rank, hosts, timeout, nodes, orphaned)
+    job.session = session
     job.group = reference(current_group())
     job.launch = complete_launch(launch, me, members)
-    return members, listener
+    return session, members, listener
 
 
 def _listen_for_monitors(launch: Launch, opened: OpenStore) -> tuple[socket.socket, tuple[str, int]]:
@@ -203,12 +205,12 @@ def _listen_for_monitors(launch: Launch, opened: OpenStore) -> tuple[socket.sock
     return listen(reachable(address, port), one_node or is_loopback(address))
 
 
-def _start_monitor(job: Job, first: Member, listener: socket.socket | None) -> None:
-    if job.session is None or first.monitor_address is None:
+def _start_monitor(job: Job, session: Session, first: Member, listener: socket.socket | None) -> None:
+    if first.monitor_address is None:
         return
     timeout = job.asked.timeout
     sock = listener or connect_to_monitor(*first.monitor_address, timeout.total_seconds())
-    job.monitor = Monitor(job.session, first.nonce, sock, fill_error_file)
+    job.monitor = Monitor(session, first.nonce, sock, fill_error_file)
     job.monitor.wait(timeout)
 
 
@@ -232,9 +234,8 @@ def set_threads(asked: int | None, sharers: int, cores: int) -> None:
     log.info("using %d CPU threads per rank: %d ranks share %d cores", threads, sharers, cores)
 
 
-def _make_group(job: Job, device: torch.device, backend: str) -> None:
-    session, launch = job.session, job.launch
-    assert session is not None and launch is not None
+def _make_group(job: Job, session: Session, device: torch.device, backend: str) -> None:
+    launch = job.launch
     options: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size}
     options["timeout"] = job.asked.timeout
     if device.index is not None and re.search("nccl|xccl", backend):
