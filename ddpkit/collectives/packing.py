@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .ordering import number_keys, numbers_from_keys, tensor_from_keys, tensor_keys
+from .minmax_keys import number_keys, numbers_from_keys, tensor_from_keys, tensor_keys
 from .tensors import concatenate
 
 Buffer = Tensor | NDArray[np.float64]
