@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ..collectives.sync import run_on_main
 from ..errors import CheckpointError, PeerError
-from ..process_group.failures import message_of
+from ..process_group.failures import describe_error, message_of
 from ..process_group.lifecycle import exchange
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
         problem = message_of(error)
         cause = error
     except Exception as error:
-        problem = f"{doing}{type(error).__name__}: {message_of(error)}"
+        problem = f"{doing}{describe_error(error)}"
         cause = error
     problems = exchange(problem)
     if any(problems):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..process_group.failures import describe_error
 from ..seeding.generator_states import get_rng_state, set_rng_state
 from .leaves import digest_leaves
 from .states import is_consolidated
@@ -91,7 +92,7 @@ class _Former:
         try:
             self.holder.load_state_dict(_copy(self.state))
         except Exception as error:
-            return f" ({type(error).__name__}: {error})"
+            return f" ({describe_error(error)})"
         return ""
 
     def _is_as_before(self) -> bool:

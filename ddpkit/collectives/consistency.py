@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import MismatchError
 from ..launch import ranks
 from ..process_group import lifecycle
-from ..process_group.failures import message_of
+from ..process_group.failures import describe_error
 from ..process_group.store_values import parse
 from .differences import explain_mismatch
 
@@ -87,9 +87,8 @@ class raise_everywhere:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
-            text = f"{type(error).__name__}: {message_of(error)}"
             with suppress(MismatchError):
-                check_fingerprint(fingerprint_of(self.call, error=text))
+                check_fingerprint(fingerprint_of(self.call, error=describe_error(error)))
 
 
 def world_size() -> int:

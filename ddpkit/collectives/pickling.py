@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..process_group.failures import describe_error
 from ..torch_internals import has_no_memory, is_sharded
 from .sharded import explain_sharded
 from .tensors import flat_bytes, is_dense
@@ -92,7 +93,7 @@ def check_copies(call: str, data: bytes, load: Callable[[bytes], object]) -> Non
         load(data)
     except Exception as error:
         raise TypeError(
-            f"{call} sends copies, but this value can be pickled and not unpickled: {type(error).__name__}: {error}"
+            f"{call} sends copies, and this value can be pickled but not unpickled: {describe_error(error)}"
         ) from error
 
 

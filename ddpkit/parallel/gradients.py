@@ -33,6 +33,7 @@ from ..collectives.tensors import explain_not_dense
 from ..errors import MismatchError
 from ..launch import ranks
 from ..process_group import lifecycle
+from ..process_group.failures import describe_error
 from ..process_group.session import Session
 from ..torch_internals import is_sharded, untraced
 from .models import (
@@ -280,7 +281,7 @@ def _begin(call: str, modules: Modules) -> tuple[_Gradients, _Exchange | None]:
 
 def _tell_peers(call: str, error: Exception) -> None:
     """Let the other ranks raise from the check in which they would wait for this one."""
-    refusal = fingerprint_of(call, error=f"{type(error).__name__}: {error}")
+    refusal = fingerprint_of(call, error=describe_error(error))
     exchange = _Exchange(_Gradients([]), refusal)
     with suppress(MismatchError):
         exchange.first.check()

@@ -94,6 +94,11 @@ def message_of(error: BaseException, length: int = _MESSAGE_LENGTH) -> str:
     return printable(text[:length])
 
 
+def describe_error(error: BaseException) -> str:
+    """Write an exception as the last line of its traceback does: its class and its text."""
+    return f"{type(error).__name__}: {message_of(error)}"
+
+
 def trace_of(error: BaseException) -> str:
     """Format the traceback, "" for an error that was never raised; shortened in the middle if it is long."""
     if error.__traceback__ is None:
@@ -102,7 +107,7 @@ def trace_of(error: BaseException) -> str:
         lines = traceback.format_exception(type(error), error, error.__traceback__)
     except BaseException:  # an exception may hold anything, and the formatter of a SyntaxError trusts its fields
         lines = traceback.format_tb(error.__traceback__)
-        lines.append(f"{type(error).__name__}: {message_of(error)}\n")
+        lines.append(f"{describe_error(error)}\n")
     text = "".join(lines)
     if len(text) > _TRACE_LENGTH:
         half = _TRACE_LENGTH // 2

@@ -102,6 +102,21 @@ def test_what_fails_halfway_is_undone_on_every_rank(tmp_path: Path, nprocs: int)
         assert len(said) == 5
 
 
+def test_an_error_without_a_text_is_named_where_an_object_is_not_put_back(tmp_path: Path) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    class Gone(Halves):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.values[0] += 1
+            raise Mute
+
+    path = Checkpointer(tmp_path).save(1, halves=Gone(7))
+    with pytest.raises(CheckpointError, match=r"halves could not be put back \(Mute: \(no message: its __str__ raises"):
+        Checkpointer(tmp_path).load(path, halves=Gone(8))
+
+
 def test_what_does_not_take_its_own_state_back_is_said(tmp_path: Path) -> None:
     class Gone(Halves):
         def load_state_dict(self, state: dict[str, Any]) -> None:

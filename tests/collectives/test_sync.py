@@ -263,7 +263,7 @@ def test_what_cannot_be_unpickled_is_an_error_on_every_rank(world_size: int) -> 
     for rank, (errors, *after) in enumerate(on_ranks(send_one_way, world_size)):
         assert [type(error) for error in errors] == [[PeerError, MismatchError], [TypeError, TypeError]][rank == 0]
         for error in errors:
-            assert "sends copies, but this value can be pickled and not unpickled: ValueError: invalid" in str(error)
+            assert "sends copies, and this value can be pickled but not unpickled: ValueError: invalid" in str(error)
         assert after == ["5", 0]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...collectives.differences import first_of, name_ranks
+from ...process_group.failures import describe_error
 
 STATUSES = ("ok", "skipped", "warning", "failed")  # from good to bad
 _MANY_LINES = 16  # of details; a job has more ranks than a terminal has lines
@@ -40,8 +41,7 @@ def attempt(name: str, probe: Callable[..., Check], *args: Any) -> Check:
     try:
         return probe(*args)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        return Check(name, "skipped", f"cannot be checked here: {reason}")
+        return Check(name, "skipped", f"cannot be checked here: {describe_error(error)}")
 
 
 def failure(name: str, error: BaseException, remedy: str) -> Check:
