@@ -142,17 +142,18 @@ def scale(buffer: Buffer, factor: float) -> None:
         buffer *= factor
 
 
-def safe_scale(share: float | None, total: float) -> tuple[float, float]:
-    """Choose a factor for this rank's buffer with which no sum overflows, and say what all ranks' factors add up to.
+def normalise(weight: float | None, total: float) -> tuple[float, float]:
+    """Multiply this rank's weight and the total of all by one power of two, so that no weighted sum overflows.
 
-    Factors are shares times one power of two, which changes no digit, but of what is next to the smallest numbers.
+    The total is then in [0.5, 1), or 1 if it is a power of two and no rank has a weight. No digit changes, but of what
+    is next to the smallest numbers.
     """
     fraction, exponent = math.frexp(total)
-    if share is None:
-        share = 1.0
-        if fraction == 0.5:  # two, four, eight ranks: the sum is 1, and nothing is left to divide by
+    if weight is None:
+        weight = 1.0
+        if fraction == 0.5:  # two, four, eight ranks: with a sum of 1 nothing is left to divide by
             exponent -= 1
-    return math.ldexp(share, -exponent), math.ldexp(total, -exponent)
+    return math.ldexp(weight, -exponent), math.ldexp(total, -exponent)
 
 
 def _check_ints(numbers: list[float]) -> None:

@@ -32,9 +32,9 @@ from .packing import (
     EXTREMES,
     buffer_dtype,
     is_in_halves,
+    normalise,
     pack,
     pack_numbers,
-    safe_scale,
     scale,
     slots_per_element,
     unpack,
@@ -55,11 +55,12 @@ def reduce_tree(value: Any, op: str, weight: Any, check: bool) -> Any:
     weighted = weight is not None
     with raise_everywhere(_name_call(op, weighted)):
         _check_op(op)
-        share = _as_share(weight) if weighted else None
+        if weighted:
+            weight = _as_float(weight)
         spec = flatten(value, leaves)
         checked = check or weighted or not _is_one_tensor(spec)
         plan = _make_plan(op, weighted, spec, inline=checked and op not in EXTREMES)
-        block = _pack_inline(plan, leaves, op, share)
+        block = _pack_inline(plan, leaves, op, weight)
         separate = _pack_separate(plan, leaves, op)
     if checked:
         sum_block(plan.fingerprint, block)
@@ -70,7 +71,7 @@ def reduce_tree(value: Any, op: str, weight: Any, check: bool) -> Any:
         raise ValueError(
             "The weights are 0 on every rank, so there is no mean. Give at least one rank a positive weight."
         )
-    reduction = _Reduction(op, leaves, share, total)
+    reduction = _Reduction(op, leaves, weight, total)
     separate += _unpack_inline(plan, block[CHECK:], reduction)
     if separate:
         _reduce_separately(separate, reduction)
@@ -80,12 +81,12 @@ def reduce_tree(value: Any, op: str, weight: Any, check: bool) -> Any:
 class _Reduction:
     """Hold one call on this rank, and its results as they come."""
 
-    def __init__(self, op: str, leaves: list[Any], share: float | None, total: float) -> None:
+    def __init__(self, op: str, leaves: list[Any], weight: float | None, total: float) -> None:
         self.op = op
         self.leaves = leaves
-        self.share = share  # this rank's weight; None without weights
+        self.weight = weight  # this rank's; None without weights
         self.total = total  # of all ranks' weights, 1 each without
-        self.world_size = int(total) if share is None else world_size()
+        self.world_size = int(total) if weight is None else world_size()
         self.results: list[Any] = [None] * len(leaves)
 
 
@@ -94,7 +95,7 @@ class _Group:
     """The leaves of one dtype on one kind of device, packed into one buffer; without dtype, Python numbers."""
 
     dtype: torch.dtype | None
-    members: tuple[int, ...]  # places among the leaves
+    members: tuple[int, ...]  # indices of leaves
     sizes: list[int]
     weighted: bool
 
@@ -132,7 +133,7 @@ class _Group:
         return torch.from_numpy(packed).to(communication_device(_CPU))
 
     def unpack(self, buffer: Any, reduction: _Reduction, divisor: float) -> None:
-        """Put the results in their places. The divisor is that of the slots that were scaled."""
+        """Keep the results of its leaves. The divisor is that of the slots that were scaled."""
         if self.dtype is None:
             found = unpack_numbers(buffer.tolist(), reduction.op, reduction.world_size, divisor)
         else:
@@ -170,7 +171,7 @@ class _Plan:
     """How values of one spec are packed, on every rank."""
 
     fingerprint: str
-    inline: list[tuple[_Group, slice]]  # with their places in the payload of the check
+    inline: list[tuple[_Group, slice]]  # with their slots of the payload
     separate: list[list[_Group]]  # travel after the check, each list as one tensor
 
 
@@ -208,23 +209,23 @@ def _fingerprint(op: str, weighted: bool, spec: Spec) -> str:
 def _groups(spec: Spec, weighted: bool) -> Iterator[tuple[str, _Group]]:
     """Yield the groups of leaves of one dtype on one kind of device, with that device."""
     leaves = [leaf for _, leaf in walk(spec) if isinstance(leaf, Leaf)]
-    places: dict[tuple[str, torch.dtype | None], list[int]] = {}
+    groups: dict[tuple[str, torch.dtype | None], list[int]] = {}
     for i, leaf in enumerate(leaves):
-        places.setdefault((leaf.device, leaf.dtype), []).append(i)
-    for (device, dtype), members in places.items():
+        groups.setdefault((leaf.device, leaf.dtype), []).append(i)
+    for (device, dtype), members in groups.items():
         sizes = [math.prod(leaves[i].shape) for i in members]
         yield device, _Group(dtype, tuple(members), sizes, weighted)
 
 
-def _pack_inline(plan: _Plan, leaves: list[Any], op: str, share: float | None) -> Block:
+def _pack_inline(plan: _Plan, leaves: list[Any], op: str, weight: float | None) -> Block:
     """Make the block of the check, with this rank's weight and its inline groups."""
     block = new_block()
     payload = block[CHECK:]
-    payload[0] = 1.0 if share is None else share
-    for group, place in plan.inline:
-        payload[place] = group.pack_inline(leaves, op)
-        if share is not None:
-            scale(payload[place][: group.float_slots], share)
+    payload[0] = 1.0 if weight is None else weight
+    for group, slots in plan.inline:
+        payload[slots] = group.pack_inline(leaves, op)
+        if weight is not None:
+            scale(payload[slots][: group.float_slots], weight)
     return block
 
 
@@ -240,8 +241,8 @@ def _unpack_inline(plan: _Plan, payload: Block, reduction: _Reduction) -> _Separ
     """Unpack the inline groups; return those whose sums overflowed, packed to be reduced separately."""
     divisor = reduction.total if reduction.op == "mean" else 1.0
     again: _Separate = []
-    for group, place in plan.inline:
-        sums = payload[place]
+    for group, slots in plan.inline:
+        sums = payload[slots]
         if reduction.world_size == 1 or _is_safe(sums[: group.float_slots], reduction.total):
             group.unpack(sums, reduction, divisor)
         else:
@@ -261,10 +262,10 @@ def _is_safe(sums: Block, total: float) -> bool:
 def _reduce_separately(separate: _Separate, reduction: _Reduction) -> None:
     """Reduce what does not travel with the check, scaled so that no sum overflows, and unpack it. Collective."""
     extreme = reduction.op in EXTREMES
-    factor, sum_of_factors = 1.0, 1.0
+    factor, factor_sum = 1.0, 1.0
     if not extreme:
-        factor, sum_of_factors = _choose_factors(reduction.share, reduction.total)
-    divisor = sum_of_factors if reduction.op == "mean" else factor
+        factor, factor_sum = _choose_factors(reduction.weight, reduction.total)
+    divisor = factor_sum if reduction.op == "mean" else factor
     for groups, buffers in separate:
         for group, buffer in zip(groups, buffers, strict=True):
             scale(buffer[: group.float_slots], factor)
@@ -275,13 +276,13 @@ def _reduce_separately(separate: _Separate, reduction: _Reduction) -> None:
             group.unpack(part, reduction, divisor)
 
 
-def _choose_factors(share: float | None, total: float) -> tuple[float, float]:
-    """Choose this rank's factor and tell the sum of all; the total of the weights may have overflowed. Collective."""
-    if share is None or total < math.inf:
-        return safe_scale(share, total)
-    smaller = math.ldexp(share, -64)
+def _choose_factors(weight: float | None, total: float) -> tuple[float, float]:
+    """Return this rank's factor and the sum of all; the total of the weights may have overflowed. Collective."""
+    if weight is None or total < math.inf:
+        return normalise(weight, total)
+    smaller = math.ldexp(weight, -64)
     sums = torch.tensor([smaller], dtype=torch.float64, device=communication_device(_CPU))
-    return safe_scale(smaller, all_reduce(sums).item())
+    return normalise(smaller, all_reduce(sums).item())
 
 
 def _is_one_tensor(spec: Spec) -> bool:
@@ -301,15 +302,15 @@ def _check_op(op: object) -> None:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}.")
 
 
-def _as_share(weight: Any) -> float:
+def _as_float(weight: Any) -> float:
     """Check a weight and turn it into a float. Alone, any positive weight is 1: it gives the value itself."""
     if not isinstance(weight, (numbers.Real, Tensor)):
         raise TypeError(f"weight must be a number, got {type(weight).__name__}.")
     if isinstance(weight, Tensor):
         weight = weight.detach()
-    share = float(weight)
-    if not 0 <= share < math.inf:
-        raise ValueError(f"weight must be finite and not negative, got {share}.")
-    if share and world_size() == 1:
+    number = float(weight)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"weight must be finite and not negative, got {number}.")
+    if number and world_size() == 1:
         return 1.0
-    return share
+    return number

@@ -28,7 +28,7 @@ from ..collectives.consistency import (
     fingerprint_of,
     raise_everywhere,
 )
-from ..collectives.packing import safe_scale
+from ..collectives.packing import normalise
 from ..collectives.tensors import explain_not_dense
 from ..errors import MismatchError
 from ..launch import ranks
@@ -124,7 +124,7 @@ def global_mean(loss_sum: Any, count: float) -> Any:
         mean over all samples. None for a model.
 
     Raises:
-        MismatchError: On the ranks whose peers raise one of the errors below.
+        MismatchError: On the other ranks, if one raises an error below.
         TypeError: If the loss or a gradient is sharded.
         ValueError: If a count is negative or not finite; on every rank, if the total count is 0.
 
@@ -209,8 +209,8 @@ def average_gradients(*modules: nn.Module | Tensor) -> None:
 
     Raises:
         MismatchError: If the parameters differ in number, name, shape, dtype or kind of device
-            between ranks, on every rank; also on the ranks whose peers raise one of the errors
-            below. No gradient has changed then.
+            between ranks, on every rank; on the other ranks, if one raises an error below. No
+            gradient has changed then.
         TypeError: If a parameter is sharded, or a gradient is sparse or on another device than its
             parameter.
         ValueError: If a parameter is lazy and not initialised yet, or on the meta device.
@@ -454,7 +454,7 @@ class _Bucket:
             torch.cat(pieces, out=flat)
         else:
             flat.copy_(torch.cat(pieces))
-        factor, self.divisor = safe_scale(None, ranks.get_world_size())
+        factor, self.divisor = normalise(None, ranks.get_world_size())
         if factor != 1:
             flat.mul_(factor)
         self.flat = flat
