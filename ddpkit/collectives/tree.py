@@ -254,7 +254,7 @@ def _flatten_other(value: Any, leaves: list[Any]) -> Leaf:
 
 def _take_dict_apart(value: dict[Any, Any]) -> Parts:
     if type(value) not in _DICTS:
-        problem = _problem_of_dict(value)
+        problem = _explain_uncopyable_dict(value)
         if problem:
             return Parts("dict", (), [], problem)
     keys, names = _sort_keys(*value)
@@ -264,7 +264,7 @@ def _take_dict_apart(value: dict[Any, Any]) -> Parts:
 def _take_sequence_apart(value: list[Any] | tuple[Any, ...]) -> Parts:
     kind = _kind_of_sequence(value)
     if type(value) not in (list, tuple):
-        problem = _problem_of_sequence(value)
+        problem = _explain_uncopyable_sequence(value)
         if problem:
             return Parts(kind, (), [], problem)
     names = getattr(type(value), "_fields", None)
@@ -278,7 +278,7 @@ def _take_object_apart(value: Any, attributes: tuple[str, ...]) -> Parts:
     if is_dataclass(value):
         kind = f"dataclass {kind}"
     children = [getattr(value, name, None) for name in attributes]
-    return Parts(kind, attributes, children, _problem_of_object(value, attributes))
+    return Parts(kind, attributes, children, _explain_uncopyable_object(value, attributes))
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -288,7 +288,7 @@ def _sort_keys(*keys: Any) -> tuple[list[Any], tuple[str, ...]]:
     names = tuple(map(repr, in_order))
     for name, following in pairwise(names):
         if name == following:
-            raise TypeError(f"A dict has two keys that print as {name}, so that ranks may not mean the same by them.")
+            raise TypeError(f"A dict has two keys that print as {name}, so ranks could pair them differently.")
     return in_order, names
 
 
@@ -316,20 +316,19 @@ def _is_struct_sequence(value: Any) -> bool:
     return hasattr(type(value), "n_sequence_fields")
 
 
-def _problem_of_dict(value: dict[Any, Any]) -> str:
+def _explain_uncopyable_dict(value: dict[Any, Any]) -> str:
     """Say why a copy of a dict's subclass might not be right; "" if it is."""
-    held = dict(_built_in(value).items(value))
-    shown = _shows(value, held) and all(value[key] is child for key, child in held.items())
-    if not shown:
+    items = dict(_built_in(value).items(value))
+    if not _iterates_over(value, items) or any(value[key] is not child for key, child in items.items()):
         return f"{type(value).__name__}, which shows other values than it holds (pass dict(it))"
-    mirrored = set()
+    known = set()
     for name, attribute in _state(value).items():
-        if attribute is None or held.get(name) is attribute:
-            mirrored.add(name)
-    return _problem_of_attributes(value, mirrored, "keys")
+        if attribute is None or items.get(name) is attribute:  # the class keeps keys as attributes, too
+            known.add(name)
+    return _explain_attributes(value, known, "keys")
 
 
-def _problem_of_sequence(value: Sequence[Any]) -> str:
+def _explain_uncopyable_sequence(value: Sequence[Any]) -> str:
     """Say why a copy of a list's or tuple's subclass might not be right; "" if it is."""
     name = type(value).__name__
     if isinstance(value, tuple) and not _is_struct_sequence(value):
@@ -337,19 +336,19 @@ def _problem_of_sequence(value: Sequence[Any]) -> str:
             tuple.__new__(type(value))
         except TypeError:  # torch.Size
             return f"{name} (pass list(it))"
-    held = list(_built_in(value).__iter__(value))
-    if not _shows(value, held):
+    elements = list(_built_in(value).__iter__(value))
+    if not _iterates_over(value, elements):
         return f"{name}, which shows other values than it holds (pass list(it))"
-    return _problem_of_attributes(value, set(), "elements")
+    return _explain_attributes(value, set(), "elements")
 
 
-def _problem_of_object(value: Any, attributes: tuple[str, ...]) -> str:
+def _explain_uncopyable_object(value: Any, attributes: tuple[str, ...]) -> str:
     """Say why a copy of an object with other attributes might not be right; "" if it is."""
     kind = type(value).__name__
     for name in attributes:
         if not hasattr(value, name):
             return f"{kind}, whose {name} is not set"
-    problem = _problem_of_attributes(value, set(attributes), "fields")
+    problem = _explain_attributes(value, set(attributes), "fields")
     if problem:
         return problem
     try:
@@ -359,7 +358,7 @@ def _problem_of_object(value: Any, attributes: tuple[str, ...]) -> str:
     return ""
 
 
-def _problem_of_attributes(value: Any, known: set[str], parts: str) -> str:
+def _explain_attributes(value: Any, known: set[str], parts: str) -> str:
     """Say which attributes would be lost or wrong in a copy with other children; "" if none."""
     hidden = sorted(_state(value).keys() - known)
     if not hidden:
@@ -368,12 +367,12 @@ def _problem_of_attributes(value: Any, known: set[str], parts: str) -> str:
     return f"{kind}, whose attributes {', '.join(hidden)} are not its {parts} (pass its values alone, as a dict)"
 
 
-def _shows(value: Any, held: Collection[Any]) -> bool:
-    """Return whether a loop over a container sees just what it holds: a subclass may do it otherwise, without end."""
-    shown = list(islice(value, len(held) + 1))
-    if not len(value) == len(held) == len(shown):
+def _iterates_over(value: Any, items: Collection[Any]) -> bool:
+    """Return whether a loop over a container gives just these items: that of a subclass may be another, without end."""
+    found = list(islice(value, len(items) + 1))
+    if len(value) != len(items) or len(found) != len(items):
         return False
-    return all(map(operator.is_, shown, held))
+    return all(map(operator.is_, found, items))
 
 
 def _state(value: Any) -> dict[str, Any]:
