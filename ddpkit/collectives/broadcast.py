@@ -84,8 +84,8 @@ def broadcast_bytes(call: str, data: bytes, src: int) -> bytes:
     size = int(payload[0])
     if size <= _SMALL:
         return payload[1:].astype("<u4").tobytes()[:size]
-    sent = bytes_as_tensor(data.ljust(size))
-    return _broadcast_tensor(sent, src).numpy().tobytes()
+    buffer = bytes_as_tensor(data) if data else torch.empty(size, dtype=torch.uint8, device="cpu")
+    return _broadcast_tensor(buffer, src).numpy().tobytes()
 
 
 def _receive(description: _Description, src: int) -> Tensor:
