@@ -24,11 +24,12 @@ def explain_mismatch(everyone: list[dict[str, Any]]) -> str:
     difference = explain_difference(call, {rank: each["parts"] for rank, each in enumerate(everyone)})
     if difference:
         return difference
-    place = out_of_order([list(each["parts"]) for each in everyone])
-    if place:
-        return f"{call} needs the same order on every rank, but {place}"
+    disorder = explain_disorder([list(each["parts"]) for each in everyone])
+    if disorder:
+        return f"{call} needs the same order on every rank, but {disorder}"
     return (
-        f"{call} was called alike on every rank, but the ranks' checks differ: a message was damaged, or met another."
+        f"{call} was called alike on every rank, but the ranks' checks differ: a message was corrupted, or matched "
+        "with one of another collective."
     )
 
 
@@ -56,12 +57,12 @@ def differing_parts(parts: Mapping[int, Mapping[str, str]], absent: str) -> dict
     return found
 
 
-def out_of_order(names: Sequence[Sequence[str]]) -> str:
+def explain_disorder(names: Sequence[Sequence[str]]) -> str:
     """Say where the ranks' names, by rank, first differ in order, and what to do; "" if nowhere."""
-    for place, row in enumerate(zip(*names, strict=False)):
+    for position, row in enumerate(zip(*names, strict=False)):
         if len(set(row)) > 1:
             return (
-                f"entry {place} is {_list_by_text(dict(enumerate(row)))}. "
+                f"entry {position} is {_list_by_text(dict(enumerate(row)))}. "
                 "A set, or a folder's listing, has another order in each process: sort it before you build from it."
             )
     return ""

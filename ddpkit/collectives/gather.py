@@ -118,11 +118,10 @@ def _gather_counts(fingerprint: str, own: list[int]) -> list[list[int]]:
     table[ranks.get_rank()] = own
     block = new_block()
     if table.size <= PAYLOAD:
-        place = block[CHECK : CHECK + table.size]
-        place[:] = table.reshape(-1)
+        payload = block[CHECK : CHECK + table.size]
+        payload[:] = table.reshape(-1)
         sum_block(fingerprint, block)
-        table = place.reshape(table.shape)
-        counts = torch.from_numpy(table).to(torch.int64)
+        counts = torch.from_numpy(payload.reshape(table.shape)).to(torch.int64)
     else:
         sum_block(fingerprint, block)
         counts = torch.from_numpy(table).to(lifecycle.control_device(), torch.int64)

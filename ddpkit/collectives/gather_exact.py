@@ -18,7 +18,7 @@ from .gather import as_rows, describe_column, explain_no_tensor, from_rows, gath
 from .tensors import concatenate
 from .tree import leaves_of, with_leaves
 
-_SHOWN = 8  # places that a message names
+_NAMED = 8  # samples that a message names
 # torch 2.6 cannot index tensors of other dtypes
 _INDEXED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _INDEXED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
@@ -30,21 +30,21 @@ def gather_in_order(values: Any, indices: Any, n: Any) -> Any:
     call = f"gather_exact(n={n!r})"
     with raise_everywhere(call):
         as_integer(n, "n", least=0)
-        places = _as_places(indices)
+        indices = _as_array(indices)
         own = _columns_of(values)
-        ready = [_as_column(call, path, column, len(places)) for path, column in own.items()]
+        ready = [_as_column(call, path, column, len(indices)) for path, column in own.items()]
         tree = with_leaves(values, _is_column, iter(ready))
-    shards = gather_objects(call, (places, tree))
-    places_by_rank = [places for places, _ in shards]
-    _check_range(places_by_rank, n)
+    gathered = gather_objects(call, (indices, tree))
+    by_rank = [indices for indices, _ in gathered]
+    _check_range(by_rank, n)
     # a rank without samples may pass an empty list whatever the others have
-    trees = {rank: tree for rank, (places, tree) in enumerate(shards) if len(places)}
+    trees = {rank: tree for rank, (indices, tree) in enumerate(gathered) if len(indices)}
     if not trees:
         trees = {ranks.get_rank(): tree}
     columns = {rank: _columns_of(tree) for rank, tree in trees.items()}
     _check_kinds(call, columns)
     like = trees.get(ranks.get_rank(), next(iter(trees.values())))
-    order = np.argsort(np.concatenate(places_by_rank))
+    order = np.argsort(np.concatenate(by_rank))
     results = []
     for path in _columns_of(like):
         result = _join([parts[path] for parts in columns.values()], order)
@@ -65,21 +65,21 @@ def _is_column(value: Any) -> bool:
     return isinstance(value, (Tensor, np.ndarray, list))
 
 
-def _as_places(indices: Any) -> NDArray[np.int64]:
+def _as_array(indices: Any) -> NDArray[np.int64]:
     """Check the indices and turn them into an array."""
-    places = indices
+    is_masked = isinstance(indices, np.ma.MaskedArray)
     if isinstance(indices, Tensor) and not explain_no_tensor(indices):
-        places = indices.detach().cpu()
-    places = np.asarray(places)
-    are_ints = places.dtype.kind in "iu" or places.shape == (0,)
-    if isinstance(indices, np.ma.MaskedArray) or places.ndim != 1 or not are_ints:
-        raise ValueError(f"indices must be ints in one dimension, got {describe_column(places)}.")
-    return places.astype(np.int64)
+        indices = indices.detach().cpu()
+    array = np.asarray(indices)
+    are_ints = array.dtype.kind in "iu" or array.shape == (0,)
+    if is_masked or array.ndim != 1 or not are_ints:
+        raise ValueError(f"indices must be ints in one dimension, got {describe_column(array)}.")
+    return array.astype(np.int64)
 
 
 def _as_column(call: str, path: str, column: Any, count: int) -> Any:
     """Check that a column has one result per index, and make it ready to be pickled."""
-    problem = _problem_of_column(column)
+    problem = _explain_no_column(column)
     if problem:
         raise TypeError(
             f"{call} takes the results of the indices in one tensor, array or list, or such columns in a dict, "
@@ -96,7 +96,7 @@ def _as_column(call: str, path: str, column: Any, count: int) -> Any:
     return list(column)
 
 
-def _problem_of_column(column: Any) -> str:
+def _explain_no_column(column: Any) -> str:
     """Say why this cannot hold one result per index; "" if it can."""
     is_plain = isinstance(column, list) or type(column) in (np.ndarray, np.memmap)
     problem = "" if is_plain else explain_no_tensor(column)
@@ -121,30 +121,30 @@ def _join(parts: list[Any], order: NDArray[np.int64]) -> Any:
     """Join the ranks' parts of one column, in the order given."""
     if isinstance(parts[0], Tensor):
         joint = concatenate(parts)
-        places = torch.from_numpy(order)
+        indices = torch.from_numpy(order)
         if joint.dtype in _INDEXED:
-            return joint[places]
-        return from_rows(as_rows(joint)[places], joint)
+            return joint[indices]
+        return from_rows(as_rows(joint)[indices], joint)
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)[order]
     results = [result for part in parts for result in part]
-    return [results[place] for place in order]
+    return [results[i] for i in order]
 
 
-def _check_range(shards: list[NDArray[np.int64]], n: int) -> None:
+def _check_range(by_rank: list[NDArray[np.int64]], n: int) -> None:
     """Check that the ranks' indices together are range(n)."""
-    places = np.concatenate(shards)
-    inside = (places >= 0) & (places < n)
-    counts = np.bincount(places[inside], minlength=n)
+    indices = np.concatenate(by_rank)
+    inside = (indices >= 0) & (indices < n)
+    counts = np.bincount(indices[inside], minlength=n)
     wrong = {
         "missing": np.flatnonzero(counts == 0),
         "repeated": np.flatnonzero(counts > 1),
-        "out of range": np.unique(places[~inside]),
+        "out of range": np.unique(indices[~inside]),
     }
     lines = []
     for problem, found in wrong.items():
         if len(found):
-            lines.append(f"  {len(found)} {problem}: {_name_places(found, shards)}")
+            lines.append(f"  {len(found)} {problem}: {_name_indices(found, by_rank)}")
     if lines:
         raise ValueError(
             "\n".join([f"The ranks' indices must together be range({n}), each once, but:", *lines])
@@ -152,12 +152,12 @@ def _check_range(shards: list[NDArray[np.int64]], n: int) -> None:
         )
 
 
-def _name_places(places: NDArray[np.int64], shards: list[NDArray[np.int64]]) -> str:
-    """Name the first few places, with the ranks that have them."""
+def _name_indices(indices: NDArray[np.int64], by_rank: list[NDArray[np.int64]]) -> str:
+    """Name the first few indices, with the ranks that have them."""
     names = []
-    for place in places[:_SHOWN]:
-        holders = [rank for rank, shard in enumerate(shards) if place in shard]
-        names.append(f"{place} on {name_ranks(holders)}" if holders else f"{place}")
-    if len(places) > _SHOWN:
+    for index in indices[:_NAMED]:
+        holders = [rank for rank, own in enumerate(by_rank) if index in own]
+        names.append(f"{index} on {name_ranks(holders)}" if holders else f"{index}")
+    if len(indices) > _NAMED:
         names.append("…")
     return ", ".join(names)

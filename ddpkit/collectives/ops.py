@@ -54,7 +54,7 @@ def all_reduce_mean(value: Any, weight: SupportsFloat | None = None, *, check: b
 
     Raises:
         MismatchError: If structure, shape or dtype differ between ranks, or only some pass a weight; the message lists
-            what each rank passed. Also on the ranks whose peers raise one of the errors below.
+            what each rank passed. On the other ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
         OverflowError: If a Python int does not fit 64 bits.
         TypeError: If `value` holds something else, such as a string, a sharded tensor, or an object that keeps more
@@ -97,7 +97,7 @@ def all_reduce(value: Any, op: Op = "sum", *, check: bool = True) -> Any:
 
     Raises:
         MismatchError: If structure, shape, dtype or `op` differ between ranks; the message lists what each rank passed.
-            Also on the ranks whose peers raise one of the errors below.
+            On the other ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
         OverflowError: If a Python int, or the sum of 64-bit tensors, does not fit 64 bits.
         TypeError: If `value` holds something else, such as a string.
@@ -201,7 +201,7 @@ def gather_exact(values: T, indices: Any, n: int) -> T:
         values: This rank's results, one for each index: a tensor or NumPy array, by its first dimension, or a list. Or
             several such columns, in a dict, namedtuple or dataclass. Same structure, kind, dtype and trailing shape on
             every rank that has any; a rank without samples may pass an empty list.
-        indices: Their places in the dataset, as ints: a list, range, tensor or array.
+        indices: The samples' indices in the dataset, as ints: a list, range, tensor or array.
         n: Length of the dataset.
 
     Returns:

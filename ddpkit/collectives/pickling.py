@@ -55,16 +55,16 @@ class TensorPickler(CompactPickler):
     def __init__(self, file: io.BytesIO, call: str, tensors: list[Tensor]) -> None:
         super().__init__(file, call)
         self.tensors = tensors
-        self.places: dict[int, int] = {}
+        self.indices: dict[int, int] = {}  # in the list, by id
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Give a dense tensor its place in the list."""
+        """Give a dense tensor its index in the list."""
         if type(obj) is not Tensor or not is_dense(obj):  # a Parameter is asked for again by its data
             return None
-        if id(obj) not in self.places:
-            self.places[id(obj)] = len(self.tensors)
+        if id(obj) not in self.indices:
+            self.indices[id(obj)] = len(self.tensors)
             self.tensors.append(obj)  # keeps it alive, and with it its id
-        return self.places[id(obj)]
+        return self.indices[id(obj)]
 
 
 class TensorUnpickler(pickle.Unpickler):
@@ -74,9 +74,9 @@ class TensorUnpickler(pickle.Unpickler):
         super().__init__(file)
         self.tensors = tensors
 
-    def persistent_load(self, place: int) -> Tensor:
-        """Find a tensor by its place in the list."""
-        return self.tensors[place]
+    def persistent_load(self, index: int) -> Tensor:
+        """Find a tensor by its index in the list."""
+        return self.tensors[index]
 
 
 def reduce_to_own_elements(tensor: Tensor) -> Any:

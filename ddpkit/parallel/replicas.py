@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..collectives import ops
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
-from ..collectives.differences import differing_parts, list_lines, out_of_order
+from ..collectives.differences import differing_parts, explain_disorder, list_lines
 from ..collectives.digest import digest
 from ..collectives.sharded import explain_sharded
 from ..errors import ReplicaMismatchError
@@ -54,7 +54,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 
     Raises:
         ReplicaMismatchError: Naming what differs, and on which ranks.
-        MismatchError: On the ranks whose peers raise one of the errors below.
+        MismatchError: On the other ranks, if one raises an error below.
         TypeError: If the model is no module, or has sharded tensors.
         ValueError: If it has lazy tensors that are not initialised yet, or tensors on the meta
             device.
@@ -113,8 +113,8 @@ def _explain(everyone: list[Entries]) -> str:
     names = dict.fromkeys(name for entries in everyone for name in entries)
     differing = differing_parts(dict(enumerate(everyone)), absent="absent")
     if not differing:
-        place = out_of_order([list(entries) for entries in everyone])
-        return f"The ranks hold equal entries, but in different orders: {place}"
+        disorder = explain_disorder([list(entries) for entries in everyone])
+        return f"The ranks hold equal entries, but in different orders: {disorder}"
     remedy = ""
     if any(name.startswith("buffer ") for name in differing):
         remedy = " (sync_buffers(model) makes buffers equal)"
@@ -172,8 +172,7 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
 
     Raises:
         MismatchError: If the buffers' names, dtypes or shapes, or memory that buffers share, differ
-            between ranks, on every rank; also on the ranks whose peers raise one of the errors
-            below.
+            between ranks, on every rank; on the other ranks, if one raises an error below.
         TypeError: If the model is no module, or has sharded tensors.
         ValueError: If `how` is unknown, or a buffer cannot be written to or has no value.
 

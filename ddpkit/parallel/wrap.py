@@ -89,7 +89,7 @@ def wrap_model(
     Raises:
         MismatchError: If names, shapes or dtypes of the model's tensors, the strides of trainable
             ones (channels last), memory that tensors share, or the options, differ between ranks,
-            on every rank; also on the ranks whose peers raise one of the errors below.
+            on every rank; on the other ranks, if one raises an error below.
         DdpkitError: If `strategy` insists on what the job has not got.
         TypeError: If the model is no module, or is sharded (FSDP, `fully_shard`, tensor
             parallelism).
