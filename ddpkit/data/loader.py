@@ -27,8 +27,8 @@ from .samplers import (
     DistributedEvalSampler,
     DistributedSampler,
     ResumableSampler,
-    check_place,
-    current_place,
+    check_rank_and_size,
+    rank_and_size,
 )
 
 _DECIDED = {
@@ -159,7 +159,7 @@ class Loader(DataLoader[Any]):
         drop_last: bool,
         **options: Any,
     ) -> None:
-        self._made_for = current_place()
+        self._made_for = rank_and_size()
         self._rank, world_size = self._made_for
         self._seed = seed
         self._global_batch = batch_size * world_size
@@ -265,14 +265,14 @@ class Loader(DataLoader[Any]):
         seed_cpu(seed)
 
     def __repr__(self) -> str:
-        place = f"epoch={self.epoch}"
+        progress = f"epoch={self.epoch}"
         if isinstance(self.sampler, ResumableSampler):
-            place += f", consumed={self.sampler.consumed} of {self.sampler.n}"
+            progress += f", consumed={self.sampler.consumed} of {self.sampler.n}"
         kind = type(self.dataset).__name__
-        return f"Loader({kind}, batch_size={self.batch_size}, rank={self._rank}, {place})"
+        return f"Loader({kind}, batch_size={self.batch_size}, rank={self._rank}, {progress})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the run in the order, the batch at hand included.
+        """Return how far the run is in the order, the batch at hand included.
 
         It is the same on every rank, and plain numbers and text.
 
@@ -292,7 +292,7 @@ class Loader(DataLoader[Any]):
         self._loop.counts = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        check_place("The loader", self._made_for)
+        check_rank_and_size("The loader", self._made_for)
         if self._loop.counts and self._loop.epoch == self.epoch:  # it was left early
             self._warn_of_the_rest()
             self.set_epoch(self.epoch + 1)
@@ -392,7 +392,7 @@ class _Loop:
 class _Batches(BatchSampler):
     """Cut a sampler's indices into batches, or hand out those that a loop has prepared."""
 
-    prepared: Iterator[list[int]] | None = None
+    prepared: Iterator[list[int]] | None = None  # while torch makes the loop's iterator
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.prepared is None:
@@ -409,16 +409,17 @@ def _started(iterator: Iterator[Any]) -> Iterator[Any]:
 class _Batch(list[int]):
     """Carry a batch's indices to a worker, with the seeds that it sets when it unpickles them.
 
-    A persistent worker receives nothing else in a new epoch.
+    torch sends a persistent worker nothing else in a new epoch.
     """
 
     seeds: tuple[int, int, int, int]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (list(self), *self.seeds)
+        return _seed_worker_and_unpack, (list(self), *self.seeds)
 
 
-def _received(indices: list[int], seed: int, epoch: int, rank: int, position: int) -> list[int]:
+def _seed_worker_and_unpack(indices: list[int], seed: int, epoch: int, rank: int, position: int) -> list[int]:
+    """Return a batch's indices; in the worker that is to load them, set its seeds and epoch."""
     worker = get_worker_info()
     if worker is not None:  # else somebody copies the list in the main process
         seed_cpu(hash_seeds("batch", seed, epoch, rank, position))
@@ -570,7 +571,7 @@ def _keep(generator: Any) -> Callable[[], None]:
 
 def _check_sampler(sampler: Sampler[int], batch_size: int) -> None:
     """Refuse a sampler of another rank, or one that gives ranks different numbers of batches."""
-    rank, world_size = current_place()
+    rank, world_size = rank_and_size()
     found_rank = getattr(sampler, "rank", None)
     found_size = getattr(sampler, "num_replicas", None)
     if found_rank is None and found_size is None:
@@ -581,9 +582,9 @@ def _check_sampler(sampler: Sampler[int], batch_size: int) -> None:
                 "with attributes num_replicas and rank."
             )
     elif (found_rank, found_size) != (rank, world_size):
-        its_place = f"rank {found_rank} of {found_size}"
-        place = f"rank {rank} of {world_size}"
-        raise ValueError(f"The sampler is for {its_place}, but this is {place}.")
+        raise ValueError(
+            f"The sampler is for rank {found_rank} of {found_size}, but this is rank {rank} of {world_size}."
+        )
     if isinstance(sampler, ResumableSampler) and sampler.batch_size not in (1, batch_size):
         raise ValueError(
             f"The sampler was made for batch_size={sampler.batch_size}, the loader for "

@@ -1,8 +1,8 @@
 """Give each rank its samples: a pure function of (seed, epoch, n). Nothing here communicates.
 
-Every sampler deals one global order out like cards: rank r takes its positions r, r + world size,
-and so on. So any number of ranks uses that order up from the front, what is done is one number, and
-a run resumes on any number of ranks.
+Every sampler splits one global order: rank r takes its positions r, r + world size, and so on. So
+any number of ranks uses that order up from the front, the progress is one number, and a run resumes
+on any number of ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ResumableSampler(Sampler[int], ABC):
         batch_size: int = 1,
         drop_last: bool = False,
     ) -> None:
-        self.num_replicas, self.rank, self._made_for = _share(num_replicas, rank)
+        self.num_replicas, self.rank, self._made_for = _choose_rank(num_replicas, rank)
         self.n = n
         self.seed = operator.index(seed)
         self.batch_size = batch_size
@@ -95,7 +95,7 @@ class ResumableSampler(Sampler[int], ABC):
         return max(0, min(self._end(), self.n) - self.consumed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the run: the same on every rank, plain numbers and text."""
+        """Return the progress of the run: the same on every rank, plain numbers and text."""
         return {"epoch": self.epoch, "consumed": self.consumed, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ class ResumableSampler(Sampler[int], ABC):
         if not _is_within(epoch) or not _is_within(consumed, self.n):
             raise ValueError(
                 f"Cannot resume: epoch {epoch!r} with {consumed!r} of {self.n} samples consumed is "
-                "no place to go on from. Start a new epoch."
+                "nothing to go on from. Start a new epoch."
             )
         self.epoch = epoch
         self.start = consumed
@@ -132,7 +132,7 @@ class ResumableSampler(Sampler[int], ABC):
         return len(range(self.start + self.rank, self._end(), self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
-        check_place(type(self).__name__, self._made_for)
+        check_rank_and_size(type(self).__name__, self._made_for)
         return chain.from_iterable(self._blocks(self._order(), self.start, self._end()))
 
     @property
@@ -345,27 +345,27 @@ class DistributedEvalSampler(Sampler[int]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        self.num_replicas, self.rank, self._made_for = _share(num_replicas, rank)
+        self.num_replicas, self.rank, self._made_for = _choose_rank(num_replicas, rank)
         self.n = _length(dataset)
 
     def __len__(self) -> int:
         return len(range(self.rank, self.n, self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
-        check_place(type(self).__name__, self._made_for)
+        check_rank_and_size(type(self).__name__, self._made_for)
         return iter(range(self.rank, self.n, self.num_replicas))
 
 
-def current_place() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """Return this process's rank and the world size, now."""
     return ranks.get_rank(), ranks.get_world_size()
 
 
-def check_place(name: str, made_for: tuple[int, int] | None) -> None:
-    """Refuse to go on with the share of another rank, or of another number of ranks.
+def check_rank_and_size(name: str, made_for: tuple[int, int] | None) -> None:
+    """Refuse to go on with the samples of another rank, or of another number of ranks.
 
     Args:
-        name: What has the share.
+        name: What has them.
         made_for: The rank and world size that it was made for; None if the caller has chosen them.
 
     Raises:
@@ -373,23 +373,23 @@ def check_place(name: str, made_for: tuple[int, int] | None) -> None:
     """
     if made_for is None or get_worker_info() is not None:  # a loader's worker may not know its rank
         return
-    now = current_place()
+    now = rank_and_size()
     if now != made_for:
         raise DdpkitError(
             f"{name} was made for rank {made_for[0]} of {made_for[1]}, "
             f"but this is rank {now[0]} of {now[1]} now: the process group was made, replaced or "
-            "left since. Make it anew; its state_dict() may go on."
+            "left since. Create it again; it can load the old state_dict()."
         )
 
 
-def _share(
+def _choose_rank(
     num_replicas: int | None,
     rank: int | None,
 ) -> tuple[int, int, tuple[int, int] | None]:
-    """Return the number of ranks, this rank, and the place of this process unless both were chosen."""
+    """Return the number of ranks, this rank, and this process's rank and size unless both were given."""
     made_for = None
     if num_replicas is None or rank is None:
-        made_for = current_place()
+        made_for = rank_and_size()
     if num_replicas is None:
         num_replicas = ranks.get_world_size()
     if rank is None:
