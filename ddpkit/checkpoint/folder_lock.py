@@ -8,6 +8,7 @@ so the file that is locked also says which job holds it.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import tempfile
@@ -20,11 +21,6 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .lock_holder import describe_this_job, is_running, name_job
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 _NAME = ".writer"
 _FRESH = 300.0  # seconds since its last save in which a job on another machine counts as running
@@ -85,16 +81,15 @@ class FolderLock:
             job = name_job(_read_path(self._path))
             raise CheckpointError(f"{job} is writing into {self._folder}. {_ADVICE}")
         holder = _read(file)
-        if holder and holder != self._me and self._may_live(holder, file):
+        if self._may_live(holder, file):
             os.close(file)
             raise CheckpointError(
                 f"{name_job(holder)} has written into {self._folder} within the last "
                 f"{_FRESH / 60:g} minutes. {_ADVICE} If it has ended, delete {self._path}."
             )
-        os.lseek(file, 0, os.SEEK_SET)
         os.ftruncate(file, 0)
-        os.write(file, json.dumps(self._me).encode())
-        if self._release is not None:
+        os.pwrite(file, json.dumps(self._me).encode(), 0)
+        if self._release is not None:  # of a file that somebody has deleted
             self._release()
         self._file = file
         self._release = Finalize(self, _release, (self._path, file, self._me), exitpriority=0)
@@ -105,6 +100,8 @@ class FolderLock:
         That happens where locks do not reach from machine to machine, and where a process has
         closed any other descriptor of the file, by which it loses the lock.
         """
+        if not holder or holder == self._me:
+            return False
         if holder.get("machine") == self._me["machine"]:
             return holder.get("pid") != self._me["pid"] and is_running(holder)
         if self._me["job"] and holder.get("job") == self._me["job"]:  # this job, started again
@@ -125,9 +122,8 @@ def _open_and_lock(path: Path) -> int:
         Its descriptor, not locked where the file system has no locks; -1 if another process holds
         the lock.
     """
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
     while True:
-        file = os.open(path, flags, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if not _try_to_lock(file):
             os.close(file)
             return -1
@@ -138,8 +134,6 @@ def _open_and_lock(path: Path) -> int:
 
 def _try_to_lock(file: int) -> bool:
     """Lock a file, where the system can; return False if another process holds the lock."""
-    if fcntl is None:
-        return True
     try:
         # not shared with forked workers, as flock's is
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,8 +161,7 @@ def _release(path: Path, file: int, me: Mapping[str, Any]) -> None:
 def _read(file: int) -> dict[str, Any]:
     """Return a lock's description of its holder; {} if there is none that can be read."""
     try:
-        os.lseek(file, 0, os.SEEK_SET)
-        holder = json.loads(os.read(file, _LENGTH))
+        holder = json.loads(os.pread(file, _LENGTH, 0))
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(holder, dict):

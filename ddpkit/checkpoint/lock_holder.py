@@ -1,4 +1,4 @@
-"""The job that holds a lock on a folder: described in the lock's file, named, and seen to run."""
+"""Describe the job that holds a lock on a folder, name it, and see if it runs."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ def name_job(holder: Mapping[str, Any]) -> str:
 def is_running(holder: Mapping[str, Any]) -> bool:
     """Return whether a holder on this machine runs, by its number and by when it started."""
     pid = holder.get("pid")
-    if os.name != "posix" or not isinstance(pid, int):
+    if not isinstance(pid, int):
         return False
     start = holder.get("born")
-    runs = runs_since(pid, start) if isinstance(start, str) and start else None
-    if runs is None:  # /proc does not tell
-        return _is_in_use(pid)
-    return runs
+    if isinstance(start, str) and start:
+        runs = runs_since(pid, start)
+        if runs is not None:
+            return runs
+    return _is_in_use(pid)  # /proc does not tell
 
 
 def _is_in_use(pid: int) -> bool:
