@@ -28,7 +28,7 @@ def explain_unusable(content: Any, with_random_states: bool) -> str:
         "score": isinstance(content.get("score"), float | None),
         "state": has_names(content.get("state")),
         "kinds": _are_kinds(content.get("kinds")),
-        "shapes": has_names(content.get("shapes", {})),
+        "shapes": has_names(content.get("shapes")),
         "rng": _are_random_states(content.get("rng")),
         "per_rank": _are_parts(content.get("per_rank")),
     }
@@ -63,7 +63,7 @@ def _are_parts(value: Any) -> bool:
 def _is_part(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    if not _are_kinds(value.get("kinds", {})):  # older versions wrote none
+    if not _are_kinds(value.get("kinds")):
         return False
     return has_names(value.get("per_rank")) and has_names(value.get("shapes"))
 

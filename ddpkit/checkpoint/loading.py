@@ -176,7 +176,7 @@ def _states_of_this_rank(path: Path, content: Mapping[str, Any]) -> Saved:
     saved = Saved(
         states=dict(content["state"]),
         kinds=dict(content["kinds"]),
-        shapes=dict(content.get("shapes", {})),
+        shapes=dict(content["shapes"]),
     )
     parts = content.get("per_rank")
     if not parts:
@@ -190,7 +190,7 @@ def _states_of_this_rank(path: Path, content: Mapping[str, Any]) -> Saved:
         )
     own = parts[get_rank()]
     saved.states.update(own["per_rank"])
-    saved.kinds.update(own.get("kinds", {}))
+    saved.kinds.update(own["kinds"])
     saved.shapes.update(own["shapes"])
     return saved
 

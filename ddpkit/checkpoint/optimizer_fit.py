@@ -13,7 +13,7 @@ from .dtypes import explain_loss
 from .leaves import tensors_of
 from .states import describe
 
-Place = tuple[int, int]  # of a tensor in an optimizer: the number of its group, and that in it
+Index = tuple[int, int]  # of a tensor in an optimizer: the number of its group, and that in it
 
 
 def explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> list[str]:
@@ -34,7 +34,7 @@ def explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> 
     if found:
         return found
     _, mine = describe(optimizer)
-    if shapes and shapes != mine:  # files of older versions hold none
+    if shapes and shapes != mine:  # a state dict that was saved as plain data has none
         return _explain_shapes(mine, shapes)
     return _explain_losses(optimizer, saved)
 
@@ -53,14 +53,14 @@ def _group_sizes(groups: Any) -> list[int]:
 
 
 def _misplaced(here: Any, there: Any) -> list[str]:
-    """Say which named parameters stand at another's place in saved groups of the same sizes."""
+    """Say which named parameters have another's index in saved groups of the same sizes."""
     mine = _parameter_names(here)
     found = []
-    for place, name in _parameter_names(there).items():
-        now = mine.get(place, name)
+    for index, name in _parameter_names(there).items():
+        now = mine.get(index, name)
         if name == now or name not in mine.values():
             continue
-        group, number = place
+        group, number = index
         found.append(
             f"has {name} as tensor {number} of group {group} there, {now} here: "
             "make it of the parameters in the same order"
@@ -68,32 +68,32 @@ def _misplaced(here: Any, there: Any) -> list[str]:
     return found
 
 
-def _parameter_names(groups: Any) -> dict[Place, str]:
+def _parameter_names(groups: Any) -> dict[Index, str]:
     """Return the names of an optimizer's parameters, without those of wrappers, if it has some."""
-    names: dict[Place, str] = {}
-    for number, group in enumerate(groups):
+    names: dict[Index, str] = {}
+    for group_index, group in enumerate(groups):
         given = group.get("param_names")
         if not isinstance(given, list | tuple):
             continue
-        for place, name in enumerate(given):
+        for i, name in enumerate(given):
             if isinstance(name, str):
-                names[number, place] = name
+                names[group_index, i] = name
     whole = dict.fromkeys(names.values())
     cleaned = clean_state_dict(whole)
     if len(cleaned) < len(whole):  # they were no wrappers'
         return names
     clean = dict(zip(whole, cleaned, strict=True))
-    return {place: clean[name] for place, name in names.items()}
+    return {index: clean[name] for index, name in names.items()}
 
 
 def _explain_shapes(mine: list[list[list[int]]], shapes: Any) -> list[str]:
     """Say which tensors have other shapes there, given by group, in a file of any form."""
     found = []
-    for number, (group, saved_group) in enumerate(zip(mine, shapes, strict=False)):
-        for place, (here, there) in enumerate(zip(group, saved_group, strict=False)):
+    for group_index, (group, saved_group) in enumerate(zip(mine, shapes, strict=False)):
+        for i, (here, there) in enumerate(zip(group, saved_group, strict=False)):
             if here == there:
                 continue
-            tensor = f"tensor {place} of group {number}"
+            tensor = f"tensor {i} of group {group_index}"
             found.append(f"has {tensor} of shape {tuple(there)} there, of {tuple(here)} here")
     return found or ["has tensors of other shapes there"]
 

@@ -104,7 +104,7 @@ def test_whatever_a_file_holds_the_run_is_restored_or_untouched(tmp_path: Path) 
         (lambda content: [1, 2], "it holds a list, which no Checkpointer wrote"),
         (
             lambda content: {"format": 1, "step": 2},
-            "its state, kinds, rng is missing or not what a Checkpointer writes",
+            "its state, kinds, shapes, rng is missing or not what a Checkpointer writes",
         ),
         (lambda content: content | {"step": "2"}, "its step is missing"),
         (lambda content: content | {"state": [1]}, "its state is missing"),
