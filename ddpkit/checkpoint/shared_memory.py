@@ -28,9 +28,9 @@ def explain_conflicts(modules: Mapping[str, tuple[nn.Module, Any]]) -> list[str]
     pairs = _pairs(modules)
     paths = list(pairs)
     found = []
-    for place in sorted(sharing_memory(pair.here for pair in pairs.values())):
-        path = paths[place]
-        for other in paths[:place]:
+    for index in sorted(sharing_memory(pair.here for pair in pairs.values())):
+        path = paths[index]
+        for other in paths[:index]:
             if _overwrites(pairs[path], pairs[other]):
                 problem = f"{other} and {path} differ there, but share memory here"
                 found.append(f"{problem}: untie them, or load equal ones")
@@ -52,17 +52,17 @@ def _pairs(modules: Mapping[str, tuple[nn.Module, Any]]) -> dict[str, _Pair]:
 
 
 @torch.no_grad()
-def _overwrites(second: _Pair, first: _Pair) -> bool:
-    """Return whether loading the second of two tensors changes the first."""
-    if not sharing_memory([first.here, second.here]):
+def _overwrites(later: _Pair, earlier: _Pair) -> bool:
+    """Return whether loading the later of two tensors changes the earlier one; it is tried on copies."""
+    if not sharing_memory([earlier.here, later.here]):
         return False
-    if _is_same(first.here, second.here) and _is_same(first.saved, second.saved):
+    if _is_same(earlier.here, later.here) and _is_same(earlier.saved, later.saved):
         return False
-    first_copy, second_copy = _copy_layout(first.here, second.here)
-    first_copy.copy_(first.saved)
-    before = digest(first_copy)
-    second_copy.copy_(second.saved)
-    return digest(first_copy) != before
+    trial, trial_of_later = _copy_layout(earlier.here, later.here)
+    trial.copy_(earlier.saved)
+    loaded = digest(trial)
+    trial_of_later.copy_(later.saved)
+    return digest(trial) != loaded
 
 
 def _copy_layout(*tensors: Tensor) -> list[Tensor]:

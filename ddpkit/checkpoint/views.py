@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
@@ -56,7 +57,7 @@ class _Survey(pickle.Pickler):
 
 
 def _is_plain(obj: Any) -> bool:
-    """Return true for a tensor that a copy of its elements can stand for.
+    """Return whether a value is a tensor that a copy of its elements can stand for.
 
     A Parameter is asked for again, by its data; attributes would be lost.
     """
@@ -78,7 +79,7 @@ def _pickle_module(to_cut: set[int]) -> Any:
                 return NotImplemented
             return reduce_to_own_elements(obj)
 
-    return type("views", (), {"Pickler": Pickler})
+    return SimpleNamespace(__name__="pickle", Pickler=Pickler)  # all that torch.save looks at
 
 
 def _address(tensor: Tensor) -> int:
