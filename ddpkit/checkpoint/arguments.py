@@ -35,7 +35,7 @@ def check_disjoint(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Raise ValueError if a name stands in `per_rank` and among the states of all ranks."""
     both = sorted(own.keys() & state.keys())
     if both:
-        raise ValueError(f"{', '.join(both)} is in per_rank and beside it. Pass it once.")
+        raise ValueError(f"Passed twice, in per_rank and as keyword: {', '.join(both)}. Pass each once.")
 
 
 def check_loadable(objects: Mapping[str, Any]) -> None:

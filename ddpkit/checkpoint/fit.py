@@ -35,7 +35,7 @@ def explain_misfits(objects: Mapping[str, Any], saved: Saved) -> list[str]:
     for name, target in objects.items():
         if name not in saved.states:
             names = ", ".join(saved.states) or "nothing"
-            found.append(f"{name} is not in it, but {names} is")
+            found.append(f"it has no {name!r}; it has: {names}")
             continue
         kind = saved.kinds.get(name)
         problems = _explain_misfit(target, saved.states[name], kind, saved.shapes.get(name))

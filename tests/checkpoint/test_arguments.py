@@ -81,7 +81,7 @@ def test_ranks_that_differ_in_their_arguments_all_raise(tmp_path: Path, nprocs: 
         assert "score: 0.0 on rank 0; 1.0 on rank 1" in said["score"]
         assert "names: note0 on rank 0; note1 on rank 1" in said["names"]
         assert ("ValueError: step must be" in said["bad step"]) and (rank or "rank 1: ValueError" in said["bad step"])
-        assert "is in per_rank and beside it" in said["twice"]
+        assert "Passed twice, in per_rank and as keyword: " in said["twice"]
         assert "MismatchError" in said["targets"] and "MismatchError" in said["load"]
         assert "has no load_state_dict()" in said["no target"]
         assert "different collectives" in said["calls"]

@@ -95,7 +95,7 @@ def load_what_does_not_fit(folder: str) -> None:
             {"optimizer": torch.optim.SGD([same[0].weight])},
             r"optimizer has groups of \[6\] tensors there, of \[1\] here",
         ),
-        ({"ema": same}, "ema is not in it, but model, optimizer, good, bad is"),
+        ({"ema": same}, "it has no 'ema'; it has: model, optimizer, good, bad"),
         ({"bad": Counter(0)}, "ValueError: thirteen"),
     ]
     for wrong, message in cases:

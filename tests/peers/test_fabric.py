@@ -569,7 +569,7 @@ def test_a_name_that_was_not_saved_is_an_error_and_nothing_is_changed(folder: Pa
     model = nn.Linear(2, 2)
     Checkpointer(folder).save(1, model=model)
     nn.init.ones_(model.weight)
-    with pytest.raises(CheckpointError, match="optimizer is not in it, but model is"):
+    with pytest.raises(CheckpointError, match="it has no 'optimizer'; it has: model"):
         Checkpointer(folder).load_latest(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert bool((model.weight == 1).all())
 
