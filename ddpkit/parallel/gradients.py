@@ -29,7 +29,7 @@ from ..collectives.consistency import (
     raise_everywhere,
 )
 from ..collectives.packing import normalise
-from ..collectives.tensors import explain_not_dense
+from ..collectives.tensors import explain_not_dense, name_dtype
 from ..errors import MismatchError
 from ..launch import ranks
 from ..process_group import lifecycle
@@ -177,8 +177,8 @@ def _scale_gradients(model: nn.Module, factor: float) -> None:
     gradients = list(scaled.values())
     shared = sharing_memory(gradients)
     in_place = []
-    for place, gradient in enumerate(gradients):
-        if place in shared or not writable(gradient):
+    for i, gradient in enumerate(gradients):
+        if i in shared or not writable(gradient):
             # before those that it shares memory with are multiplied
             scaled[id(gradient)] = gradient * factor
         else:
@@ -350,16 +350,16 @@ def _refuse(call: str, modules: Modules) -> None:
 
 
 def _named_by_argument(modules: Modules) -> NamedTensors:
-    """Name the parameters that are trained, with the place of their argument among several."""
+    """Name the parameters that are trained, and of several arguments the one that they are of."""
     for i, module in enumerate(modules):
-        place = f" of argument {i}" if len(modules) > 1 else ""
+        suffix = f" of argument {i}" if len(modules) > 1 else ""
         if isinstance(module, nn.Module):
             named = named_tensors(module)
         else:
             named = [("the tensor", module)]
         for name, p in named:
             if p.requires_grad:
-                yield name + place, p
+                yield name + suffix, p
 
 
 class _Gradients:
@@ -391,12 +391,12 @@ class _Gradients:
         The new ones have no values yet.
         """
         shared = sharing_memory(self.values)
-        for place, gradient in enumerate(self.values):
+        for i, gradient in enumerate(self.values):
             if gradient is None:
                 continue
-            if place in shared or not writable(gradient):
-                parameter = self.parameters[place]
-                self.values[place] = torch.empty_like(parameter, dtype=gradient.dtype)
+            if i in shared or not writable(gradient):
+                parameter = self.parameters[i]
+                self.values[i] = torch.empty_like(parameter, dtype=gradient.dtype)
 
     def give_back(self) -> None:
         """Give the parameters their gradients."""
@@ -409,13 +409,13 @@ class _BucketLayout(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype  # of that tensor
-    places: list[int]  # among all parameters
+    indices: list[int]  # among all parameters
     sizes: list[int]  # elements
 
     @property
     def length(self) -> int:
         """Return the elements of the tensor: the gradients, and a mark for each."""
-        return sum(self.sizes) + len(self.places)
+        return sum(self.sizes) + len(self.indices)
 
 
 class _Bucket:
@@ -427,10 +427,10 @@ class _Bucket:
     def __init__(self, layout: _BucketLayout, gradients: _Gradients) -> None:
         self.layout = layout
         self.gradients = gradients
-        self.missing = []  # places in the layout
-        for i, place in enumerate(layout.places):
-            if gradients.values[place] is None:
-                self.missing.append(i)
+        self.missing = []  # gradients, by their position in the layout
+        for position, index in enumerate(layout.indices):
+            if gradients.values[index] is None:
+                self.missing.append(position)
 
     def fill(self, flat: Tensor) -> None:
         """Write the gradients, zeros for those that are missing, and a mark for each: 1 or 0.
@@ -438,13 +438,13 @@ class _Bucket:
         They are divided by a power of two at least as large as the number of ranks: no sum
         overflows.
         """
-        device, dtype, places, sizes = self.layout
-        marks = torch.ones(len(places), device=device, dtype=dtype)
+        device, dtype, indices, sizes = self.layout
+        marks = torch.ones(len(indices), device=device, dtype=dtype)
         if self.missing:
             marks[self.missing] = 0
         pieces = []
-        for place, size in zip(places, sizes, strict=True):
-            gradient = self.gradients.values[place]
+        for index, size in zip(indices, sizes, strict=True):
+            gradient = self.gradients.values[index]
             if gradient is None:
                 pieces.append(marks.new_zeros(size))
             else:
@@ -463,24 +463,24 @@ class _Bucket:
         """Write the means over the gradients, and make those that other ranks have."""
         if self.divisor != 1:
             self.flat.div_(self.divisor)
-        places, sizes = self.layout.places, self.layout.sizes
-        *means, marks = torch.split(self.flat, [*sizes, len(places)])
+        _, _, indices, sizes = self.layout
+        *means, marks = torch.split(self.flat, [*sizes, len(indices)])
         if self.missing:  # otherwise there is no reason to wait for the accelerator
             self._make_missing(marks.tolist())
-        for place, mean in zip(places, means, strict=True):
-            gradient = self.gradients.values[place]
+        for index, mean in zip(indices, means, strict=True):
+            gradient = self.gradients.values[index]
             if gradient is not None:
                 gradient.copy_(mean.view(gradient.shape))
 
     def _make_missing(self, marks: list[float]) -> None:
         """Make the gradients that this rank has not, where the sum of the marks says others do."""
-        for i in self.missing:
-            if not marks[i]:
+        for position in self.missing:
+            if not marks[position]:
                 continue
-            place = self.layout.places[i]
-            parameter = self.gradients.parameters[place]
+            index = self.layout.indices[position]
+            parameter = self.gradients.parameters[index]
             dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-            self.gradients.values[place] = torch.empty_like(parameter, dtype=dtype)
+            self.gradients.values[index] = torch.empty_like(parameter, dtype=dtype)
 
 
 class _Format(NamedTuple):
@@ -548,7 +548,7 @@ class _Exchange:
     differ learn it there, before messages of different sizes meet, which aborts a gloo process; and
     a loop that averages the same networks in every step needs no other message, for where the first
     one suits this call too, it carries the gradients. Otherwise they follow in one of the same
-    format, because a sum is rounded by its place in a message, and must not depend on the call
+    format, because a sum is rounded by its position in a message, and must not depend on the call
     before.
     """
 
@@ -563,16 +563,14 @@ class _Exchange:
         expected = _next_formats.get(session, _USUAL_FORMAT)
         suitable = _format_of(layouts)
         _next_formats[session] = suitable or _USUAL_FORMAT
-        if suitable == expected:
-            self.first = _FirstMessage(fingerprint, expected, self.buckets[0])
-            remaining = self.buckets[1:]
-        else:
-            self.first = _FirstMessage(fingerprint, expected, None)
-            remaining = self.buckets
+        carried = self.buckets[0] if suitable == expected else None
+        self.first = _FirstMessage(fingerprint, expected, carried)
         self.works: list[dist.Work] = []
-        for bucket in remaining:
+        for i, bucket in enumerate(self.buckets):
+            if bucket is carried:
+                continue
             self.first.check()
-            if suitable and bucket is self.buckets[0]:
+            if i == 0 and suitable:
                 message = _write_message(fingerprint, suitable, bucket)
             else:
                 message = _write_bucket(bucket)
@@ -634,7 +632,7 @@ def _plan(parameters: tuple[_Parameter, ...]) -> tuple[str, list[_BucketLayout]]
     described = {}
     buckets: dict[tuple[torch.device, torch.dtype], _BucketLayout] = {}
     for i, (device, dtype, shape, name) in enumerate(parameters):
-        text = f"{dtype}{list(shape)}"
+        text = f"{name_dtype(dtype)}{list(shape)}"
         if name:
             text = f"{name}, {text}"
         if device.type != "cpu":
@@ -643,13 +641,13 @@ def _plan(parameters: tuple[_Parameter, ...]) -> tuple[str, list[_BucketLayout]]
         sum_dtype = torch.promote_types(dtype, torch.float32)
         empty = _BucketLayout(device, sum_dtype, [], [])
         layout = buckets.setdefault((device, sum_dtype), empty)
-        layout.places.append(i)
+        layout.indices.append(i)
         layout.sizes.append(math.prod(shape))
     return fingerprint_of("average_gradients", described), list(buckets.values())
 
 
 @functools.lru_cache(maxsize=256)
 def _hash(fingerprint: str, world_size: int, dtype: torch.dtype) -> Tensor:
-    """Return the hash of a fingerprint as numbers, summed over so many ranks that have it."""
+    """Return the bytes of a fingerprint's hash, exact in float32 also when summed over so many ranks."""
     digest = blake2b(fingerprint.encode(), digest_size=_HASH_SIZE).digest()
     return torch.tensor([world_size * byte for byte in digest], dtype=dtype, device="cpu")
