@@ -18,7 +18,7 @@ def explain_sharded(call: str, tensors: Iterable[tuple[str, Any]]) -> str:
         return ""
     names = ", ".join(first_of(sharded, _NAMED))
     return (
-        f"{call} does not handle sharded tensors (fully_shard, FSDP, tensor parallelism), but {names} is one: "
-        "each rank holds only its own part. Use torch.distributed.checkpoint and torch's own functions for them, or "
-        "pass tensor.full_tensor()."
+        f"{call} does not handle sharded tensors (fully_shard, FSDP, tensor parallelism), but these are: "
+        f"{names}. Each rank holds only its own part. Use torch.distributed.checkpoint and torch's own functions for "
+        "them, or pass tensor.full_tensor()."
     )

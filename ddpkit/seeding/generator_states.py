@@ -56,7 +56,7 @@ def check_rng_state(state: Any) -> None:
     except Exception as error:
         details = str(error).partition("\n")[0] or "no details"
         raise ValueError(
-            f"its random states are none that this Python, NumPy and torch can take ({type(error).__name__}: {details})"
+            f"this Python, NumPy or torch cannot restore its random states ({type(error).__name__}: {details})"
         ) from error
 
 

@@ -33,7 +33,7 @@ def test_what_fully_shard_and_a_mesh_make_is_sharded_and_a_parameter_is_not() ->
     for sharded, replicated, plain, words in on_ranks(recognise, 2):
         assert (sharded, replicated, plain) == (True, True, False)
         assert "check_replicas() does not handle sharded tensors" in words
-        assert "weight, bias is one" in words
+        assert "but these are: weight, bias. Each" in words
 
 
 def test_values_that_are_no_tensors_are_not_sharded() -> None:
