@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..collectives import ops
 from ..collectives.sharded import explain_sharded
+from ..collectives.tensors import name_dtype
 from ..torch_internals import has_no_memory, is_compiled
 
 
@@ -154,9 +155,9 @@ def writable(tensor: Tensor) -> bool:
 
 
 def sharing_memory(tensors: Iterable[Tensor | None]) -> set[int]:
-    """Find the tensors, by place, that may share memory with one before them in the list."""
+    """Find the tensors, by index, that may share memory with one before them in the list."""
     spans = []
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if tensor is None:
             continue
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -167,7 +168,7 @@ def sharing_memory(tensors: Iterable[Tensor | None]) -> set[int]:
         if not tensor.is_contiguous():
             length = _bytes_spanned(tensor)
         start = tensor.data_ptr()
-        spans.append((start, start + length, place))
+        spans.append((start, start + length, index))
     spans.sort()
     return _overlapping(spans)
 
@@ -180,34 +181,34 @@ def _bytes_spanned(tensor: Tensor) -> int:
 
 
 def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
-    """Find the places of spans that overlap with one of an earlier place.
+    """Find the indices of spans that overlap with one of a lower index.
 
-    Spans are (start, end, place), sorted. Those that overlap, directly or through others, follow
-    each other: all of them but the one of the first place are found.
+    Spans are (start, end, index), sorted. Those that overlap, directly or through others, follow
+    each other: all of them but the one of the lowest index are found.
     """
     found = set()
-    first = 0
+    lowest = 0
     reached = 0
-    for start, end, place in spans:
+    for start, end, index in spans:
         if start >= reached:
-            first = place
+            lowest = index
             reached = end
             continue
-        found.add(max(first, place))
-        first = min(first, place)
+        found.add(max(lowest, index))
+        lowest = min(lowest, index)
         reached = max(reached, end)
     return found
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Describe each tensor by dtype and shape, and by its place in memory that one before it shares.
+    """Describe each tensor by dtype and shape, and by its offset in memory that one before it shares.
 
     Ranks that agree in it may write to the tensors one after the other: all get the same values.
     """
     shared = sharing_memory(tensors.values())
     texts = {}
-    for place, (name, tensor) in enumerate(tensors.items()):
-        texts[name] = f"{tensor.dtype}{list(tensor.shape)}"
-        if place in shared:
+    for i, (name, tensor) in enumerate(tensors.items()):
+        texts[name] = f"{name_dtype(tensor.dtype)}{list(tensor.shape)}"
+        if i in shared:
             texts[name] += f", sharing memory from element {tensor.storage_offset()}"
     return texts

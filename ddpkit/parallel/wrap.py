@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
+from ..collectives.tensors import name_dtype
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..process_group import lifecycle
@@ -38,7 +39,7 @@ from .models import (
     strip,
 )
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _SENT_BY_ALL_BACKENDS = {
     torch.float32,
     torch.float64,
@@ -165,14 +166,14 @@ def _check_strategy(strategy: str, has_group: bool) -> None:
     world_size = ranks.get_world_size()
     gpus = count_accelerators()
     if strategy == "dp" and (world_size > 1 or gpus < 2):
-        found = f"here are {world_size} and {gpus} GPUs"
+        found = f"this job has {world_size} processes and sees {gpus} GPUs"
         raise DdpkitError(f"strategy='dp' is for 1 process on several GPUs; {found}.")
 
 
 def _point_at_torchrun() -> None:
     gpus = count_accelerators()
     if gpus > 1:
-        logger.warning(
+        _log.warning(
             "One process uses one of %d GPUs; torchrun --nproc_per_node=%d uses them all.",
             gpus,
             gpus,
@@ -210,7 +211,7 @@ def _check_dtypes(model: nn.Module) -> None:
                 raise  # a connection that broke
             raise ValueError(
                 "wrap_model() cannot wrap the model in DDP: the group's backend sends no "
-                f"{dtype}, which {name} is ({error}). Keep it as another dtype, such as int32 or "
+                f"{name_dtype(dtype)}, which {name} is ({error}). Keep it as another dtype, such as int32 or "
                 "float32, or outside of the model."
             ) from error
 
@@ -290,7 +291,7 @@ def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
 
     It is for files of others, of which only the keys are known: `unwrap_model(model).state_dict()`
     has the right names of a model at hand. `module.` and `_orig_mod.` go wherever they stand in a
-    key, if everything at that place lies under them, which is how wrappers look; so does an only
+    key, if everything at that level lies under them, which is how wrappers look; so does an only
     child that was called `module`. One with a sibling keeps its name. The versions that torch keeps
     beside come along.
 
