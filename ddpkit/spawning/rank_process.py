@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -127,6 +127,12 @@ def describe_exit(process: Any) -> str:
     return f"exited with code {code}"
 
 
-def is_echo(rank: int, error: object) -> bool:
-    """Return true if a rank's error only reports the failure of another rank."""
+def first_cause(errors: Sequence[tuple[int, BaseException]]) -> BaseException:
+    """Choose the first of some ranks' errors that does not only report the failure of another rank."""
+    _, error = min(errors, key=_is_echo)
+    return error
+
+
+def _is_echo(entry: tuple[int, BaseException]) -> bool:
+    rank, error = entry
     return isinstance(error, PeerError) and error.rank != rank

@@ -25,8 +25,8 @@ from .pickling import call_and_reply, can_import, dump_call, open_reply
 from .rank_process import (
     RankProcess,
     describe_exit,
+    first_cause,
     forget_start_method,
-    is_echo,
     rank_environment,
     replace_environment,
     wait_for_messages,
@@ -167,11 +167,9 @@ class _SpawnedRank(RankProcess):
 
 def _results(ranks: list[_SpawnedRank], timeout: timedelta) -> list[Any]:
     """Wait for all ranks and return their results, or raise the error of the first that failed."""
-    failed = _wait_for_all(ranks, timeout)
-    if failed:
-        failed.sort(key=_reports_another)
-        assert failed[0].error is not None
-        raise failed[0].error
+    errors = _wait_for_all(ranks, timeout)
+    if errors:
+        raise first_cause(errors)
     unfinished = [process for process in ranks if not process.done]
     if unfinished:
         stacks = "\n".join(process.describe_stack() for process in unfinished)
@@ -179,26 +177,22 @@ def _results(ranks: list[_SpawnedRank], timeout: timedelta) -> list[Any]:
     return [process.result for process in ranks]
 
 
-def _wait_for_all(ranks: list[_SpawnedRank], timeout: timedelta) -> list[_SpawnedRank]:
-    """Take the ranks' messages until all are done or the time is up; return those that failed."""
+def _wait_for_all(ranks: list[_SpawnedRank], timeout: timedelta) -> list[tuple[int, BaseException]]:
+    """Take the ranks' messages until all are done or the time is up; return their errors as they come."""
     deadline = time.monotonic() + timeout.total_seconds()
-    failed: list[_SpawnedRank] = []
+    errors: list[tuple[int, BaseException]] = []
     while True:
         unfinished = [process for process in ranks if not process.done]
         if not unfinished:
-            return failed
+            return errors
         ready = wait_for_messages(unfinished, deadline)
         if not ready:
-            return failed
+            return errors
         for process in ready:
             process.receive()
             if process.error is not None:
-                failed.append(process)
+                errors.append((process.rank, process.error))
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
-
-
-def _reports_another(process: _SpawnedRank) -> bool:
-    return is_echo(process.rank, process.error)
 
 
 def _run_rank(

@@ -11,7 +11,7 @@ from typing import Any
 from ..arguments import as_integer
 from ..errors import PeerError
 from ..spawning.pickling import dump_call, open_reply
-from ..spawning.rank_process import is_echo
+from ..spawning.rank_process import first_cause
 from .messages import Answer, CallFunction, Task
 
 _FOREVER = 1e8  # seconds
@@ -90,19 +90,13 @@ def _results(answers: list[Answer], timeout: float) -> list[Any]:
         error, result = _outcome(answer)
         results.append(result)
         if error is not None:
-            errors.append((is_echo(answer.rank, error), answer.rank, error))
+            errors.append((answer.rank, error))
     if errors:
-        _, _, error = min(errors, key=_causes_first)
-        raise error
+        raise first_cause(errors)
     if late:
         stacks = "\n".join(f"rank {answer.rank}:\n{answer.stack}" for answer in late)
         raise TimeoutError(f"on_ranks() ended after {timeout:g} s; not finished:\n{stacks}")
     return results
-
-
-def _causes_first(entry: tuple[bool, int, BaseException]) -> tuple[bool, int]:
-    echo, rank, _ = entry
-    return echo, rank
 
 
 def _outcome(answer: Answer) -> tuple[BaseException | None, Any]:
