@@ -192,7 +192,7 @@ class _Kept:
         return False
 
     def _remember(self) -> None:
-        # a getter of one name would not return a tuple, and one of none does not exist
+        # twice what each has: itemgetter needs a key, and returns a tuple only for several
         self._values_of = itemgetter("__doc__", "__doc__", *self._keys)
         self._values = self._values_of(self._space)
 

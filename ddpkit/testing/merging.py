@@ -20,28 +20,30 @@ def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
     """Report a test as one, from its outcomes on all ranks."""
     ranks = [_reports(item, answer) for answer in answers]
     _add_echoes(item, answers, ranks)
-    merged: Reports = []
     lost = [answer for answer in answers if answer.done is None]
     if lost:
-        for phase in _PHASES:
-            merged += _merge_added(phase, ranks)
-        merged.append(_merge_lost(item, lost, ranks))
-        return merged
+        added = [report for phase in _PHASES for report in _merge_added(phase, ranks)]
+        return [*added, _merge_lost(item, lost, ranks)]
+    merged: Reports = []
     for phase in _PHASES:
         added = _merge_added(phase, ranks)
         report = _merge_phase(phase, ranks)
         if report is None:
             continue
-        if any(earlier.failed or hasattr(earlier, "wasxfail") for earlier in merged):
-            if phase == "call":  # of ranks whose fixtures did not fail
-                continue
-            if report.failed and _is_echo(report):
-                report.outcome = "passed"
-                report.longrepr = None
+        failed_before = any(map(_has_failed, merged))
+        if failed_before and phase == "call":  # of ranks whose fixtures did not fail
+            continue
+        if failed_before and report.failed and _is_echo(report):
+            report.outcome = "passed"
+            report.longrepr = None
         _fail_if_part_failed(report, added)
-        merged += added
-        merged.append(report)
+        merged += [*added, report]
     return merged
+
+
+def _has_failed(report: pytest.TestReport) -> bool:
+    """Return whether a phase failed, as expected or not."""
+    return report.failed or hasattr(report, "wasxfail")
 
 
 def merge_late(config: pytest.Config, by_rank: list[list[Any]]) -> Reports:
