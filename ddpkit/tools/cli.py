@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from .. import __version__
 
 _TOOLS = {
-    "doctor": "checks this machine or, under a launcher, the whole job; says how to mend it",
+    "doctor": "checks this machine or, under a launcher, the whole job; says how to fix it",
     "bench": "measures collectives, metric reduction, barriers and steps, here or in a job",
 }
 _INTERRUPTED = 130  # exit codes as a shell reports them

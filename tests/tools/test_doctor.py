@@ -288,12 +288,12 @@ def test_what_one_rank_alone_finds_is_reported_with_its_name_and_fails_all() -> 
 def test_a_rank_that_does_not_come_is_named_when_the_time_is_up() -> None:
     code, out, _, seconds = doctor("--json", "--timeout", "3", **platform_env(0, 2, free_port()))
     assert code == 1 and failed(out) == ["join"] and seconds < LATE
-    assert "Ranks [1] of 2 did not come within 3 s" in found(out)["join"]["found"]
+    assert "Rank 1 of 2 did not come within 3 s" in found(out)["join"]["found"]
     port = free_port()
     first, third = at_once("--json", "--timeout", "15", envs=[platform_env(rank, 3, port) for rank in (0, 2)])
     out = first[1]
     assert (first[0], third[:2]) == (1, (1, ""))
-    assert "Ranks [1] of 3 did not come within 15 s" in found(out)["join"]["found"]
+    assert "Rank 1 of 3 did not come within 15 s" in found(out)["join"]["found"]
     assert len(found(out)["launch"]["details"]) == 5  # rank 2 has told what it is
     code, out, err, seconds = doctor("--json", "--timeout", "3", **platform_env(1, 2, free_port()))
     assert (code, out) == (1, "") and seconds < LATE
@@ -587,7 +587,7 @@ def test_checks_that_never_end_are_reported_and_ended() -> None:
     env = {**CLEAN, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", STUCK], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1 and failed(done.stdout) == ["collective"]
-    assert "did not end within 1 s" in found(done.stdout)["collective"]["found"]
+    assert "did not finish within 1 s" in found(done.stdout)["collective"]["found"]
 
 
 def test_a_reader_that_has_read_enough_is_no_error() -> None:

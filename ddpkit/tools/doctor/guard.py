@@ -78,13 +78,13 @@ class Guard:
     def _watch(self, reader: int) -> None:
         """Print where the main thread cannot: if it is stuck, or the launcher wants to end it."""
         seconds = self._report.timeout + _GRACE
-        reason = f"did not end within {seconds:g} s"
+        reason = f"The check did not finish within {seconds:g} s."
         ready, _, _ = select.select([reader], [], [], seconds)
         if ready:
             if self._ended.wait(_NOTICE):
                 return
-            reason = "did not end, and this process was told to: another rank has failed"
-        self._report.fail(LaunchError(f"It {reason}."))
+            reason = "The check did not finish before the launcher's signal: another rank has failed."
+        self._report.fail(LaunchError(reason))
         self.print()
         os._exit(1)
 

@@ -150,8 +150,9 @@ def cores() -> Check:
     if quota and quota < usable:
         if threads:
             return Check("cores", "ok", found)
-        remedy = f"Threads beyond {quota:g} only wait: export OMP_NUM_THREADS={max(1, int(quota))}"
-        return Check("cores", "warning", found, f"{remedy} divided by the ranks.")
+        remedy = f"Threads beyond {quota:g} only wait: set OMP_NUM_THREADS to "
+        remedy += f"{max(1, int(quota))} / ranks on the node."
+        return Check("cores", "warning", found, remedy)
     if usable == 1 < total:
         remedy = "The launcher bound it: mpirun --bind-to none, or srun --cpus-per-task=N."
         return Check("cores", "warning", f"{found}: tied to one core", remedy)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...collectives.differences import name_ranks
 from ...errors import LaunchError
 from ...launch.launch import Launch
 from ...process_group.polling import Pause
@@ -127,7 +128,7 @@ class Report:
             raise LaunchError(f"The store has gone with {reason}.") from error
         if missing:
             raise LaunchError(
-                f"Ranks {missing} of {world_size} did not come within {self.timeout:g} s. "
+                f"{name_ranks(missing).capitalize()} of {world_size} did not come within {self.timeout:g} s. "
                 "Are they running, with this MASTER_ADDR and MASTER_PORT?"
             )
 
