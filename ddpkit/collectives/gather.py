@@ -26,7 +26,7 @@ from .consistency import (
 )
 from .pickling import CompactPickler
 from .tensors import bytes_as_tensor, explain_not_dense, flat_bytes, name_dtype
-from .tree import Leaf, leaves_of, with_leaves
+from .tree import Leaf, leaves_of, replace_leaves
 
 
 def gather_trees(call: str, value: Any) -> list[Any]:
@@ -47,7 +47,7 @@ def gather_trees(call: str, value: Any) -> list[Any]:
     trees = []
     for parts in _gather_rows(fingerprint_of(call, kinds), matrices):
         leaves = map(from_rows, parts, tensors.values())
-        trees.append(with_leaves(value, _is_tensor, leaves))
+        trees.append(replace_leaves(value, _is_tensor, leaves))
     return trees
 
 

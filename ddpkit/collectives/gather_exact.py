@@ -16,7 +16,7 @@ from .consistency import raise_everywhere
 from .differences import explain_difference, name_ranks
 from .gather import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
 from .tensors import concatenate
-from .tree import leaves_of, with_leaves
+from .tree import leaves_of, replace_leaves
 
 _NAMED = 8  # samples that a message names
 # torch 2.6 cannot index tensors of other dtypes
@@ -33,7 +33,7 @@ def gather_in_order(values: Any, indices: Any, n: Any) -> Any:
         indices = _as_array(indices)
         own = _columns_of(values)
         ready = [_as_column(call, path, column, len(indices)) for path, column in own.items()]
-        tree = with_leaves(values, _is_column, iter(ready))
+        tree = replace_leaves(values, _is_column, iter(ready))
     gathered = gather_objects(call, (indices, tree))
     by_rank = [indices for indices, _ in gathered]
     _check_range(by_rank, n)
@@ -51,7 +51,7 @@ def gather_in_order(values: Any, indices: Any, n: Any) -> Any:
         if isinstance(result, Tensor) and isinstance(own.get(path), Tensor):
             result = result.to(own[path].device)
         results.append(result)
-    return with_leaves(like, _is_column, iter(results))
+    return replace_leaves(like, _is_column, iter(results))
 
 
 def _columns_of(values: Any) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from .packing import (
     unpack_numbers,
 )
 from .tensors import concatenate
-from .tree import Leaf, Spec, flatten, rebuild, walk
+from .tree import Leaf, Spec, flatten, unflatten, walk
 
 OPS = ("sum", "mean", *EXTREMES)
 _LEAST_TOTAL, _GREATEST_TOTAL = 2.0**-40, 2.0**500  # weights of a sum between these cost no digit above 1e-295
@@ -75,7 +75,7 @@ def reduce_tree(value: Any, op: str, weight: Any, check: bool) -> Any:
     separate += _unpack_inline(plan, block[CHECK:], reduction)
     if separate:
         _reduce_separately(separate, reduction)
-    return rebuild(value, iter(reduction.results))
+    return unflatten(value, iter(reduction.results))
 
 
 class _Reduction:

@@ -96,7 +96,7 @@ def flatten(value: Any, leaves: list[Any]) -> Spec:
     return Node(parts.kind, parts.names, _flatten_all(parts.children, leaves))
 
 
-def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
+def unflatten(value: Any, leaves: Iterator[Any]) -> Any:
     """Copy `value` with these leaves, in the order that `flatten` gave; containers keep type and order."""
     if isinstance(value, np.float64):
         return np.float64(next(leaves))
@@ -109,7 +109,7 @@ def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
     parts = take_apart(value)
     if parts is None:
         return next(leaves)
-    return put_together(value, _rebuild_all(parts.children, leaves))
+    return put_together(value, _unflatten_all(parts.children, leaves))
 
 
 def walk(spec: Spec, path: str = "value") -> Iterator[tuple[str, Spec]]:
@@ -181,14 +181,14 @@ def leaves_of(value: Any, is_leaf: Callable[[Any], bool], path: str) -> Iterator
         yield from leaves_of(child, is_leaf, child_path(path, parts.kind, name))
 
 
-def with_leaves(value: Any, is_leaf: Callable[[Any], bool], leaves: Iterator[Any]) -> Any:
+def replace_leaves(value: Any, is_leaf: Callable[[Any], bool], leaves: Iterator[Any]) -> Any:
     """Copy `value` with these leaves in place of those that `leaves_of` yields."""
     parts = None
     if not is_leaf(value):
         parts = take_apart(value)
     if parts is None:
         return next(leaves)
-    children = [with_leaves(child, is_leaf, leaves) for child in parts.children]
+    children = [replace_leaves(child, is_leaf, leaves) for child in parts.children]
     return put_together(value, children)
 
 
@@ -199,10 +199,10 @@ def _flatten_all(values: Sequence[Any], leaves: list[Any]) -> tuple[Spec, ...]:
     return tuple([flatten(value, leaves) for value in values])
 
 
-def _rebuild_all(values: Sequence[Any], leaves: Iterator[Any]) -> list[Any]:
+def _unflatten_all(values: Sequence[Any], leaves: Iterator[Any]) -> list[Any]:
     if set(map(type, values)) == {float}:
         return list(islice(leaves, len(values)))
-    return [rebuild(value, leaves) for value in values]
+    return [unflatten(value, leaves) for value in values]
 
 
 def _flatten_tensor(value: Tensor, leaves: list[Any]) -> Leaf:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ddpkit.collectives.tree import Leaf, flatten, rebuild, walk
+from ddpkit.collectives.tree import Leaf, flatten, unflatten, walk
 
 Point = namedtuple("Point", "x y")
 
@@ -45,7 +45,7 @@ def spec(value: Any) -> Any:
 def doubled(value: Any) -> Any:
     leaves: list[Any] = []
     flatten(value, leaves)
-    return rebuild(value, iter([2 * leaf for leaf in leaves]))
+    return unflatten(value, iter([2 * leaf for leaf in leaves]))
 
 
 def test_the_order_of_keys_does_not_matter() -> None:
@@ -481,5 +481,5 @@ def test_a_dict_that_has_every_attribute_is_a_dict() -> None:
     leaves: list[object] = []
     value = DotDict(loss=[1.0, 2.0], n=3)
     flatten(value, leaves)
-    made = rebuild(value, iter(leaves))
+    made = unflatten(value, iter(leaves))
     assert type(made) is DotDict and made == {"loss": [1.0, 2.0], "n": 3}
