@@ -104,7 +104,7 @@ class Reading:
         if values.get("num_nodes") == 1 and "rank" in values and "world_size" in values:
             values.setdefault("local_rank", values["rank"])
             values.setdefault("local_world_size", values["world_size"])
-        if values.get("local_world_size", 0) == values.get("world_size"):
+        if "world_size" in values and values.get("local_world_size") == values["world_size"]:
             values.setdefault("node_rank", 0)
             values.setdefault("num_nodes", 1)
 
