@@ -30,7 +30,7 @@ from ddpkit.tools import cli
 from ddpkit.tools.doctor import machine_checks, network_checks
 from ddpkit.tools.doctor.check import Check, merge, worst
 from ddpkit.tools.doctor.command import read_launch
-from ddpkit.tools.doctor.job_checks import read_places, roll_call, same_versions
+from ddpkit.tools.doctor.job_checks import read_records, roll_call, same_versions
 from ddpkit.tools.doctor.output import render
 from ddpkit.tools.doctor.report import MARK, Report, read_results
 
@@ -520,7 +520,7 @@ ODD_CHECK = {**asdict(Check("a", "ok", "b")), "status": "well"}
 
 @pytest.mark.parametrize("garbage", [*GARBAGE, json.dumps({"host": "h", "checks": [ODD_CHECK]}).encode()])
 def test_what_a_stranger_wrote_in_place_of_a_report_is_refused(garbage: bytes) -> None:
-    for read in (read_results, lambda text, key: read_places([text])):
+    for read in (read_results, lambda text, key: read_records([text])):
         with pytest.raises(LaunchError, match="no rank of this job wrote"):
             read(garbage, "report of rank 0")
     report = Report(detect_launch(platform_env(0, 2, 1)), 60.0, Check("launch", "ok", "x"))
@@ -577,7 +577,7 @@ def hang(report, args):
     print("noise")
     time.sleep(200)
 
-guard._GRACE = 0.5
+guard._BEYOND_TIMEOUT = 0.5
 command._check_machine = hang
 sys.exit(cli.main(["doctor", "--json", "--timeout", "0.5"]))
 """

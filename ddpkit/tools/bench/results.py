@@ -134,8 +134,8 @@ def text(report: Row) -> str:
 def _heading(report: Row) -> str:
     versions = f"ddpkit {report['ddpkit']}, torch {report['torch']}"
     backend = report["backend"] or "no backend"
-    place = f"{report['device']}, {backend}, {report['cores']} cores"
-    return f"{versions}, {place}; ranks started by {report['launcher']}"
+    where = f"{report['device']}, {backend}, {report['cores']} cores"
+    return f"{versions}, {where}; ranks started by {report['launcher']}"
 
 
 def _tables(report: Row) -> Iterator[list[str]]:

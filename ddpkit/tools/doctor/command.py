@@ -200,10 +200,10 @@ def _meet(
 ) -> None:
     """Meet the other ranks, first in the store and then in a process group."""
     ranks = count(launch.world_size, "rank")
-    place = "where the launcher leads"
+    address = "where the launcher leads"
     if launch.master_addr:
-        place = f"at {launch.master_addr}:{launch.master_port}"
-    report.begin("master", f"opening the store {place}")
+        address = f"at {launch.master_addr}:{launch.master_port}"
+    report.begin("master", f"opening the store {address}")
     store = _open_store(report, launch, hosts_store)
     report.post(store)
     report.begin("join", f"waiting for {ranks} (at most {args.timeout:g} s)")
@@ -223,11 +223,11 @@ def _meet(
 def _check_together(report: Report, context: Context) -> None:
     """Run the checks of the joined job, and share all results, so that all exit alike."""
     report.begin("ranks", "asking every rank where it is")
-    own_place = json.dumps(job_checks.own_place(context))
-    report.places = job_checks.read_places(exchange(own_place))
-    report.hosts = [place["host"] for place in report.places]
-    report.add(job_checks.roll_call(report.places))
-    report.add(job_checks.same_versions(report.places))
+    own_record = json.dumps(job_checks.own_record(context))
+    report.records = job_checks.read_records(exchange(own_record))
+    report.hosts = [record["host"] for record in report.records]
+    report.add(job_checks.roll_call(report.records))
+    report.add(job_checks.same_versions(report.records))
     report.begin("mean", "averaging numbers")
     report.add(job_checks.mean())
     report.begin("latency", "timing a small collective")
@@ -257,12 +257,12 @@ def _open_store(report: Report, launch: Launch, hosts_store: bool) -> dist.Store
     return store
 
 
-def _await_mark(store: dist.Store, report: Report, place: str) -> None:
+def _await_mark(store: dist.Store, report: Report, address: str) -> None:
     """Wait for the mark with which a doctor's rank 0 says that the store is its own."""
     deadline = time.monotonic() + min(_MARK_WAIT, report.time_left().total_seconds())
     while not store.check([MARK]):
         if time.monotonic() > deadline:
-            raise LaunchError(f"Another job meets at {place}; the doctor leaves it alone.")
+            raise LaunchError(f"Another job meets at {address}; the doctor leaves it alone.")
         time.sleep(0.02)
 
 

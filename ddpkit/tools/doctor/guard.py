@@ -14,7 +14,7 @@ from ...errors import LaunchError
 from .output import print_report
 from .report import Report
 
-_GRACE = 20.0  # seconds beyond the time-out after which the process ends, wherever it stands
+_BEYOND_TIMEOUT = 20.0  # seconds beyond the time-out after which the process ends, wherever it stands
 _NOTICE = 5.0  # seconds from a launcher's signal to the report; torchrun kills after 30
 
 
@@ -77,7 +77,7 @@ class Guard:
 
     def _watch(self, reader: int) -> None:
         """Print where the main thread cannot: if it is stuck, or the launcher wants to end it."""
-        seconds = self._report.timeout + _GRACE
+        seconds = self._report.timeout + _BEYOND_TIMEOUT
         reason = f"The check did not finish within {seconds:g} s."
         ready, _, _ = select.select([reader], [], [], seconds)
         if ready:

@@ -1,4 +1,4 @@
-"""Check a job on several ranks: values, latency, versions, and the place of each rank."""
+"""Check a job on several ranks: values, latency, versions, and a record of each rank."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..terminal import count, table
 from .check import Check
 from .machine_checks import installed
 
-_PLACE = {
+_RECORD = {
     **dict.fromkeys(("rank", "pid", "node_rank", "local_rank"), int),
     **dict.fromkeys(("host", "device"), str),
     "versions": dict[str, str],
 }
-_PLACE_COLUMNS = ("rank", "host", "pid", "node_rank", "local_rank", "device")
+_COLUMNS = ("rank", "host", "pid", "node_rank", "local_rank", "device")
 _WARM_UP = 10  # calls that are not counted
 _TIMED = 50  # calls that are
 _BLOCK = 1 << 18  # float32 elements, 1 MiB: they pass in packets of full size
@@ -92,8 +92,8 @@ def _time_us(call: Callable[[], object]) -> float:
     return round(1e6 * statistics.median(seconds[_WARM_UP:]), 1)
 
 
-def own_place(context: Context) -> dict[str, Any]:
-    """Describe the place of this rank, for the others."""
+def own_record(context: Context) -> dict[str, Any]:
+    """Describe this rank, for the others."""
     return {
         "rank": context.rank,
         "host": socket.gethostname(),
@@ -105,33 +105,33 @@ def own_place(context: Context) -> dict[str, Any]:
     }
 
 
-def read_places(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Read the places of all ranks; raise `LaunchError` if no rank wrote them."""
-    places = []
+def read_records(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Read the records of all ranks; raise `LaunchError` if no rank wrote them."""
+    records = []
     for rank, text in enumerate(texts):
-        key = f"place of rank {rank}"
-        place = parse(text, key, _PLACE)
-        if place["rank"] != rank:
+        key = f"record of rank {rank}"
+        record = parse(text, key, _RECORD)
+        if record["rank"] != rank:
             refuse_text(text, key)
-        places.append(place)
-    return places
+        records.append(record)
+    return records
 
 
-def roll_call(places: list[dict[str, Any]]) -> Check:
-    """List the ranks with their places."""
-    header = [name.replace("_", " ") for name in _PLACE_COLUMNS]
-    rows = [[place[name] for name in _PLACE_COLUMNS] for place in places]
-    hosts = {place["host"] for place in places}
-    found = f"{count(len(places), 'rank')} on {count(len(hosts), 'host')}"
+def roll_call(records: list[dict[str, Any]]) -> Check:
+    """List the ranks, and where each runs."""
+    header = [name.replace("_", " ") for name in _COLUMNS]
+    rows = [[record[name] for name in _COLUMNS] for record in records]
+    hosts = {record["host"] for record in records}
+    found = f"{count(len(records), 'rank')} on {count(len(hosts), 'host')}"
     return Check("ranks", "ok", found, "", table(header, rows))
 
 
-def same_versions(places: list[dict[str, Any]]) -> Check:
+def same_versions(records: list[dict[str, Any]]) -> Check:
     """Compare the versions that must be the same on every rank."""
-    versions = {place["rank"]: place["versions"] for place in places}
+    versions = {record["rank"]: record["versions"] for record in records}
     different = differing_parts(versions, absent="none")
     if not different:
-        names = ", ".join(places[0]["versions"])
+        names = ", ".join(records[0]["versions"])
         return Check("same versions", "ok", f"{names} are the same on every rank")
     found = f"the ranks differ in {', '.join(different)}"
     remedy = "Install the same on every node, or start all ranks from one environment or image."

@@ -25,7 +25,7 @@ def interface() -> Check:
     here = interfaces()
     host = socket.gethostname()
     addresses = resolve(host)
-    wrong = _misnamed(here)
+    wrong = _explain_misnamed(here)
     if wrong:
         found = f"{wrong}; the interfaces of {host} are {', '.join(here)}"
         example = f"Name one that every node has, for example {_suggestion(here)}"
@@ -102,7 +102,7 @@ def resolve(name: str) -> list[str]:
 
 
 def is_local(address: str) -> bool:
-    """Return true if a socket can be bound to this address, which is then one of this host."""
+    """Return whether a socket can be bound to this address, which is then one of this host."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as trial:
         try:
@@ -128,7 +128,7 @@ def master() -> Check:
         return Check("master", "ok", f"{found}, this host")
     text = os.environ.get("MASTER_PORT", "").strip()
     port = int(text) if _is_port(text) else _DEFAULT_PORT
-    silence = _why_silent(name, port)
+    silence = _explain_silence(name, port)
     if silence:
         remedy = f"Set MASTER_ADDR to rank 0's host, open port {port} in the firewalls between, "
         found += f", another host, which does not answer: {silence}"
@@ -155,7 +155,7 @@ def ports(port: int | None, checks_if_free: bool) -> Check:
         found = f"the port of this launch {number}"
     if not checks_if_free:
         return Check("ports", "ok", f"{found}; only rank 0 needs it to be free")
-    reason = why_not_free(number)
+    reason = _explain_not_free(number)
     if reason:
         remedy = "End it, or give this job another port: export MASTER_PORT=... "
         remedy += "(torchrun: --master-port, --standalone)."
@@ -176,7 +176,7 @@ def _compare_with_outgoing(port: int, found: str) -> Check:
     return Check("ports", "warning", found, remedy)
 
 
-def why_not_free(port: int) -> str:
+def _explain_not_free(port: int) -> str:
     """Say why nobody can listen at this port, "" if one can."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
@@ -185,13 +185,13 @@ def why_not_free(port: int) -> str:
                 trial.bind((address, port))
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
-                    return f"{holder(port)} listens there"
+                    return f"{_name_holder(port)} listens there"
                 if error.errno == errno.EACCES:
                     return "ports below 1024 are for root"
     return ""
 
 
-def holder(port: int) -> str:
+def _name_holder(port: int) -> str:
     """Name the process that listens at a port, as far as `/proc` tells."""
     links = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     for file in Path("/proc").glob("[0-9]*/fd/*"):
@@ -223,7 +223,7 @@ def _is_port(text: str) -> bool:
     return text.isdecimal() and 0 < int(text) < 65536
 
 
-def _why_silent(host: str, port: int) -> str:
+def _explain_silence(host: str, port: int) -> str:
     """Say why nothing comes back from a host, "" if something does.
 
     A refusal will do, for rank 0 may not run yet.
@@ -237,7 +237,7 @@ def _why_silent(host: str, port: int) -> str:
     return ""
 
 
-def _misnamed(here: Iterable[str]) -> str:
+def _explain_misnamed(here: Iterable[str]) -> str:
     """Say which variable names no interface of this host, "" if none does."""
     gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
     missing = [name for name in gloo.split(",") if name and name not in here]
@@ -250,7 +250,7 @@ def _misnamed(here: Iterable[str]) -> str:
 
 
 def _fits_nccl(name: str, pattern: str) -> bool:
-    """Return true if NCCL would use an interface: "=a" is exact, "^a" excludes, "a" begins with."""
+    """Return whether NCCL would use an interface: "=a" is exact, "^a" excludes, "a" begins with."""
     is_exact = "=" in pattern[:2]
     words = pattern.lstrip("^=").split(",")
     if is_exact:

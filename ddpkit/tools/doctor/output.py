@@ -67,7 +67,7 @@ def _as_json(report: Report, checks: Sequence[Check]) -> dict[str, Any]:
         "world_size": world_size,
         "versions": machine_checks.installed(),
         "checks": [asdict(check) for check in checks],
-        "ranks": report.places,
+        "ranks": report.records,
     }
 
 

@@ -56,7 +56,7 @@ class Report:
         rank: This process's rank, 0 without a job.
         checks: The results of this process.
         doing: The name of the check that runs now.
-        places: The place of each rank, once they have joined.
+        records: A description of each rank, once they have joined.
         hosts: The host of each rank, "?" while it is not known.
         peers: The results of each rank, as far as they are known.
     """
@@ -67,7 +67,7 @@ class Report:
         self.rank = launch.rank if launch else 0
         self.checks = [first]
         self.doing = "launch"
-        self.places: list[dict[str, Any]] = []
+        self.records: list[dict[str, Any]] = []
         self.hosts: list[str] = []
         self.peers: dict[int, list[Check]] = {}
         self._deadline = time.monotonic() + timeout
