@@ -31,7 +31,8 @@ Block = NDArray[np.float64]
 CHECK = 16  # numbers of a block that are the check
 PAYLOAD = 512 - CHECK  # numbers after them, that travel with it
 _LONG = 1_000_000  # characters of fingerprints that go through the store as they are; of longer ones:
-_PARTS, _SHOWN = 300, 300  # parts, and characters of each
+_PARTS_SHOWN = 300
+_PART_LENGTH = 300  # characters
 _FIELDS = {"call": str, "parts": dict[str, str], "error": str}
 
 
@@ -91,7 +92,7 @@ class raise_everywhere:
                 check_fingerprint(fingerprint_of(self.call, error=describe_error(error)))
 
 
-def world_size() -> int:
+def joined_world_size() -> int:
     """Return the number of ranks that take part: 1 unless there are peers to talk to."""
     return ranks.get_world_size() if lifecycle.joined() else 1
 
@@ -103,7 +104,7 @@ def communication_device(device: torch.device) -> torch.device:
     return lifecycle.control_device()
 
 
-def all_reduce(buffer: Tensor, greatest: bool = False) -> Tensor:
+def reduce_in_place(buffer: Tensor, greatest: bool = False) -> Tensor:
     """Add up a tensor in place, on every rank, or take the greatest; return it. Collective.
 
     Never AVG: on gloo it is missing, wrong or raises, by torch's version and the dtype.
@@ -140,16 +141,16 @@ def _shortened(fingerprint: str) -> str:
         return fingerprint
     fields = json.loads(fingerprint)
     parts = list(fields["parts"].items())
-    shown = {_cut(path): _cut(text) for path, text in parts[:_PARTS]}
-    if len(parts) > _PARTS:
+    shown = {_cut(path): _cut(text) for path, text in parts[:_PARTS_SHOWN]}
+    if len(parts) > _PARTS_SHOWN:
         shown["all entries"] = f"{len(parts)}, of digest {_digest(fingerprint)}"
     return fingerprint_of(_cut(fields["call"]), shown, fields["error"])
 
 
 def _cut(text: str) -> str:
-    if len(text) <= _SHOWN:
+    if len(text) <= _PART_LENGTH:
         return text
-    return f"{text[:_SHOWN]}… (digest {_digest(text)})"
+    return f"{text[:_PART_LENGTH]}… (digest {_digest(text)})"
 
 
 def _digest(text: str) -> str:

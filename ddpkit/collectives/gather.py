@@ -17,11 +17,11 @@ from ..process_group import lifecycle
 from .consistency import (
     CHECK,
     PAYLOAD,
-    all_reduce,
     communication_device,
     fingerprint_of,
     new_block,
     raise_everywhere,
+    reduce_in_place,
     sum_block,
 )
 from .pickling import CompactPickler
@@ -112,7 +112,7 @@ def _gather_rows(fingerprint: str, matrices: list[Tensor]) -> list[list[Tensor]]
 
 
 def _gather_counts(fingerprint: str, own: list[int]) -> list[list[int]]:
-    """Tell all ranks how many rows each has in each matrix: by rank, then by matrix. Collective."""
+    """Give every rank the numbers of rows of all: by rank, then by matrix. Collective."""
     world_size = ranks.get_world_size()
     table = np.zeros((world_size, len(own)))
     table[ranks.get_rank()] = own
@@ -125,7 +125,7 @@ def _gather_counts(fingerprint: str, own: list[int]) -> list[list[int]]:
     else:
         sum_block(fingerprint, block)
         counts = torch.from_numpy(table).to(lifecycle.control_device(), torch.int64)
-        all_reduce(counts)
+        reduce_in_place(counts)
     found: list[list[int]] = counts.tolist()
     return found
 

@@ -20,13 +20,13 @@ from .consistency import (
     CHECK,
     PAYLOAD,
     Block,
-    all_reduce,
     communication_device,
     fingerprint_of,
+    joined_world_size,
     new_block,
     raise_everywhere,
+    reduce_in_place,
     sum_block,
-    world_size,
 )
 from .packing import (
     EXTREMES,
@@ -66,7 +66,7 @@ def reduce_tree(value: Any, op: str, weight: Any, check: bool) -> Any:
         sum_block(plan.fingerprint, block)
         total = float(block[CHECK])
     else:
-        total = float(world_size())
+        total = float(joined_world_size())
     if not total:
         raise ValueError(
             "The weights are 0 on every rank, so there is no mean. Give at least one rank a positive weight."
@@ -86,7 +86,7 @@ class _Reduction:
         self.leaves = leaves
         self.weight = weight  # this rank's; None without weights
         self.total = total  # of all ranks' weights, 1 each without
-        self.world_size = int(total) if weight is None else world_size()
+        self.world_size = int(total) if weight is None else joined_world_size()
         self.results: list[Any] = [None] * len(leaves)
 
 
@@ -270,7 +270,7 @@ def _reduce_separately(separate: _Separate, reduction: _Reduction) -> None:
         for group, buffer in zip(groups, buffers, strict=True):
             scale(buffer[: group.float_slots], factor)
         joint = concatenate(buffers) if len(buffers) > 1 else buffers[0]
-        all_reduce(joint, greatest=extreme)
+        reduce_in_place(joint, greatest=extreme)
         parts = torch.split(joint, [len(buffer) for buffer in buffers])
         for group, part in zip(groups, parts, strict=True):
             group.unpack(part, reduction, divisor)
@@ -282,7 +282,7 @@ def _choose_factors(weight: float | None, total: float) -> tuple[float, float]:
         return normalise(weight, total)
     smaller = math.ldexp(weight, -64)
     sums = torch.tensor([smaller], dtype=torch.float64, device=communication_device(_CPU))
-    return normalise(smaller, all_reduce(sums).item())
+    return normalise(smaller, reduce_in_place(sums).item())
 
 
 def _is_one_tensor(spec: Spec) -> bool:
@@ -311,6 +311,6 @@ def _as_float(weight: Any) -> float:
     number = float(weight)
     if not 0 <= number < math.inf:
         raise ValueError(f"weight must be finite and not negative, got {number}.")
-    if number and world_size() == 1:
+    if number and joined_world_size() == 1:
         return 1.0
     return number
