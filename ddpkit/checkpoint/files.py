@@ -21,8 +21,8 @@ from . import views
 from .leaves import has_names
 
 _ADVICE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
-_MARK = b"\nsha256:"
-_LAST_LINE = len(_MARK) + 64 + 1  # bytes: the mark, the digest in hexadecimal, a newline
+_DIGEST_MARK = b"\nsha256:"
+_LAST_LINE = len(_DIGEST_MARK) + 64 + 1  # bytes: the mark, the digest in hexadecimal, a newline
 _BLOCK = 1 << 20  # bytes that are hashed at a time
 
 
@@ -127,7 +127,7 @@ class _HashedFile:
 
 
 def _last_line(digest: str) -> bytes:
-    return _MARK + digest.encode() + b"\n"
+    return _DIGEST_MARK + digest.encode() + b"\n"
 
 
 def _verify(file: BinaryIO) -> str:
@@ -136,7 +136,7 @@ def _verify(file: BinaryIO) -> str:
     file.seek(0)
     digest = _hash(file, max(0, size - _LAST_LINE))
     last_line = file.read()
-    if not last_line.startswith(_MARK):
+    if not last_line.startswith(_DIGEST_MARK):
         problem = "its checksum is missing: it was truncated, or a Checkpointer did not write it."
         raise ValueError(problem)
     if last_line != _last_line(digest):

@@ -42,9 +42,9 @@ def find_checkpoints(folder: Path) -> list[str]:
     A name may be gone when it is used, if a job beside this one saves and deletes.
     """
     while True:
-        listed = list(read_list(folder))
+        listed = list(_read_list(folder))
         present = _find_files(folder)
-        if list(read_list(folder)) == listed:  # else a writer has changed it meanwhile
+        if list(_read_list(folder)) == listed:  # else a writer has changed it meanwhile
             break
     others = present.difference(listed)
     return listed + sorted(others, key=step_of, reverse=True)
@@ -52,10 +52,10 @@ def find_checkpoints(folder: Path) -> list[str]:
 
 def find_best(folder: Path) -> list[str]:
     """Name the listed checkpoints that have a score, the greatest first, NaN last."""
-    return _rank_by_score(read_list(folder))
+    return _rank_by_score(_read_list(folder))
 
 
-def read_list(folder: Path) -> Scores:
+def _read_list(folder: Path) -> Scores:
     """Read `latest`, without what is no file here; {} if it cannot be read."""
     try:
         lines = (folder / _LIST).read_text(errors="replace").splitlines()
@@ -82,7 +82,7 @@ def list_and_prune(path: Path, score: float | None, keep: int, keep_best: int) -
         CheckpointError: If `latest` cannot be written; nothing is deleted then.
     """
     folder = path.parent
-    former = read_list(folder)
+    former = _read_list(folder)
     former.pop(path.name, None)
     listed: Scores = {path.name: score, **former}
     last = list(listed)[:keep]

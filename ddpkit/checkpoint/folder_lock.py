@@ -1,4 +1,4 @@
-"""Locks on folders: one job at a time writes into a folder, and a second one is told which does.
+"""Lock folders: one job at a time writes into a folder, and a second one gets an error that names it.
 
 The kernel holds such a lock for this process and drops it when the process ends, however it ends,
 so none can be left behind on this machine. Some shared file systems lock within one machine only,

@@ -22,7 +22,7 @@ _IDENTITIES = (
 
 
 def describe_this_job() -> dict[str, Any]:
-    """Describe this process and its job, so that others can name it and tell it from all others."""
+    """Describe this process and its job, so that others can name it, and know it again."""
     return {
         "host": socket.gethostname(),
         "machine": _machine(),

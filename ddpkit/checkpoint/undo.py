@@ -77,7 +77,7 @@ class _Former:
         problem = self._load()
         if not self._is_as_before():
             text = f"{self.name} could not be put back{problem}: it is partly loaded."
-            raise CheckpointError(f"{text} Make it anew before going on.")
+            raise CheckpointError(f"{text} Create it again before going on.")
 
     def _put_back_in_place(self) -> None:
         """Write the former values where they were, without code of the object's class."""

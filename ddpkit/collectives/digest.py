@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .tensors import flat_bytes, is_dense, name_dtype
 
-_LONGEST = 100  # characters that are shown as they are
+_SHOWN_AS_TEXT = 100  # characters that are shown as they are
 _PLAIN = (Number, str, bytes, bytearray, Enum, torch.dtype, torch.device, type(None))
 
 
@@ -28,7 +28,7 @@ def digest(value: Any) -> str:
     objects only the class is known, for their own text may hold an address.
     """
     text = _describe(value)
-    if len(text) <= _LONGEST:
+    if len(text) <= _SHOWN_AS_TEXT:
         return text
     hashed = hashlib.sha256(text.encode()).hexdigest()
     return f"{type(value).__name__} #{hashed[:16]}"

@@ -18,7 +18,7 @@ from .gather import as_rows, describe_column, explain_no_tensor, from_rows, gath
 from .tensors import concatenate
 from .tree import leaves_of, replace_leaves
 
-_NAMED = 8  # samples that a message names
+_INDICES_NAMED = 8  # samples that a message names
 # torch 2.6 cannot index tensors of other dtypes
 _INDEXED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _INDEXED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
@@ -155,9 +155,9 @@ def _check_range(by_rank: list[NDArray[np.int64]], n: int) -> None:
 def _name_indices(indices: NDArray[np.int64], by_rank: list[NDArray[np.int64]]) -> str:
     """Name the first few indices, with the ranks that have them."""
     names = []
-    for index in indices[:_NAMED]:
+    for index in indices[:_INDICES_NAMED]:
         holders = [rank for rank, own in enumerate(by_rank) if index in own]
         names.append(f"{index} on {name_ranks(holders)}" if holders else f"{index}")
-    if len(indices) > _NAMED:
+    if len(indices) > _INDICES_NAMED:
         names.append("…")
     return ", ".join(names)

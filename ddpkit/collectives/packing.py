@@ -48,7 +48,7 @@ def buffer_dtype(dtype: torch.dtype | None, op: str) -> torch.dtype:
     return torch.float32
 
 
-def pack_numbers(numbers: list[float], op: str, weighted: bool = False) -> Sequence[float]:
+def pack_numbers(numbers: list[float], op: str, weighted: bool) -> Sequence[float]:
     """Pack Python numbers.
 
     Added, they take four slots: the number if it is a float, 1 if it is an int, the high half and the low half of an
@@ -96,7 +96,7 @@ def unpack_numbers(buffer: list[Any], op: str, world_size: int, divisor: float) 
     return results
 
 
-def pack(flat: Tensor, op: str, dtype: torch.dtype, weighted: bool = False) -> Tensor:
+def pack(flat: Tensor, op: str, dtype: torch.dtype, weighted: bool) -> Tensor:
     """Pack a flat tensor into a buffer of `dtype`, or of int64 to be compared; it may be that tensor itself."""
     if op in EXTREMES:
         return tensor_keys(flat, op)

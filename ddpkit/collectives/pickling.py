@@ -99,7 +99,7 @@ def check_copies(call: str, data: bytes, load: Callable[[bytes], object]) -> Non
 
 @lru_cache
 def _can_be_pickled(dtype: torch.dtype) -> bool:
-    """Return whether torch has told pickle of a dtype; it has not of its youngest ones."""
+    """Return whether torch pickles tensors of a dtype; its youngest ones it does not."""
     try:
         pickle.loads(pickle.dumps(torch.empty(0, dtype=dtype, device="cpu")))
     except Exception:

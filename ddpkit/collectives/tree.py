@@ -117,10 +117,10 @@ def walk(spec: Spec, path: str = "value") -> Iterator[tuple[str, Spec]]:
     yield path, spec
     if isinstance(spec, Node):
         for name, child in zip(spec.names, spec.children, strict=True):
-            yield from walk(child, child_path(path, spec.kind, name))
+            yield from walk(child, _child_path(path, spec.kind, name))
 
 
-def child_path(path: str, kind: str, name: str) -> str:
+def _child_path(path: str, kind: str, name: str) -> str:
     """Write the path of a container's child as Python does."""
     if kind in ("dict", "list", "tuple"):
         return f"{path}[{name}]"
@@ -178,7 +178,7 @@ def leaves_of(value: Any, is_leaf: Callable[[Any], bool], path: str) -> Iterator
         yield path, Leaf(parts.problem)
         return
     for name, child in zip(parts.names, parts.children, strict=True):
-        yield from leaves_of(child, is_leaf, child_path(path, parts.kind, name))
+        yield from leaves_of(child, is_leaf, _child_path(path, parts.kind, name))
 
 
 def replace_leaves(value: Any, is_leaf: Callable[[Any], bool], leaves: Iterator[Any]) -> Any:

@@ -29,7 +29,7 @@ _SQRT = (
     "LAMB",
 )
 _POWERS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
-_MARK = "lr_scaled_by"  # in the optimizer's groups, so that a checkpoint carries it
+_SCALED_BY = "lr_scaled_by"  # in the optimizer's groups, so that a checkpoint carries it
 
 
 def scale_lr(base_lr: float, factor: float, rule: Rule = "linear") -> float:
@@ -102,7 +102,7 @@ def rule_for(optimizer: Any) -> Rule:
     et al. 2022; You et al. 2019).
 
     Args:
-        optimizer: An optimizer or its class; judged by the names of its class and base classes.
+        optimizer: An optimizer or its class; recognised by the names of its class and base classes.
 
     Raises:
         ValueError: If the class is unknown: then choose the rule yourself.
@@ -253,7 +253,7 @@ class ScalePlan:
         scale = scale_lr(1.0, self.factor, rule)
         for group in groups:
             group["lr"] = group["lr"] * scale
-            group[_MARK] = scale
+            group[_SCALED_BY] = scale
 
     def __str__(self) -> str:
         batch = f"{self.global_batch_size} samples per optimiser step"
@@ -280,13 +280,13 @@ class ScalePlan:
 
 def applied_scales(optimizer: Any) -> list[float | None]:
     """Return by which factor `ScalePlan.apply()` has scaled each group's learning rate."""
-    return [group.get(_MARK) for group in optimizer.param_groups]
+    return [group.get(_SCALED_BY) for group in optimizer.param_groups]
 
 
 def _check_unscaled(group: dict[str, Any]) -> None:
     """Raise if an optimizer's group was scaled before, or a scheduler has read it."""
-    if _MARK in group:
-        found = f"was already scaled by {group[_MARK]:g}"
+    if _SCALED_BY in group:
+        found = f"was already scaled by {group[_SCALED_BY]:g}"
         raise ValueError(f"This optimizer's learning rate {found}; apply a plan once.")
     if "initial_lr" in group:
         raise ValueError(

@@ -29,7 +29,7 @@ from .models import (
     wrapped_paths,
 )
 
-_SHOWN = 20  # differences listed in the error
+_DIFFERENCES_SHOWN = 20  # differences listed in the error
 
 Entries = dict[str, str]  # of one rank: digests of values, by name
 
@@ -120,7 +120,7 @@ def _explain(everyone: list[Entries]) -> str:
         remedy = " (sync_buffers(model) makes buffers equal)"
     lines = [f"{name}: {values}" for name, values in differing.items()]
     head = f"{len(lines)} of {len(names)} entries differ between ranks{remedy}:"
-    return list_lines(head, lines, _SHOWN)
+    return list_lines(head, lines, _DIFFERENCES_SHOWN)
 
 
 def _model_entries(model: nn.Module) -> Entries:

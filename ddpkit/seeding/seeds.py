@@ -50,7 +50,7 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
     Args:
         seed: The run's seed.
-        epoch: The epoch. A dataset with `set_epoch(epoch)` is told it by `make_loader`.
+        epoch: The epoch. `make_loader` passes it to a dataset that has `set_epoch(epoch)`.
         index: The sample's index in the dataset.
 
     Returns:

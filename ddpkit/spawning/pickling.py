@@ -64,12 +64,12 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if can_import(sys.modules["__main__"]):
             return NotImplemented
-        place = "in a notebook, at a prompt or on stdin"
-        raise pickle.PicklingError(f"{obj.__qualname__} was defined {place}")
+        where = "in a notebook, at a prompt or on stdin"
+        raise pickle.PicklingError(f"{obj.__qualname__} was defined {where}")
 
 
 def can_import(main: ModuleType) -> bool:
-    """Return true if another process can import the main program: a file or module, no notebook."""
+    """Return whether another process can import the main program: a file or module, no notebook."""
     if main.__spec__ is not None:
         return True
     file = getattr(main, "__file__", None)

@@ -35,7 +35,7 @@ from .rank_process import (
 
 T = TypeVar("T")
 _AFTER_FAILURE = 10.0  # seconds that the other ranks get to report after the first failure
-_ENDING = 10.0  # seconds in which a rank that has reported ends
+_EXITING = 10.0  # seconds in which a rank that has reported ends
 
 
 def spawn(
@@ -89,7 +89,7 @@ def spawn(
                     ranks.append(_SpawnedRank(rank, call, env, stack_file, copier))
             copier.start()
             return _results(ranks, timeout)
-        finally:
+        finally:  # also on Ctrl-C
             for process in ranks:
                 process.end()
             copier.close()
@@ -158,7 +158,7 @@ class _SpawnedRank(RankProcess):
         """End the process, at once if it has not reported yet."""
         if not self.done:
             self.process.kill()
-        self.process.join(_ENDING)  # it has yet to flush its output and to end its own helpers
+        self.process.join(_EXITING)  # it has yet to flush its output and to end its own helpers
         if self.process.is_alive():
             self.process.kill()
             self.process.join()

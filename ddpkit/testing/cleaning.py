@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ..process_group import main_thread
 from ..torch_internals import count_groups
 
-_ENDING = 1.0  # seconds in which threads and processes that are ending may end
+_THREADS_ENDING = 1.0  # seconds in which threads and processes that are ending may end
 _SEED = 0
 # modules whose signal handlers may stay: ddpkit's while it has joined, and torch's, set for good by
 # a loader with workers, which notices those that die
@@ -79,7 +79,7 @@ class Traces:
 
     def compare(self, later: Traces) -> list[str]:
         """Name the additions and changes since; threads and processes get a moment to end."""
-        deadline = time.monotonic() + _ENDING
+        deadline = time.monotonic() + _THREADS_ENDING
         while self._has_new_threads_or_children(later) and time.monotonic() <= deadline:
             time.sleep(0.01)
             later = traces()
@@ -178,7 +178,7 @@ class _Kept:
         self._remember()
 
     def is_changed(self) -> bool:
-        """Return true if somebody else has replaced or deleted something."""
+        """Return whether somebody else has replaced or deleted something."""
         try:
             found = self._values_of(self._space)
         except KeyError:
@@ -197,7 +197,7 @@ class _Kept:
         self._values = self._values_of(self._space)
 
     def _is_own(self, value: Any) -> bool:
-        """Return true if the package that may replace its own names has made this value."""
+        """Return whether the package that may replace its own names has made this value."""
         function = getattr(value, "fget", value)
         maker = getattr(function, "__module__", None) or ""
         return bool(self._package) and f"{maker}.".startswith(f"{self._package}.")

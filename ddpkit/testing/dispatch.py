@@ -192,7 +192,7 @@ def _folder(item: pytest.Item) -> Path:
 
 
 def _keeps_folder(config: pytest.Config, reports: list[pytest.TestReport]) -> bool:
-    """Return true if pytest's settings keep the test's folder."""
+    """Return whether pytest's settings keep the test's folder."""
     policy = config.getini("tmp_path_retention_policy")
     if policy == "failed":
         return any(not report.passed for report in reports)

@@ -121,12 +121,12 @@ def world_size(request: pytest.FixtureRequest) -> int:
 
 
 def in_rank(config: pytest.Config) -> bool:
-    """Return true if this process is itself a rank, to which a test was sent."""
+    """Return whether this process is itself a rank, to which a test was sent."""
     return "ddpkit_rank" in getattr(config, "workerinput", {})
 
 
 def _has_world_size(item: pytest.Item) -> bool:
-    """Return true if the marker has given the test its number of ranks."""
+    """Return whether the marker has given the test its number of ranks."""
     call = getattr(item, "callspec", None)
     return call is not None and "world_size" in call.params
 

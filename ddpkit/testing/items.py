@@ -229,7 +229,7 @@ def _warned(record: warnings.WarningMessage) -> Warned:
 
 
 def _needs_group(error: BaseException) -> bool:
-    """Return true if this may be an error only because a test has failed before."""
+    """Return whether this may be an error only because a test has failed before."""
     parts = getattr(error, "exceptions", None)  # of several fixtures
     if parts is not None:
         return all(_needs_group(part) for part in parts)
@@ -240,7 +240,7 @@ def _needs_group(error: BaseException) -> bool:
 
 
 def _is_partly_own(error: BaseException) -> bool:
-    """Return true for errors of several fixtures of which one is no echo of a peer's failure."""
+    """Return whether several fixtures failed, and one of them not by a peer's failure."""
     return hasattr(error, "exceptions") and not _needs_group(error)
 
 

@@ -205,7 +205,7 @@ def _is_skip(report: pytest.TestReport) -> bool:
 
 
 def _expects_failure(report: pytest.TestReport) -> bool:
-    """Return true if the rank was expected to fail, whether it did or not."""
+    """Return whether the rank was expected to fail, also if it did not."""
     return hasattr(report, "wasxfail") or _passed_unexpectedly(report)
 
 
@@ -229,7 +229,7 @@ def _importance(report: pytest.TestReport) -> tuple[int, float]:
 
 
 def _is_echo(report: pytest.TestReport) -> bool:
-    """Return true if the report only repeats the failure of another rank."""
+    """Return whether the report only repeats the failure of another rank."""
     return bool(getattr(report, "ddpkit_echo", False))
 
 

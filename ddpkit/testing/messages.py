@@ -190,5 +190,5 @@ class Answer:
 
     @property
     def failed(self) -> bool:
-        """Return true if this rank failed, hung or died."""
+        """Return whether this rank failed, hung or died."""
         return self.done is None or self.done.failed

@@ -22,9 +22,9 @@ from .warm_rank import WarmRank
 _STARTING = 300.0  # seconds to start, join and import the test, however loaded the machine is
 _SETTLING = 5.0  # seconds in which a rank cleans up after a test
 _AFTER_FAILURE = 10.0  # seconds that the other ranks get after the first failure
-_ENDING = 20.0  # seconds in which ranks finalise their fixtures and leave
+_LEAVING = 20.0  # seconds in which ranks finalise their fixtures and leave
 _KEPT = 3  # pools that are kept warm
-_MARK = "DDPKIT_TESTING_RANKS"  # in the environment of ranks, and so of all that they start
+_RANKS_VARIABLE = "DDPKIT_TESTING_RANKS"  # in the environment of ranks, and so of all that they start
 
 
 class Pools:
@@ -118,11 +118,11 @@ class Pool:
         self._settling = False
         self._ranks: list[WarmRank] = []
         for number in range(world_size):
-            first = {"RANK": str(number), "WORLD_SIZE": str(world_size), _MARK: self._mark}
+            first = {"RANK": str(number), "WORLD_SIZE": str(world_size), _RANKS_VARIABLE: self._mark}
             self._ranks.append(WarmRank(number, os.environ | first, options))
 
     def ready(self) -> bool:
-        """Return true if every rank has cleaned up after its last task and can be used again."""
+        """Return whether every rank has cleaned up after its last task and can be used again."""
         if not self._settling:
             return True
         self._settling = False
@@ -161,7 +161,7 @@ class Pool:
             rank.dismiss()
 
     def gone(self) -> bool:
-        """Return true if no process is left."""
+        """Return whether no process is left."""
         if any(rank.process.is_alive() for rank in self._ranks):
             return False
         self.end()
@@ -169,7 +169,7 @@ class Pool:
 
     def end(self) -> None:
         """Wait for the ranks to end after `dismiss()`, and kill those that do not."""
-        deadline = time.monotonic() + _ENDING
+        deadline = time.monotonic() + _LEAVING
         for rank in self._ranks:
             rank.wait_for_end(deadline)
         self.kill()
@@ -194,7 +194,7 @@ class Pool:
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         env = rank_environment(rank, len(self._ranks), port)
         env = {key: text for key, text in env.items() if not key.startswith("PYTEST_CURRENT_")}
-        return env | {_MARK: self._mark}
+        return env | {_RANKS_VARIABLE: self._mark}
 
     def _wait_for_answers(self, timeout: float) -> None:
         """Wait until each rank has answered, has died, or was given up for lack of time."""
@@ -236,7 +236,7 @@ def _kill_marked(mark: str) -> None:
     """Kill the processes that the ranks have left; where there is no /proc they are not found."""
     if sys.platform != "linux":
         return
-    sign = f"{_MARK}={mark}".encode()
+    sign = f"{_RANKS_VARIABLE}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if sign in (folder / "environ").read_bytes():

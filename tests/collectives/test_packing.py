@@ -44,7 +44,9 @@ def reduced(each: list[Tensor], op: str, wire: torch.dtype = torch.float64, weig
 
 def reduced_numbers(each: list[list[Any]], op: str) -> list[Any]:
     kind = torch.int64 if op in packing.EXTREMES else torch.float64
-    total = over_ranks([torch.tensor(packing.pack_numbers(numbers, op), dtype=kind) for numbers in each], op)
+    total = over_ranks(
+        [torch.tensor(packing.pack_numbers(numbers, op, weighted=False), dtype=kind) for numbers in each], op
+    )
     return packing.unpack_numbers(total.tolist(), op, len(each), float(len(each)) if op == "mean" else 1.0)
 
 
@@ -139,4 +141,4 @@ def test_a_weight_of_zero_silences_anything(dtype: torch.dtype, wire: torch.dtyp
 def test_an_int_beyond_64_bits_is_refused() -> None:
     for op in ("sum", "mean", "min", "max"):
         with pytest.raises(OverflowError, match=f"got {2**63}. Pass it as a float"):
-            packing.pack_numbers([1.0, 2**63], op)
+            packing.pack_numbers([1.0, 2**63], op, weighted=False)
