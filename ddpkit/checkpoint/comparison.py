@@ -36,7 +36,7 @@ def check_equal(values: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     everyone = gather_unless_equal(dict(sorted(digests.items())))
     if not everyone:
         return
-    differing = differing_parts(dict(enumerate(everyone)), absent="absent")
+    differing = differing_parts(everyone)
     headline = f"Nothing was saved: {len(differing)} entries differ between ranks:"
     lines = [f"{path}: {found}" for path, found in differing.items()]
     raise CheckpointError(f"{list_lines(headline, lines)}\n{_ADVICE}")

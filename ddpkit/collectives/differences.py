@@ -35,7 +35,7 @@ def explain_mismatch(everyone: list[dict[str, Any]]) -> str:
 
 def explain_difference(call: str, parts: dict[int, dict[str, str]]) -> str:
     """Say in which parts, given by rank and path, these ranks differ; "" if in none."""
-    differing = differing_parts(parts, absent="missing")
+    differing = differing_parts(parts)
     if not differing:
         return ""
     lines = [f"{path}: {values}" for path, values in differing.items()]
@@ -43,15 +43,15 @@ def explain_difference(call: str, parts: dict[int, dict[str, str]]) -> str:
     return list_lines(headline, lines)
 
 
-def differing_parts(parts: Mapping[int, Mapping[str, str]], absent: str) -> dict[str, str]:
+def differing_parts(parts: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
     """Describe the parts, given by rank and path, in which these ranks differ: by path, each value with its ranks.
 
-    A part that a rank does not have counts as `absent` there.
+    A part that a rank does not have counts as "missing" there.
     """
     paths = dict.fromkeys(path for each in parts.values() for path in each)
     found = {}
     for path in paths:
-        texts = {rank: each.get(path, absent) for rank, each in parts.items()}
+        texts = {rank: each.get(path, "missing") for rank, each in parts.items()}
         if len(set(texts.values())) > 1:
             found[path] = _list_by_text(texts)
     return found

@@ -100,20 +100,20 @@ def _check_optimizer(call: str, optimizer: torch.optim.Optimizer) -> None:
         raise TypeError(problem)
 
 
-def gather_unless_equal(mine: Entries) -> list[Entries]:
-    """Return the entries of all ranks; [] if they are equal, their names and order included. Collective."""
+def gather_unless_equal(mine: Entries) -> dict[int, Entries]:
+    """Return each rank's entries; {} if they are equal, their names and order included. Collective."""
     together = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(lifecycle.exchange(together))) == 1:
-        return []
-    return ops.all_gather_object(mine)
+        return {}
+    return dict(enumerate(ops.all_gather_object(mine)))
 
 
-def _explain(everyone: list[Entries]) -> str:
+def _explain(everyone: dict[int, Entries]) -> str:
     """List the entries that differ, and their values by rank."""
-    names = dict.fromkeys(name for entries in everyone for name in entries)
-    differing = differing_parts(dict(enumerate(everyone)), absent="absent")
+    names = {name for entries in everyone.values() for name in entries}
+    differing = differing_parts(everyone)
     if not differing:
-        disorder = explain_disorder([list(entries) for entries in everyone])
+        disorder = explain_disorder([list(entries) for entries in everyone.values()])
         return f"The ranks hold equal entries, but in different orders: {disorder}"
     remedy = ""
     if any(name.startswith("buffer ") for name in differing):
@@ -200,7 +200,7 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
     averaged: list[Tensor] = []
     others: list[Tensor] = []
     everyone = gather_unless_equal(mine)
-    for name in differing_parts(dict(enumerate(everyone)), absent="absent"):
+    for name in differing_parts(everyone):
         buffer = buffers[name]
         if how == "mean" and (buffer.is_floating_point() or buffer.is_complex()):
             averaged.append(buffer)

@@ -53,12 +53,12 @@ def save_what_differs(folder: str) -> dict[str, str]:
 def test_what_differs_between_ranks_is_named_and_not_saved(tmp_path: Path) -> None:
     one, two = on_ranks(save_what_differs, 2, str(tmp_path))
     assert one == two
-    assert "optimizer.state[0].exp_avg: float32[3] #" in one["optimizer"] and "absent on rank 1" in one["optimizer"]
+    assert "optimizer.state[0].exp_avg: float32[3] #" in one["optimizer"] and "missing on rank 1" in one["optimizer"]
     assert "part.state[0].moment: float32[2] #" in one["part"] and "float32[3] #" in one["part"]
     assert "2 entries differ between ranks" in one["model"] and "model.weight" in one["model"]
     assert "number.mine[1]: 0 on rank 0; 1 on rank 1" in one["number"]
     assert "kind: 1.0 on rank 0; 1 on rank 1" in one["kind"]
-    assert "extra.b: absent on rank 0; 2 on rank 1" in one["extra"]
+    assert "extra.b: missing on rank 0; 2 on rank 1" in one["extra"]
     assert "buffers.running_mean" in one["buffers"] and "sync_buffers" in one["buffers"]
     assert "own['1.running_mean']" in one["own"] and "own['0" not in one["own"]
     assert "text: str #" in one["text"]

@@ -155,7 +155,7 @@ def test_every_difference_is_named_on_every_rank():
         assert "on ranks 0, 2; " in entry and entry.endswith("on rank 1")
         assert len(entries) == (3 if damage is _no_state else 1), message
         assert message.startswith(f"{len(entries)} of ")
-        assert ("absent on rank 1" in message) == (damage in (_no_state, _missing)), message
+        assert ("missing on rank 1" in message) == (damage in (_no_state, _missing)), message
 
 
 def _wrapped() -> list[str]:

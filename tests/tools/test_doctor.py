@@ -500,7 +500,7 @@ def test_versions_that_differ_are_named_with_their_ranks() -> None:
     assert check.status == "failed" and check.found == "the ranks differ in torch, NCCL"
     assert check.details == [
         "torch: 2.13.0 on ranks 0, 1, 2, 4; 2.12.1 on rank 3",
-        "NCCL: none on ranks 0, 1, 2, 3; 2.27.5 on rank 4",
+        "NCCL: missing on ranks 0, 1, 2, 3; 2.27.5 on rank 4",
     ]
     assert roll_call(everybody).found == "3 ranks on 2 hosts"
 

@@ -102,8 +102,7 @@ def say_ranks(ranks: list[int], hosts: Sequence[str]) -> str:
     'ranks 0, 1, 5 (a, b)'
     """
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    places = ", ".join(first_of(names, _MANY_HOSTS))
-    return f"{name_ranks(ranks)} ({places})"
+    return f"{name_ranks(ranks)} ({', '.join(first_of(names, _MANY_HOSTS))})"
 
 
 def set_variables(*names: str) -> str:

@@ -129,7 +129,7 @@ def roll_call(records: list[dict[str, Any]]) -> Check:
 def same_versions(records: list[dict[str, Any]]) -> Check:
     """Compare the versions that must be the same on every rank."""
     versions = {record["rank"]: record["versions"] for record in records}
-    different = differing_parts(versions, absent="none")
+    different = differing_parts(versions)
     if not different:
         names = ", ".join(records[0]["versions"])
         return Check("same versions", "ok", f"{names} are the same on every rank")
