@@ -3,8 +3,8 @@
     <output_dir>/<name>/<time>/config.json      the settings as they were resolved
                               /checkpoints/     the last two, to resume from
                               /last.pth         a copy of the newest of them
-                              /models/model_epoch_N.pth
-                              /logs/            log.txt, TensorBoard's events
+                              /models/model_epoch_N.pth, and the best: model_epoch_N_success_X.pth, ..._validation_X.pth
+                              /logs/            log.txt, TensorBoard's events, success_epoch_N.json
                               /videos/
 
 Every .pth is a whole checkpoint of `ddpkit.Checkpointer`, which plain `torch.load` reads too.
@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import ddpkit
 
 from .config import SETTINGS, Config, read_config
 from .policy import DiffusionPolicy
+from .samples import Statistics
 
 
 @user_error("train.output_dir", OSError)
@@ -71,12 +72,37 @@ def record(folder: Path, config: Config) -> None:
         log_to(folder / "logs" / "log.txt")
 
 
-def publish(checkpoint: Path, names: Sequence[Path]) -> None:
-    """Copies a checkpoint to other names; each is whole at any moment."""
-    for name in names:
-        temporary = name.with_name(f"{name.name}.tmp")
-        shutil.copyfile(checkpoint, temporary)
-        os.replace(temporary, name)
+def publish(checkpoint: Path, folder: Path, config: Config, epoch: int, news: dict[str, float]) -> None:
+    """Give a checkpoint the other names that it deserves; each file is whole at any moment.
+
+    Args:
+        checkpoint: The newest one.
+        folder: Of the run.
+        config: Says what is saved.
+        epoch: After which it was saved.
+        news: What this epoch has brought: "validation/loss" and "rollout/success_rate", if they are known.
+    """
+    save, models = "experiment.save.", folder / "models"
+    copy(checkpoint, folder / "last.pth")
+    if epoch % config[f"{save}every_n_epochs"] == 0 or epoch == config["train.num_epochs"]:
+        copy(checkpoint, models / f"model_epoch_{epoch}.pth")
+    if config[f"{save}on_best_validation"]:
+        copy(checkpoint, models / f"model_epoch_{epoch}_validation_{news['validation/loss']:.6f}.pth")
+    if config[f"{save}on_best_rollout_success_rate"] and "rollout/success_rate" in news:
+        copy(checkpoint, models / f"model_epoch_{epoch}_success_{news['rollout/success_rate']:.4f}.pth")
+    for kind, sign in (("validation", 1), ("success", -1)):
+        found = {}
+        for path in models.glob(f"model_epoch_*_{kind}_*.pth"):
+            _, _, saved_at, _, value = path.stem.split("_")
+            found[path] = sign * float(value), int(saved_at)
+        for path in sorted(found, key=found.__getitem__)[config[f"{save}top_k"] :]:
+            path.unlink()
+
+
+def copy(checkpoint: Path, name: Path) -> None:
+    temporary = name.with_name(f"{name.name}.tmp")
+    shutil.copyfile(checkpoint, temporary)
+    os.replace(temporary, name)
 
 
 def load_policies(path: Path) -> tuple[dict[str, DiffusionPolicy], dict[str, Any]]:
@@ -97,7 +123,8 @@ def load_policies(path: Path) -> tuple[dict[str, DiffusionPolicy], dict[str, Any
             states = {"ema": average} | states
         policies = {}
         for name, state in states.items():
-            policies[name] = DiffusionPolicy(config, saved["action_size"], state["mean"].numpy(), state["std"].numpy())
+            statistics = Statistics(**{field.name: state[field.name].numpy() for field in fields(Statistics)})
+            policies[name] = DiffusionPolicy(config, statistics, saved["entries"]["cameras"])
             policies[name].load_state_dict(state)
             policies[name].to(ddpkit.get_device())
     except (KeyError, RuntimeError) as error:

@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 import ddpkit
 
-from .environments import EXPERTS, Arena, Expert
+from .environments import EXPERTS, Arena, Expert, Seen
 from .evaluation import UNSEEN
-from .shards import write_shard
+from .samples import write_shard
 
 log = logging.getLogger("robot")
 
@@ -32,25 +32,26 @@ log = logging.getLogger("robot")
 class Demonstrator(Expert):
     """The expert with a trembling hand, and a record of what it saw and what it meant to do."""
 
-    def __init__(self, env_id: str, noise: float) -> None:
+    def __init__(self, env_id: str, noise: float, kept: Sequence[str] = ("observations",)) -> None:
         super().__init__(env_id)
-        self.noise = noise
-        self.seen: list[np.ndarray] = []
-        self.meant: list[np.ndarray] = []
+        self.noise, self.kept = noise, kept
 
     def begin(self, seeds: Sequence[int]) -> None:
         self.rngs = [np.random.default_rng(seed) for seed in seeds]
-        self.seen, self.meant = [], []
+        self.record: dict[str, list[np.ndarray]] = {name: [] for name in (*self.kept, "actions")}
 
-    def act(self, observations: np.ndarray) -> np.ndarray:
-        self.seen.append(observations.copy())
-        self.meant.append(super().act(observations))
+    def act(self, seen: Seen) -> np.ndarray:
+        meant = super().act(seen)
+        for name, values in (seen | {"actions": meant}).items():
+            if name in self.record:
+                self.record[name].append(values)
         trembling = np.stack([rng.normal(0, self.noise, 4) for rng in self.rngs])
-        return (self.meant[-1] + trembling).clip(-1, 1).astype(np.float32)
+        return (meant + trembling).clip(-1, 1).astype(np.float32)
 
-    def episodes(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Observations and actions of the last episodes, each of shape (steps, numbers)."""
-        return list(zip(np.stack(self.seen, 1), np.stack(self.meant, 1), strict=True))
+    def episodes(self) -> list[dict[str, np.ndarray]]:
+        """What was seen and meant in the last episodes, by name, each of it (steps, ...)."""
+        stacked = {name: np.stack(moments, 1) for name, moments in self.record.items()}
+        return [{name: values[number] for name, values in stacked.items()} for number in range(len(self.rngs))]
 
 
 def read_settings() -> argparse.Namespace:
@@ -61,11 +62,14 @@ def read_settings() -> argparse.Namespace:
     add("--per-shard", type=int, default=20, help="episodes in a file, at most 25")
     add("--horizon", type=int, default=50, help="steps in an episode")
     add("--noise", type=float, default=0.1, help="standard deviation, where the largest action is 1")
+    add("--pictures", type=int, metavar="SIZE", help="record pictures of a camera, too, so many pixels high and wide")
     add("--seed", type=int, default=0, help="of the first episode; the next one has the next")
     add("--folder", type=Path, default=Path("data/fetch_pick_and_place"), help="where to write; made if it is missing")
     settings = parser.parse_args()
     if min(settings.episodes, settings.per_shard, settings.horizon) < 1 or settings.per_shard > 25:
         parser.error("--episodes, --per-shard and --horizon count from 1, and --per-shard is at most 25")
+    if settings.pictures is not None and not 16 <= settings.pictures <= 1024:
+        parser.error("--pictures takes a size from 16 to 1024")
     if not settings.noise >= 0 or not 0 <= settings.seed <= UNSEEN - settings.episodes:
         parser.error(f"--noise is at least 0; seeds are at least 0 and below {UNSEEN}, as evaluation uses the rest")
     return settings
@@ -73,13 +77,19 @@ def read_settings() -> argparse.Namespace:
 
 def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
     ddpkit.run_on_main(prepare, settings.folder)
-    arena, player = Arena(settings.env, settings.horizon), Demonstrator(settings.env, settings.noise)
+    picture_size, kept = None, ["observations"]
+    if settings.pictures:
+        picture_size = settings.pictures, settings.pictures
+        kept += ["proprioception", "desired_goal", "camera"]
+    arena = Arena(settings.env, settings.horizon, picture_size)
+    player = Demonstrator(settings.env, settings.noise, kept)
     seeds = range(settings.seed, settings.seed + settings.episodes)
     shards = [seeds[start : start + settings.per_shard] for start in range(0, len(seeds), settings.per_shard)]
     mine, reached = range(job.rank, len(shards), job.world_size), 0
     for number in tqdm(mine, "shards", disable=None if ddpkit.is_main_process() else True):
         reached += sum(arena.play(player, shards[number]))
         write_shard(settings.folder / f"episodes-{number:05d}.npz", settings.env, player.episodes())
+    arena.close()
     reached = ddpkit.all_reduce(reached)
     log.info("%d episodes in %s, %.1f %% reach the goal", len(seeds), settings.folder, 100 * reached / len(seeds))
 

@@ -34,14 +34,29 @@ def is_text_or_texts(value: Any) -> bool:
     return text().fits(value) or many(text(), empty=False).fits(value)
 
 
+def is_betas(value: Any) -> bool:
+    return many(number(interval="[0, 1)")).fits(value) and len(value) == 2
+
+
+def is_size(value: Any) -> bool:
+    return many(count()).fits(value) and len(value) == 2
+
+
+_RGB = "observation.encoder.rgb."
 FOLDERS = ["data/fetch_pick_and_place"]
 SETTINGS = {
     "algo_name": choice("diffusion_policy"),
     "experiment.name": text("fetch_pick_and_place"),
     "experiment.epoch_every_n_steps": count(250),  # optimiser steps in an epoch
     "experiment.check_replicas_every_n_steps": count(500),
+    "experiment.validate": flag(False),  # the loss on episodes that are held out, after each epoch
+    "experiment.validation_epoch_every_n_steps": count(10),  # batches that it takes at most
+    "experiment.env": or_null(text()),  # environment of rollouts; null: the demonstrations' own
     "experiment.save.enabled": flag(True),
     "experiment.save.every_n_epochs": count(5),  # models/model_epoch_N.pth; last.pth comes every epoch
+    "experiment.save.on_best_validation": flag(False),  # models/model_epoch_N_validation_X.pth
+    "experiment.save.on_best_rollout_success_rate": flag(True),  # models/model_epoch_N_success_X.pth
+    "experiment.save.top_k": count(1),  # how many of the best are kept
     "experiment.rollout.enabled": flag(True),
     "experiment.rollout.n": count(100),  # episodes, over all ranks
     "experiment.rollout.horizon": count(50),  # environment steps in an episode
@@ -49,9 +64,13 @@ SETTINGS = {
     "experiment.render_video": flag(True),  # one episode of each evaluation
     "experiment.logging.terminal_output_to_txt": flag(True),
     "experiment.logging.log_tb": flag(True),
-    "train.data_path": Setting("a text or a list of texts", is_text_or_texts, FOLDERS),  # folders of episodes
-    "train.sample_weights": or_null(many(number())),  # share of the samples by folder; null: by their steps
-    "train.on_broken_shard": choice("error", "skip"),
+    "train.data_path": Setting("a text or a list of texts", is_text_or_texts, FOLDERS),  # see robot/formats.py
+    "train.sample_weights": or_null(many(number())),  # share of the samples by path; null: by their steps
+    "train.on_broken_shard": choice("error", "skip"),  # what a broken episode is
+    "train.action_keys": or_null(many(text(), empty=False)),  # null: what the format calls them
+    "train.hdf5_filter_key": or_null(text()),  # episodes of robomimic's files to use; null: all
+    "train.hdf5_validation_filter_key": or_null(text()),  # and to hold out for validation
+    "train.validation_fraction": number(0.05, "(0, 1)"),  # held out where no key says which
     "train.output_dir": text("runs"),
     "train.resume": or_null(text()),  # folder of a run to go on with
     "train.seed": count(0, low=0),
@@ -61,18 +80,20 @@ SETTINGS = {
     "train.lr_scaling": choice("none", "linear", "sqrt"),  # when the global batch grows with the ranks
     "train.gradient_accumulation_steps": count(1),  # batches per optimiser step
     "train.gradient_checkpointing": flag(False),
+    "train.max_grad_norm": or_null(number(interval="(0, inf)")),  # longer gradients are scaled down to it
     "train.amp": choice("none", "bf16", "fp16"),
     "train.strategy": choice("auto", "ddp", "dp"),
-    "train.shuffle_buffer_size": count(5000),  # samples, per loading process
     "train.num_data_workers": count(0, low=0),  # loading processes per rank; 0: the rank itself
     "train.pin_memory": flag(False),
     "train.persistent_workers": flag(False),
     "train.prefetch_factor": or_null(count()),
     "algo.optim_params.policy.optimizer_type": choice("adamw", "adam"),
+    "algo.optim_params.policy.betas": Setting("two numbers in [0, 1)", is_betas, [0.95, 0.999]),
     "algo.optim_params.policy.learning_rate.initial": number(1e-3, "(0, inf)"),
     "algo.optim_params.policy.learning_rate.scheduler_type": choice("cosine", "multistep", "constant"),
     "algo.optim_params.policy.learning_rate.decay_factor": number(0.1, "(0, 1]"),  # of multistep, at each of
     "algo.optim_params.policy.learning_rate.epoch_schedule": many(count(), []),  # these epochs
+    "algo.optim_params.policy.learning_rate.warmup_steps": count(0, low=0),  # from 0 to the initial one
     "algo.optim_params.policy.regularization.L2": number(1e-6),  # weight decay
     "algo.horizon.observation_horizon": count(2),  # observations that the policy sees
     "algo.horizon.action_horizon": count(8),  # actions that are carried out before it looks again
@@ -86,33 +107,54 @@ SETTINGS = {
     "algo.ddpm.num_train_timesteps": count(100, low=2),
     "algo.ddpm.beta_schedule": choice("squaredcos_cap_v2"),
     "algo.ddim.num_inference_timesteps": count(10),
+    "observation.modalities.obs.low_dim": many(text(), []),  # observed numbers; []: what the format has
+    "observation.modalities.obs.rgb": many(text(), []),  # cameras
+    f"{_RGB}size": or_null(Setting("a height and a width", is_size)),  # that pictures are scaled to
+    f"{_RGB}obs_randomizer_class": or_null(choice("CropRandomizer")),  # crops at random, in acting the middle
+    f"{_RGB}obs_randomizer_kwargs.crop_height": or_null(count()),
+    f"{_RGB}obs_randomizer_kwargs.crop_width": or_null(count()),
+    f"{_RGB}core_kwargs.backbone_class": choice("ResNet18Conv"),
+    f"{_RGB}core_kwargs.backbone_kwargs.width": count(64, low=8),  # channels of the first stage
+    f"{_RGB}core_kwargs.backbone_kwargs.weights": or_null(text()),  # file to begin with; null: at random
+    f"{_RGB}core_kwargs.feature_dimension": count(64),  # per camera
+    f"{_RGB}core_kwargs.pool_class": choice("SpatialSoftmax", "SpatialMeanPool"),
+    f"{_RGB}core_kwargs.pool_kwargs.num_kp": count(32),  # points of SpatialSoftmax
 }
 ALIASES = {"train.optim_params.": "algo.optim_params."}  # the guide's spelling
 
 
 _RATE = "algo.optim_params.policy.learning_rate."
-_HDF5 = "hdf5_cache_mode hdf5_use_swmr hdf5_load_next_obs hdf5_normalize_obs hdf5_filter_key"
-_BEST = "on_best_validation on_best_rollout_return on_best_rollout_success_rate"
+_CORE = f"{_RGB}core_kwargs."
 _DRAWN = "actions are drawn by DDIM, clipped"
 ABSENT = (
-    absent("", "observation", "a policy sees all numbers of its demonstrations")
+    absent("observation.modalities.obs.", "depth scan", "policies see numbers and pictures", [])
+    | absent("observation.modalities.goal.", "low_dim rgb depth scan", "policies see no goal besides", [])
+    | absent("observation.encoder.", "low_dim depth scan", "only pictures are encoded")
+    | absent(_RGB, "core_class", "pictures are encoded by a ResNet-18", "VisualCore")
+    | absent(_CORE, "flatten", "features are a vector", True)
+    | absent(f"{_CORE}backbone_kwargs.", "pretrained input_coord_conv", "weights names a file")
+    | absent(f"{_CORE}pool_kwargs.", "learnable_temperature noise_std output_variance", "points are all there is", 0)
+    | absent(f"{_CORE}pool_kwargs.", "temperature", "it is 1", 1)
+    | absent(f"{_RGB}obs_randomizer_kwargs.", "num_crops pos_enc", "a sample has one crop", 1)
     | absent("", "meta", "it is about scans of settings")
-    | absent("experiment.", "validate validation_epoch_every_n_steps", "there is no validation")
     | absent("experiment.logging.", "log_wandb wandb_proj_name", "TensorBoard is what there is")
-    | absent("experiment.save.", f"every_n_seconds epochs {_BEST}", "every_n_epochs says it", [])
-    | absent("experiment.", "env additional_envs env_meta_update_dict", "the demonstrations name theirs", {})
+    | absent("experiment.save.", "every_n_seconds epochs", "every_n_epochs says it", [])
+    | absent("experiment.save.", "on_best_rollout_return", "on_best_rollout_success_rate says it")
+    | absent("experiment.", "additional_envs env_meta_update_dict", "experiment.env names one", {})
     | absent("experiment.", "render keep_all_videos video_skip", "one film is made of each evaluation")
     | absent("experiment.rollout.", "warmstart terminate_on_success", "an episode has a fixed length", 0)
     | absent("experiment.", "ckpt_path", "train.resume names a run")
-    | absent("train.", "data", "train.data_path names folders")
-    | absent("train.", f"{_HDF5} hdf5_validation_filter_key", "episodes are read from shards")
+    | absent("train.", "data", "train.data_path names files and folders")
+    | absent("train.", "hdf5_cache_mode hdf5_use_swmr hdf5_load_next_obs", "numbers are cached, pictures are not")
+    | absent("train.", "hdf5_normalize_obs", "observations are always normalised", True)
+    | absent("train.", "shuffle_buffer_size", "samples are drawn from all episodes")
     | absent("train.", "normalize_weights_by_ds_size", "train.sample_weights says it")
-    | absent("train.", "seq_length pad_seq_length frame_stack pad_frame_stack", "the horizons say it", 1)
-    | absent("train.", "dataset_keys action_keys action_config", "shards hold observations and actions", {})
-    | absent("train.", "goal_mode shuffled_obs_key_groups max_grad_norm", "it is not implemented")
+    | absent("train.", "seq_length pad_seq_length frame_stack pad_frame_stack", "the horizons say it", 1, True)
+    | absent("train.", "dataset_keys action_config", "train.action_keys and the modalities say it", {})
+    | absent("train.", "goal_mode shuffled_obs_key_groups", "it is not implemented")
     | absent("train.", "cuda", "each rank takes the GPU of its local rank, if there is one")
-    | absent(_RATE, "step_every_batch", "the rate changes in every step")
-    | absent(_RATE, "num_cycles warmup_steps", "the cosine begins at once and falls to 0", 0.5, 0)
+    | absent(_RATE, "step_every_batch", "the rate changes in every step", True)
+    | absent(_RATE, "num_cycles", "the cosine falls to 0 at the end", 0.5)
     | absent("algo.unet.", "enabled", "there is no other network", True)
     | absent("algo.ddpm.", "enabled num_inference_timesteps clip_sample", _DRAWN)
     | absent("algo.ddim.", "enabled clip_sample set_alpha_to_one", _DRAWN, True)
@@ -145,12 +187,24 @@ def read_config(arguments: Iterable[str], file: str | None = None) -> Config:
             raise UserError(f"train.resume: {folder} is not the folder of a run, for it holds no config.json")
     layers = {COMMAND_LINE: given}
     if file is not None:
-        layers = {file: read_json(file)} | layers
+        layers = {file: _with_our_paths(read_json(file))} | layers
     config = fill_in(SETTINGS | ABSENT, layers, ALIASES)
     if isinstance(config["train.data_path"], str):
         config["train.data_path"] = [config["train.data_path"]]
     refuse(_contradictions(config))
     return config
+
+
+def _with_our_paths(content: dict[str, Any]) -> dict[str, Any]:
+    """Read robomimic's `train.data`, a path or a list of {"path": ...}, as `train.data_path`."""
+    section = content.get("train")
+    if not isinstance(section, dict) or not section.get("data"):
+        return content
+    data = section["data"]
+    if isinstance(data, list):
+        data = [one.get("path") if isinstance(one, dict) else one for one in data]
+    ours = {key: value for key, value in section.items() if key != "data"} | {"data_path": data}
+    return content | {"train": ours}
 
 
 def _contradictions(config: Config) -> Iterable[str]:
@@ -175,6 +229,14 @@ def _contradictions(config: Config) -> Iterable[str]:
     rate = "algo.optim_params.policy.learning_rate."
     if config[f"{rate}epoch_schedule"] and config[f"{rate}scheduler_type"] != "multistep":
         yield f"{rate}epoch_schedule is for scheduler_type multistep, not {config[f'{rate}scheduler_type']}"
+    if config["train.hdf5_validation_filter_key"] and not config["experiment.validate"]:
+        yield "train.hdf5_validation_filter_key holds episodes out for experiment.validate=true"
+    kwargs = f"{_RGB}obs_randomizer_kwargs.crop_"
+    given = [config[f"{kwargs}height"], config[f"{kwargs}width"]]
+    if config[f"{_RGB}obs_randomizer_class"] and None in given:
+        yield f"{_RGB}obs_randomizer_class CropRandomizer needs {kwargs}height and {kwargs}width"
+    if config["experiment.save.on_best_validation"] and not config["experiment.validate"]:
+        yield "experiment.save.on_best_validation needs experiment.validate=true"
     if not config["train.num_data_workers"]:
         for key in ("train.persistent_workers", "train.prefetch_factor"):
             if config[key]:

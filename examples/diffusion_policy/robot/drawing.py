@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import logging
-import os
+from collections.abc import Sequence
 from pathlib import Path
 
-import gymnasium
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
+from shared.program import UserError
 
-from .environments import Arena, Player
+from .environments import Arena, Player, Seen
 
 log = logging.getLogger("robot")
-logging.getLogger("OpenGL").setLevel(logging.WARNING)
-SIZE = 240  # pixels, of a frame
-CAMERA = {"distance": 1.6, "azimuth": 140.0, "elevation": -20.0, "lookat": np.array([1.25, 0.75, 0.55])}
+SIZE = (240, 240)  # height and width of a frame, in pixels, at least
 
 
-def film(env_id: str, player: Player, seed: int, horizon: int, path: Path) -> Path:
-    """Plays one episode and draws it.
+def film(
+    env_id: str, player: Player, seed: int, horizon: int, path: Path, picture_size: Sequence[int] | None = None
+) -> Path:
+    """Play one episode and draw it, with its number and its outcome.
 
-    MuJoCo renders without a screen through EGL, or what the environment variable MUJOCO_GL names. If that is missing,
-    the log says so and the paths are plotted instead.
+    If nothing can render here, the log says so and the paths are plotted instead.
 
     Args:
         env_id: The environment.
@@ -30,29 +29,36 @@ def film(env_id: str, player: Player, seed: int, horizon: int, path: Path) -> Pa
         seed: Of the episode.
         horizon: Steps in it.
         path: Where to write, without a suffix.
+        picture_size: Of the pictures that the player looks at, if it does.
 
     Returns:
         What was written: `path` with .gif, or with .png for the plot.
     """
-    os.environ.setdefault("MUJOCO_GL", "egl")
-    frames: list[Image.Image] = []
-    seen: list[np.ndarray] = []
-
-    def watch(env: gymnasium.Env, observation: np.ndarray) -> None:
-        seen.append(observation.copy())
-        if env.render_mode:
-            frames.append(Image.fromarray(env.render()))
-
+    seen: list[Seen] = []
+    arena = Arena(env_id, horizon, picture_size or SIZE)
     try:
-        view = {"render_mode": "rgb_array", "width": SIZE, "height": SIZE, "default_camera_config": CAMERA}
-        Arena(env_id, horizon, **view).play(player, [seed], watch)
-    except Exception as error:  # each way to render fails in a way of its own
-        log.warning("MuJoCo cannot render here (%s: %s): plotting paths instead of a film", type(error).__name__, error)
+        (reached,) = arena.play(player, [seed], seen.append)
+    except UserError as error:
+        log.warning("%s; plotting paths instead of a film", error)
         seen.clear()
-        Arena(env_id, horizon).play(player, [seed], watch)
-        return plot(seen, path.with_suffix(".png"))
+        arena = Arena(env_id, horizon)
+        (reached,) = arena.play(player, [seed], seen.append)
+    finally:
+        arena.close()
+    title = f"episode {seed}: goal {'reached' if reached else 'missed'}"
+    if "camera" not in seen[0]:
+        return plot(np.stack([moment["observations"] for moment in seen]), title, path.with_suffix(".png"))
+    frames = [label(Image.fromarray(moment["camera"]), title) for moment in seen]
     frames[0].save(path.with_suffix(".gif"), save_all=True, append_images=frames[1:], duration=80, loop=0)
     return path.with_suffix(".gif")
+
+
+def label(frame: Image.Image, title: str) -> Image.Image:
+    """Write a title into a frame, which is enlarged for that if it is small."""
+    times = max(1, -(-SIZE[1] // frame.width))
+    frame = frame.resize((times * frame.width, times * frame.height))
+    ImageDraw.Draw(frame).text((6, 4), title, fill="white", stroke_width=2, stroke_fill="black")
+    return frame
 
 
 def strip(film: Path, path: Path, moments: int = 6) -> None:
@@ -65,11 +71,10 @@ def strip(film: Path, path: Path, moments: int = 6) -> None:
     whole.save(path, optimize=True)
 
 
-def plot(seen: list[np.ndarray], path: Path) -> Path:
+def plot(observations: np.ndarray, title: str, path: Path) -> Path:
     """Draws the paths of gripper and block from above and from the side, with the goal."""
     from matplotlib.figure import Figure
 
-    observations = np.stack(seen)
     paths = {"gripper": observations[:, :3]}
     if observations.shape[1] == 28:  # of environments with a block
         paths["block"] = observations[:, 3:6]
@@ -80,5 +85,6 @@ def plot(seen: list[np.ndarray], path: Path) -> Path:
         axes.plot(*observations[-1, [across - 3, up - 3]], "*", markersize=15, label="goal")
         axes.set(xlabel=f"{'xyz'[across]} (m)", ylabel=f"{'xyz'[up]} (m)", aspect="equal")
     axes.legend()
+    figure.suptitle(title)
     figure.savefig(path)
     return path

@@ -2,12 +2,16 @@
 
 gymnasium-robotics' FetchPickAndPlace-v4: an arm lifts a block to a place on the table or above it; FetchReach-v4: it
 moves its gripper to a place. An action is a velocity (x, y, z) of the gripper and of its fingers, each within [-1, 1].
-An observation here is one vector, the environment's own with the goal at its end.
+What is observed has names: "observations" is one vector, the environment's own with the goal at its end;
+"proprioception" what the arm knows of itself; "desired_goal"; and "camera" a picture.
 """
 
 from __future__ import annotations
 
 import io
+import logging
+import math
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
@@ -16,18 +20,24 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 import torch
+from shared.program import UserError
 from tqdm import trange
 
 import ddpkit
 
 from .policy import DiffusionPolicy
+from .samples import Entries
 
 with redirect_stderr(io.StringIO()):  # it prints a note on environments that are not used here
     import gymnasium_robotics
 
 gymnasium.register_envs(gymnasium_robotics)
+logging.getLogger("OpenGL").setLevel(logging.WARNING)
 AT_ONCE = 25  # environments in lock-step; more would only take memory
-Watch = Callable[[gymnasium.Env, np.ndarray], None]  # the environment, and what was observed in it
+CAMERA = {"distance": 1.15, "azimuth": 150.0, "elevation": -35.0, "lookat": np.array([1.3, 0.75, 0.5])}
+OF_THE_ARM = [0, 1, 2, 9, 10, 20, 21, 22, 23, 24]  # of 25 numbers: gripper, fingers, and their velocities
+Seen = dict[str, np.ndarray]  # what is observed, by name
+Watch = Callable[[Seen], None]
 
 
 class Player(Protocol):
@@ -36,8 +46,8 @@ class Player(Protocol):
     def begin(self, seeds: Sequence[int]) -> None:
         """New episodes begin, with these seeds."""
 
-    def act(self, observations: np.ndarray) -> np.ndarray:
-        """Actions (episodes, numbers) for observations (episodes, numbers)."""
+    def act(self, seen: Seen) -> np.ndarray:
+        """Actions (episodes, numbers) for what is observed, each of it (episodes, ...)."""
 
 
 class Arena:
@@ -46,12 +56,25 @@ class Arena:
     Args:
         env_id: Name of the environment.
         horizon: Steps in an episode.
-        **options: Of the environment, for example `render_mode`.
+        picture_size: Height and width of the camera's pictures; None: there is no camera. MuJoCo renders without a
+            screen through EGL, or what the environment variable MUJOCO_GL names.
     """
 
-    def __init__(self, env_id: str, horizon: int, **options: Any) -> None:
-        self.env_id, self.horizon, self.options = env_id, horizon, options
+    def __init__(self, env_id: str, horizon: int, picture_size: Sequence[int] | None = None) -> None:
+        self.env_id, self.horizon, self.has_camera = env_id, horizon, picture_size is not None
+        self.options: dict[str, Any] = {"max_episode_steps": horizon, "disable_env_checker": True}
+        if picture_size:
+            os.environ.setdefault("MUJOCO_GL", "egl")
+            height, width = picture_size
+            self.options |= {"render_mode": "rgb_array", "height": height, "width": width}
+            self.options["default_camera_config"] = CAMERA
         self.envs: list[gymnasium.Env] = []
+
+    def try_out(self) -> tuple[Seen, int]:
+        """Return what is observed at the beginning of an episode, and how many numbers an action has."""
+        self._make(1)
+        space = self.envs[0].action_space
+        return self._see(self.envs[0], self.envs[0].reset(seed=0)[0]), math.prod(space.shape or (1,))
 
     def play(self, player: Player, seeds: Sequence[int], watch: Watch | None = None) -> list[bool]:
         """Plays one episode for each seed; it depends on nothing but the seed and the player.
@@ -59,36 +82,65 @@ class Arena:
         Args:
             player: Who acts.
             seeds: Of the episodes.
-            watch: Is shown what happens, at each step of each episode.
+            watch: Is shown what is observed, at each step of each episode.
 
         Returns:
             Whether the goal is reached at the end of each episode; having passed it on the way is not enough.
         """
-        while len(self.envs) < min(AT_ONCE, len(seeds)):
-            env = gymnasium.make(self.env_id, max_episode_steps=self.horizon, disable_env_checker=True, **self.options)
-            self.envs.append(env)
+        self._make(min(AT_ONCE, len(seeds)))
         successes: list[bool] = []
         no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
         for start in trange(0, len(seeds), AT_ONCE, desc="episodes", unit=f" x {AT_ONCE}", leave=False, disable=no_bar):
             wave = seeds[start : start + AT_ONCE]
-            observations = np.stack(
-                [_flat(env.reset(seed=seed)[0]) for env, seed in zip(self.envs, wave, strict=False)]
-            )
+            envs = self.envs[: len(wave)]
+            seen = [self._see(env, env.reset(seed=seed)[0]) for env, seed in zip(envs, wave, strict=True)]
             player.begin(wave)
             for _ in range(self.horizon):
-                actions, reached = player.act(observations), []
-                for number, (env, action) in enumerate(zip(self.envs, actions, strict=False)):
-                    if watch:
-                        watch(env, observations[number])
+                if watch:
+                    for one in seen:
+                        watch(one)
+                actions, reached = player.act({name: np.stack([one[name] for one in seen]) for name in seen[0]}), []
+                for number, (env, action) in enumerate(zip(envs, actions, strict=True)):
                     found, _, _, _, info = env.step(action)
-                    observations[number] = _flat(found)
-                    reached.append(bool(info["is_success"]))
+                    seen[number] = self._see(env, found)
+                    reached.append(bool(info.get("is_success", info.get("success", False))))
             successes += reached
         return successes
 
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
 
-def _flat(observation: dict[str, np.ndarray]) -> np.ndarray:
-    return np.concatenate([observation["observation"], observation["desired_goal"]]).astype(np.float32)
+    def _make(self, count: int) -> None:
+        while len(self.envs) < count:
+            self.envs.append(gymnasium.make(self.env_id, **self.options))
+
+    def _see(self, env: gymnasium.Env, found: Any) -> Seen:
+        """Give what an environment shows its names; of the Fetch robot also "observations", all of its numbers."""
+        if not isinstance(found, dict):
+            found = {"observations": found}
+        seen = {name: np.asarray(values) for name, values in found.items()}
+        if {"observation", "desired_goal"} <= seen.keys():
+            whole = np.concatenate([seen["observation"], seen["desired_goal"]])
+            own = seen["observation"]
+            if len(own) == 25:
+                own = own[OF_THE_ARM]
+            seen |= {"observations": whole, "proprioception": own}
+        for name, values in seen.items():
+            if values.dtype != np.uint8:
+                seen[name] = values.astype(np.float32)
+        if self.has_camera:
+            seen["camera"] = self._render(env)
+        return seen
+
+    def _render(self, env: gymnasium.Env) -> np.ndarray:
+        try:
+            return np.asarray(env.render())
+        except Exception as error:  # each way to render fails in a way of its own
+            raise UserError(
+                f"MuJoCo cannot render here ({type(error).__name__}: {error}): set MUJOCO_GL to egl, osmesa or glfw, "
+                "whichever is installed"
+            ) from error
 
 
 class Random:
@@ -97,7 +149,7 @@ class Random:
     def begin(self, seeds: Sequence[int]) -> None:
         self.rngs = [np.random.default_rng(seed) for seed in seeds]
 
-    def act(self, observations: np.ndarray) -> np.ndarray:
+    def act(self, seen: Seen) -> np.ndarray:
         return np.stack([rng.uniform(-1, 1, 4).astype(np.float32) for rng in self.rngs])
 
 
@@ -111,8 +163,9 @@ class Expert:
 
     def begin(self, seeds: Sequence[int]) -> None: ...
 
-    def act(self, observations: np.ndarray) -> np.ndarray:
-        return np.stack([self.script(observation) for observation in observations]).clip(-1, 1).astype(np.float32)
+    def act(self, seen: Seen) -> np.ndarray:
+        actions = np.stack([self.script(observation) for observation in seen["observations"]])
+        return actions.clip(-1, 1).astype(np.float32)
 
 
 def reach(observation: np.ndarray) -> np.ndarray:
@@ -143,19 +196,23 @@ class Learned:
     the same, but for rounding.
     """
 
-    def __init__(self, policy: DiffusionPolicy) -> None:
-        self.policy, self.device = policy, policy.mean.device
+    def __init__(self, policy: DiffusionPolicy, entries: Entries) -> None:
+        self.policy, self.entries, self.device = policy, entries, policy.mean.device
 
     def begin(self, seeds: Sequence[int]) -> None:
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.seen: deque[np.ndarray] = deque(maxlen=self.policy.observation_horizon)
+        self.seen: deque[Seen] = deque(maxlen=self.policy.observation_horizon)
         self.plan: list[np.ndarray] = []
 
-    def act(self, observations: np.ndarray) -> np.ndarray:
-        self.seen.extend([observations.copy()] * (1 if self.seen else self.policy.observation_horizon))
+    def act(self, seen: Seen) -> np.ndarray:
+        numbers = [seen[name].reshape(len(seen[name]), -1) for name in self.entries.numbers]
+        used = {name: seen[name] for name in self.entries.cameras}
+        used["observations"] = np.concatenate(numbers, axis=1)
+        self.seen.extend([used] * (1 if self.seen else self.policy.observation_horizon))
         if not self.plan:
             shape = self.policy.prediction_horizon, self.policy.action_size
             noise = torch.stack([torch.randn(shape, generator=generator) for generator in self.generators])
-            seen = torch.from_numpy(np.stack(self.seen, axis=1))
-            self.plan = [*self.policy.act(seen.to(self.device), noise.to(self.device)).cpu().numpy().swapaxes(0, 1)]
+            stacked = {name: np.stack([moment[name] for moment in self.seen], axis=1) for name in used}
+            batch = {name: torch.from_numpy(values).to(self.device) for name, values in stacked.items()}
+            self.plan = [*self.policy.act(batch, noise.to(self.device)).cpu().numpy().swapaxes(0, 1)]
         return self.plan.pop(0)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import ddpkit
 
@@ -15,10 +19,17 @@ UNSEEN = 1_000_000  # the first of these seeds
 
 @dataclass(frozen=True)
 class Score:
-    """Successes in a number of episodes."""
+    """Who has reached the goal: an episode's seed, and whether it did."""
 
-    successes: int
-    episodes: int
+    by_seed: dict[int, bool]
+
+    @property
+    def episodes(self) -> int:
+        return len(self.by_seed)
+
+    @property
+    def successes(self) -> int:
+        return sum(self.by_seed.values())
 
     @property
     def rate(self) -> float:
@@ -32,14 +43,35 @@ class Score:
     def __str__(self) -> str:
         return f"{self.rate:.2f} ± {self.error:.2f} ({self.successes} of {self.episodes})"
 
+    def summary(self) -> dict[str, Any]:
+        """Return the score as JSON has it."""
+        return {
+            "success_rate": self.rate,
+            "standard_error": self.error,
+            "episodes": self.episodes,
+            "by_seed": {str(seed): reached for seed, reached in self.by_seed.items()},
+        }
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.summary(), indent=4) + "\n")
+
 
 @functools.cache  # making 25 environments takes as long as playing some episodes
-def _arena(env_id: str, horizon: int) -> Arena:
-    return Arena(env_id, horizon)
+def _arena(env_id: str, horizon: int, picture_size: tuple[int, int] | None) -> Arena:
+    arena = Arena(env_id, horizon, picture_size)
+    atexit.register(arena.close)  # what renders must end before Python does
+    return arena
 
 
-def evaluate(env_id: str, player: Player, episodes: int, horizon: int, first_seed: int = UNSEEN) -> Score:
-    """Plays episodes of which every rank has a share; each is counted once. Collective.
+def evaluate(
+    env_id: str,
+    player: Player,
+    episodes: int,
+    horizon: int,
+    first_seed: int = UNSEEN,
+    picture_size: tuple[int, int] | None = None,
+) -> Score:
+    """Play episodes of which every rank has a share; each is counted once. Collective.
 
     Args:
         env_id: The environment.
@@ -47,8 +79,10 @@ def evaluate(env_id: str, player: Player, episodes: int, horizon: int, first_see
         episodes: How many, over all ranks.
         horizon: Steps in an episode.
         first_seed: Of the first episode; the next one has the next.
+        picture_size: Height and width of the camera's pictures, if the player looks at them.
     """
     rank, world_size = ddpkit.get_rank(), ddpkit.get_world_size()
     mine = range(rank, episodes, world_size)
-    reached = _arena(env_id, horizon).play(player, [first_seed + number for number in mine])
-    return Score(sum(ddpkit.gather_exact(reached, list(mine), episodes)), episodes)
+    reached = _arena(env_id, horizon, picture_size).play(player, [first_seed + number for number in mine])
+    reached = ddpkit.gather_exact(reached, list(mine), episodes)
+    return Score({first_seed + number: success for number, success in enumerate(reached)})

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from .diffusion import ddim, squaredcos_cap_v2
-from .unet import UNet1D
+from .networks import ResNet18, UNet1D
+from .samples import Statistics, crop, crop_size
 
 AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -20,24 +21,36 @@ class DiffusionPolicy(nn.Module):
 
     Args:
         config: The settings.
-        action_size: Numbers in an action.
-        mean: Of the observations, by number.
-        std: Their standard deviation.
+        statistics: Of the observations and actions. It is part of the state.
+        cameras: Names of the cameras whose pictures it sees besides.
     """
 
-    def __init__(self, config: dict[str, Any], action_size: int, mean: np.ndarray, std: np.ndarray) -> None:
+    def __init__(self, config: dict[str, Any], statistics: Statistics, cameras: Sequence[str] = ()) -> None:
         super().__init__()
         horizons = [config[f"algo.horizon.{name}_horizon"] for name in ("observation", "action", "prediction")]
         self.observation_horizon, self.action_horizon, self.prediction_horizon = horizons
-        self.action_size, self.inference_steps = action_size, config["algo.ddim.num_inference_timesteps"]
+        self.inference_steps = config["algo.ddim.num_inference_timesteps"]
         self.dtype = AMP[config["train.amp"]]
-        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32))
-        self.register_buffer("std", torch.tensor(std, dtype=torch.float32))
+        for name, values in vars(statistics).items():
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32))
         shares = squaredcos_cap_v2(config["algo.ddpm.num_train_timesteps"])
         self.register_buffer("shares", shares.float(), persistent=False)
-        self.unet = UNet1D(
-            action_size,
-            self.observation_horizon * len(mean),
+        self.cameras, self.crop = list(cameras), crop_size(config)
+        rgb = "observation.encoder.rgb.core_kwargs."
+        features = config[f"{rgb}feature_dimension"]
+        self.encoders = nn.ModuleList()
+        for _ in cameras:
+            encoder = ResNet18(
+                features,
+                pool=config[f"{rgb}pool_class"],
+                keypoints=config[f"{rgb}pool_kwargs.num_kp"],
+                width=config[f"{rgb}backbone_kwargs.width"],
+                size=config["observation.encoder.rgb.size"],
+            )
+            self.encoders.append(encoder)
+        self.network = UNet1D(
+            self.action_size,
+            self.observation_horizon * (len(statistics.mean) + len(self.cameras) * features),
             down_dims=config["algo.unet.down_dims"],
             kernel_size=config["algo.unet.kernel_size"],
             n_groups=config["algo.unet.n_groups"],
@@ -45,53 +58,68 @@ class DiffusionPolicy(nn.Module):
             checkpointing=config["train.gradient_checkpointing"],
         )
 
+    @property
+    def action_size(self) -> int:
+        """Count the numbers of an action."""
+        return len(self.low)
+
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss of each sample: mean squared error of the noise that is found in the noisy actions.
 
         Args:
-            batch: "observations" (batch, observation horizon, numbers), "actions" (batch, prediction horizon, numbers),
-                and what `draw` adds.
+            batch: "observations" (batch, observation horizon, numbers), "actions" and "noise" (batch, prediction
+                horizon, numbers), the noising "step" (batch,), and by their names the cameras' pictures (batch,
+                observation horizon, height, width, 3).
 
         Returns:
             Losses, (batch,). Their mean is the loss; a mean of each GPU's means would be another one where DataParallel
             cuts the batch unevenly.
         """
+        center, reach = self._action_range()
         noise, step = batch["noise"], batch["step"]
-        noisy = add_noise(batch["actions"], noise, self.shares[step])
-        return (self._find_noise(noisy, step, self._seen(batch["observations"])) - noise).square().mean((1, 2))
-
-    def draw(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Adds "noise" like the actions and a diffusion "step" for each sample, (batch,).
-
-        Ranks that are seeded differently draw differently. Drawn in the forward it would be the same on all of
-        DataParallel's GPUs, as torch seeds them alike.
-        """
-        actions = batch["actions"]
-        noise = torch.randn_like(actions)
-        return batch | {"noise": noise, "step": torch.randint(len(self.shares), noise.shape[:1], device=noise.device)}
+        noisy = add_noise((batch["actions"] - center) / reach, noise, self.shares[step])
+        return (self._find_noise(noisy, step, self._see(batch)) - noise).square().mean((1, 2))
 
     @torch.no_grad()
-    def act(self, observations: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def act(self, seen: dict[str, torch.Tensor], noise: torch.Tensor) -> torch.Tensor:
         """The next actions.
 
         Args:
-            observations: The last ones, (batch, observation horizon, numbers).
+            seen: The last "observations" (batch, observation horizon, numbers), and pictures, as `forward` takes them
+                before they were cropped: the middle is what it looks at.
             noise: What to begin with, (batch, prediction horizon, numbers of an action).
 
         Returns:
-            (batch, action horizon, numbers), within [-1, 1].
+            (batch, action horizon, numbers), within the range of the demonstrations' actions.
         """
-        seen, first = self._seen(observations), self.observation_horizon - 1
-        plan = ddim(lambda x, step: self._find_noise(x, step, seen), noise, self.shares, self.inference_steps)
-        return plan[:, first : first + self.action_horizon]
+        middle = {camera: crop(seen[camera], self.crop, (0.5, 0.5)) for camera in self.cameras}
+        features, first = self._see(seen | middle), self.observation_horizon - 1
+        plan = ddim(lambda x, step: self._find_noise(x, step, features), noise, self.shares, self.inference_steps)
+        center, reach = self._action_range()
+        return center + reach * plan[:, first : first + self.action_horizon]
 
-    def _seen(self, observations: torch.Tensor) -> torch.Tensor:
-        return ((observations - self.mean) / self.std).clamp(-5, 5).flatten(1)
+    def _action_range(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the middle of each number of an action, and how far it reaches from there."""
+        reach = (self.high - self.low) / 2
+        return (self.high + self.low) / 2, torch.where(reach > 1e-4, reach, 1.0)
+
+    def _see(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Put what is observed into one vector, (batch, numbers)."""
+        numbers = ((batch["observations"] - self.mean) / self.std).clamp(-5, 5)
+        parts = [numbers.flatten(1)]
+        for camera, encoder in zip(self.cameras, self.encoders, strict=True):
+            with self._autocast(numbers.device):
+                features = encoder(batch[camera].flatten(0, 1)).float()
+            parts.append(features.view(len(numbers), -1))
+        return torch.cat(parts, dim=1)
 
     def _find_noise(self, noisy: torch.Tensor, step: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        with self._autocast(noisy.device):
+            return self.network(noisy, step, seen).float()
+
+    def _autocast(self, device: torch.device) -> torch.autocast:
         # here, not around the call: DataParallel's threads do not see a context of their caller
-        with torch.autocast(noisy.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return self.unet(noisy, step, seen).float()
+        return torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
 def add_noise(clean: torch.Tensor, noise: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from . import drawing
 from .checkpoints import load_policies
 from .environments import EXPERTS, Expert, Learned, Player, Random
 from .evaluation import UNSEEN, evaluate
+from .samples import Entries
 
 log = logging.getLogger("robot")
 
@@ -34,7 +35,7 @@ def read_settings() -> argparse.Namespace:
     add("--episodes", type=int, default=100, help="episodes, over all ranks")
     add("--horizon", type=int, default=50, help="steps in an episode")
     add("--first-seed", type=int, default=UNSEEN, help="of the episodes; demonstrations have smaller ones")
-    add("--json", type=Path, help="file for the scores")
+    add("--json", type=Path, help="file for the scores, and for who reached the goal by seed")
     add("--film", type=Path, help="file, without a suffix, for a film of the first player's first episode")
     add("--strip", type=Path, help="file for some of the film's frames side by side")
     settings = parser.parse_args()
@@ -50,7 +51,8 @@ def read_settings() -> argparse.Namespace:
 
 def main(settings: argparse.Namespace) -> None:
     policies, saved = load_policies(settings.checkpoint)
-    players: dict[str, Player] = {name: Learned(policy) for name, policy in policies.items()}
+    entries, picture_size = Entries(**saved["entries"]), saved["picture_size"]
+    players: dict[str, Player] = {name: Learned(policy, entries) for name, policy in policies.items()}
     players["random"] = Random()
     if saved["env_id"] in EXPERTS:
         players["expert"] = Expert(saved["env_id"])
@@ -62,17 +64,18 @@ def main(settings: argparse.Namespace) -> None:
     log.info("%s after %d steps of training, in %s", settings.checkpoint, saved["step"], saved["env_id"])
     scores = {}
     for name in names:
-        score = evaluate(saved["env_id"], players[name], settings.episodes, settings.horizon, settings.first_seed)
+        size = picture_size if name in policies else None  # the others look at no picture
+        score = evaluate(saved["env_id"], players[name], settings.episodes, settings.horizon, settings.first_seed, size)
         log.info("%-6s  %s", name, score)
-        scores[name] = {"success_rate": score.rate, "standard_error": score.error, "episodes": score.episodes}
+        scores[name] = score.summary()
     if settings.json:
         ddpkit.run_on_main(settings.json.write_text, json.dumps(scores, indent=4) + "\n")
     if settings.film:
-        ddpkit.run_on_main(draw, settings, saved["env_id"], players[names[0]])
+        ddpkit.run_on_main(draw, settings, saved["env_id"], players[names[0]], picture_size)
 
 
-def draw(settings: argparse.Namespace, env_id: str, player: Player) -> None:
-    written = drawing.film(env_id, player, settings.first_seed, settings.horizon, settings.film)
+def draw(settings: argparse.Namespace, env_id: str, player: Player, picture_size: tuple[int, int] | None) -> None:
+    written = drawing.film(env_id, player, settings.first_seed, settings.horizon, settings.film, picture_size)
     log.info("wrote %s", written)
     if settings.strip and written.suffix == ".gif":
         drawing.strip(written, settings.strip)

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import ddpkit
 from . import checkpoints
 from .config import Config, read_config
 from .policy import EMA, DiffusionPolicy
-from .shards import Index, make_loader, scan
+from .samples import Index, make_loader, make_validation_loader, scan
 
 log = logging.getLogger("robot")
 BAD_LOSS = "a smaller learning rate or train.amp=none may help"
@@ -40,29 +40,38 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
 
 def main(job: ddpkit.Context) -> None:
-    config, index = ddpkit.run_on_main(prepare, *read_arguments())
+    config = ddpkit.run_on_main(read_config, *read_arguments())
+    index = scan(config)
+    if config["experiment.rollout.enabled"]:
+        ddpkit.run_on_main(try_environment, index)
     plan = make_plan(config, job.world_size)
     loader = make_loader(index, config, plan.per_rank_batch_size)
+    validation = None
+    if config["experiment.validate"]:
+        validation = make_validation_loader(index, config, plan.per_rank_batch_size)
 
-    ddpkit.seed_everything(config["train.seed"])
-    policy = DiffusionPolicy(config, index.action_size, index.mean, index.std)
+    ddpkit.seed_everything(config["train.seed"])  # from here on nothing is random but what samples bring along
+    policy = DiffusionPolicy(config, index.statistics, index.entries.cameras)
+    if not config["train.resume"]:
+        load_encoders(policy, config)
     model = wrap(policy, config, job.world_size, torch.cuda.device_count())
     kind = OPTIMIZERS[config["algo.optim_params.policy.optimizer_type"]]
-    decay = config["algo.optim_params.policy.regularization.L2"]
-    optimizer = kind(policy.parameters(), plan.lr, weight_decay=decay)
+    decay, max_norm = config["algo.optim_params.policy.regularization.L2"], config["train.max_grad_norm"]
+    betas = config["algo.optim_params.policy.betas"]
+    optimizer = kind(policy.parameters(), plan.lr, betas=tuple(betas), weight_decay=decay)
     ema = EMA(policy, config["algo.ema.power"]) if config["algo.ema.enabled"] else None
     scaler = torch.amp.GradScaler(job.device.type, enabled=config["train.amp"] == "fp16")
-    ddpkit.seed_everything(config["train.seed"], per_rank=True)  # from here on: the noise, which ranks must not share
 
     folder = ddpkit.run_on_main(checkpoints.find_run if config["train.resume"] else checkpoints.new_run, config)
     saver = ddpkit.Checkpointer(folder / "checkpoints", keep=2)
     parts = {"policy": policy, "optimizer": optimizer, "scaler": scaler} | ({"ema": ema} if ema else {})
-    about = {"config": nested(config), "env_id": index.env_id, "action_size": index.action_size}
+    about = {"config": nested(config), "env_id": index.env_id, "entries": vars(index.entries)}
+    about["picture_size"] = index.picture_size
     saved = saver.load_latest(**parts) if config["train.resume"] else {"step": 0, "epoch": 0}
 
     checkpoints.record(folder, config)
     log.info("%s\n\nwriting to %s\n", plan, folder)
-    log.info("%d episodes, %d samples of %s", sum(map(len, index.folders)), sum(index.steps), index.env_id)
+    log.info("%s", index)
     log.info("%d parameters, wrapped in %s", sum(p.numel() for p in policy.parameters()), type(model).__name__)
     log.info("%s", ", ".join(ddpkit.all_gather_object(f"rank {job.rank}: {job.device} on {socket.gethostname()}")))
     if config["train.resume"]:
@@ -78,12 +87,15 @@ def main(job: ddpkit.Context) -> None:
             for group in optimizer.param_groups:  # by the settings, also where a checkpoint has others
                 group.update(lr=plan.lr * lr_factor(config, step), weight_decay=decay)
             for number in range(accumulation):
-                batch = {key: value.to(job.device, non_blocking=True) for key, value in next(batches).items()}
+                batch = to_device(next(batches), job.device)
                 with ddpkit.accumulate(model, number, accumulation):
-                    loss = model(policy.draw(batch)).mean() / accumulation
+                    loss = model(batch).mean() / accumulation
                     scaler.scale(loss).backward()
                 losses += loss.detach()
                 first_bad = torch.where(loss.isfinite(), first_bad, first_bad.clamp(max=step + 1))
+            if max_norm is not None:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -99,15 +111,16 @@ def main(job: ddpkit.Context) -> None:
         news |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/steps_per_second": speed}
         text = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
         log.info(text, epoch, *news.values(), speed * plan.global_batch_size)
+        actor = ema.policy if ema else policy
+        if validation:
+            news["validation/loss"] = validate(actor, validation, job.device)
+            log.info("Epoch %d: validation loss %.4f", epoch, news["validation/loss"])
         if config["experiment.rollout.enabled"] and due(epoch, config["experiment.rollout.rate"], epochs):
-            actor = ema.policy if ema else policy
-            news["rollout/success_rate"] = roll_out(actor, index.env_id, config, folder, epoch)
+            news["rollout/success_rate"] = roll_out(actor, index, config, folder, epoch)
         if config["experiment.save.enabled"]:
             check_all(policy, optimizer, ema)
-            path, names = saver.save(step, **parts, epoch=epoch, **about), [folder / "last.pth"]
-            if due(epoch, config["experiment.save.every_n_epochs"], epochs):
-                names.append(folder / "models" / f"model_epoch_{epoch}.pth")
-            ddpkit.run_on_main(checkpoints.publish, path, names)
+            path = saver.save(step, **parts, epoch=epoch, **about)
+            ddpkit.run_on_main(checkpoints.publish, path, folder, config, epoch, news)
         if writer:
             for name, value in news.items():
                 writer.add_scalar(name, value, epoch)
@@ -123,21 +136,50 @@ def read_arguments() -> tuple[list[str], str | None]:
     return given.settings, given.config
 
 
-def prepare(arguments: Sequence[str], file: str | None) -> tuple[Config, Index]:
-    """Read the settings, and what demonstrations there are; what is missing is said now, not after some epochs."""
-    config = read_config(arguments, file)
-    index = scan(config["train.data_path"], config["train.on_broken_shard"])
-    if config["experiment.rollout.enabled"]:
-        try:
-            from .environments import gymnasium  # here, as below: training alone needs no simulator
+def try_environment(index: Index) -> None:
+    """Begin an episode, and see that the policy would find there what it learns from; now, not after some epochs."""
+    if not index.env_id:
+        raise UserError(
+            "the demonstrations name no environment to try policies in: set experiment.env to one of gymnasium's, or "
+            "experiment.rollout.enabled=false"
+        )
+    try:
+        from .environments import Arena  # here, as below: training alone needs no simulator
 
-            gymnasium.make(index.env_id, disable_env_checker=True).reset(seed=0)
-        except Exception as error:  # each version of MuJoCo fails in a way of its own
-            raise UserError(
-                f"{index.env_id} cannot be simulated here ({type(error).__name__}: {error}): pip install -e "
-                "'.[examples-robot]' in the repository, or set experiment.rollout.enabled=false"
-            ) from None
-    return config, index
+        arena = Arena(index.env_id, 1, index.picture_size)
+        seen, action_size = arena.try_out()
+        arena.close()
+    except UserError:
+        raise
+    except Exception as error:  # each version of MuJoCo fails in a way of its own
+        raise UserError(
+            f"{index.env_id} cannot be simulated here ({type(error).__name__}: {error}): pip install -e "
+            "'.[examples-robot]' in the repository, or set experiment.rollout.enabled=false"
+        ) from None
+    entries, statistics = index.entries, index.statistics
+    remedy = "choose in observation.modalities.obs and experiment.env, or set experiment.rollout.enabled=false"
+    missing = {*entries.numbers, *entries.cameras} - {*seen}
+    if missing:
+        shown = ", ".join(seen)
+        raise UserError(f"{index.env_id} does not show {', '.join(sorted(missing))}, but {shown}: {remedy}")
+    observed = sum(seen[name].size for name in entries.numbers)
+    if (observed, action_size) != (len(statistics.mean), len(statistics.low)):
+        raise UserError(
+            f"{index.env_id} does not fit: it shows {observed} numbers and takes {action_size}; the demonstrations "
+            f"show {len(statistics.mean)} and take {len(statistics.low)}: {remedy}"
+        )
+
+
+def load_encoders(policy: DiffusionPolicy, config: Config) -> None:
+    """Begin with a file of ResNet-18's weights, if there is one, for each camera."""
+    key = "observation.encoder.rgb.core_kwargs.backbone_kwargs.weights"
+    if config[key] is None:
+        return
+    with user_error(key, OSError, RuntimeError, pickle.UnpicklingError):
+        weights = torch.load(config[key], map_location="cpu", weights_only=True)
+    for encoder in policy.encoders:
+        left = encoder.load_pretrained(weights)
+    log.info("%s: not used are %s", config[key], ", ".join(left) or "none")
 
 
 @user_error("train.batch_size", ValueError)
@@ -166,12 +208,34 @@ def wrap(policy: DiffusionPolicy, config: Config, world_size: int, gpus: int) ->
 def lr_factor(config: Config, step: int) -> float:
     """What the learning rate is multiplied with after `step` optimiser steps; it needs no state to resume."""
     rate, every = "algo.optim_params.policy.learning_rate.", config["experiment.epoch_every_n_steps"]
+    warmup = config[f"{rate}warmup_steps"]
+    if step < warmup:
+        return ddpkit.warmup_factor(step + 1, warmup)
     kind = config[f"{rate}scheduler_type"]
     if kind == "cosine":
-        return (1 + math.cos(math.pi * min(1.0, step / (config["train.num_epochs"] * every)))) / 2
+        last = max(warmup + 1, config["train.num_epochs"] * every)
+        progress = min(1.0, (step - warmup) / (last - warmup))
+        return (1 + math.cos(math.pi * progress)) / 2
     if kind == "multistep":
-        return config[f"{rate}decay_factor"] ** sum(step >= every * epoch for epoch in config[f"{rate}epoch_schedule"])
+        passed = sum(step >= every * epoch for epoch in config[f"{rate}epoch_schedule"])
+        return config[f"{rate}decay_factor"] ** passed
     return 1.0
+
+
+def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+
+
+@torch.no_grad()
+def validate(policy: DiffusionPolicy, loader: Any, device: torch.device) -> float:
+    """Compute the mean loss on moments that are held out, with the same noise each time. Collective."""
+    loader.set_epoch(0)
+    total, count = 0.0, 0
+    for batch in loader:
+        losses = policy(to_device(batch, device))
+        total += losses.double().sum().item()
+        count += len(losses)
+    return ddpkit.all_reduce(total) / ddpkit.all_reduce(count)
 
 
 def due(epoch: int, every: int, last: int) -> bool:
@@ -194,17 +258,21 @@ def make_writer(folder: Path, config: Config, epoch: int) -> Any:
     return SummaryWriter(folder / "logs" / "tb", purge_step=epoch + 1)
 
 
-def roll_out(policy: DiffusionPolicy, env_id: str, config: Config, folder: Path, epoch: int) -> float:
-    """Success rate on unseen seeds, and a film of the first of them. Collective."""
+def roll_out(policy: DiffusionPolicy, index: Index, config: Config, folder: Path, epoch: int) -> float:
+    """Measure success on unseen seeds, and make a film of the first of them. Collective."""
     from . import drawing, evaluation
     from .environments import Learned
 
-    player, horizon, begun = Learned(policy), config["experiment.rollout.horizon"], time.monotonic()
-    score = evaluation.evaluate(env_id, player, config["experiment.rollout.n"], horizon)
+    player, horizon, begun = Learned(policy, index.entries), config["experiment.rollout.horizon"], time.monotonic()
+    score = evaluation.evaluate(
+        index.env_id, player, config["experiment.rollout.n"], horizon, picture_size=index.picture_size
+    )
     log.info("Epoch %d rollouts: success %s, %.0f s", epoch, score, time.monotonic() - begun)
+    ddpkit.run_on_main(score.write, folder / "logs" / f"success_epoch_{epoch}.json")
     if config["experiment.render_video"]:
         video = folder / "videos" / f"epoch_{epoch}"
-        ddpkit.run_on_main(drawing.film, env_id, player, evaluation.UNSEEN, horizon, video)
+        seed = evaluation.UNSEEN
+        ddpkit.run_on_main(drawing.film, index.env_id, player, seed, horizon, video, index.picture_size)
     return score.rate
 
 

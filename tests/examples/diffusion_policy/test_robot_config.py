@@ -90,6 +90,12 @@ def test_values_get_the_type_of_their_setting(argument: str, value: object) -> N
         ("algo.horizon.prediction_horizon=17", "2 must divide 17"),
         ("algo.ddim.num_inference_timesteps=101", "must not exceed"),
         ("train.persistent_workers=true", "needs train.num_data_workers"),
+        ("algo.optim_params.policy.betas=[0.9]", "two numbers in [0, 1)"),
+        ("train.max_grad_norm=0", "in (0, inf)"),
+        ("experiment.save.on_best_validation=true", "needs experiment.validate=true"),
+        ("train.hdf5_validation_filter_key=valid", "for experiment.validate=true"),
+        ("observation.encoder.rgb.obs_randomizer_class=CropRandomizer", "crop_height and"),
+        ("observation.encoder.rgb.size=[84]", "a height and a width"),
         ("train.sample_weights=[1, 2]", "a number for each of 1"),
         ("algo.optim_params.policy.learning_rate.epoch_schedule=[3]", "multistep, not cosine"),
         ("--batch_size", "key=value"),
@@ -114,6 +120,14 @@ def test_everything_wrong_is_said_at_once_with_where_it_stands(tmp_path: Path) -
 def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{'train': 1}")
     assert f"{tmp_path}/a.json is not JSON with // comments" in refusal(f"load_from={tmp_path}/a.json")
+
+
+@pytest.mark.parametrize("data", ["a.hdf5", [{"path": "a.hdf5", "weight": 1}]])
+def test_robomimics_way_to_name_its_files_is_read(data: object, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.json", {"train": {"data": data, "seed": 5}})
+    config = read_config([file])
+    assert config["train.data_path"] == ["a.hdf5"] and config["train.seed"] == 5
+    assert read_config([file, "train.data_path=b.hdf5"])["train.data_path"] == ["b.hdf5"]
 
 
 def test_a_resumed_run_begins_with_its_own_settings(tmp_path: Path) -> None:
@@ -153,8 +167,11 @@ ORIGINAL = """
     algo.ddpm.beta_schedule="squaredcos_cap_v2" algo.ddpm.clip_sample=true algo.ddpm.prediction_type="epsilon"
     algo.ddim.enabled=false algo.ddim.num_train_timesteps=100 algo.ddim.num_inference_timesteps=10
     algo.ddim.beta_schedule="squaredcos_cap_v2" algo.ddim.clip_sample=true algo.ddim.set_alpha_to_one=true
-    algo.ddim.steps_offset=0 algo.ddim.prediction_type="epsilon" observation={"modalities":{"obs":{"rgb":[]}}}
-    meta={"hp_keys":[]}
+    algo.ddim.steps_offset=0 algo.ddim.prediction_type="epsilon"
+    observation.modalities={"obs":{"low_dim":["robot0_eef_pos","object"],"rgb":[],"depth":[],"scan":[]},"goal":{"rgb":[]}}
+    observation.encoder.low_dim={"core_class":null,"core_kwargs":{}} observation.encoder.rgb.core_class="VisualCore"
+    observation.encoder.rgb.core_kwargs={} observation.encoder.rgb.obs_randomizer_class=null
+    observation.encoder.rgb.obs_randomizer_kwargs={} meta={"hp_keys":[]}
 """  # robomimic's template for a diffusion policy
 
 
@@ -165,10 +182,13 @@ def test_robomimics_own_file_is_read_and_what_has_no_meaning_is_listed_once(
     write(tmp_path / "diffusion_policy.json", nested({key: json.loads(value) for key, value in given.items()}))
     config = read_config([], str(tmp_path / "diffusion_policy.json"))
     assert config["algo.unet.down_dims"] == [256, 512, 1024] and config["train.batch_size"] == 100
+    assert config["observation.modalities.obs.low_dim"] == ["robot0_eef_pos", "object"]
+    assert config[f"{LR.removesuffix('initial')}warmup_steps"] == 500 and config["train.action_keys"] == ["actions"]
     (line,) = caplog.messages
-    assert "settings of the original without a meaning here: " in line and "observation (a policy sees all" in line
-    for key in ("train.cuda", "warmup_steps", "on_best_rollout_success_rate", "algo.ddpm.enabled"):
+    assert "settings of the original without a meaning here: " in line and "terminate_on_success (an episode" in line
+    for key in ("train.cuda", "hdf5_use_swmr", "observation.encoder.low_dim", "algo.ddpm.enabled"):
         assert key in line
-    for key in ("experiment.validate", "algo.unet.enabled", "train.max_grad_norm", "prediction_type"):
+    for key in ("experiment.validate", "algo.unet.enabled", "goal", "prediction_type", "scan,", "core_class"):
         assert key not in line  # they ask for nothing else than there is
-    assert "train.batch_size" not in line
+    for key in ("train.batch_size", "max_grad_norm", "warmup_steps", "on_best_rollout_success_rate", "low_dim,"):
+        assert key not in line  # they are used

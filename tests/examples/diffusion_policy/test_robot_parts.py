@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from robot import shards
+from conftest import on_ranks
+from robot import samples
 from robot.config import read_config
 from robot.diffusion import ddim, squaredcos_cap_v2
+from robot.networks import ResNet18, SpatialSoftmax
 from robot.policy import EMA, DiffusionPolicy, add_noise
-from robot.shards import Samples, deal, scan, write_shard
-from robot.train import lr_factor, wrap
+from robot.samples import Samples, Statistics, crop, scan, write_shard
+from robot.train import load_encoders, lr_factor, wrap
 from shared.program import UserError
 from torch import nn
 
@@ -26,9 +26,14 @@ import ddpkit
 SMALL = ["algo.unet.down_dims=[8, 16]", "algo.unet.n_groups=4", "algo.unet.diffusion_step_embed_dim=8"]
 
 
-def make_policy(*settings: str, observations: int = 5) -> DiffusionPolicy:
+def standard(observations: int) -> Statistics:
+    """Of observations and four-number actions that need no scaling."""
+    return Statistics(np.zeros(observations), np.ones(observations), np.full(4, -1.0), np.ones(4))
+
+
+def make_policy(*settings: str, observations: int = 5, cameras: tuple[str, ...] = ()) -> DiffusionPolicy:
     torch.manual_seed(0)
-    return DiffusionPolicy(read_config([*SMALL, *settings]), 4, np.zeros(observations), np.ones(observations))
+    return DiffusionPolicy(read_config([*SMALL, *settings]), standard(observations), cameras)
 
 
 def make_batch(count: int = 6, observations: int = 5) -> dict[str, torch.Tensor]:
@@ -117,20 +122,9 @@ def test_half_precision_gives_nearly_the_same_loss_in_float32(amp: str) -> None:
     assert half.tolist() == pytest.approx(exact.tolist(), rel=0.03)
 
 
-def test_noise_is_drawn_before_the_forward_as_gpus_of_one_process_would_draw_the_same() -> None:
-    policy, batch = make_policy(), make_batch(600)
-    drawn, again = policy.draw(batch), policy.draw(batch)
-    assert not torch.equal(drawn["noise"], again["noise"]) and not torch.equal(drawn["step"], again["step"])
-    assert drawn["noise"].shape == batch["actions"].shape and drawn["noise"].std() == pytest.approx(1, abs=0.02)
-    assert drawn["step"].shape == (600,) and {0, 99} <= set(drawn["step"].tolist()) <= set(range(100))
-    before = torch.get_rng_state()
-    policy(drawn)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_actions_are_those_from_the_present_moment_on() -> None:
     policy, noise = make_policy("algo.horizon.action_horizon=3"), torch.randn(2, 16, 4)
-    seen = make_batch(2)["observations"]
+    seen = {"observations": make_batch(2)["observations"]}
     plan = make_policy("algo.horizon.action_horizon=15").act(seen, noise)
     assert policy.act(seen, noise).shape == (2, 3, 4)
     assert torch.equal(policy.act(seen, noise), plan[:, :3]) and plan.abs().max() <= 1
@@ -197,6 +191,103 @@ def test_learning_rates_are_functions_of_the_step() -> None:
     assert found == [1, 1, 0.5, 0.5, 0.25, 0.25]
 
 
+def test_a_learning_rate_warms_up_and_then_falls_from_its_whole() -> None:
+    given = ["experiment.epoch_every_n_steps=10", "train.num_epochs=4"]
+    given.append("algo.optim_params.policy.learning_rate.warmup_steps=5")
+    factors = [lr_factor(read_config(given), step) for step in range(41)]
+    assert factors[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert factors[5:] == pytest.approx([(1 + math.cos(math.pi * step / 35)) / 2 for step in range(36)])
+
+
+def test_actions_of_any_range_are_learned_from_minus_one_to_one() -> None:
+    low, high = np.array([0.0, -3.0, 5.0, 200.0]), np.array([512.0, 3.0, 5.0, 200.5])
+    wide = DiffusionPolicy(read_config(SMALL), Statistics(np.zeros(5), np.ones(5), low, high))
+    plain = make_policy()
+    wide.load_state_dict(plain.state_dict() | {"low": wide.low, "high": wide.high})
+    batch = make_batch()
+    batch["actions"][..., 2] = 0  # this number is always 5
+    stretched = (batch["actions"] + 1) / 2 * torch.tensor(high - low, dtype=torch.float32) + torch.tensor(low).float()
+    assert torch.allclose(wide(batch | {"actions": stretched}), plain(batch), atol=1e-4)
+    acted = wide.act({"observations": batch["observations"]}, torch.randn(6, 16, 4)).double()
+    assert (acted[..., [0, 1, 3]] >= torch.tensor(low)[[0, 1, 3]]).all()
+    assert (acted[..., [0, 1, 3]] <= torch.tensor(high)[[0, 1, 3]]).all()
+
+
+def test_spatial_softmax_finds_where_a_map_is_largest() -> None:
+    pool = SpatialSoftmax(2, 2)
+    pool.choose.weight.data = torch.eye(2)[:, :, None, None] * 50
+    nn.init.zeros_(pool.choose.bias)
+    maps = torch.zeros(1, 2, 5, 9)
+    maps[0, 0, 4, 0] = maps[0, 1, 2, 6] = 1
+    assert pool(maps)[0].tolist() == pytest.approx([1, 0, -1, 0.5], abs=1e-5)  # both downwards, then both to the right
+
+
+def test_encoders_take_torchvisions_names_and_tell_what_they_do_not_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    encoder = ResNet18(8, pool="SpatialMeanPool", keypoints=4, width=64, size=None)
+    names = {name.rpartition(".")[0] for name in encoder.state_dict() if not name.startswith("head")}
+    stages = {1: 4, 2: 6, 3: 6, 4: 6}  # convolutions and norms of both blocks, and of the way past the first
+    expected = {"conv1", "bn1"}
+    for stage in stages:
+        for block in (0, 1):
+            expected |= {f"layer{stage}.{block}.{part}" for part in ("conv1", "bn1", "conv2", "bn2")}
+        if stage > 1:
+            expected |= {f"layer{stage}.0.downsample.{part}" for part in (0, 1)}
+    assert names == expected
+    assert (
+        sum(weights.numel() for weights in encoder.parameters()) - 8 * 513 == 11_176_512
+    )  # a ResNet-18 without its head
+    theirs = {name: torch.randn_like(value) for name, value in encoder.state_dict().items() if "head" not in name}
+    theirs |= {"bn1.running_mean": torch.zeros(64), "fc.weight": torch.zeros(1000, 512)}
+    torch.save(theirs, tmp_path / "resnet18.pth")
+    core = "observation.encoder.rgb.core_kwargs.backbone_kwargs."
+    config = read_config([*SMALL, f"{core}weights={tmp_path / 'resnet18.pth'}"])
+    policy = DiffusionPolicy(config, standard(3), ["left", "right"])
+    load_encoders(policy, config)
+    assert all(
+        torch.equal(encoder.state_dict()["layer3.0.conv1.weight"], theirs["layer3.0.conv1.weight"])
+        for encoder in policy.encoders
+    )
+    assert "not used are bn1.running_mean, fc.weight" in caplog.text
+    with pytest.raises(UserError, match=f"{core}weights: .*No such file"):
+        load_encoders(policy, config | {f"{core}weights": "/nowhere.pth"})
+
+
+NARROW = ["observation.encoder.rgb.core_kwargs.backbone_kwargs.width=8", "train.gradient_checkpointing=true"]
+
+
+@pytest.mark.parametrize("pool", ["SpatialSoftmax", "SpatialMeanPool"])
+def test_an_image_policy_uses_each_picture_and_all_its_weights(pool: str) -> None:
+    policy = make_policy(*NARROW, f"observation.encoder.rgb.core_kwargs.pool_class={pool}", cameras=("left", "right"))
+    batch = make_batch()
+    for camera in policy.cameras:
+        batch[camera] = torch.randint(256, (6, 2, 40, 48, 3), dtype=torch.uint8)
+    loss = policy(batch)
+    for camera in policy.cameras:
+        assert not torch.allclose(loss, policy(batch | {camera: batch[camera].flip(0)}), atol=1e-5), camera
+    loss.mean().backward()
+    assert all(weights.grad is not None and weights.grad.any() for weights in policy.parameters())
+    alone = torch.cat([policy({key: value[i : i + 1] for key, value in batch.items()}) for i in range(6)])
+    assert torch.allclose(loss, alone, atol=1e-5)
+    assert policy.act(batch, torch.randn(6, 16, 4)).shape == (6, 8, 4)
+
+
+def test_pictures_are_cropped_and_in_acting_in_the_middle() -> None:
+    frames = np.arange(2 * 6 * 8 * 3, dtype=np.uint8).reshape(2, 6, 8, 3)
+    assert np.array_equal(crop(frames, (4, 4), (0.5, 0.5)), frames[:, 1:5, 2:6])
+    assert np.array_equal(crop(frames, (4, 4), (0.0, 0.999)), frames[:, 0:4, 4:8])
+    randomizer = "observation.encoder.rgb.obs_randomizer_"
+    cropping = [f"{randomizer}class=CropRandomizer", f"{randomizer}kwargs.crop_height=32"]
+    policy = make_policy(*NARROW, *cropping, f"{randomizer}kwargs.crop_width=32", cameras=("camera",))
+    seen = {"observations": torch.zeros(1, 2, 5), "camera": torch.zeros(1, 2, 40, 40, 3, dtype=torch.uint8)}
+    edge = {key: value.clone() for key, value in seen.items()}
+    edge["camera"][:, :, :4] = 255  # what is cropped away
+    noise = torch.randn(1, 16, 4)
+    assert torch.equal(policy.act(seen, noise), policy.act(edge, noise))
+
+
 def write_folder(folder: Path, steps: list[int], per_shard: int = 2, offset: float = 0.0) -> str:
     """Episodes whose observations say which episode and step they are from, and whose actions the step."""
     folder.mkdir()
@@ -204,15 +295,23 @@ def write_folder(folder: Path, steps: list[int], per_shard: int = 2, offset: flo
     for number, length in enumerate(steps):
         step = np.arange(length)
         seen = np.stack([np.full(length, offset + number), step, step % 3], 1)
-        episodes.append((seen, np.stack([step / 1000] * 4, 1)))
+        episodes.append({"observations": seen.astype(np.float32), "actions": np.stack([step / 1000] * 4, 1)})
     for start in range(0, len(episodes), per_shard):
         write_shard(folder / f"episodes-{start:05d}.npz", "FetchReach-v4", episodes[start : start + per_shard])
     return str(folder)
 
 
-def make_samples(folders: list[str], **options: Any) -> Samples:
-    defaults = {"weights": None, "observation_horizon": 2, "prediction_horizon": 4, "buffer_size": 10, "seed": 3}
-    return Samples(scan(folders, "error"), **(defaults | options))
+def settings_for(folders: list[str], *more: str) -> dict[str, Any]:
+    return read_config(["algo.horizon.action_horizon=2", "algo.horizon.prediction_horizon=4", *more]) | {
+        "train.data_path": folders
+    }
+
+
+def make_samples(folders: list[str], length: int, *more: str) -> Samples:
+    config = settings_for(folders, *more)
+    index = scan(config)
+    weights = config["train.sample_weights"]
+    return Samples(index.folders, index.entries, length=length, weights=weights, config=config)
 
 
 def who(sample: dict[str, np.ndarray]) -> tuple[int, int]:
@@ -220,56 +319,47 @@ def who(sample: dict[str, np.ndarray]) -> tuple[int, int]:
     return int(sample["observations"][-1, 0]), int(sample["observations"][-1, 1])
 
 
-@pytest.mark.parametrize("readers", sorted({world * max(1, workers) for world in range(1, 6) for workers in range(4)}))
-def test_readers_have_a_partition_of_the_episodes_in_every_epoch(readers: int, tmp_path: Path) -> None:
-    samples = make_samples([write_folder(tmp_path / "a", [3] * 17)])
+def test_no_moment_comes_again_before_all_others_came_and_epochs_differ(tmp_path: Path) -> None:
+    samples = make_samples([write_folder(tmp_path / "a", [10, 5, 1, 4])], 50)
+    seen = []
     for epoch in range(3):
         samples.set_epoch(epoch)
-        streams = [itertools.islice(samples.shard(reader, readers), 150) for reader in range(readers)]
-        seen = [{who(sample)[0] for sample in stream} for stream in streams]
-        assert sum(map(len, seen)) == 17 and set.union(*seen) == set(range(17))
+        seen.append([who(samples[number]) for number in range(50)])
+        assert len({*seen[-1][:20]}) == len({*seen[-1][20:40]}) == 20 and len({*seen[-1][40:]}) == 10
+        assert seen[-1][:20] != seen[-1][20:40] != sorted(seen[-1][20:40])
+    assert seen[0] != seen[1] != seen[2]
 
 
-def test_every_epoch_deals_anew() -> None:
-    hands = [deal(100, seed=0, epoch=epoch, index=0, num_shards=2).tolist() for epoch in range(3)]
-    assert len({tuple(sorted(hand)) for hand in hands}) == 3
-    assert all(len(hand) == 50 for hand in hands)
-
-
-def test_in_the_long_run_every_step_counts_the_same(tmp_path: Path) -> None:
-    samples = make_samples([write_folder(tmp_path / "a", [10, 5, 1, 4])])
-    counts = Counter(who(sample) for sample in itertools.islice(samples.shard(0, 1), 20 * 200))
-    assert len(counts) == 20 and all(180 <= count <= 205 for count in counts.values())
-
-
-def test_the_buffer_shuffles_and_the_stream_repeats_itself_only_for_its_seed_and_epoch(tmp_path: Path) -> None:
+def test_a_sample_is_a_function_of_seed_epoch_and_number(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "a", [20] * 4)
+    first, second = make_samples([folder], 60), make_samples([folder], 60)
 
-    def stream(seed: int = 3, epoch: int = 0, **options: Any) -> list[tuple[int, int]]:
-        samples = make_samples([folder], seed=seed, **options)
-        samples.set_epoch(epoch)
-        return [who(sample) for sample in itertools.islice(samples.shard(0, 1), 60)]
+    def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+        return all(np.array_equal(one[key], other[key]) for key in one)
 
-    assert stream() == stream()
-    assert stream() != stream(epoch=1) and stream() != stream(seed=4)
+    assert all(same(first[number], second[number]) for number in (7, 3, 59, 3))
+    noise = np.stack([first[number]["noise"] for number in range(60)])
+    assert abs(noise.mean()) < 0.05 and abs(noise.std() - 1) < 0.05 and len(np.unique(noise)) > 0.99 * noise.size
+    assert len({int(first[number]["step"]) for number in range(60)}) > 30
+    before = first[0]
+    second.set_epoch(1)
+    other_seed = make_samples([folder], 60, "train.seed=1")
+    assert not same(before, second[0]) and not same(before, other_seed[0])
+    assert not np.array_equal(before["noise"], other_seed[0]["noise"])
 
-    def in_order(order: list[tuple[int, int]]) -> int:
-        return sum(after == (episode, step + 1) for (episode, step), after in itertools.pairwise(order))
 
-    assert in_order(stream(buffer_size=1)) > 50 > 10 > in_order(stream(buffer_size=40))
-
-
-def test_samples_come_from_folders_by_their_weights(tmp_path: Path) -> None:
+def test_samples_come_from_paths_by_their_weights(tmp_path: Path) -> None:
     folders = [write_folder(tmp_path / "a", [30] * 3), write_folder(tmp_path / "b", [10] * 3, offset=100.0)]
-    for weights, share in ((None, 0.25), ([1.0, 3.0], 0.75), ([2, 0], 0.0)):
-        samples = make_samples(folders, weights=weights)
-        drawn = [who(sample)[0] >= 100 for sample in itertools.islice(samples.shard(1, 3), 4000)]
+    for weights, share in (("null", 0.25), ("[1, 3]", 0.75), ("[2, 0]", 0.0)):
+        samples = make_samples(folders, 4000, f"train.sample_weights={weights}", "train.data_path=[a, b]")
+        drawn = [samples.place(number)[0].path == folders[1] for number in range(4000)]
         assert np.mean(drawn) == pytest.approx(share, abs=0.03)
 
 
 def test_a_sample_is_a_window_that_repeats_the_ends(tmp_path: Path) -> None:
-    samples = make_samples([write_folder(tmp_path / "a", [6])])
-    for sample in itertools.islice(samples.shard(0, 1), 40):
+    samples = make_samples([write_folder(tmp_path / "a", [6])], 6)
+    for number in range(6):
+        sample = samples[number]
         step = who(sample)[1]
         assert sample["observations"][:, 1].tolist() == [max(step - 1, 0), step]
         expected = [min(max(t, 0), 5) / 1000 for t in range(step - 1, step + 3)]
@@ -280,22 +370,46 @@ def test_demonstrations_in_other_precisions_become_float32(tmp_path: Path) -> No
     (tmp_path / "a").mkdir()
     arrays = {"observations_0": np.ones((4, 3)), "actions_0": np.zeros((4, 4), int)}  # float64, int64
     np.savez(tmp_path / "a" / "episodes-0.npz", env_id="FetchReach-v4", **arrays)
-    sample = next(make_samples([str(tmp_path / "a")]).shard(0, 1))
-    assert {value.dtype for value in sample.values()} == {np.dtype(np.float32)}
+    sample = make_samples([str(tmp_path / "a")], 1)[0]
+    assert {sample[name].dtype for name in ("observations", "actions", "noise")} == {np.dtype(np.float32)}
 
 
-def test_an_index_counts_and_measures_all_episodes(tmp_path: Path) -> None:
-    index = scan([write_folder(tmp_path / "a", [4, 7, 5], per_shard=2)], "error")
-    assert [episode.steps for episode in index.folders[0]] == [4, 7, 5] and index.steps == [16]
-    values = np.concatenate(
-        [np.stack([np.full(n, i), np.arange(n), np.arange(n) % 3], 1) for i, n in enumerate((4, 7, 5))]
-    )
-    assert index.mean == pytest.approx(values.mean(0)) and index.std == pytest.approx(values.std(0))
-    assert index.env_id == "FetchReach-v4" and index.action_size == 4
+def scan_on_ranks(config: dict[str, Any]) -> Any:
+    return scan(config)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "text", "out of range", "empty"])
-def test_a_broken_shard_is_named_or_left_out(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_index_counts_and_measures_all_episodes_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
+    lengths = (4, 7, 5, 9, 3)
+    config = settings_for([write_folder(tmp_path / "a", [*lengths])])
+    index = scan(config)
+    assert [episode.steps for episode in index.folders[0]] == [*lengths] and index.steps == [28]
+    episodes = [np.stack([np.full(n, i), np.arange(n), np.arange(n) % 3], 1) for i, n in enumerate(lengths)]
+    values = np.concatenate(episodes)
+    found = index.statistics
+    assert found.mean == pytest.approx(values.mean(0)) and found.std == pytest.approx(values.std(0))
+    assert found.low.tolist() == [0] * 4 and found.high == pytest.approx(np.full(4, 0.008))
+    assert index.env_id == "FetchReach-v4"
+    for world_size in (2, 3):
+        for other in on_ranks(scan_on_ranks, world_size, config):
+            assert other.folders == index.folders
+            for name, expected in vars(found).items():
+                assert np.array_equal(getattr(other.statistics, name), expected), name  # to the last bit
+
+
+def test_what_is_held_out_is_neither_learned_from_nor_measured(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "a", [5] * 10)
+    held = ["experiment.validate=true", "train.validation_fraction=0.3"]
+    index = scan(settings_for([folder], *held))
+    kept = {episode.name for episode in index.held_out}
+    assert len(kept) == 3 and len(index.folders[0]) == 7 and not kept & {one.name for one in index.folders[0]}
+    learned = [int(one.name.split("-")[1][:5]) + int(one.name[-1]) for one in index.folders[0]]
+    assert index.statistics.mean[0] == pytest.approx(np.mean(learned))
+    assert scan(settings_for([folder], *held)).held_out == index.held_out
+    assert scan(settings_for([folder], *held, "train.seed=1")).held_out != index.held_out
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "text", "not finite", "empty"])
+def test_a_broken_episode_is_named_or_left_out(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_folder(tmp_path / "a", [6] * 6)
     broken = tmp_path / "a" / "episodes-00002.npz"
     data = bytearray(broken.read_bytes())
@@ -307,43 +421,43 @@ def test_a_broken_shard_is_named_or_left_out(damage: str, tmp_path: Path, caplog
         broken.write_bytes(data)
     elif damage == "text":
         broken.write_text("no shard")
-    elif damage == "out of range":
-        write_shard(broken, "FetchReach-v4", [(np.zeros((2, 3)), np.full((2, 4), 1.5))])
+    elif damage == "not finite":
+        bad = {"observations": np.zeros((2, 3)), "actions": np.full((2, 4), np.nan)}
+        write_shard(broken, "FetchReach-v4", [bad])
     else:
         broken.write_bytes(b"")
-    with pytest.raises(UserError, match=f"{broken} is broken: .*train.on_broken_shard=skip") as caught:
-        scan([folder], "error")
+    named = f"{folder}: episode episodes-00002.npz/0 is broken: .*train.on_broken_shard=skip"
+    with pytest.raises(UserError, match=named) as caught:
+        scan(settings_for([folder]))
     assert ("is not a zip file" in str(caught.value)) == (damage in ("truncated", "text", "empty"))
-    index = scan([folder], "skip")
-    assert len(index.folders[0]) == 4 and f"skipped: {broken} is broken" in caplog.text
+    index = scan(settings_for([folder], "train.on_broken_shard=skip"))
+    left = 5 if damage == "flipped" else 4  # the other episode of that file is whole
+    assert len(index.folders[0]) == left and f"skipped: {folder}: episode episodes-00002.npz/0" in caplog.text
 
 
 def test_missing_or_unfitting_demonstrations_are_said(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     with pytest.raises(UserError, match=f"no demonstrations in {folder}.*python -m robot.collect --folder {folder}"):
-        scan([str(folder)], "error")
+        scan(settings_for([str(folder)]))
     write_folder(folder, [3])
     (tmp_path / "b").mkdir()
-    write_shard(tmp_path / "b" / "episodes-0.npz", "FetchReach-v4", [(np.zeros((2, 5)), np.zeros((2, 4)))])
+    other = {"observations": np.zeros((2, 5)), "actions": np.zeros((2, 4))}
+    write_shard(tmp_path / "b" / "episodes-0.npz", "FetchReach-v4", [other])
     with pytest.raises(UserError, match="do not fit together"):
-        scan([str(folder), str(tmp_path / "b")], "error")
-
-
-def test_more_readers_than_episodes_are_refused(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "a", [3, 3])
-    config = read_config([f"train.data_path={folder}", "train.num_data_workers=3"])
-    with pytest.raises(UserError, match=f"{folder} has 2 episodes, but 3 readers"):
-        shards.make_loader(scan([folder], "error"), config, 4)
+        scan(settings_for([str(folder), str(tmp_path / "b")]))
+    wanted = "observation.modalities.obs.low_dim=[robot0_eef_pos]"
+    with pytest.raises(UserError, match="has no robot0_eef_pos; it has observations, actions: choose in"):
+        scan(settings_for([str(folder)], wanted))
 
 
 def test_a_loader_with_workers_gives_whole_batches_and_lasts_over_epochs(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "a", [5] * 4)
-    settings = ["train.num_data_workers=2", "train.persistent_workers=true", "train.prefetch_factor=2"]
-    settings += [f"train.data_path={folder}", "train.shuffle_buffer_size=8"]
-    loader = shards.make_loader(scan([folder], "error"), read_config(settings), 4)
+    given = ["train.num_data_workers=2", "train.persistent_workers=true", "train.prefetch_factor=2"]
+    config = settings_for([folder], *given, "experiment.epoch_every_n_steps=5")
+    loader = samples.make_loader(scan(config), config, 4)
     taken = []
     for epoch in (1, 2, 1):
         loader.set_epoch(epoch)
-        taken.append([batch["observations"] for batch in itertools.islice(loader, 5)])
-        assert all(batch.shape == (4, 2, 3) for batch in taken[-1])
+        taken.append([batch["observations"] for batch in loader])
+        assert len(taken[-1]) == 5 and all(batch.shape == (4, 2, 3) for batch in taken[-1])
     assert all(map(torch.equal, taken[0], taken[2])) and not torch.equal(taken[0][0], taken[1][0])

@@ -24,10 +24,10 @@ from robot.config import read_config
 from robot.environments import EXPERTS, Arena, Expert, Learned, Random
 from robot.evaluation import UNSEEN, evaluate
 from robot.policy import EMA, DiffusionPolicy
-from robot.shards import read_episode, scan, write_shard
+from robot.samples import Entries, Statistics, read_episode, scan, write_shard
 from shared.program import UserError, one_message
 from shared.settings import nested
-from test_robot_parts import SMALL, make_batch
+from test_robot_parts import SMALL, make_batch, standard
 
 import ddpkit
 
@@ -37,14 +37,15 @@ ENV = CLEAN | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:
 ENV["CUDA_VISIBLE_DEVICES"] = ""
 EPISODES = 10
 LR = "algo.optim_params.policy.learning_rate.initial"
-TINY = ["experiment.epoch_every_n_steps=4", "train.batch_size=8", "train.shuffle_buffer_size=50", *SMALL]
+TINY = ["experiment.epoch_every_n_steps=4", "train.batch_size=8", *SMALL]
+NUMBERS = Entries(("observations",), (), ("actions",))
 
 
 @pytest.fixture(scope="module")
 def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of ten episodes in five shards."""
     folder = tmp_path_factory.mktemp("data") / "reach"
-    options = {"episodes": EPISODES, "per_shard": 2, "horizon": 12, "noise": 0.1, "seed": 0}
+    options = {"episodes": EPISODES, "per_shard": 2, "horizon": 12, "noise": 0.1, "seed": 0, "pictures": None}
     with ddpkit.distributed() as context:
         collect.main(Namespace(env="FetchReach-v4", folder=folder, **options), context)
     return folder
@@ -77,10 +78,10 @@ def states(folder: Path) -> dict[str, Any]:
 
 
 def test_demonstrations_hold_what_the_expert_meant_not_what_the_noise_made_of_it(demonstrations: Path) -> None:
-    index = scan([str(demonstrations)], "error")
+    index = scan(read_config([f"train.data_path={demonstrations}"]))
     assert len(index.folders[0]) == EPISODES and index.steps == [12 * EPISODES] and index.env_id == "FetchReach-v4"
     for episode in index.folders[0]:
-        observations, actions = read_episode(episode.path, episode.number)
+        observations, actions = read_episode(episode.path, episode.name, NUMBERS)
         meant = np.stack([EXPERTS["FetchReach-v4"](observation) for observation in observations]).clip(-1, 1)
         assert actions == pytest.approx(meant.astype(np.float32), abs=1e-6)
         moved = np.diff(observations[:, :3], axis=0)  # by noisy actions, which are other ones
@@ -124,13 +125,14 @@ def test_two_processes_train_and_leave_everything_in_place(demonstrations: Path,
     config = json.loads((folder / "config.json").read_text())
     assert (config["train"]["seed"], config["train"]["batch_size"]) == (9, 8)
     models = sorted(path.name for path in (folder / "models").iterdir())
-    assert models == ["model_epoch_2.pth", "model_epoch_3.pth"]
+    (best,) = set(models) - {"model_epoch_2.pth", "model_epoch_3.pth"}
+    assert len(models) == 3 and re.fullmatch(r"model_epoch_[23]_success_\d\.\d{4}\.pth", best)
     assert (folder / "models" / "model_epoch_3.pth").read_bytes() == (folder / "last.pth").read_bytes()
     assert "Train Epoch 3: " in (folder / "logs" / "log.txt").read_text()
     assert len([*(folder / "videos").iterdir()]) == 2
     saved = torch.load(folder / "last.pth")
     assert saved["step"] == 12 and saved["state"]["ema"]["updates"] == 12 and len(saved["rng"]) == 2
-    assert not same(saved["rng"][0]["torch"], saved["rng"][1]["torch"])  # ranks draw noise of their own
+    assert json.loads((folder / "logs" / "success_epoch_3.json").read_text())["episodes"] == 3
     events = logged(folder)
     assert events["train/loss"] == pytest.approx({int(epoch): float(loss) for epoch, loss, _ in lines}, abs=1e-4)
     assert [*events["rollout/success_rate"]] == [2, 3]
@@ -143,11 +145,47 @@ def logged(folder: Path) -> dict[str, dict[int, float]]:
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
+def test_gradients_are_clipped(demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    moved = []
+    for name, more in (("free", []), ("clipped", ["train.max_grad_norm=1e-10"])):  # far below Adam's epsilon
+        quiet = ["experiment.rollout.enabled=false", "experiment.logging.log_tb=false", "train.num_epochs=1"]
+        main(settings(demonstrations, tmp_path / name, *quiet, *more))
+        ddpkit.seed_everything(0)
+        before = DiffusionPolicy(read_config(TINY), standard(13)).network.state_dict()
+        after = states(only_run(tmp_path / name))["policy"]
+        moved.append(max((after[f"network.{key}"] - weights).abs().max().item() for key, weights in before.items()))
+    assert moved[0] > 1e-3 > 1e-4 > moved[1]
+
+
+def test_the_best_models_are_kept_by_success_and_by_validation(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    best = ["experiment.validate=true", "experiment.save.on_best_validation=true", "experiment.save.top_k=2"]
+    config = read_config([*best, "experiment.save.every_n_epochs=4", "train.num_epochs=5"])
+    losses, successes = [0.5, 0.2, 0.3, 0.4, 0.1], [0.25, None, 0.75, 0.75, 0.5]
+    for epoch, (loss, success) in enumerate(zip(losses, successes, strict=True), 1):
+        (tmp_path / "checkpoint").write_text(str(epoch))
+        news = {"validation/loss": loss}
+        if success is not None:
+            news["rollout/success_rate"] = success
+        checkpoints.publish(tmp_path / "checkpoint", tmp_path, config, epoch, news)
+    found = {path.name: path.read_text() for path in (tmp_path / "models").iterdir()}
+    assert found == {
+        "model_epoch_4.pth": "4",
+        "model_epoch_5.pth": "5",
+        "model_epoch_2_validation_0.200000.pth": "2",
+        "model_epoch_5_validation_0.100000.pth": "5",
+        "model_epoch_3_success_0.7500.pth": "3",
+        "model_epoch_4_success_0.7500.pth": "4",
+    }
+    assert (tmp_path / "last.pth").read_text() == "5"
+
+
 def step_on(batch: dict[str, torch.Tensor], accumulation: int) -> tuple[list[float], list[int]]:
     """Gradients of this rank's share of the batch after DDP, and who reached the goal in evaluations of all ranks."""
     config = read_config([*TINY, "algo.horizon.action_horizon=4"])
     torch.manual_seed(3)
-    policy = DiffusionPolicy(config, 4, np.zeros(13), np.ones(13))
+    policy = DiffusionPolicy(config, standard(13))
     model = ddpkit.wrap_model(policy)
     share = {key: value.chunk(ddpkit.get_world_size())[ddpkit.get_rank()] for key, value in batch.items()}
     for number in range(accumulation):
@@ -155,7 +193,7 @@ def step_on(batch: dict[str, torch.Tensor], accumulation: int) -> tuple[list[flo
         with ddpkit.accumulate(model, number, accumulation):
             (model(part).mean() / accumulation).backward()
     gradients = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]).tolist()
-    players = Learned(policy), Random(), Expert("FetchReach-v4")
+    players = Learned(policy, NUMBERS), Random(), Expert("FetchReach-v4")
     return gradients, [evaluate("FetchReach-v4", player, 5, horizon=8).successes for player in players]
 
 
@@ -166,6 +204,49 @@ def test_two_ranks_give_what_one_gives(demonstrations: Path) -> None:
     for gradients, mine in on_ranks(step_on, 2, batch, 3):
         assert gradients == pytest.approx(alone, abs=1e-6) and max(map(abs, alone)) > 1e-3
         assert mine == scores
+
+
+def train_on(arguments: list[str]) -> None:
+    """Trains, on a rank that has joined."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        train.main(ddpkit.setup())
+
+
+def test_losses_and_weights_are_those_of_one_rank_on_any_number(
+    demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    more = "train.keep_batch_size=global train.batch_size=12 train.gradient_accumulation_steps=2 train.num_epochs=3"
+    more += " experiment.validate=true train.validation_fraction=0.2 train.max_grad_norm=0.5"
+    more += " algo.optim_params.policy.learning_rate.warmup_steps=3 experiment.save.on_best_validation=true"
+    more += " experiment.rollout.n=5 experiment.rollout.horizon=8 experiment.rollout.rate=3"
+    more += " experiment.render_video=false"
+    folders = []
+    for ranks in (1, 2, 3):
+        arguments = settings(demonstrations, tmp_path / f"on{ranks}", *more.split())
+        if ranks == 1:
+            main(arguments)
+        elif ranks == 2:
+            on_ranks(train_on, ranks, arguments)
+        else:
+            on_ranks(train_on, ranks, [*arguments, "experiment.rollout.enabled=false"])  # no simulator to import
+        folders.append(only_run(tmp_path / f"on{ranks}"))
+    alone, scores = logged(folders[0]), json.loads((folders[0] / "logs" / "success_epoch_3.json").read_text())
+    assert [*alone["train/loss"]] == [1, 2, 3] and len({*alone["train/loss"].values()}) == 3
+    assert [*scores["by_seed"]] == [str(UNSEEN + number) for number in range(5)]
+    best = min(alone["validation/loss"].values())
+    for folder in folders:
+        found = logged(folder)
+        for name in ("train/loss", "validation/loss"):
+            assert found[name] == pytest.approx(alone[name], rel=1e-5), (folder, name)
+        for part in ("policy", "ema"):
+            for key, weights in states(folder)[part].items():
+                torch.testing.assert_close(weights, states(folders[0])[part][key], rtol=1e-4, atol=1e-5)
+        for path in (folder / "logs").glob("success_epoch_*.json"):
+            assert json.loads(path.read_text()) == scores
+        (kept,) = (folder / "models").glob("model_epoch_*_validation_*.pth")
+        assert float(kept.stem.rpartition("_")[2]) == pytest.approx(best, abs=1e-5)
 
 
 def note_the_beginning(arguments: list[str], folder: Path) -> None:
@@ -187,8 +268,7 @@ def note_the_beginning(arguments: list[str], folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", first_step)
         patch.setattr(EMA, "update", first_update)
-        patch.setattr(sys, "argv", ["train.py", *arguments])
-        train.main(ddpkit.setup())
+        train_on(arguments)
 
 
 def test_a_run_goes_on_as_if_it_had_not_stopped_also_on_other_ranks(
@@ -215,7 +295,8 @@ def test_a_run_goes_on_as_if_it_had_not_stopped_also_on_other_ranks(
     on_ranks(note_the_beginning, 2, again, tmp_path)
     for rank in range(2):
         beginning = torch.load(tmp_path / f"beginning{rank}.pt")
-        parameters = [before["policy"][key] for key in before["policy"] if key not in ("mean", "std")]
+        measured = vars(standard(13))
+        parameters = [before["policy"][key] for key in before["policy"] if key not in measured]
         assert same(beginning["weights"], parameters) and same(beginning["ema"], before["ema"])
         assert same(beginning["optimizer"]["state"], before["optimizer"]["state"]) and len(parameters) > 20
         group = beginning["optimizer"]["param_groups"][0]
@@ -246,9 +327,9 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
     (tmp_path / "nothing").mkdir()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    write_shard(elsewhere / "episodes-0.npz", "Nowhere-v4", [(np.zeros((3, 13)), np.zeros((3, 4)))] * 4)
-    index = scan([str(demonstrations)], "error")
-    policy = DiffusionPolicy(read_config(TINY), 4, index.mean, index.std)
+    still = {"observations": np.zeros((3, 13)), "actions": np.zeros((3, 4))}
+    write_shard(elsewhere / "episodes-0.npz", "Nowhere-v4", [still] * 4)
+    policy = DiffusionPolicy(read_config(TINY), standard(13))
     parts = {"policy": policy, "optimizer": torch.optim.AdamW(policy.parameters()), "ema": EMA(policy, 0.75)}
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     ddpkit.Checkpointer(run_folder / "checkpoints").save(1, **parts, scaler=scaler, epoch=1)
@@ -262,11 +343,13 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
         "--config=/nowhere.json": "cannot read the settings in /nowhere.json",
         "train.keep_batch_size=global train.batch_size=9": "train.batch_size: A global batch of 9 .* 8 and 10",
         f"train.data_path={tmp_path}/nothing": f"no demonstrations in {tmp_path}/nothing.*robot.collect --folder",
-        f"train.data_path={broken}": f"{broken}/episodes-00003.npz is broken: .*on_broken_shard=skip",
+        f"train.data_path={broken}": f"{broken}: episode episodes-00003.npz/0 is broken: .*on_broken_shard=skip",
         f"train.resume={tmp_path}/nothing": f"{tmp_path}/nothing is not the folder of a run",
         f"train.resume={tmp_path}/empty_run": f"no checkpoint in {tmp_path}/empty_run",
         f"train.resume={run_folder} algo.unet.down_dims=[16,16]": "does not fit; nothing was loaded",
-        "train.num_data_workers=6": "10 episodes, but 12 readers",
+        "train.strategy=dp": "train.strategy: strategy='dp' is for 1 process on several GPUs; here are 2 and 0",
+        "observation.modalities.obs.low_dim=[a]": f"{demonstrations}, episode .* has no a; it has observations",
+        "experiment.env=CartPole-v1": "CartPole-v1 does not fit.* 4 numbers.* 13 ",
         f"train.output_dir={tmp_path}/a_run/config.json": "train.output_dir: .*Errno.*config.json",
         f"train.output_dir={tmp_path}/other {LR}=1e30": "loss or weights .* since iteration ., first on rank 0",
         f"train.data_path={elsewhere}": "Nowhere-v4 cannot be simulated here .NameNotFound",
@@ -286,6 +369,45 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
     assert [*(tmp_path / "other").rglob("log.txt")] and not [*(tmp_path / "other").rglob("*.p*t*")]
     assert not (tmp_path / "runs").exists()  # no folder was made for a run that cannot begin
     assert (run_folder / "config.json").read_text() == "{}"
+
+
+def can_render() -> bool:
+    try:
+        Arena("FetchReach-v4", 1, (32, 32)).try_out()
+    except UserError:
+        return False
+    return True
+
+
+def test_a_policy_learns_from_rendered_pictures_and_acts_by_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MUJOCO_GL", "PYOPENGL_PLATFORM"):  # MuJoCo sets the second one
+        monkeypatch.setenv(name, "egl")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    if not can_render():
+        pytest.skip("MuJoCo cannot render here")
+    data = tmp_path / "pictures"
+    played = Namespace(
+        env="FetchReach-v4", folder=data, episodes=2, per_shard=2, horizon=6, noise=0.1, seed=0, pictures=32
+    )
+    with ddpkit.distributed() as context:
+        collect.main(played, context)
+    more = "observation.modalities.obs.low_dim=[proprioception] observation.modalities.obs.rgb=[camera]"
+    more += (
+        " observation.encoder.rgb.core_kwargs.backbone_kwargs.width=8 experiment.rollout.horizon=9 train.num_epochs=1"
+    )
+    main(settings(data, tmp_path, *more.split(), "experiment.rollout.n=2"))
+    folder = only_run(tmp_path)
+    with Image.open(folder / "videos" / "epoch_1.gif") as film:
+        assert film.n_frames == 9 and film.width >= 240
+    policies, saved = checkpoints.load_policies(folder / "last.pth")
+    assert saved["env_id"] == "FetchReach-v4" and policies["ema"].cameras == ["camera"]
+    scores = json.loads((folder / "logs" / "success_epoch_1.json").read_text())
+    assert [*scores["by_seed"]] == [str(UNSEEN), str(UNSEEN + 1)]
+    entries = Entries(**saved["entries"])
+    again = evaluate("FetchReach-v4", Learned(policies["ema"], entries), 2, 9, picture_size=saved["picture_size"])
+    assert again.summary() == scores
 
 
 @pytest.mark.parametrize("added", ["--local-rank=1", "--local_rank=1", "--launcher pytorch"])
@@ -318,9 +440,9 @@ def test_bad_arguments_are_errors_that_all_ranks_raise(
 
 def test_a_policy_is_read_from_its_checkpoint_or_refused(tmp_path: Path) -> None:
     config = read_config(TINY)
-    policy = DiffusionPolicy(config, 4, np.arange(13.0), np.ones(13))
+    policy = DiffusionPolicy(config, Statistics(np.arange(13.0), np.ones(13), np.zeros(4), np.ones(4)))
     saver, ema = ddpkit.Checkpointer(tmp_path), EMA(policy, 0.75)
-    about = {"config": nested(config), "env_id": "FetchReach-v4", "action_size": 4}
+    about = {"config": nested(config), "env_id": "FetchReach-v4", "entries": vars(NUMBERS)}
     policies, saved = checkpoints.load_policies(saver.save(1, policy=policy, ema=ema, **about))
     assert [*policies] == ["ema", "raw"] and saved["env_id"] == "FetchReach-v4"
     assert all(same(dict(found.state_dict()), dict(policy.state_dict())) for found in policies.values())
@@ -340,18 +462,23 @@ def test_a_global_batch_must_divide() -> None:
         train.make_plan(config, 3)
 
 
+def test_frames_say_which_episode_they_show_and_how_it_ends() -> None:
+    blank = Image.new("RGB", (84, 84))
+    reached, missed = (np.asarray(drawing.label(blank, f"episode 7: goal {word}")) for word in ("reached", "missed"))
+    assert reached.shape == (252, 252, 3) and not np.array_equal(reached, missed)
+    assert reached[:24].max() > 200 and reached[40:].max() == 0
+
+
 def test_where_nothing_can_render_the_paths_are_plotted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def without_a_screen(env_id: str, horizon: int, **view: Any) -> Arena:
-        if view:
-            raise OSError("no EGL here")
-        return Arena(env_id, horizon)
+    def without_a_screen(arena: Arena, env: Any) -> None:
+        raise UserError("MuJoCo cannot render here (OSError: no EGL here): set MUJOCO_GL")
 
-    monkeypatch.setattr(drawing, "Arena", without_a_screen)
+    monkeypatch.setattr(Arena, "_render", without_a_screen)
     monkeypatch.setenv("MUJOCO_GL", "egl")
     for env_id in EXPERTS:
         written = drawing.film(env_id, Expert(env_id), UNSEEN, 5, tmp_path / env_id)
         with Image.open(written) as picture:
             assert written.suffix == ".png" and picture.width > 500
-    assert caplog.text.count("MuJoCo cannot render here (OSError: no EGL here): plotting paths") == 2
+    assert caplog.text.count("MuJoCo cannot render here (OSError: no EGL here): set MUJOCO_GL; plotting paths") == 2

@@ -1,9 +1,10 @@
-"""The network: a one-dimensional U-Net over time that says which noise is in a chunk of actions.
+"""The networks: a one-dimensional U-Net over time, which says what noise is in some actions; a ResNet for pictures.
 
-Its architecture is that of Chi et al. 2023 (arXiv:2303.04137): residual blocks of two convolutions, modulated by the
-diffusion step and the observations. These are few numbers here and pass a small network of their own first. GroupNorm,
-not BatchNorm: what it makes of a sample depends on no other sample, and an average of its weights (EMA) needs no
-statistics of its own.
+The U-Net's architecture is that of Chi et al. 2023 (arXiv:2303.04137): residual blocks of two convolutions, modulated
+by the diffusion step and the observations. These are few numbers here and pass a small network of their own first.
+Pictures pass a ResNet-18 (He et al. 2016, arXiv:1512.03385), whose last feature maps become points or means.
+GroupNorm, not BatchNorm: what it makes of a sample depends on no other sample, and an average of its weights (EMA)
+needs no statistics of its own.
 """
 
 from __future__ import annotations
@@ -115,3 +116,94 @@ class UNet1D(nn.Module):
             else:
                 x = block(x, condition)
         return x
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions around a residual connection; names as in torchvision, so that its files of weights fit."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = _normalize(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = _normalize(outputs)
+        self.downsample = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), _normalize(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.bn1(self.conv1(x)).relu()
+        return (self.bn2(self.conv2(inner)) + self.downsample(x)).relu()
+
+
+def _normalize(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(max(1, channels // 16), channels)
+
+
+class ResNet18(nn.Module):
+    """Features of pictures, (batch, height, width, 3) in uint8 to (batch, features).
+
+    Args:
+        features: How many.
+        pool: "SpatialSoftmax" finds a point for each of some feature maps, "SpatialMeanPool" takes each map's mean.
+        keypoints: How many points.
+        width: Channels of the first stage; 64 in a ResNet-18.
+        size: Height and width to scale pictures to first, if that is wanted.
+    """
+
+    def __init__(self, features: int, *, pool: str, keypoints: int, width: int, size: Sequence[int] | None) -> None:
+        super().__init__()
+        self.size = size
+        self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.bn1 = _normalize(width)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        for number, (inputs, outputs) in enumerate(itertools.pairwise(widths), 1):
+            blocks = ResidualBlock(inputs, outputs, 1 if number == 1 else 2), ResidualBlock(outputs, outputs, 1)
+            self.add_module(f"layer{number}", nn.Sequential(*blocks))
+        if pool == "SpatialSoftmax":
+            self.pool: nn.Module = SpatialSoftmax(widths[-1], keypoints)
+            self.head = nn.Linear(2 * keypoints, features)
+        else:
+            self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+            self.head = nn.Linear(widths[-1], features)
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        x = pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
+        if self.size:
+            x = nn.functional.interpolate(x, self.size, mode="bilinear", antialias=True)
+        x = self.maxpool(self.bn1(self.conv1(x)).relu())
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
+            x = stage(x)
+        return self.head(self.pool(x))
+
+    def load_pretrained(self, weights: dict[str, torch.Tensor]) -> list[str]:
+        """Take what fits of a ResNet-18's weights, such as torchvision's; BatchNorm's statistics have no use here.
+
+        Returns:
+            The names that it does not have, or has in another shape.
+        """
+        mine = self.state_dict()
+        fitting = {name: value for name, value in weights.items() if name in mine and mine[name].shape == value.shape}
+        self.load_state_dict(mine | fitting)
+        return sorted(weights.keys() - fitting.keys())
+
+
+class SpatialSoftmax(nn.Module):
+    """Where feature maps are largest, (batch, channels, height, width) to (batch, 2 x keypoints), from -1 to 1.
+
+    References: Levine et al. 2016 (arXiv:1504.00702).
+    """
+
+    def __init__(self, channels: int, keypoints: int) -> None:
+        super().__init__()
+        self.choose = nn.Conv2d(channels, keypoints, 1)
+
+    def forward(self, maps: torch.Tensor) -> torch.Tensor:
+        maps = self.choose(maps)
+        height, width = maps.shape[2:]
+        weights = maps.flatten(2).float().softmax(-1).view_as(maps)
+        down = torch.linspace(-1, 1, height, device=maps.device)
+        right = torch.linspace(-1, 1, width, device=maps.device)
+        points = (weights.sum(3) * down).sum(2), (weights.sum(2) * right).sum(2)
+        return torch.cat(points, dim=1)

@@ -1,0 +1,317 @@
+"""Demonstrations as they lie on disk: our shards, and three public layouts, each read directly.
+
+What a path of `train.data_path` is, is seen from what is there:
+
+    FOLDER/episodes-*.npz        ours, as `robot.collect` writes them
+    FILE.hdf5                    robomimic's: data/demo_N/{actions, obs/NAME}
+    FOLDER/meta/info.json        LeRobot's, versions 2 and 3: parquet, with videos or pictures
+    FOLDER.zarr, FILE.zarr.zip   a replay buffer of diffusion policy's authors: data/NAME, meta/episode_ends
+
+Each is a class with the methods of `Format`. h5py, pyarrow with av, and zarr are imported only where they are needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from shared.program import UserError
+
+
+class Format(Protocol):
+    """Demonstrations at one path; every array's first dimension are an episode's steps."""
+
+    actions: str  # name of the actions, if no other is asked for
+    env_id: str  # name of the environment, or "" if the demonstrations do not say it
+
+    def episodes(self, subset: str | None) -> list[str]:
+        """List the names of the episodes, of all or of a named subset."""
+
+    def names(self, episode: str) -> list[str]:
+        """List what an episode holds."""
+
+    def numbers(self, episode: str) -> list[str]:
+        """List the observations that are used if none are asked for."""
+
+    def read(self, episode: str, name: str) -> np.ndarray:
+        """Read all steps of one entry."""
+
+    def frames(self, episode: str, name: str, steps: np.ndarray) -> np.ndarray:
+        """Read a camera's pictures at some steps, in ascending order: (steps, height, width, 3), uint8."""
+
+
+def open_format(path: str) -> Format:
+    """Open what is at a path; once in every process, for open files must not be shared by forked ones.
+
+    Raises:
+        UserError: If there is nothing that can be read, or a package is missing for it.
+    """
+    return _open(path, os.getpid())
+
+
+@functools.lru_cache(maxsize=64)
+def _open(path: str, process: int) -> Format:
+    place = Path(path)
+    if place.suffix in (".hdf5", ".h5"):
+        kind: Any = Robomimic
+    elif place.suffix == ".zarr" or place.name.endswith(".zarr.zip"):
+        kind = ReplayBuffer
+    elif (place / "meta" / "info.json").is_file():
+        kind = LeRobot
+    else:
+        kind = Shards
+    try:
+        return kind(place)
+    except ImportError as error:
+        raise UserError(
+            f"{path} needs a package that is not installed ({error}): "
+            "pip install -e '.[examples-robot-formats]' in the repository"
+        ) from None
+    except (OSError, KeyError, ValueError) as error:
+        raise UserError(f"there are no demonstrations in {path} ({type(error).__name__}: {error})") from None
+
+
+class Shards:
+    """Files of several episodes each, in which `observations_0` and `actions_0` belong to the first, and so on."""
+
+    actions = "actions"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = sorted(path.name for path in folder.glob("episodes-*.npz"))
+        if not self.files:
+            raise UserError(
+                f"there are no demonstrations in {folder}. Make some:  python -m robot.collect --folder {folder}"
+            )
+
+    @functools.cached_property
+    def env_id(self) -> str:
+        for file in self.files:
+            if zipfile.is_zipfile(self.folder / file):
+                with np.load(self.folder / file, allow_pickle=False) as shard:
+                    return str(shard["env_id"])
+        return ""
+
+    def episodes(self, subset: str | None) -> list[str]:
+        found = []
+        for file in self.files:
+            count = 1  # of a broken file: reading it will say why
+            if zipfile.is_zipfile(self.folder / file):
+                with np.load(self.folder / file, allow_pickle=False) as shard:
+                    count = max(1, sum(name.startswith("actions_") for name in shard.files))
+            found += [f"{file}/{number}" for number in range(count)]
+        return found
+
+    def names(self, episode: str) -> list[str]:
+        file, number = episode.split("/")
+        zipfile.ZipFile(self.folder / file).close()  # raises if it is none; NumPy would take it for a pickle
+        with np.load(self.folder / file, allow_pickle=False) as shard:
+            return [name.removesuffix(f"_{number}") for name in shard.files if name.endswith(f"_{number}")]
+
+    def numbers(self, episode: str) -> list[str]:
+        return ["observations"]
+
+    def read(self, episode: str, name: str) -> np.ndarray:
+        file, number = episode.split("/")
+        with np.load(self.folder / file, allow_pickle=False) as shard:
+            return shard[f"{name}_{number}"]
+
+    def frames(self, episode: str, name: str, steps: np.ndarray) -> np.ndarray:
+        return _pictures(self, episode, name)[steps]
+
+    pictures = read
+
+
+class Robomimic:
+    """One HDF5 file; `mask/NAME` lists the episodes of a subset."""
+
+    actions = "actions"
+
+    def __init__(self, path: Path) -> None:
+        import h5py
+
+        self.path = path
+        self.file = h5py.File(path, "r")
+        about = json.loads(self.file["data"].attrs.get("env_args", "{}"))
+        self.env_id = about.get("env_name", "")
+
+    def episodes(self, subset: str | None) -> list[str]:
+        if subset is None:
+            found = list(self.file["data"])
+        elif f"mask/{subset}" in self.file:
+            found = [name.decode() for name in self.file[f"mask/{subset}"]]
+        else:
+            there = ", ".join(self.file.get("mask", [])) or "none"
+            raise UserError(f"{self.path} has no subset {subset!r} of its episodes; there are: {there}")
+        return sorted(found, key=lambda name: int(name.rpartition("_")[2]))
+
+    def names(self, episode: str) -> list[str]:
+        demo = self.file["data"][episode]
+        return [*demo["obs"], *(name for name in demo if hasattr(demo[name], "shape"))]
+
+    def numbers(self, episode: str) -> list[str]:
+        seen = self.file["data"][episode]["obs"]
+        return [name for name in seen if seen[name].ndim == 2]
+
+    def read(self, episode: str, name: str) -> np.ndarray:
+        return self._entry(episode, name)[:]
+
+    def frames(self, episode: str, name: str, steps: np.ndarray) -> np.ndarray:
+        first = steps[0]
+        return self._entry(episode, name)[first : steps[-1] + 1][steps - first]
+
+    def _entry(self, episode: str, name: str) -> Any:
+        demo = self.file["data"][episode]
+        if name in demo["obs"]:
+            return demo["obs"][name]
+        return demo[name]
+
+
+class ReplayBuffer:
+    """A zarr group in which the episodes stand one after the other."""
+
+    actions = "action"
+    env_id = ""
+
+    def __init__(self, path: Path) -> None:
+        import zarr
+
+        if not path.exists():
+            raise FileNotFoundError(f"there is no {path}")
+        store: Any = str(path)
+        if path.suffix == ".zip":
+            store = zarr.storage.ZipStore(str(path), mode="r")
+        self.data = zarr.open_group(store, mode="r")["data"]
+        ends = zarr.open_group(store, mode="r")["meta"]["episode_ends"][:]
+        starts = [0, *ends[:-1]]
+        self.ranges = list(zip(map(int, starts), map(int, ends), strict=True))
+
+    def episodes(self, subset: str | None) -> list[str]:
+        return [str(number) for number in range(len(self.ranges))]
+
+    def names(self, episode: str) -> list[str]:
+        return sorted(self.data.array_keys())
+
+    def numbers(self, episode: str) -> list[str]:
+        return [name for name in self.names(episode) if self.data[name].ndim == 2 and name != self.actions]
+
+    def read(self, episode: str, name: str) -> np.ndarray:
+        start, end = self.ranges[int(episode)]
+        return self.data[name][start:end]
+
+    def frames(self, episode: str, name: str, steps: np.ndarray) -> np.ndarray:
+        first = self.ranges[int(episode)][0] + steps[0]
+        frames = self.data[name][first : first + steps[-1] - steps[0] + 1][steps - steps[0]]
+        return frames.astype(np.uint8)  # some hold 0 to 255 as floats
+
+
+class LeRobot:
+    """A folder of parquet tables, and of videos if pictures are not in the tables.
+
+    Version 2 has a table and videos for each episode; in version 3 several episodes share them.
+    """
+
+    actions = "action"
+    env_id = ""
+
+    def __init__(self, folder: Path) -> None:
+        import pyarrow.parquet
+
+        self.tables = pyarrow.parquet
+        self.folder = folder
+        self.info = json.loads((folder / "meta" / "info.json").read_text())
+        self.features = self.info["features"]
+        self.rows: dict[str, dict[str, Any]] = {}  # what the folder says of each episode, by name
+        for row in self._about():
+            self.rows[str(row["episode_index"])] = row
+
+    def _about(self) -> list[dict[str, Any]]:
+        lines = self.folder / "meta" / "episodes.jsonl"
+        if lines.is_file():
+            return [json.loads(line) for line in lines.read_text().splitlines() if line]
+        rows: list[dict[str, Any]] = []
+        for path in sorted((self.folder / "meta" / "episodes").rglob("*.parquet")):
+            rows += self.tables.read_table(path).to_pylist()
+        return rows
+
+    def episodes(self, subset: str | None) -> list[str]:
+        return list(self.rows)
+
+    def names(self, episode: str) -> list[str]:
+        return list(self.features)
+
+    def numbers(self, episode: str) -> list[str]:
+        found = []
+        for name, feature in self.features.items():
+            if name.startswith("observation") and feature["dtype"].startswith(("float", "int")):
+                found.append(name)
+        return found
+
+    def read(self, episode: str, name: str) -> np.ndarray:
+        return np.array(self._column(episode, name))
+
+    def _column(self, episode: str, name: str) -> list[Any]:
+        path = self._path(self.info["data_path"], episode, "data")
+        wanted = [("episode_index", "=", int(episode))]
+        table = self.tables.read_table(path, columns=[name], filters=wanted, use_threads=False)  # for forked processes
+        return table[name].to_pylist()
+
+    def _path(self, template: str, episode: str, section: str, **more: str) -> Path:
+        """Fill in a path's template, by the episode's number (version 2) or the numbers of its file (version 3)."""
+        row = self.rows[episode]
+        number = int(episode)
+        places = {
+            "episode_index": number,
+            "episode_chunk": number // self.info.get("chunks_size", 1000),
+            "chunk_index": row.get(f"{section}/chunk_index", 0),
+            "file_index": row.get(f"{section}/file_index", 0),
+        }
+        return self.folder / template.format(**places, **more)
+
+    def frames(self, episode: str, name: str, steps: np.ndarray) -> np.ndarray:
+        if self.features[name]["dtype"] == "video":
+            return self._filmed(episode, name, steps)
+        return _pictures(self, episode, name)[steps]
+
+    def pictures(self, episode: str, name: str) -> np.ndarray:
+        from PIL import Image
+
+        stored = self._column(episode, name)
+        return np.stack([np.asarray(Image.open(io.BytesIO(picture["bytes"])).convert("RGB")) for picture in stored])
+
+    def _filmed(self, episode: str, name: str, steps: np.ndarray) -> np.ndarray:
+        path = self._path(self.info["video_path"], episode, f"videos/{name}", video_key=name)
+        begin = self.rows[episode].get(f"videos/{name}/from_timestamp", 0.0)
+        moments = begin + steps / self.info["fps"]
+        return _decode(path, moments, tolerance=0.5 / self.info["fps"])
+
+
+@functools.lru_cache(maxsize=256)
+def _pictures(demonstrations: Shards | LeRobot, episode: str, name: str) -> np.ndarray:
+    """Read all pictures of an episode, which these formats cannot read one by one."""
+    return demonstrations.pictures(episode, name)
+
+
+def _decode(path: Path, moments: Sequence[float] | np.ndarray, tolerance: float) -> np.ndarray:
+    """Decode a video's frames at ascending moments, in seconds; from the key frame before the first one on."""
+    import av
+
+    found: list[np.ndarray] = []
+    with av.open(str(path)) as video:
+        stream = video.streams.video[0]
+        video.seek(int(moments[0] / stream.time_base), stream=stream)
+        for frame in video.decode(stream):
+            while len(found) < len(moments) and frame.time > moments[len(found)] - tolerance:
+                if frame.time > moments[len(found)] + tolerance:
+                    raise ValueError(f"{path} has no frame at {moments[len(found)]:.3f} s")
+                found.append(frame.to_ndarray(format="rgb24"))
+            if len(found) == len(moments):
+                return np.stack(found)
+    raise ValueError(f"{path} ends before {moments[len(found)]:.3f} s")

@@ -1,0 +1,430 @@
+"""Samples of demonstrations: their statistics, measured by all ranks together, and an order that ranks share.
+
+Everything about a sample is a function of the seed, the epoch and the sample's number: which moment of which episode it
+is, the noise that is added to its actions, how much of it, and where its pictures are cropped. So it does not matter
+which rank, or which loading process, makes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from shared.program import UserError
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+import ddpkit
+
+from .formats import open_format
+
+log = logging.getLogger("robot")
+# what the libraries raise for a file that is damaged, or is something else
+BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Where one episode is: its path in `train.data_path`, its name there, and how many steps it has."""
+
+    path: str
+    name: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Names of what is used of an episode: numbers that are observed, cameras, and actions."""
+
+    numbers: tuple[str, ...]
+    cameras: tuple[str, ...]
+    actions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What training needs to know of all observations and actions, by number."""
+
+    mean: np.ndarray  # of the observations
+    std: np.ndarray
+    low: np.ndarray  # of the actions
+    high: np.ndarray
+
+
+@dataclass(frozen=True)
+class Index:
+    """What there is to learn from, by path, and to validate with."""
+
+    folders: list[list[Episode]]
+    held_out: list[Episode]
+    entries: Entries
+    env_id: str
+    statistics: Statistics
+    picture_size: tuple[int, int] | None  # height and width of all cameras
+
+    @property
+    def steps(self) -> list[int]:
+        """Count the environment steps by path: each is a sample."""
+        return [sum(episode.steps for episode in folder) for folder in self.folders]
+
+    def __str__(self) -> str:
+        used = ", ".join([*self.entries.numbers, *self.entries.cameras])
+        held_out = f", and {len(self.held_out)} episodes held out" if self.held_out else ""
+        return f"{sum(map(len, self.folders))} episodes, {sum(self.steps)} samples of {used}{held_out}"
+
+
+def write_shard(path: Path, env_id: str, episodes: Sequence[dict[str, np.ndarray]]) -> None:
+    """Write several episodes, each a mapping from names to arrays; the file is whole or not there."""
+    arrays = {}
+    for number, episode in enumerate(episodes):
+        for name, values in episode.items():
+            arrays[f"{name}_{number}"] = values
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        np.savez(file, env_id=np.array(env_id), **arrays)
+    os.replace(temporary, path)
+
+
+@functools.lru_cache(maxsize=4096)
+def read_episode(path: str, name: str, entries: Entries) -> tuple[np.ndarray, np.ndarray]:
+    """Read an episode's observed numbers and its actions, (steps, numbers), in float32 whatever the disk has.
+
+    Raises:
+        UserError: If an entry is missing.
+    """
+    demonstrations = open_format(path)
+
+    def together(names: Sequence[str]) -> np.ndarray:
+        parts = [demonstrations.read(name=entry, episode=name) for entry in names]
+        flat = [part.reshape(len(part), -1).astype(np.float32) for part in parts]
+        return np.concatenate(flat, axis=1)
+
+    there = demonstrations.names(name)
+    missing = {*entries.numbers, *entries.cameras, *entries.actions} - {*there}
+    if missing:
+        raise UserError(
+            f"{path}, episode {name}, has no {', '.join(sorted(missing))}; it has {', '.join(there)}: choose in "
+            "observation.modalities.obs.low_dim and .rgb, and in train.action_keys"
+        )
+    return together(entries.numbers), together(entries.actions)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of an episode after it was read once."""
+
+    episode: Episode
+    kind: tuple[str, int, int, tuple[int, int] | None]  # environment, sizes of observation, action and pictures
+    sums: np.ndarray  # of the observations, and of their squares
+    squares: np.ndarray
+    low: np.ndarray  # of the actions
+    high: np.ndarray
+
+
+def measure(path: str, name: str, entries: Entries) -> Measured:
+    """Read an episode and check that it can be learned from."""
+    observations, actions = read_episode(path, name, entries)
+    if not 0 < len(actions) == len(observations):
+        raise ValueError(f"observations {observations.shape} and actions {actions.shape} do not fit")
+    if not (np.isfinite(observations).all() and np.isfinite(actions).all()):
+        raise ValueError("observations and actions must be finite")
+    sizes = {look(path, name, camera, np.arange(1)).shape[1:3] for camera in entries.cameras}
+    if len(sizes) > 1:
+        raise UserError(f"{path}: the cameras {', '.join(entries.cameras)} have pictures of several sizes: {sizes}")
+    exact = observations.astype(np.float64)
+    return Measured(
+        Episode(path, name, len(actions)),
+        (open_format(path).env_id, observations.shape[1], actions.shape[1], sizes.pop() if sizes else None),
+        exact.sum(0),
+        (exact**2).sum(0),
+        actions.min(0),
+        actions.max(0),
+    )
+
+
+def look(path: str, name: str, camera: str, steps: np.ndarray) -> np.ndarray:
+    """Read pictures of an episode at some steps, (steps, height, width, 3)."""
+    frames = open_format(path).frames(name, camera, steps)
+    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
+        raise ValueError(f"{camera} holds no pictures (steps, height, width, 3) in uint8: {frames.shape[1:]}")
+    return frames
+
+
+class BrokenEpisode(UserError):
+    """An episode that cannot be read, or not be learned from."""
+
+
+def scan(config: dict[str, Any]) -> Index:
+    """Read every episode once, each on one rank, and sum up what all ranks have found. Collective.
+
+    Returns:
+        The index, the same to the last bit on any number of ranks.
+
+    Raises:
+        UserError: Without episodes, at a broken one, or if they do not fit together; on every rank.
+    """
+    listed = ddpkit.run_on_main(list_episodes, config)
+    mine = range(ddpkit.get_rank(), len(listed.episodes), ddpkit.get_world_size())
+    no_bar = None if ddpkit.is_main_process() else True
+    outcomes = []
+    for number in tqdm(mine, "reading", unit="episode", leave=False, disable=no_bar):
+        outcomes.append(_try_to_measure(*listed.episodes[number], listed.entries))
+    outcomes = ddpkit.gather_exact(outcomes, list(mine), len(listed.episodes))
+    measured, skipped = [], []
+    for outcome in outcomes:
+        if isinstance(outcome, Measured):
+            measured.append(outcome)
+        elif isinstance(outcome, BrokenEpisode) and config["train.on_broken_shard"] == "skip":
+            skipped.append(outcome)
+        else:
+            raise outcome
+    if ddpkit.is_main_process():
+        for error in skipped:
+            log.warning("skipped: %s", error)
+    return _sum_up(config, listed, measured)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Episodes by path and name, those that are held out, and what is used of each."""
+
+    episodes: list[tuple[str, str]]
+    held_out: set[tuple[str, str]]
+    entries: Entries
+
+
+def list_episodes(config: dict[str, Any]) -> Listed:
+    """List the names of all episodes; nothing is read but what says which there are."""
+    episodes: list[tuple[str, str]] = []
+    held_out: set[tuple[str, str]] = set()
+    subset, validation = config["train.hdf5_filter_key"], config["train.hdf5_validation_filter_key"]
+    for path in config["train.data_path"]:
+        names = open_format(path).episodes(subset)
+        if not names:
+            raise UserError(f"there are no demonstrations in {path}")
+        if config["experiment.validate"] and validation:
+            kept = open_format(path).episodes(validation)
+            names = [name for name in names if name not in kept] + kept
+        elif config["experiment.validate"]:
+            count = max(1, round(config["train.validation_fraction"] * len(names)))
+            drawn = np.random.default_rng(config["train.seed"]).permutation(len(names))
+            kept = [names[number] for number in drawn[:count]]
+        else:
+            kept = []
+        episodes += [(path, name) for name in names]
+        held_out |= {(path, name) for name in kept}
+    first, name = open_format(episodes[0][0]), episodes[0][1]
+    numbers = config["observation.modalities.obs.low_dim"] or first.numbers(name)
+    cameras = config["observation.modalities.obs.rgb"]
+    actions = config["train.action_keys"] or [first.actions]
+    return Listed(episodes, held_out, Entries(tuple(numbers), tuple(cameras), tuple(actions)))
+
+
+def _try_to_measure(path: str, name: str, entries: Entries) -> Measured | UserError:
+    try:
+        return measure(path, name, entries)
+    except UserError as error:
+        return error
+    except BROKEN as error:
+        reason = str(error).strip() or type(error).__name__
+        remedy = "Make it again, delete it, or set train.on_broken_shard=skip"
+        return BrokenEpisode(f"{path}: episode {name} is broken: {reason}. {remedy}")
+
+
+def _sum_up(config: dict[str, Any], listed: Listed, measured: list[Measured]) -> Index:
+    kinds = {one.kind: one.episode.path for one in measured}
+    if len(kinds) > 1:
+        raise UserError(f"the demonstrations do not fit together (environment, sizes): {kinds}")
+    training, held_out = [], []
+    for one in measured:
+        is_held_out = (one.episode.path, one.episode.name) in listed.held_out
+        (held_out if is_held_out else training).append(one)
+    folders = []
+    for path in config["train.data_path"]:
+        folders.append([one.episode for one in training if one.episode.path == path])
+        if not folders[-1]:
+            raise UserError(f"{path} has no episode to learn from: all are broken, or held out for validation")
+    if config["experiment.validate"] and not held_out:
+        raise UserError("no episode is held out for validation: raise train.validation_fraction")
+    count = sum(one.episode.steps for one in training)
+    mean = sum(one.sums for one in training) / count
+    std = np.sqrt(np.maximum(sum(one.squares for one in training) / count - mean**2, 0))
+    std = np.where(std > 1e-4, std, 1.0)  # what never moves stays 0
+    low = np.min([one.low for one in training], axis=0)
+    high = np.max([one.high for one in training], axis=0)
+    ((env_id, _, _, picture_size),) = kinds
+    return Index(
+        folders,
+        [one.episode for one in held_out],
+        listed.entries,
+        config["experiment.env"] or env_id,
+        Statistics(mean, std, low, high),
+        picture_size,
+    )
+
+
+class Samples(Dataset[dict[str, np.ndarray]]):
+    """The samples of an epoch, in the order in which all ranks together take them.
+
+    From several paths they are drawn by weight. In an epoch no moment of a path comes again before all others came.
+
+    Args:
+        folders: Episodes by path.
+        entries: What is used of an episode.
+        length: Samples in an epoch.
+        weights: Share of the samples by path, in any unit; None: by their steps.
+        config: Settings of the horizons, of noise and of cropping.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Sequence[Episode]],
+        entries: Entries,
+        *,
+        length: int,
+        weights: Sequence[float] | None,
+        config: dict[str, Any],
+    ) -> None:
+        self.entries, self.length = entries, length
+        self.episodes = [episode for folder in folders for episode in folder]
+        self.sizes = [sum(episode.steps for episode in folder) for folder in folders]
+        shares = np.array(self.sizes if weights is None else weights, float)
+        self.shares = shares / shares.sum()
+        self.seed, self.epoch = config["train.seed"], 0
+        self.observed = config["algo.horizon.observation_horizon"]
+        self.predicted = config["algo.horizon.prediction_horizon"]
+        self.noising_steps = config["algo.ddpm.num_train_timesteps"]
+        self.crop = crop_size(config)
+        self.order: tuple[np.ndarray, np.ndarray] | None = None  # of the epoch of which it was drawn last
+        self.order_epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the epoch from the loader, in every process that reads."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        episode, step = self.place(number)
+        observations, actions = self._read(episode)
+        rng = np.random.default_rng(ddpkit.sample_seed(self.seed, self.epoch, number))
+        sample = cut(observations, actions, step, self.observed, self.predicted)
+        sample["noise"] = rng.standard_normal(sample["actions"].shape, dtype=np.float32)
+        sample["step"] = rng.integers(self.noising_steps)
+        for camera in self.entries.cameras:
+            steps = np.maximum(np.arange(step + 1 - self.observed, step + 1), 0)
+            frames = look(episode.path, episode.name, camera, steps)
+            sample[camera] = crop(frames, self.crop, rng.random(2))
+        return sample
+
+    def place(self, number: int) -> tuple[Episode, int]:
+        """Return the episode, and the step in it, of a sample of this epoch."""
+        if self.order is None or self.order_epoch != self.epoch:
+            self.order, self.order_epoch = self._draw_order(), self.epoch
+        episodes, steps = self.order
+        return self.episodes[episodes[number]], int(steps[number])
+
+    def _draw_order(self) -> tuple[np.ndarray, np.ndarray]:
+        """Draw episode and step of each sample: of each path all its moments, shuffled, again and again."""
+        rng = np.random.default_rng(ddpkit.sample_seed(self.seed, self.epoch, self.length))
+        folders = rng.choice(len(self.sizes), size=self.length, p=self.shares)
+        moments = np.zeros(self.length, int)  # counted through all paths
+        first = 0
+        for folder, size in enumerate(self.sizes):
+            places = np.flatnonzero(folders == folder)
+            passes = -(-len(places) // size)
+            for number in range(passes):
+                part = places[number * size : (number + 1) * size]
+                moments[part] = first + rng.permutation(size)[: len(part)]
+            first += size
+        ends = np.cumsum([episode.steps for episode in self.episodes])
+        starts = ends - [episode.steps for episode in self.episodes]
+        episodes = np.searchsorted(ends, moments, side="right")
+        return episodes, moments - starts[episodes]
+
+    def _read(self, episode: Episode) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            return read_episode(episode.path, episode.name, self.entries)
+        except BROKEN as error:
+            raise UserError(
+                f"{episode.path}: episode {episode.name} was whole at the start, and now: {error}"
+            ) from error
+
+
+def cut(
+    observations: np.ndarray, actions: np.ndarray, step: int, observation_horizon: int, prediction_horizon: int
+) -> dict[str, np.ndarray]:
+    """Cut out the numbers of one sample; before the beginning and after the end the first and the last repeat."""
+    first, last = step + 1 - observation_horizon, len(actions) - 1
+    seen = np.maximum(np.arange(first, step + 1), 0)
+    planned = np.maximum(np.minimum(np.arange(first, first + prediction_horizon), last), 0)
+    return {"observations": observations[seen], "actions": actions[planned]}
+
+
+def crop_size(config: dict[str, Any]) -> tuple[int, int] | None:
+    """Return the height and width to which pictures are cropped, if they are."""
+    randomizer = "observation.encoder.rgb.obs_randomizer_"
+    if config[f"{randomizer}class"] is None:
+        return None
+    return config[f"{randomizer}kwargs.crop_height"], config[f"{randomizer}kwargs.crop_width"]
+
+
+def crop(frames: np.ndarray, size: tuple[int, int] | None, place: Sequence[float]) -> np.ndarray:
+    """Crop pictures (..., height, width, 3); `place` says where, from 0 to 1 in each direction."""
+    if size is None:
+        return frames
+    top = int(place[0] * (frames.shape[-3] - size[0] + 1))
+    left = int(place[1] * (frames.shape[-2] - size[1] + 1))
+    return frames[..., top : top + size[0], left : left + size[1], :]
+
+
+def stack(samples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+    """Make a batch of samples."""
+    return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
+
+
+def make_loader(index: Index, config: dict[str, Any], batch_size: int) -> Any:
+    """Make this rank's loader of `batch_size` samples, with as many batches as an epoch has."""
+    batches = config["experiment.epoch_every_n_steps"] * config["train.gradient_accumulation_steps"]
+    samples = Samples(
+        index.folders,
+        index.entries,
+        length=batches * batch_size * ddpkit.get_world_size(),
+        weights=config["train.sample_weights"],
+        config=config,
+    )
+    return _load(samples, config, batch_size, shuffle=False)  # the samples are in an order of their own
+
+
+def make_validation_loader(index: Index, config: dict[str, Any], batch_size: int) -> Any:
+    """Make this rank's loader of its part of the moments that are held out, or of some of them."""
+    most = config["experiment.validation_epoch_every_n_steps"] * batch_size * ddpkit.get_world_size()
+    length = min(most, sum(episode.steps for episode in index.held_out))
+    samples = Samples([index.held_out], index.entries, length=length, weights=None, config=config)
+    return _load(samples, config, batch_size, train=False)
+
+
+def _load(samples: Samples, config: dict[str, Any], batch_size: int, **how: bool) -> Any:
+    workers = config["train.num_data_workers"]
+    if workers:
+        how |= {"prefetch_factor": config["train.prefetch_factor"]}
+    return ddpkit.make_loader(
+        samples,
+        batch_size,
+        seed=config["train.seed"],
+        num_workers=workers,
+        pin_memory=config["train.pin_memory"],
+        persistent_workers=config["train.persistent_workers"],
+        collate_fn=stack,
+        **how,
+    )
