@@ -201,8 +201,12 @@ def wrap(policy: DiffusionPolicy, config: Config, world_size: int, gpus: int) ->
     if strategy == "auto" and world_size == 1 and gpus > 1:
         log.warning("DataParallel on %d GPUs; faster: torchrun --nproc_per_node=%d -m robot.train ...", gpus, gpus)
         strategy = "dp"
-    with user_error("train.strategy", ddpkit.DdpkitError):
+    try:
         return ddpkit.wrap_model(policy, strategy, broadcast_buffers=False)
+    except ddpkit.DdpkitError as error:
+        if type(error) is not ddpkit.DdpkitError:  # another rank's end, for instance
+            raise
+        raise UserError(f"train.strategy: {error}") from error
 
 
 def lr_factor(config: Config, step: int) -> float:

@@ -371,6 +371,23 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
     assert (run_folder / "config.json").read_text() == "{}"
 
 
+def wrap_without_rank_1() -> None:
+    """Comes to the wrapping on rank 0 only, for rank 1 has failed before."""
+    sys.argv = ["train.py"]
+    with one_message(), ddpkit.distributed(num_threads=1) as job:
+        if job.rank == 1:
+            raise FloatingPointError("of rank 1")
+        train.wrap(DiffusionPolicy(read_config(TINY), standard(13)), read_config(TINY), 2, 0)
+
+
+def test_another_ranks_end_is_not_blamed_on_the_strategy() -> None:
+    port = free_port()
+    ended = run(wrap_without_rank_1, [platform_env(rank, 2, port) for rank in range(2)], timeout=600.0)
+    assert [process.code for process in ended] == [1, 1]
+    assert "error: rank 1" in ended[0].output and "FloatingPointError" in ended[0].output
+    assert "train.strategy" not in ended[0].output
+
+
 def can_render() -> bool:
     try:
         Arena("FetchReach-v4", 1, (32, 32)).try_out()
