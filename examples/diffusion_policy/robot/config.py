@@ -98,6 +98,8 @@ SETTINGS = {
     "algo.horizon.observation_horizon": count(2),  # observations that the policy sees
     "algo.horizon.action_horizon": count(8),  # actions that are carried out before it looks again
     "algo.horizon.prediction_horizon": count(16),  # actions that it predicts
+    "algo.network.class": or_null(text()),  # package.module:Class in place of the U-Net
+    "algo.network.kwargs": Setting("a section of its arguments", lambda value: isinstance(value, dict), {}),
     "algo.unet.diffusion_step_embed_dim": count(32, low=2),
     "algo.unet.down_dims": many(count(), [32, 64], empty=False),
     "algo.unet.kernel_size": count(3),

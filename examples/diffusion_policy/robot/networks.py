@@ -9,13 +9,44 @@ needs no statistics of its own.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from shared.program import user_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+
+def make_network(config: dict[str, Any], channels: int, observation: int) -> nn.Module:
+    """Make the network that finds noise: the U-Net, or a class of the user's that is called like it.
+
+    Args:
+        config: The settings.
+        channels: Numbers in an action.
+        observation: Numbers in the observations together.
+
+    Returns:
+        A module of (actions (batch, time, channels), step (batch,), observations (batch, numbers)) that returns noise
+        like the actions.
+    """
+    name = config["algo.network.class"]
+    if name is None:
+        return UNet1D(
+            channels,
+            observation,
+            down_dims=config["algo.unet.down_dims"],
+            kernel_size=config["algo.unet.kernel_size"],
+            n_groups=config["algo.unet.n_groups"],
+            step_size=config["algo.unet.diffusion_step_embed_dim"],
+            checkpointing=config["train.gradient_checkpointing"],
+        )
+    module, _, kind = name.partition(":")
+    with user_error(f"algo.network: cannot make {name}", ImportError, AttributeError, TypeError, ValueError):
+        return getattr(importlib.import_module(module), kind)(channels, observation, **config["algo.network.kwargs"])
 
 
 class StepEmbedding(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .diffusion import ddim, squaredcos_cap_v2
-from .networks import ResNet18, UNet1D
+from .networks import ResNet18, make_network
 from .samples import Statistics, crop, crop_size
 
 AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,15 +48,8 @@ class DiffusionPolicy(nn.Module):
                 size=config["observation.encoder.rgb.size"],
             )
             self.encoders.append(encoder)
-        self.network = UNet1D(
-            self.action_size,
-            self.observation_horizon * (len(statistics.mean) + len(self.cameras) * features),
-            down_dims=config["algo.unet.down_dims"],
-            kernel_size=config["algo.unet.kernel_size"],
-            n_groups=config["algo.unet.n_groups"],
-            step_size=config["algo.unet.diffusion_step_embed_dim"],
-            checkpointing=config["train.gradient_checkpointing"],
-        )
+        observed = self.observation_horizon * (len(statistics.mean) + len(self.cameras) * features)
+        self.network = make_network(config, self.action_size, observed)
 
     @property
     def action_size(self) -> int:

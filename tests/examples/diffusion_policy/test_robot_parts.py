@@ -213,6 +213,31 @@ def test_actions_of_any_range_are_learned_from_minus_one_to_one() -> None:
     assert (acted[..., [0, 1, 3]] <= torch.tensor(high)[[0, 1, 3]]).all()
 
 
+class Recurrent(nn.Module):
+    """A network of somebody else's."""
+
+    def __init__(self, channels: int, observation: int, hidden: int = 8) -> None:
+        super().__init__()
+        self.gru = nn.GRU(channels + observation + 1, hidden, batch_first=True)
+        self.out = nn.Linear(hidden, channels)
+
+    def forward(self, actions: torch.Tensor, step: torch.Tensor, observations: torch.Tensor) -> torch.Tensor:
+        seen = torch.cat([observations, step[:, None] / 100], dim=1)[:, None].expand(-1, actions.shape[1], -1)
+        return self.out(self.gru(torch.cat([actions, seen], dim=2))[0])
+
+
+def test_a_network_of_the_users_takes_the_u_nets_place() -> None:
+    policy = make_policy(f"algo.network.class={__name__}:Recurrent", 'algo.network.kwargs={"hidden": 12}')
+    assert type(policy.network) is Recurrent and policy.network.gru.hidden_size == 12
+    batch = make_batch()
+    assert policy(batch).shape == (6,) and policy.act(batch, batch["noise"]).shape == (6, 8, 4)
+    for wrong in ("nowhere:Recurrent", f"{__name__}:Nothing", "nowhere", ":"):
+        with pytest.raises(UserError, match=f"algo.network: cannot make {wrong}: "):
+            make_policy(f"algo.network.class={wrong}")
+    with pytest.raises(UserError, match="unexpected keyword argument 'depth'"):
+        make_policy(f"algo.network.class={__name__}:Recurrent", 'algo.network.kwargs={"depth": 2}')
+
+
 def test_spatial_softmax_finds_where_a_map_is_largest() -> None:
     pool = SpatialSoftmax(2, 2)
     pool.choose.weight.data = torch.eye(2)[:, :, None, None] * 50
