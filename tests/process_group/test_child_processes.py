@@ -136,6 +136,7 @@ def test_a_process_that_a_rank_starts_is_refused_and_the_job_goes_on(
     assert [(end.code, end.output) for end in ended] == [(0, "well\n")] * 2, ended
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_processes_that_all_ranks_start_are_refused(launcher: str) -> None:
     ended = run_job(3, launcher, work, None, ["a program"])

@@ -168,6 +168,7 @@ def world(number: int) -> tuple[int, list[Any]]:
         return number, ddpkit.all_gather_object((number, ddpkit.get_rank()))
 
 
+@pytest.mark.storm
 def test_many_launches_in_parallel_do_not_meet() -> None:
     results: list[Any] = [None] * 20
 
@@ -273,7 +274,7 @@ def run_from_stdin(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-"], env=env, timeout=600, **pipes)  # type: ignore[call-overload,no-any-return]
 
 
-@pytest.mark.parametrize("source", ["-c", "stdin"])
+@pytest.mark.parametrize("source", ["-c", pytest.param("stdin", marks=pytest.mark.storm)])
 def test_what_a_prompt_defines_is_sent_or_refused_before_anything_starts(source: str) -> None:
     if source == "-c":
         (end,) = run(run_as_command, [{}], PROMPT, timeout=600)

@@ -134,6 +134,7 @@ def test_a_report_for_people_is_aligned_and_says_what_to_do() -> None:
     assert lines[-1].endswith("1 failed (master)") and "\033" not in out and out.isascii()
 
 
+@pytest.mark.storm
 @pytest.mark.skipif(not can_be(ALONE), reason="needs the right to make a network namespace")
 def test_a_master_of_another_host_that_does_not_answer_fails() -> None:
     process = start("--json", on=ALONE, MASTER_ADDR="192.0.2.1")
@@ -561,6 +562,7 @@ def test_a_report_fits_into_the_terminal_and_loses_nothing(monkeypatch: Any) -> 
     assert words.count("[bold]of[/bold]") == 3 and words[-3:] == ["1", "failed", "(shm)"]
 
 
+@pytest.mark.storm
 def test_an_encoding_without_a_letter_gets_its_number() -> None:
     process = start("--device", "cpu", PYTHONIOENCODING="ascii", GLOO_SOCKET_IFNAME="Büro")
     out, _ = process.communicate(timeout=600)

@@ -213,6 +213,7 @@ def train_on(arguments: list[str]) -> None:
         train.main(ddpkit.setup())
 
 
+@pytest.mark.storm
 def test_losses_and_weights_are_those_of_one_rank_on_any_number(
     demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,7 +348,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
         f"train.resume={tmp_path}/nothing": f"{tmp_path}/nothing is not the folder of a run",
         f"train.resume={tmp_path}/empty_run": f"no checkpoint in {tmp_path}/empty_run",
         f"train.resume={run_folder} algo.unet.down_dims=[16,16]": "does not fit; nothing was loaded",
-        "train.strategy=dp": "train.strategy: strategy='dp' is for 1 process on several GPUs; here are 2 and 0",
+        "train.strategy=dp": "train.strategy: strategy='dp' is for 1 process .*; this job has 2 processes",
         "observation.modalities.obs.low_dim=[a]": f"{demonstrations}, episode .* has no a; it has observations",
         "experiment.env=CartPole-v1": "CartPole-v1 does not fit.* 4 numbers.* 13 ",
         f"train.output_dir={tmp_path}/a_run/config.json": "train.output_dir: .*Errno.*config.json",
