@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 
 from .game import BEAN, BEANS, CELLS, COLUMNS, NEXT, NONE, OPPOSITE, SNAKES, UP, Boards, draw, segment
+from .territory import territory
 
 Player = Callable[[Boards, int, np.ndarray], None]
 
@@ -266,10 +267,12 @@ OPPONENTS: dict[str, Player] = {
     "greedy": greedy,
     "sharing": sharing,
     "foresighted": foresighted,
+    "territory": territory,
 }
 # by difficulty; they win .006, .046, .47, .81, .94 of 2,000 games against greedy
 # (tests/benchmarks/snakes_ladder.py)
 LEVELS = ("random", "wandering", "greedy", "sharing", "foresighted")
+LADDER = ("evasive", "greedy", "sharing", "foresighted", "territory")  # those worth training against
 
 
 def get(opponent: str | int) -> Player:

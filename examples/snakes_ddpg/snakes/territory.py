@@ -1,0 +1,282 @@
+"""Play by territory: a cell belongs to the snake that can be there first, and of snakes as early to the shortest.
+
+The idea is that of a public heuristic which once led the platform's board (CarlossShi/Competition_3v3snakes); this is
+our own program of it. All six snakes spread from their heads at once, over cells that bodies leave in time.
+
+- A bean goes to a snake that owns its cell; each of the team that has one goes there through its own cells.
+- A very long snake that can follow its own tail does so, and risks nothing.
+- Those that are left go where the team as a whole owns most cells.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from .game import BEANS, CELLS, NEXT, NONE, OPPOSITE, SNAKES, Boards, segment
+
+LONG = 22  # longer than that it follows its tail: two thirds of the board, over six snakes
+ANY = 4  # in place of a direction: any of them
+
+
+@njit(cache=True, nogil=True)
+def territory(boards: Boards, team: int, actions: np.ndarray) -> None:
+    """Go to the beans that the team's snakes can reach first; else to where they own most cells."""
+    free_at = np.empty(CELLS, np.int64)
+    holder = np.empty(CELLS, np.int64)
+    steps, owners, queue = np.empty(CELLS, np.int64), np.empty(CELLS, np.int64), np.empty(CELLS, np.int64)
+    beans = np.empty(SNAKES, np.int64)
+    other_beans = np.empty(SNAKES, np.int64)
+    firsts = np.empty(SNAKES, np.int64)
+    for b in range(len(actions)):
+        _fill_bodies(boards, b, free_at, holder)
+        firsts[:] = ANY
+        _spread(boards, b, firsts, free_at, holder, steps, owners, queue)
+        if _claim(boards, b, steps, owners, other_beans, False) > _claim(boards, b, steps, owners, beans, True):
+            beans[:] = other_beans
+        for s in range(3 * team, 3 * team + 3):
+            goal = _tail_to_follow(boards, b, s, steps, owners)
+            if goal < 0:
+                goal = beans[s]
+            if goal >= 0:
+                firsts[s] = _first_step(boards, b, s, goal, steps, owners, queue, firsts)
+        _settle(boards, b, team, firsts, free_at, holder, steps, owners, queue)
+        for s in range(3 * team, 3 * team + 3):
+            actions[b, s] = firsts[s]
+
+
+@njit(cache=True)
+def _fill_bodies(boards, b, free_at, holder):
+    """Fill the step in which the snake on each cell can enter it again, and that snake; 0 and -1 if it is free."""
+    free_at[:] = 0
+    holder[:] = -1
+    for s in range(SNAKES):
+        length = np.int64(boards.lengths[b, s])
+        for i in range(length):
+            cell = segment(boards, b, s, i)
+            free_at[cell] = length - i
+            holder[cell] = s
+
+
+@njit(cache=True)
+def _spread(boards, b, firsts, free_at, holder, steps, owners, queue):
+    """Share out the board: fill the step in which each cell is reached, NONE if never, and its owners, a bit for each.
+
+    `firsts` are the snakes' directions in the first step, where they are known. Owners of one cell
+    are of one length. Return how many cells of the queue are reached, heads included.
+    """
+    lengths = np.empty(1 << SNAKES, np.int64)  # by a set of snakes of one length
+    steps[:] = NONE
+    owners[:] = 0
+    for s in range(SNAKES):
+        queue[s] = segment(boards, b, s, 0)
+        steps[queue[s]] = 0
+        owners[queue[s]] = 1 << s
+        lengths[1 << s : 2 << s] = boards.lengths[b, s]
+    known = SNAKES
+    looked_at = 0
+    while looked_at < known:
+        at = queue[looked_at]
+        step = steps[at] + 1
+        for direction in range(4):
+            if looked_at < SNAKES:
+                if direction == OPPOSITE[boards.headings[b, looked_at]]:
+                    continue
+                if firsts[looked_at] != ANY and firsts[looked_at] != direction:
+                    continue
+            cell = np.int64(NEXT[at, direction])
+            if steps[cell] < step or step < free_at[cell]:
+                continue
+            mask = owners[at]
+            if step == free_at[cell]:  # others stay off a tail for one step more: its snake may eat
+                mask &= 1 << holder[cell]
+            if mask == 0:
+                continue
+            if steps[cell] == NONE:
+                steps[cell] = step
+                owners[cell] = mask
+                queue[known] = cell
+                known += 1
+            elif lengths[mask] < lengths[owners[cell]]:
+                owners[cell] = mask
+            elif lengths[mask] == lengths[owners[cell]]:
+                owners[cell] |= mask
+        looked_at += 1
+    return known
+
+
+@njit(cache=True)
+def _claim(boards, b, steps, owners, goals, nearest_first):
+    """Give beans to snakes that own their cells, one to each: fill `goals`, -1 for none; return how many.
+
+    Of all pairs it takes the nearest first, or that which leaves the others most choice.
+    """
+    goals[:] = -1
+    taken = 0  # bit i: bean i
+    count = 0
+    while True:
+        bean = -1
+        snake = -1
+        least = 1_000_000
+        for i in range(BEANS):
+            cell = boards.beans[b, i]
+            if cell == NONE or taken >> i & 1 or steps[cell] == NONE:
+                continue
+            for s in range(SNAKES):
+                if goals[s] >= 0 or not owners[cell] >> s & 1:
+                    continue
+                choices = _choices(boards, b, s, cell, owners)
+                cost = 1000 * choices + steps[cell]
+                if nearest_first:
+                    cost = 1000 * steps[cell] + choices
+                if cost < least:
+                    least = cost
+                    bean = i
+                    snake = s
+        if bean < 0:
+            return count
+        goals[snake] = boards.beans[b, bean]
+        taken |= 1 << bean
+        count += 1
+
+
+@njit(cache=True)
+def _choices(boards, b, s, cell, owners):
+    """Count the beans of a snake and the owners of a bean."""
+    count = 0
+    for i in range(BEANS):
+        if boards.beans[b, i] != NONE:
+            count += owners[boards.beans[b, i]] >> s & 1
+    for other in range(SNAKES):
+        count += owners[cell] >> other & 1
+    return count
+
+
+@njit(cache=True)
+def _tail_to_follow(boards, b, s, steps, owners):
+    """Find a cell that a long snake reaches just when its tail has left it, or -1."""
+    length = np.int64(boards.lengths[b, s])
+    if length <= LONG:
+        return -1
+    for behind in range(1, length // 2):
+        cell = segment(boards, b, s, length - behind)
+        if steps[cell] == behind and owners[cell] == 1 << s:
+            return np.int64(cell)
+    return -1
+
+
+@njit(cache=True)
+def _first_step(boards, b, s, goal, steps, owners, queue, firsts):
+    """Find a first direction of a way to a cell through a snake's own cells, better one that it shares with nobody."""
+    queue[0] = goal
+    known = 1
+    looked_at = 0
+    best = ANY
+    shared = SNAKES + 1
+    head = segment(boards, b, s, 0)
+    while looked_at < known:
+        at = queue[looked_at]
+        looked_at += 1
+        if steps[at] > 1:
+            for direction in range(4):
+                cell = NEXT[at, direction]
+                if steps[cell] == steps[at] - 1 and owners[cell] >> s & 1 and not _holds(queue, known, cell):
+                    queue[known] = cell
+                    known += 1
+            continue
+        for direction in range(4):
+            if NEXT[head, direction] != at or direction == OPPOSITE[boards.headings[b, s]]:
+                continue
+            if _is_a_mates(boards, b, s, at, firsts):
+                continue
+            count = 0
+            for other in range(SNAKES):
+                count += owners[at] >> other & 1
+            if count < shared:
+                best = direction
+                shared = count
+    return best
+
+
+@njit(cache=True)
+def _holds(queue, known, cell):
+    return np.any(queue[:known] == cell)
+
+
+@njit(cache=True)
+def _is_a_mates(boards, b, s, cell, firsts):
+    """Tell if a team-mate goes to a cell in the first step."""
+    for mate in range(s // 3 * 3, s // 3 * 3 + 3):
+        if mate != s and firsts[mate] != ANY and NEXT[segment(boards, b, mate, 0), firsts[mate]] == cell:
+            return True
+    return False
+
+
+@njit(cache=True)
+def _settle(boards, b, team, firsts, free_at, holder, steps, owners, queue):
+    """Choose the directions that are still open, so that the team owns most."""
+    own = 3 * team
+    choices = np.empty((3, 4), np.int64)
+    counts = np.ones(3, np.int64)
+    best = np.empty(3, np.int64)
+    for k in range(3):
+        if firsts[own + k] != ANY:
+            choices[k, 0] = firsts[own + k]
+        else:
+            counts[k] = _open_directions(boards, b, own + k, free_at, holder, choices[k])
+        best[k] = choices[k, 0]
+    if counts.max() > 1:
+        most = -1.0
+        for one in range(counts[0]):
+            for two in range(counts[1]):
+                for three in range(counts[2]):
+                    firsts[own] = choices[0, one]
+                    firsts[own + 1] = choices[1, two]
+                    firsts[own + 2] = choices[2, three]
+                    known = _spread(boards, b, firsts, free_at, holder, steps, owners, queue)
+                    size = _size(team, owners, queue, known)
+                    if size > most:
+                        most = size
+                        best[0], best[1], best[2] = firsts[own], firsts[own + 1], firsts[own + 2]
+    for k in range(3):
+        firsts[own + k] = best[k]
+
+
+@njit(cache=True)
+def _open_directions(boards, b, s, free_at, holder, directions):
+    """List where a snake can go; if it cannot, where the cell frees first. Return their number."""
+    count = 0
+    first = 1_000_000
+    for direction in range(4):
+        if direction == OPPOSITE[boards.headings[b, s]]:
+            continue
+        cell = NEXT[segment(boards, b, s, 0), direction]
+        if free_at[cell] < 1 or (free_at[cell] == 1 and holder[cell] == s):
+            directions[count] = direction
+            count += 1
+    if count > 0:
+        return count
+    for direction in range(4):
+        cell = NEXT[segment(boards, b, s, 0), direction]
+        if direction != OPPOSITE[boards.headings[b, s]] and free_at[cell] < first:
+            first = free_at[cell]
+            directions[0] = direction
+    return 1
+
+
+@njit(cache=True)
+def _size(team, owners, queue, known):
+    """Add up the cells that a team owns; of a shared one its part."""
+    parts = np.zeros(1 << SNAKES)
+    for mask in range(1, 1 << SNAKES):
+        ours = 0
+        everybody = 0
+        for s in range(SNAKES):
+            if mask >> s & 1:
+                everybody += 1
+                ours += s // 3 == team
+        parts[mask] = ours / everybody
+    size = 0.0
+    for i in range(known):
+        size += parts[owners[queue[i]]]
+    return size
