@@ -28,6 +28,7 @@ from snakes.game import COLUMNS, NONE, ROWS, SNAKES, Game
 from snakes.opponents import OPPONENTS
 from snakes.policy import Policy, load_policy
 from snakes.runs import parse
+from snakes.search import Search, load_search
 
 TEMPLATE = Path(__file__).parent / "snakes" / "submission_template.py"
 NAMES = ("up", "down", "left", "right")
@@ -37,16 +38,25 @@ def read_settings() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Writes a trained model as a submission for the competition platform.")
     parser.add_argument("model", help="path of an actor_*.pth, a run's folder, runN, runN:EPISODE, or latest")
     parser.add_argument("--output", type=Path, default=Path("submission.py"), help="default: %(default)s")
+    parser.add_argument("--plain", action="store_true", help="play as the actor alone does, without the step of search")
     return parser.parse_args()
 
 
 def write(policy: Policy, path: Path) -> None:
-    """Write the template with the actor's weights behind it."""
-    weights = [tensor.float().cpu().numpy() for tensor in policy.actor.state_dict().values()]
+    """Write the template with the weights of the actor, and of a search's critic, behind it."""
+    text = f"{TEMPLATE.read_text()}\n\nACTOR = {packed(policy.actor)}\n"
+    if isinstance(policy, Search):
+        text += f"CRITIC = {packed(policy.critic)}\n"
+    path.write_text(text)
+
+
+def packed(network: torch.nn.Module) -> str:
+    """Write a network's weights as the call that reads them."""
+    weights = [tensor.float().cpu().numpy() for tensor in network.state_dict().values()]
     sizes = [weights[0].shape[1], *(len(biases) for biases in weights[1::2])]
     data = base64.b64encode(b"".join(array.astype("<f4").tobytes() for array in weights)).decode()
     lines = "\n".join(textwrap.wrap(data, 120))
-    path.write_text(f'{TEMPLATE.read_text()}\n\nLAYERS = unpack({sizes}, """\n{lines}\n""")\n')
+    return f'unpack({sizes}, """\n{lines}\n""")'
 
 
 def observations(game: Game, b: int, before: np.ndarray | None) -> list[dict[Any, Any]]:
@@ -123,7 +133,7 @@ def main(args: argparse.Namespace) -> None:
     if not args.output.parent.is_dir():
         raise FileNotFoundError(f"cannot write {args.output}: there is no folder {args.output.parent}")
     model = parse(args.model)
-    policy = load_policy(model)
+    policy = load_policy(model) if args.plain else load_search(model)
     unchecked = args.output.with_name(f"{args.output.name}.tmp")
     try:
         write(policy, unchecked)

@@ -34,6 +34,7 @@ from snakes.evaluation import Result, play_games
 from snakes.game import SNAKES, Game
 from snakes.opponents import OPPONENTS, Player, get
 from snakes.policy import load_policy
+from snakes.search import load_search
 from tqdm import tqdm
 
 AT_ONCE = 128  # games between two moves of the progress bar
@@ -47,6 +48,9 @@ def read_settings() -> argparse.Namespace:
     add("--compare", action="store_true", help="let every pair meet, and print win rates as a table")
     add("--games", type=int, default=400, help="to play per pair, half of them on either side (default: %(default)s)")
     add("--seed", type=int, default=0, help="of all games (default: %(default)s)")
+    add(
+        "--plain", action="store_true", help="trained models play as their actor alone does, without the step of search"
+    )
     add("--watch", action="store_true", help="show the first game in the terminal; Ctrl-C ends it")
     add("--fps", type=float, default=12, help="steps per second to watch, and in the GIF (default: %(default)s)")
     add("--gif", type=Path, metavar="FILE", help="write the first game as an animated GIF")
@@ -76,8 +80,10 @@ def fail(message: object) -> NoReturn:
     sys.exit(2)
 
 
-def player(name: str) -> Player:
+def player(name: str, plain: bool = False) -> Player:
     """Find the player of a name: a scripted opponent by its name or difficulty, or a trained model, see `runs.parse()`.
+
+    A model plays with a step of search, unless it is to be plain.
 
     Raises:
         ValueError: If there is none; the message lists those there are.
@@ -89,7 +95,7 @@ def player(name: str) -> Player:
     try:
         path = runs.parse(name)
         print(f"{name} is {path}", file=sys.stderr)
-        return load_policy(path)
+        return load_policy(path) if plain else load_search(path)
     except FileNotFoundError as error:
         raise ValueError(f"{error}; the scripted players are: {', '.join(OPPONENTS)}") from error
 
@@ -188,7 +194,7 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # more only get in each other's way with networks this small
     names = args.players if len(args.players) > 1 else [*args.players, "greedy"]
     try:
-        players = [(name, player(name)) for name in names]
+        players = [(name, player(name, args.plain)) for name in names]
     except ValueError as error:
         fail(error)
 

@@ -180,8 +180,11 @@ def _bury(boards, b, rewards, died):
 
 
 @_inlined
-def _step(boards, b, actions, rewards, died, limit):
-    """Play a step of one board, and put what was drawn in place of reversals; return True if the episode ends."""
+def _move(boards, b, actions, rewards, died):
+    """Play a step of one board but for the new beans, and put what was drawn in place of reversals.
+
+    Return False if the board is too full to go on.
+    """
     cells = boards.cells
     any_died = False
     placed = True
@@ -218,7 +221,13 @@ def _step(boards, b, actions, rewards, died, limit):
     for s in range(SNAKES):
         total += boards.lengths[b, s]
     boards.times[b] += 1
-    if not placed or total + BEANS > CELLS:
+    return placed and total + BEANS <= CELLS
+
+
+@_inlined
+def _step(boards, b, actions, rewards, died, limit):
+    """Play a step of one board as `_move()` does, and draw new beans; return True if the episode ends."""
+    if not _move(boards, b, actions, rewards, died):
         return True
     _refill_beans(boards, b)
     return boards.times[b] >= limit
@@ -235,6 +244,13 @@ def _reset_all(boards, which):
 def _step_all(boards, actions, rewards, died, done, limit):
     for b in range(len(done)):
         done[b] = _step(boards, b, actions, rewards, died, limit)
+
+
+@njit(cache=True, nogil=True)
+def foresee(boards, actions, rewards, died):
+    """Move all snakes of boards, as a step does, but draw no new beans: nobody knows where they will be."""
+    for b in range(len(actions)):
+        _move(boards, b, actions, rewards, died)
 
 
 class Game:

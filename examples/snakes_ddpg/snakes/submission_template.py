@@ -1,9 +1,9 @@
 """Play snakes 3 against 3 on the competition platform, which calls `my_controller()` for each snake and step.
 
-It needs NumPy and no other file: `export.py` puts the weights of a trained actor behind it. A snake
-goes left, straight on or right, seen along its heading; what it sees of these ways are the 42
-numbers of `features.py`, here without Numba. A cell is a number from 0 to 199, row by row, and a
-set of cells an integer with a bit for each.
+It needs NumPy and no other file: `export.py` puts the weights of a trained actor and critic behind
+it. A snake goes left, straight on or right, seen along its heading; what it sees of these ways are
+the 42 numbers of `features.py`, and the search is that of `search.py`, both without Numba. A cell is
+a number from 0 to 199, row by row, and a set of cells an integer with a bit for each.
 """
 
 import base64
@@ -29,9 +29,13 @@ LAST = FIRST << (COLUMNS - 1)
 # Cells here are (row, column); `snake` counts from 0; `started` says whether a step has been played
 State = namedtuple("State", "rows columns beans bodies snake started")
 
-LAYERS = []  # (weights, biases) of each layer, float32
+ACTOR = []  # (weights, biases) of each layer, float32
+CRITIC = []  # the same; without it there is no search
+GAMMA = 0.97  # as in search.py
+MARGIN = 0.15
 failures = {}  # the first error of each function that failed, which export.py looks at
-_before = {}  # the body of each snake when it was last asked for
+_seen = {"bodies": None, "before": None}  # of all snakes, when last asked for and a step before
+_plans = {}  # the directions of all snakes, by the team for which they were found in this step
 
 
 def my_controller(observation, action_space=None, is_act_continuous=False):
@@ -78,14 +82,103 @@ def report(name, error, observation):
 
 
 def choose(state):
-    """Find the direction that the actor prefers."""
+    """Find the direction that the actor prefers, or that of the search."""
     if (state.rows, state.columns) != (ROWS, COLUMNS):
         raise ValueError(f"the model knows boards of {ROWS} x {COLUMNS} cells, not of {state.rows} x {state.columns}")
     beans, *bodies = ([COLUMNS * row + column for row, column in cells] for cells in (state.beans, *state.bodies))
-    body = bodies[state.snake]
-    heading = find_heading(body, _before.get(state.snake) if state.started else None)
-    _before[state.snake] = body
-    return TURNS[heading][int(think(look(bodies, beans, state.snake, heading)).argmax())]
+    headings = remember(bodies, state.started)
+    team = state.snake // 3
+    if team not in _plans:
+        _plans[team] = search(bodies, headings, beans, team)
+    return TURNS[headings[state.snake]][_plans[team][state.snake]]
+
+
+def remember(bodies, started):
+    """Keep what the board was a step ago, and find the snakes' headings by it."""
+    if not started or bodies != _seen["bodies"]:
+        _seen["before"] = _seen["bodies"] if started else None
+        _seen["bodies"] = bodies
+        _plans.clear()
+    before = _seen["before"] or [None] * SNAKES
+    return [find_heading(body, old) for body, old in zip(bodies, before)]  # noqa: B905
+
+
+def search(bodies, headings, beans, team):
+    """Find the way of each snake as `search.py` does: the actor's, or another after which its team stands better."""
+    ways = [int(think(ACTOR, look(bodies, beans, s, headings[s])).argmax()) for s in range(SNAKES)]
+    if not CRITIC:
+        return ways
+    standing = value(bodies, headings, beans, team, ways)
+    for s in range(3 * team, 3 * team + 3):
+        preferred = ways[s]
+        bar = standing + MARGIN
+        for turn in (1, 2):
+            other = list(ways)
+            other[s] = (preferred + turn) % 3
+            found = value(bodies, headings, beans, team, other)
+            if found > bar:
+                ways, bar, standing = other, found, found
+    return ways
+
+
+def value(bodies, headings, beans, team, ways):
+    """Value a board for a team once all snakes have gone their ways."""
+    directions = [TURNS[heading][way] for heading, way in zip(headings, ways)]  # noqa: B905
+    bodies, headings, beans, gains = foresee(bodies, beans, directions)
+    expected = 0
+    for s in range(3 * team, 3 * team + 3):
+        seen = look(bodies, beans, s, headings[s])
+        preferences = think(ACTOR, seen)
+        chances = np.exp(preferences - preferences.max())
+        expected += (chances * think(CRITIC, seen)).sum() / chances.sum() / 3
+    lead = sum(gains[:3]) - sum(gains[3:])
+    return (lead if team == 0 else -lead) + GAMMA * expected
+
+
+def foresee(bodies, beans, directions):
+    """Play a step but for the new beans; return bodies, headings, beans and the snakes' gains."""
+    beans = list(beans)
+    moved = []
+    gains = []
+    for body, direction in zip(bodies, directions):  # noqa: B905
+        head = neighbours(body[0])[direction]
+        eats = head in beans
+        if eats:
+            beans.remove(head)
+        gains.append(int(eats))
+        moved.append([head] + (body if eats else body[:-1]))
+    cells = [cell for body in moved for cell in body]
+    dead = [s for s, body in enumerate(moved) if cells.count(body[0]) > 1]
+    taken = {cell for s, body in enumerate(moved) if s not in dead for cell in body} | set(beans)
+    headings = list(directions)
+    for s in dead:
+        gains[s] += START_LENGTH - len(moved[s])
+        moved[s] = put_back(taken)
+        headings[s] = find_heading_by_coordinates(*moved[s][:2])
+        taken.update(moved[s])
+    return moved, headings, beans, gains
+
+
+def put_back(taken):
+    """Find three free cells for a snake that died, as the game does."""
+    for start in range(CELLS):
+        if start in taken:
+            continue
+        found = [start]
+        for cell in found:
+            above, below, left, right = neighbours(cell)
+            found += [near for near in (right, below, above, left) if near not in taken and near not in found]
+            if len(found) >= START_LENGTH:
+                return as_placed(*found[:START_LENGTH])
+    raise ValueError("there is no place for a snake")
+
+
+def as_placed(head, neck, tail):
+    """Make the corner of an L the neck."""
+    (row, column), (row_1, column_1), (row_2, column_2) = (divmod(cell, COLUMNS) for cell in (head, neck, tail))
+    if (row == row_1 and column == column_2) or (row == row_2 and column == column_1):
+        return [neck, head, tail]
+    return [head, neck, tail]
 
 
 def flee(state):
@@ -109,6 +202,11 @@ def find_heading(body, before):
     head, neck = body[:2]
     if before is None or len(body) > START_LENGTH or body[1:] == before[:-1]:
         return neighbours(neck).index(head)
+    return find_heading_by_coordinates(head, neck)
+
+
+def find_heading_by_coordinates(head, neck):
+    """Find the heading of a snake that was put back."""
     if head // COLUMNS == neck // COLUMNS:
         return RIGHT if head > neck else LEFT
     return DOWN if head > neck else UP
@@ -178,12 +276,12 @@ def look(bodies, beans, snake, heading):
     return seen + [(lengths[snake] - START_LENGTH) / 10, (ours - theirs) / 20, theirs / 20]
 
 
-def think(seen):
-    """Compute how good the actor finds each way: linear layers with ReLU between."""
+def think(layers, seen):
+    """Compute how good a network finds each way: linear layers with ReLU between."""
     values = np.array(seen, np.float32)
-    for weights, biases in LAYERS[:-1]:
+    for weights, biases in layers[:-1]:
         values = np.maximum(weights @ values + biases, 0)
-    weights, biases = LAYERS[-1]
+    weights, biases = layers[-1]
     return weights @ values + biases
 
 

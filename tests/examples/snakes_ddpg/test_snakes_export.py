@@ -20,10 +20,11 @@ import pytest
 import snakes.submission_template as template
 import torch
 from snakes.features import DIRECTION, FEATURES, observe
-from snakes.game import NEXT, SNAKES, Game
-from snakes.networks import Actor
+from snakes.game import NEXT, OPPOSITE, SNAKES, Game
+from snakes.networks import Actor, Critic
 from snakes.opponents import OPPONENTS
 from snakes.policy import Policy
+from snakes.search import Search
 
 GAMES = Path(__file__).with_name("reference_games.json.gz")
 NAMES = ["up", "down", "left", "right"]
@@ -46,30 +47,31 @@ print(json.dumps([moves, seconds, kilobytes / 1000]))
 
 
 @pytest.fixture(scope="module")
-def policy() -> Iterator[Policy]:
+def policy() -> Iterator[Search]:
     """Untrained, but of strong opinions on all that it sees."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one state at a time is not worth a second one, which waits for others' processes
     torch.manual_seed(5)
-    actor = Actor(hidden=32)
+    search = Search(Actor(hidden=32), Critic(hidden=32))
     with torch.no_grad():
-        for parameter in actor.parameters():
+        for parameter in [*search.actor.parameters(), *search.critic.parameters()]:
             parameter *= 3
-    yield Policy(actor)
+    yield search
     torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
-def model(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(policy: Search, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "actor_1.pth"
     torch.save(policy.actor.state_dict(), path)
+    torch.save(policy.critic.state_dict(), path.with_name("critic_1.pth"))
     return path
 
 
 @pytest.fixture(scope="module")
 def submission(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("submission") / "submission.py"
-    export.main(Namespace(model=str(model), output=path))
+    export.main(Namespace(model=str(model), output=path, plain=False))
     return path
 
 
@@ -175,6 +177,36 @@ def test_headings_are_found_in_all_states_of_the_original(recorded):
     assert into_the_neck > 5  # put back after a death, across the border
 
 
+def test_a_plain_submission_plays_as_the_actor_alone(policy, model, tmp_path):
+    path = tmp_path / "submission.py"
+    export.main(Namespace(model=str(model), output=path, plain=True))
+    assert "\nCRITIC = unpack" not in path.read_text()
+    export.check(path, Policy(policy.actor))
+    with pytest.raises(ValueError, match="are not the model's"):
+        export.check(path, policy)
+
+
+@pytest.mark.parametrize("name", ["random", "greedy"])
+def test_a_step_is_foreseen_as_the_game_plays_it_but_for_new_beans(name):
+    game, actions = Game(6, seed=3), np.zeros((6, SNAKES), np.uint8)
+    deaths = eaten = 0
+    for _ in range(120):
+        for team in (0, 1):
+            OPPONENTS[name](game.boards, team, actions)
+        actions[actions == OPPOSITE[game.boards.headings]] = 0
+        actions[actions == OPPOSITE[game.boards.headings]] = 2
+        told = [(game.bodies(b), game.boards.beans[b].tolist()) for b in range(6)]
+        foreseen = [template.foresee(*board, row) for board, row in zip(told, actions.tolist(), strict=True)]
+        game.step(actions)
+        for b, (bodies, headings, beans, gains) in enumerate(foreseen):
+            assert bodies == game.bodies(b) and headings == game.boards.headings[b].tolist()
+            assert gains == game.rewards[b].tolist()
+            assert {*beans} <= {*game.boards.beans[b].tolist()}
+            eaten += len(told[b][1]) - len(beans)
+        deaths += game.died.sum()
+    assert deaths > 50 and eaten > 50
+
+
 def test_a_submission_alone_in_a_process_moves_as_the_policy(submission, policy, recorded, tmp_path):
     observations, moves = [], []
     for states in recorded[:4]:  # one after the other in the same process
@@ -202,6 +234,7 @@ def test_a_submission_alone_in_a_process_moves_as_the_policy(submission, policy,
 def test_a_submission_plays_whole_games_of_ours_as_the_policy(submission, policy, team):
     player = runpy.run_path(str(submission))
     game, actions = Game(1, seed=6), np.zeros((1, SNAKES), np.uint8)
+    differ = 0  # where a rival was put back just as if it had moved across the border, its heading cannot be known
     for _ in range(2):  # the second starts over in the same process
         before = None
         while before is None or not game.done[0]:
@@ -209,11 +242,11 @@ def test_a_submission_plays_whole_games_of_ours_as_the_policy(submission, policy
             told = export.observations(game, 0, before)
             for s in range(3 * team, 3 * team + 3):
                 actions[0, s] = player["my_controller"](told[s], None, False)[0].index(1)
-            assert np.array_equal(actions[:, 3 * team :][:, :3], wanted(policy, game)[:, 3 * team :][:, :3])
+            differ += (actions[:, 3 * team :][:, :3] != wanted(policy, game)[:, 3 * team :][:, :3]).sum()
             before = game.boards.headings[0].copy()
             game.step(actions)
         game.reset()
-    assert player["failures"] == {}
+    assert player["failures"] == {} and differ <= 2
 
 
 def types(value: Any) -> Any:
@@ -292,7 +325,7 @@ def state_with(body: list[list[int]], heading: int = 0) -> dict[str, Any]:
 def test_a_heading_into_the_neck_lasts_for_the_step_of_the_respawn_alone(monkeypatch):
     headings = []
     monkeypatch.setattr(template, "look", lambda bodies, beans, snake, heading: headings.append(heading))
-    monkeypatch.setattr(template, "think", lambda seen: np.zeros(3))
+    monkeypatch.setattr(template, "think", lambda layers, seen: np.zeros(3))
     alive, back = state_with([[5, 5], [5, 6], [5, 7]]), state_with([[9, 0], [0, 0], [0, 19]])
     moved = state_with([[8, 0], [9, 0], [0, 0]])
     for told in (
@@ -303,7 +336,7 @@ def test_a_heading_into_the_neck_lasts_for_the_step_of_the_respawn_alone(monkeyp
         ask(alive, back, 0),  # put back where nothing wraps
     ):
         template.choose(template.read(told))
-    assert headings == [2, 1, 0, 0, 2]
+    assert headings[::SNAKES] == [2, 1, 0, 0, 2]
 
 
 def test_without_memory_a_snake_is_taken_to_have_moved():
@@ -359,7 +392,7 @@ def is_refused(model, tmp_path, monkeypatch):
         wrong.write_text(export.TEMPLATE.read_text().replace(good, bad))
         monkeypatch.setattr(export, "TEMPLATE", wrong)
         with pytest.raises(ValueError, match=match):
-            export.main(Namespace(model=str(model), output=tmp_path / "submission.py"))
+            export.main(Namespace(model=str(model), output=tmp_path / "submission.py", plain=False))
         assert list(tmp_path.iterdir()) == [wrong]
 
     return refuses

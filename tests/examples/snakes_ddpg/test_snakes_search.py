@@ -1,0 +1,99 @@
+"""One step of search: what it values, when it leaves the actor's way, and that it foresees no new beans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from snakes.features import DIRECTION, FEATURES, observe
+from snakes.game import BEAN, LEFT, NONE, Boards, Game, foresee
+from snakes.networks import Actor, Critic
+from snakes.policy import Policy
+from snakes.search import GAMMA, MARGIN, Search, load_search
+
+
+@pytest.fixture(scope="module")
+def search() -> Search:
+    torch.manual_seed(3)
+    found = Search(Actor(16), Critic(16))
+    with torch.no_grad():
+        for parameter in [*found.actor.parameters(), *found.critic.parameters()]:
+            parameter *= 3
+    return found
+
+
+def played(count: int, steps: int) -> Game:
+    game, rng = Game(count, seed=1), np.random.default_rng(1)
+    for _ in range(steps):
+        game.step(rng.integers(0, 4, (count, 6), dtype=np.uint8))
+    return game
+
+
+def value(search: Search, game: Game, team: int, b: int, ways: list[int]) -> float:
+    """A board's value, one snake at a time, by a game of its own."""
+    after = Boards(*(array[b : b + 1].copy() for array in game.boards))
+    before = after.lengths[0].astype(int)
+    rewards, died = np.zeros((1, 6), np.int16), np.zeros((1, 6), np.bool_)
+    foresee(after, DIRECTION[after.headings, [ways]], rewards, died)
+    gained = after.lengths[0].astype(int) - before
+    seen = np.empty((1, 3, FEATURES), np.float32)
+    observe(after, team, seen)
+    with torch.no_grad():
+        expected = [float(search.actor(row) @ search.critic(row)) for row in torch.from_numpy(seen[0])]
+    lead = sum(gained[:3]) - sum(gained[3:])
+    return (lead if team == 0 else -lead) + GAMMA * sum(expected) / 3
+
+
+@pytest.mark.parametrize("team", [0, 1])
+def test_a_team_leaves_the_actors_ways_for_better_ones_in_turn(search: Search, team: int) -> None:
+    game = played(20, 60)
+    actions = np.full((20, 6), 7, np.uint8)
+    search(game.boards, team, actions)
+    plain = np.zeros((20, 6), np.uint8)
+    Policy(search.actor)(game.boards, 0, plain)
+    Policy(search.actor)(game.boards, 1, plain)
+    changed = 0
+    for b in range(20):
+        headings = game.boards.headings[b]
+        ways = [DIRECTION[headings[s]].tolist().index(plain[b, s]) for s in range(6)]
+        for s in range(3 * team, 3 * team + 3):
+            values = [value(search, game, team, b, [*ways[:s], way, *ways[s + 1 :]]) for way in range(3)]
+            values[ways[s]] += MARGIN
+            changed += ways[s] != int(np.argmax(values))
+            ways[s] = int(np.argmax(values))
+        wanted = DIRECTION[headings, ways]
+        assert (actions[b, 3 * team : 3 * team + 3] == wanted[3 * team : 3 * team + 3]).all()
+    assert changed > 5
+    assert (np.delete(actions, np.r_[3 * team : 3 * team + 3], axis=1) == 7).all()
+
+
+def test_a_search_changes_neither_boards_nor_their_streams(search: Search) -> None:
+    game = played(5, 30)
+    before = [array.copy() for array in game.boards]
+    search(game.boards, 0, np.zeros((5, 6), np.uint8))
+    for now, then in zip(game.boards, before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_what_is_foreseen_has_no_new_beans() -> None:
+    game = Game(1)
+    bodies = [[20 * row + column for column in (5, 6, 7)] for row in range(6)]
+    game.put(0, bodies, [LEFT] * 6, [4, 100, 120, 140, 160])
+    rewards, died = np.zeros((1, 6), np.int16), np.zeros((1, 6), np.bool_)
+    foresee(game.boards, np.full((1, 6), LEFT, np.uint8), rewards, died)
+    assert rewards[0, 0] == 1 and game.boards.beans[0, 0] == NONE
+    assert (game.boards.cells[0] >= BEAN).sum() == (game.boards.beans[0] != NONE).sum() < 5
+
+
+def test_a_search_is_loaded_from_an_actor_and_the_critic_beside_it(search: Search, tmp_path: Path) -> None:
+    torch.save(search.actor.state_dict(), tmp_path / "actor_best.pth")
+    with pytest.raises(FileNotFoundError, match="critic_best.pth"):
+        load_search(tmp_path / "actor_best.pth")
+    torch.save(search.critic.state_dict(), tmp_path / "critic_best.pth")
+    game = played(10, 40)
+    actions = np.zeros((2, 10, 6), np.uint8)
+    search(game.boards, 0, actions[0])
+    load_search(tmp_path / "actor_best.pth")(game.boards, 0, actions[1])
+    np.testing.assert_array_equal(actions[0], actions[1])
