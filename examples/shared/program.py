@@ -61,15 +61,18 @@ class Parser(argparse.ArgumentParser):
 
 
 @contextmanager
-def one_message() -> Iterator[None]:
+def one_message(formatter: logging.Formatter = FORMAT) -> Iterator[None]:
     """Run a trainer as one rank; however it ends, all ranks together say why once and exit alike.
 
     `ddpkit.distributed()` belongs inside, so that all ranks hear of an error that leaves it. The exit status is 2
     after what a user can put right, 130 after Ctrl-C, and 1 after any other error, whose traceback is shown by the
     rank that met it.
+
+    Args:
+        formatter: Of what goes to the terminal.
     """
     console = logging.StreamHandler()
-    console.setFormatter(FORMAT)
+    console.setFormatter(formatter)
     console.addFilter(ddpkit.RankFilter())  # rank 0 speaks for all; warnings come from every rank
     console.addFilter(_is_no_news_of_peers)
     logging.basicConfig(level=logging.INFO, handlers=[console])

@@ -32,16 +32,19 @@ import torch
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where `shared` is, which all trainers share
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from shared.program import one_message, user_error
 from snakes import opponents, runs
 from snakes.collector import Collector
 from snakes.ddpg import DDPG
 from snakes.evaluation import Result, play_games
-from snakes.networks import Actor, Critic, load_weights
+from snakes.league import League
+from snakes.networks import Actor, Critic, computes_in_bfloat16, load_weights
 from snakes.plan import (
+    LEAGUE,
     ROUND,
     cautions,
     describe,
@@ -49,51 +52,42 @@ from snakes.plan import (
     go_on,
     model_name,
     opponent_at,
+    rates_at,
     resolve,
     schedule_change,
 )
 from snakes.policy import Policy
 from snakes.process import Clock, Stop, keep_freed_memory
-from snakes.settings import read_settings
+from snakes.settings import ALL, read_settings
 
 import ddpkit
 
 log = logging.getLogger("snakes")
 EVALUATION_SEED = 2**31  # evaluations play games of their own, the same ones each time
+SELVES = 4  # past selves in the league
 COUNTERS = ("episodes", "environment_steps", "optimiser_steps", "samples")
 
 
-def prepare(world_size: int) -> argparse.Namespace | int:
-    """Read the settings, and find or make the run's folder.
-
-    Returns:
-        The settings, resolved; or, after saying in a line what is wrong with them, the program's
-        exit status.
-    """
-    try:
-        settings = read_settings()
-        saved = None
-        if settings.resume:
-            folder = runs.find_run(settings.resume, settings.runs_folder, "checkpoints/latest")
-            saved = runs.read_config(folder)
-            settings = read_settings(saved=go_on(saved, world_size))
-            check_can_go_on(settings, saved, folder)
-        settings = resolve(settings, world_size)
-        replay = make_collector(settings, 0, 0).replay
-        replay.ready(settings.batch_per_rank)  # raises, as the line before, if it never can be
-        if settings.load_model:
-            settings.models = find_weights(settings)
-        if not settings.resume:
-            folder = runs.new_run(settings.runs_folder)
-        settings.folder = folder
-        runs.save_json(folder / "config.json", vars(settings))
-        settings.saved = saved
-        return settings
-    except SystemExit as end:  # argparse has helped
-        return end.code
-    except (ValueError, OSError, MemoryError) as error:
-        print(f"main.py: error: {error}", file=sys.stderr)
-        return 2
+@user_error("cannot start", ValueError, OSError, MemoryError)
+def prepare(settings: argparse.Namespace, world_size: int) -> argparse.Namespace:
+    """Find or make the run's folder, and return the settings with it, resolved."""
+    saved = None
+    if settings.resume:
+        folder = runs.find_run(settings.resume, settings.runs_folder, "checkpoints/latest")
+        saved = runs.read_config(folder)
+        settings = read_settings(saved=go_on(saved, world_size))
+        check_can_go_on(settings, saved, folder)
+    settings = resolve(settings, world_size)
+    replay = make_collector(settings, 0, 0).replay
+    replay.ready(settings.batch_per_rank)  # raises, as the line before, if it never can be
+    if settings.load_model:
+        settings.models = find_weights(settings)
+    if not settings.resume:
+        folder = runs.new_run(settings.runs_folder)
+    settings.folder = folder
+    runs.save_json(folder / "config.json", vars(settings))
+    settings.saved = saved
+    return settings
 
 
 def check_can_go_on(settings: argparse.Namespace, saved: dict[str, Any], folder: Path) -> None:
@@ -116,8 +110,9 @@ def find_weights(settings: argparse.Namespace) -> list[Path]:
     return [actor, critic]
 
 
-def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> None:
+def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
     """Train until the run's end, its time limit, or a signal. Collective."""
+    settings = ddpkit.run_on_main(prepare, settings, job.world_size)
     log.info("\n%s\n\nwriting to %s\n", describe(settings), settings.folder)
     if ddpkit.is_main_process():
         for caution in cautions(settings):
@@ -128,12 +123,14 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
     # The agent, and how far it has come: counts over all ranks; win rate and lead when it was best
     ddpkit.seed_everything(settings.seed)
     rates = {"a_lr": settings.actor_lr, "c_lr": settings.critic_lr}
-    agent = DDPG(job.device, hidden=settings.hidden, **rates, tau=settings.tau)
+    bfloat16 = uses_bfloat16(settings, job.device)
+    agent = DDPG(job.device, hidden=settings.hidden, **rates, tau=settings.tau, bfloat16=bfloat16)
+    league = League(opponents.LADDER, selves=SELVES)
     checkpoints = ddpkit.Checkpointer(settings.folder / "checkpoints", keep=2)
     total = Counter(dict.fromkeys(COUNTERS, 0))
     best = (-1.0, 0.0)
     if settings.resume:
-        total, best = resume(agent, checkpoints, settings, job)
+        total, best = resume(agent, league, checkpoints, settings, job)
     elif settings.load_model:
         agent.load(*settings.models)
         log.info("begins with %s and its critic", settings.models[0])
@@ -155,19 +152,22 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
     before = Counter(total)
     start = time.monotonic()
     stop = total["episodes"] >= settings.episodes
-    stopping.later = True
+    stopping = Stop()
     while not stop:
         episode = total["episodes"]
         epsilon = epsilon_at(settings, total["environment_steps"])
+        agent.set_rates(*rates_at(settings, episode))
         opponent = opponent_at(settings, episode + 1)
-        player = opponents.get(opponent)
+        players, shares = league.players, league.shares()
+        if opponent != LEAGUE:
+            players, shares = [opponents.get(opponent)], np.ones(1)
 
         # Train. While the gradients of an update travel, until its finish, the boards play on
         sums = Counter(updates=0)
         losses = torch.zeros(2, device=job.device)
         for _ in range(ROUND):
             with clock("play"):
-                sums.update(collector.play(agent.actor, player, epsilon))
+                sums.update(collector.play(agent.actor, players, shares, epsilon))
             if not replay.ready(settings.batch_per_rank):
                 continue
             for _ in range(settings.updates):
@@ -189,6 +189,8 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
         total["optimiser_steps"] += steps
         total["samples"] += steps * settings.batch_global
         news.update(sums)
+        if opponent == LEAGUE:
+            league.note(sums)
         finished = total["episodes"] >= settings.episodes
         late = settings.time_limit is not None and time.monotonic() - start > settings.time_limit
         stop = ddpkit.stop_together(finished or late or stopping.asked is not None)
@@ -199,16 +201,17 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
             news.clear()
         if is_due(settings.eval_interval, episode, total, finished):
             with clock("evaluate"):
-                result = evaluate(agent, settings, job)
-            report_evaluation(writer, total, result, settings.eval_opponent)
-            standing = (result.win_rate, result.lead)
+                results = evaluate(agent, settings, job)
+            report_evaluation(writer, total, results)
+            league.add(agent.actor)
+            standing = mean_of(results)
             if standing > best:
                 best = standing
                 ddpkit.run_on_main(save_models, settings.folder, "best", agent)
         if stop or is_due(settings.save_every, episode, total, finished):
             with clock("save"):
                 name = model_name(settings, total["episodes"], stop)
-                save(agent, checkpoints, settings, job, total, best, name=name)
+                save(agent, league, checkpoints, settings, job, total, best, name=name)
     bar.close()
     seconds = {**clock.seconds, "exchange": agent.exchange.seconds}
     seconds["update"] -= seconds["exchange"]
@@ -218,17 +221,26 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: Stop) -> N
 # What `main()` begins with
 
 
+def uses_bfloat16(settings: argparse.Namespace, device: torch.device) -> bool:
+    """Tell if the second layers compute in bfloat16 on this rank."""
+    if settings.precision == "auto":
+        return device.type == "cpu" and computes_in_bfloat16()
+    return settings.precision == "bfloat16"
+
+
 def resume(
-    agent: DDPG, checkpoints: ddpkit.Checkpointer, settings: argparse.Namespace, job: ddpkit.Context
+    agent: DDPG,
+    league: League,
+    checkpoints: ddpkit.Checkpointer,
+    settings: argparse.Namespace,
+    job: ddpkit.Context,
 ) -> tuple[Counter, tuple[float, float]]:
-    """Load the run's last checkpoint into the agent, and return its counters and its best evaluation. Collective."""
+    """Load the run's last checkpoint; return its counters and its best evaluation. Collective."""
     saved = checkpoints.load_latest(**parts_of(agent))
-    actor, critic = agent.optimizer.param_groups
-    actor["lr"] = settings.actor_lr  # which may be another one now
-    critic["lr"] = settings.critic_lr
+    league.load_state_dict(saved["league"], agent.actor)
     total = Counter(saved["total"])
     best = (-1.0, 0.0)
-    if saved["judges"] == judges_of(settings):
+    if saved["judges"] == [*judges_of(settings), settings.eval_games]:
         best = tuple(saved["best"])
 
     moved = ""
@@ -250,6 +262,7 @@ def make_collector(settings: argparse.Namespace, rank: int, environment_steps: i
         ddpkit.sample_seed(settings.seed, 1, environment_steps),
         episode_length=settings.episode_length,
         transitions=settings.buffer_size,
+        reward=settings.reward,
     )
 
 
@@ -258,7 +271,7 @@ def warm_up() -> None:
     agent = DDPG(torch.device("cpu"), hidden=4, a_lr=1.0, c_lr=1.0, tau=1.0)
     collector = Collector(range(2), 2, 0, episode_length=9, transitions=60)
     for player in opponents.OPPONENTS:
-        collector.play(agent.actor, opponents.get(player), 0.5)
+        collector.play(agent.actor, [opponents.get(player)], np.ones(1), 0.5)
     collector.replay.sample(2, 0.9, np.random.default_rng(0), torch.device("cpu"))
 
 
@@ -276,17 +289,28 @@ def is_due(interval: int, episode: int, total: Counter, finished: bool) -> bool:
     return finished or total["episodes"] // interval > episode // interval
 
 
-def evaluate(agent: DDPG, settings: argparse.Namespace, job: ddpkit.Context) -> Result:
-    """Play the evaluation's games, of which every rank takes a share. Collective."""
+def evaluate(agent: DDPG, settings: argparse.Namespace, job: ddpkit.Context) -> dict[str, Result]:
+    """Play the evaluation's games, of which every rank takes a share; return results by opponent. Collective."""
+    names = judges_of(settings)
     share = np.array_split(np.arange(settings.eval_games), job.world_size)[job.rank]
     first = int(share[0]) if len(share) else 0
-    opponent = opponents.get(settings.eval_opponent)
-    mine = play_games(Policy(agent.actor), opponent, len(share), seed=EVALUATION_SEED, first=first)
-    return Result(*ddpkit.all_reduce(dataclasses.astuple(mine)))
+    results = {}
+    for name in names:
+        mine = play_games(Policy(agent.actor), opponents.get(name), len(share), seed=EVALUATION_SEED, first=first)
+        results[name] = Result(*ddpkit.all_reduce(dataclasses.astuple(mine)))
+    return results
+
+
+def mean_of(results: dict[str, Result]) -> tuple[float, float]:
+    """Average win rate and lead over opponents."""
+    rates = [result.win_rate for result in results.values()]
+    leads = [result.lead for result in results.values()]
+    return sum(rates) / len(rates), sum(leads) / len(leads)
 
 
 def save(
     agent: DDPG,
+    league: League,
     checkpoints: ddpkit.Checkpointer,
     settings: argparse.Namespace,
     job: ddpkit.Context,
@@ -303,7 +327,8 @@ def save(
         **parts_of(agent),
         total=dict(total),
         best=list(best),
-        judges=judges_of(settings),
+        judges=[*judges_of(settings), settings.eval_games],
+        league=league.state_dict(),
         ranks=job.world_size,
     )
 
@@ -314,8 +339,10 @@ def parts_of(agent: DDPG) -> dict[str, Any]:
 
 
 def judges_of(settings: argparse.Namespace) -> list[str | int]:
-    """Name what an evaluation is against; results of others cannot be compared."""
-    return [settings.eval_opponent, settings.eval_games]
+    """Name whom an evaluation is against; results of others cannot be compared."""
+    if settings.eval_opponent == ALL:
+        return list(opponents.LADDER)
+    return [settings.eval_opponent]
 
 
 def save_models(folder: Path, name: int | str, agent: DDPG) -> None:
@@ -357,10 +384,14 @@ def report(writer: SummaryWriter | None, total: Counter, news: Counter, epsilon:
     write(writer, total, tags)
 
 
-def report_evaluation(writer: SummaryWriter | None, total: Counter, result: Result, opponent: str | int) -> None:
+def report_evaluation(writer: SummaryWriter | None, total: Counter, results: dict[str | int, Result]) -> None:
     """Report what came of an evaluation's games."""
-    log.info("evaluation after episode %d, against %s: %s", total["episodes"], opponent, result)
-    write(writer, total, {"evaluation": {"win_rate": result.win_rate, "score": result.lead}})
+    for opponent, result in results.items():
+        log.info("evaluation after episode %d, against %s: %s", total["episodes"], opponent, result)
+    win_rate, lead = mean_of(results)
+    log.info("evaluation after episode %d: mean win rate %.3f", total["episodes"], win_rate)
+    rates = {f"win_rate_{opponent}": result.win_rate for opponent, result in results.items()}
+    write(writer, total, {"evaluation": {"win_rate": win_rate, "score": lead, **rates}})
 
 
 def write(writer: SummaryWriter | None, total: Counter, tags: dict[str, dict[str, float]]) -> None:
@@ -418,18 +449,7 @@ def summarize(
 
 
 if __name__ == "__main__":
-    handler = logging.StreamHandler()
-    handler.addFilter(ddpkit.RankFilter())  # the main process speaks for all; warnings come from every rank
-    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
-    stop = Stop()
-    with ddpkit.distributed(num_threads=1) as context, logging_redirect_tqdm():
-        outcome = ddpkit.run_on_main(prepare, context.world_size)
-        try:
-            if not isinstance(outcome, int):
-                main(outcome, context, stop)
-                outcome = 0
-        except ddpkit.CheckpointError as error:  # on every rank
-            outcome = 2
-            if ddpkit.is_main_process():
-                print(f"main.py: error: {error}", file=sys.stderr)
-    sys.exit(outcome)
+    with one_message(logging.Formatter("%(message)s")):
+        given = read_settings()
+        with ddpkit.distributed(num_threads=1) as context:
+            main(given, context)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numba import njit
 
 from .features import observe
-from .game import SNAKES, START_LENGTH, Game
+from .game import SNAKES, START_LENGTH, Boards, Game, draw
 from .networks import Actor
 from .opponents import Player
 from .policy import explore
@@ -30,52 +32,86 @@ class Collector:
         seed: Of all boards.
         episode_length: In steps.
         transitions: Of single snakes that the replay holds.
+        reward: "own": a snake is paid for its own length, and its death ends its life; "team": all
+            three are paid for what the team gains on the other, through deaths, too.
     """
 
-    def __init__(self, boards: range, total: int, seed: int, *, episode_length: int, transitions: int) -> None:
+    def __init__(
+        self,
+        boards: range,
+        total: int,
+        seed: int,
+        *,
+        episode_length: int,
+        transitions: int,
+        reward: str = "team",
+    ) -> None:
         self.game = Game(len(boards), seed, first=boards.start, episode_length=episode_length)
         self.game.boards.times[:] = np.array(boards) * episode_length // total
         self.replay = Replay(transitions // (3 * len(boards)), len(boards))
         self._whole = self.game.boards.times == 0
+        self._opponents = np.zeros(len(boards), np.int64)
+        self._by_team = reward == "team"
         self._actions = np.zeros((len(boards), SNAKES), np.uint8)
 
     @torch.no_grad()
-    def play(self, actor: Actor, opponent: Player, epsilon: float) -> Counter:
+    def play(self, actor: Actor, players: Sequence[Player], shares: np.ndarray, epsilon: float) -> Counter:
         """Play one step on all boards.
 
         Args:
             actor: Chooses for team A.
-            opponent: Plays team B.
+            players: Play team B, one of them on each board for an episode.
+            shares: Part of the episodes that each of them plays.
             epsilon: Part of the moves of team A that is random.
 
         Returns:
             Sums over this rank's boards: `environment_steps`; `deaths` of the team in these steps;
             over the episodes that ended, `episodes`, `wins`, the rewards `snake_1` to `snake_3`,
-            and the `opponent`'s reward.
+            the `opponent`'s reward, and for each player, by its number, `met_0` and `beaten_0`.
         """
         game = self.game
         replay = self.replay
+        if replay.count == 0:
+            choose(game.boards, np.ones_like(game.done), np.cumsum(shares), self._opponents)
         device = next(actor.parameters()).device
         at = replay.next()
         observe(game.boards, TEAM, replay.seen[at])
         probabilities = actor(torch.from_numpy(replay.seen[at]).to(device)).cpu().numpy()
         explore(game.boards, TEAM, probabilities, epsilon, replay.ways[at], self._actions)
-        opponent(game.boards, 1 - TEAM, self._actions)
+        self._ask(players)
 
         over = game.done.copy()  # at the moment before: these boards show their end now, and start anew
         game.step(self._actions)
         game.reset(over)
+        choose(game.boards, over, np.cumsum(shares), self._opponents)
         game.done[over] = False
         game.died[over] = False
         replay.moved[at] = ~over
-        replay.died[at] = game.died[:, :3]
-        replay.rewards[at] = game.rewards[:, :3]
+        if self._by_team:
+            replay.rewards[at] = (game.rewards[:, :3].sum(1) - game.rewards[:, 3:].sum(1))[:, None]
+        else:
+            replay.rewards[at] = game.rewards[:, :3]
+            replay.died[at] = game.died[:, :3]
 
         ended = game.done & self._whole
         self._whole |= over
-        return self._sums(ended, ~over)
+        return self._sums(ended, ~over, len(players))
 
-    def _sums(self, ended: np.ndarray, moved: np.ndarray) -> Counter:
+    def _ask(self, players: Sequence[Player]) -> None:
+        """Have each player move on its boards."""
+        boards = self.game.boards
+        for place, player in enumerate(players):
+            which = np.flatnonzero(self._opponents == place)
+            if len(which) == len(self._opponents):
+                player(boards, 1 - TEAM, self._actions)
+            elif len(which):
+                some = Boards(*(array[which] for array in boards))
+                actions = np.empty((len(which), SNAKES), np.uint8)
+                player(some, 1 - TEAM, actions)
+                self._actions[which, 3:] = actions[:, 3:]
+                boards.streams[which] = some.streams
+
+    def _sums(self, ended: np.ndarray, moved: np.ndarray, players: int) -> Counter:
         """Add up what `play()` returns, given the boards on which an episode ended, and those that moved."""
         gains = self.game.boards.lengths[ended].astype(np.int64) - START_LENGTH
         ours = gains[:, :3].sum(1)
@@ -90,4 +126,26 @@ class Collector:
             "snake_3": gains[:, 2],
             "opponent": theirs,
         }
+        for place in range(players):
+            met = self._opponents[ended] == place
+            arrays[f"met_{place}"] = met
+            arrays[f"beaten_{place}"] = met & (ours > theirs)
         return Counter({name: int(array.sum()) for name, array in arrays.items()})
+
+
+@njit(cache=True, nogil=True)
+def choose(boards, which, limits, opponents):
+    """Draw who plays the next episode, from the boards' own streams.
+
+    Args:
+        boards: The boards, n.
+        which: (n,) bool, those on which an episode begins.
+        limits: (k,) float64, the players' shares added up.
+        opponents: (n,) int64, filled with the numbers of the players, where an episode begins.
+    """
+    for b in range(len(which)):
+        if which[b]:
+            at = limits[-1] * draw(boards, b, 1 << 15) / (1 << 15)
+            opponents[b] = 0
+            while at >= limits[opponents[b]]:
+                opponents[b] += 1

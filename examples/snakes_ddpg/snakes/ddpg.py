@@ -32,11 +32,16 @@ class DDPG:
         a_lr: Learning rate of the actor.
         c_lr: Learning rate of the critic.
         tau: Part of the way to the networks that the targets go in each step.
+        bfloat16: Compute the second layer of each network in bfloat16.
     """
 
-    def __init__(self, device: torch.device, *, hidden: int, a_lr: float, c_lr: float, tau: float) -> None:
+    def __init__(
+        self, device: torch.device, *, hidden: int, a_lr: float, c_lr: float, tau: float, bfloat16: bool = False
+    ) -> None:
         self.actor = Actor(hidden).to(device)
         self.critic = Critic(hidden).to(device)
+        self.actor.layers.bfloat16 = bfloat16
+        self.critic.values.bfloat16 = bfloat16
         self.networks = nn.ModuleList([self.actor, self.critic])
         self.targets = deepcopy(self.networks).requires_grad_(False)  # not averaged: they follow alike
         actor = {"params": self.actor.parameters(), "lr": a_lr}
@@ -89,6 +94,12 @@ class DDPG:
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(list(self.targets.parameters()), list(self.networks.parameters()), self.tau)
+
+    def set_rates(self, a_lr: float, c_lr: float) -> None:
+        """Set the learning rates of the next steps."""
+        actor, critic = self.optimizer.param_groups
+        actor["lr"] = a_lr
+        critic["lr"] = c_lr
 
     def load(self, actor: Path, critic: Path) -> None:
         """Load the weights of two files `actor_*.pth` and `critic_*.pth`, into the targets too.

@@ -16,6 +16,7 @@ from ddpkit import ScalePlan
 
 ROUND = 50  # steps of all boards from one look at the global counters to the next
 BATCH_SIZE = 8192  # rows per optimiser step, global, if no flag says otherwise
+LEAGUE = "league"  # the opponents of the strategy of that name
 EVASIVE = "evasive"  # the opponent's name
 OPPONENT = "greedy"  # for the strategy fixed, if no flag says otherwise
 
@@ -91,6 +92,8 @@ def opponent_at(settings: argparse.Namespace, episode: int) -> str | int:
     """Find whom to play in an episode (global, from 1), by name or difficulty. Takes resolved settings."""
     if settings.enable_opponent_evasion and episode >= settings.evasion_start:
         return EVASIVE
+    if settings.opponent_difficulty_strategy == LEAGUE:
+        return LEAGUE
     if settings.opponent_difficulty_strategy == "fixed":
         return OPPONENT if settings.opponent is None else settings.opponent
     return difficulty(settings.opponent_difficulty_strategy, episode, settings.episodes)
@@ -139,6 +142,13 @@ def epsilon_at(settings: argparse.Namespace, environment_steps: int) -> float:
     """Find the part of the moves that is random after so many environment steps of all ranks."""
     floor = min(settings.epsilon_min, settings.epsilon)
     return max(floor, settings.epsilon * settings.epsilon_speed**environment_steps)
+
+
+def rates_at(settings: argparse.Namespace, episode: int) -> tuple[float, float]:
+    """Find the learning rates of actor and critic after so many episodes of all ranks. Takes resolved settings."""
+    progress = min(1.0, episode / settings.episodes)
+    left = 1 - progress * (1 - settings.lr_end)
+    return settings.actor_lr * left, settings.critic_lr * left
 
 
 def describe(settings: argparse.Namespace) -> str:
@@ -200,7 +210,9 @@ def _describe_epsilon(s: argparse.Namespace) -> str:
 def _describe_opponents(s: argparse.Namespace) -> str:
     strategy = s.opponent_difficulty_strategy
     numbers = range(1, s.episodes + 1)
-    if strategy == "fixed":
+    if strategy == LEAGUE:
+        text = "the ladder and past selves, each as often as it wins"
+    elif strategy == "fixed":
         opponent = OPPONENT if s.opponent is None else s.opponent
         text = f"{opponent}, all the time"
     else:

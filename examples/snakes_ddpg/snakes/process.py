@@ -27,26 +27,23 @@ class Clock:
 
 
 class Stop:
-    """Note Ctrl-C and a scheduler's SIGTERM, so that the program can save and end.
+    """Note Ctrl-C and a scheduler's SIGTERM from now on, so that the program can save and end.
 
-    They end the program at once until `later` is set. One more signal, seconds after the first,
-    ends it in any case; the terminal and torchrun may both send the first one.
+    One more signal, seconds after the first, interrupts it in any case; the terminal and torchrun
+    may both send the first one.
     """
 
     def __init__(self) -> None:
-        self.later = False
         self.asked: float | None = None  # when
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 
     def _stop(self, number: int, frame: object) -> None:
         now = time.monotonic()
-        if not self.later:
-            raise SystemExit(128 + number)
         if self.asked is None:
             self.asked = now
         elif now - self.asked > 5:
-            raise SystemExit(128 + number)
+            raise KeyboardInterrupt
 
 
 def keep_freed_memory() -> None:

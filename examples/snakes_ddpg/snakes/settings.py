@@ -9,10 +9,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from snakes import runs
-from snakes.opponents import LEVELS, OPPONENTS
-from snakes.plan import BATCH_SIZE, LADDERS, OPPONENT, ROUND
+from shared.program import Parser, UserError
 
+from snakes import runs
+from snakes.opponents import LADDER, LEVELS, OPPONENTS
+from snakes.plan import BATCH_SIZE, LADDERS, LEAGUE, OPPONENT, ROUND
+
+ALL = "ladder"  # all strong scripted players, as --eval_opponent
 _ORIGINAL = {
     "total_episodes": None,
     "episode_length": 200,
@@ -24,6 +27,7 @@ _ORIGINAL = {
     "hidden": 256,
     "epsilon": 0.5,
     "epsilon_min": 0.0,
+    "reward": "own",
     "opponent_difficulty_strategy": "curriculum",
     "opponent_evasion_start_episode": 40_000,
     "save_interval": 1000,
@@ -59,7 +63,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 _ABSENT = {
     "--model_episode": "use --load_model_run and --load_model_run_episode",
     "--log_dir": "use --runs_folder, in which each run gets a folder of its own",
-    "--local_rank": "start it with torchrun, which passes it in the environment",
 }
 
 
@@ -72,7 +75,7 @@ def read_settings(argv: Sequence[str] | None = None, saved: Mapping[str, Any] | 
             command line is stronger than they are, a flag stronger than a preset.
 
     Raises:
-        ValueError: If it is wrong, on every rank alike, so that the program can say so once.
+        UserError: If it is wrong.
     """
     parser = _make_parser()
     given = parser.parse_args(argv)
@@ -82,13 +85,14 @@ def read_settings(argv: Sequence[str] | None = None, saved: Mapping[str, Any] | 
     parser.set_defaults(**(dict(saved or {}) | PRESETS.get(given.preset, {})))
     settings = parser.parse_args(argv)
     settings.load_model = load_model
+    del settings.local_rank  # a launcher's, which says it in the environment, too
     return settings
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        description="Trains three snakes to beat three others.", formatter_class=_Formatter, allow_abbrev=False
-    )
+    parser = _Parser("Trains three snakes to beat three others.")
+    parser.formatter_class = _Formatter
+    parser.allow_abbrev = False
     count = _number(int, 1)
     share = _number(float, 0, 1)
     rate = _number(float, 1e-12)
@@ -127,11 +131,21 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--buffer_size", type=count, default=200_000, help="transitions kept, per rank")
     add("--a_lr", type=rate, default=3e-3, help="learning rate of the actor, before scaling")
     add("--c_lr", type=rate, default=3e-3, help="learning rate of the critic, before scaling")
+    add(
+        "--lr_end",
+        type=share,
+        default=1.0,
+        help="part of the learning rates that is left at the run's end; it falls evenly",
+    )
     text = "what --batch_size on several ranks does to the learning rates; Adam ignores a gradient's scale: none"
     add("--lr_scaling", type=_one_of("none", "linear", "sqrt"), default="none", help=text)
-    add("--gamma", type=share, default=0.95, help="discount per step")
+    text = "what a snake is paid for: its own length, or what its team gains on the other"
+    add("--reward", type=_one_of("own", "team"), default="team", help=text)
+    add("--gamma", type=share, default=0.97, help="discount per step")
     add("--tau", type=share, default=0.01, help="part of the way that the targets go per optimiser step")
     add("--hidden", type=count, default=128, help="width of the hidden layers")
+    text = "of the networks' second layers; auto: bfloat16 on a CPU with instructions for it"
+    add("--precision", type=_one_of("auto", "float32", "bfloat16"), default="auto", help=text)
     softmax = _only("softmax", "the actor chooses one of four directions")
     add("--output_activation", type=softmax, default="softmax", help="of the actor")
 
@@ -139,8 +153,11 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--epsilon", type=share, default=0.2, help="part of the moves that is random at first")
     add("--epsilon_speed", type=share, default=0.999999, help="factor of epsilon per environment step, global")
     add("--epsilon_min", type=share, default=0.02, help="what epsilon does not fall below")
-    text = f"how the opponent's difficulty grows from 0 to 4 ({', '.join(LADDERS)}), or fixed: --opponent"
-    add("--opponent_difficulty_strategy", type=_one_of(*LADDERS, "fixed"), default="curriculum", help=text)
+    text = (
+        f"{LEAGUE}: the ladder and past selves, each as often as it wins; {', '.join(LADDERS)}: how one opponent's "
+        "difficulty grows from 0 to 4; fixed: --opponent"
+    )
+    add("--opponent_difficulty_strategy", type=_one_of(LEAGUE, *LADDERS, "fixed"), default=LEAGUE, help=text)
     text = f"for the strategy fixed: {', '.join(OPPONENTS)}, or a difficulty from 0 to {len(LEVELS) - 1}"
     add("--opponent", type=_opponent, metavar="name", help=f"{text} (default: {OPPONENT})")
     add("--enable_opponent_evasion", action="store_true", help="play against the evasive opponent later on")
@@ -155,9 +172,12 @@ def _make_parser() -> argparse.ArgumentParser:
         help="episodes between checkpoints, global, or per rank with --max_episodes",
     )
     add("--log_interval", type=count, default=500, help="episodes, global, between reports")
-    add("--eval_interval", type=count, default=2000, help="episodes, global, between evaluations")
-    add("--eval_games", type=count, default=400, help="games of an evaluation, global, on both sides in turn")
-    add("--eval_opponent", type=_opponent, default="greedy", metavar="name", help="whom to evaluate against")
+    text = "episodes, global, between evaluations; after each the agent joins the league as it is"
+    add("--eval_interval", type=count, default=5000, help=text)
+    text = "games of an evaluation with each opponent, global, on both sides in turn"
+    add("--eval_games", type=count, default=100, help=text)
+    text = f"whom to evaluate against; {ALL}: {', '.join(LADDER)}, and the best has the greatest mean win rate"
+    add("--eval_opponent", type=_eval_opponent, default=ALL, metavar="name", help=text)
     add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
     text = "go on with a run: a number, a folder, or latest, which it is without a value"
     add("--resume", type=str, nargs="?", const="latest", metavar="RUN", help=text)
@@ -172,14 +192,14 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Parser(argparse.ArgumentParser):
-    """Leave it to the program to say what is wrong, which on several ranks is to be said once."""
+class _Parser(Parser):
+    """Say in one line what is wrong, and where to go instead of flags that are not here."""
 
     def error(self, message: str) -> NoReturn:
         for flag, instead in _ABSENT.items():
-            if flag in message.replace("--local-rank", "--local_rank"):
-                raise ValueError(f"{message}: {instead}")
-        raise ValueError(message)
+            if flag in message:
+                raise UserError(f"{message}: {instead}")
+        raise UserError(message)
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.MetavarTypeHelpFormatter):
@@ -234,6 +254,10 @@ def _only(name: str, reason: str) -> Callable[[str], str]:
 def _opponent(text: str) -> str | int:
     name = _one_of(*OPPONENTS, *map(str, range(len(LEVELS))))(text)
     return int(name) if name.isdecimal() else name
+
+
+def _eval_opponent(text: str) -> str | int:
+    return text if text == ALL else _opponent(text)
 
 
 def _episode_or_part(text: str) -> int | float:

@@ -26,14 +26,17 @@ class Step(NamedTuple):
     sums: Counter
 
 
-def play(boards: range, opponent: str = "greedy") -> tuple[Collector, list[Step]]:
+def play(boards: range, *opponents: str, reward: str = "own") -> tuple[Collector, list[Step]]:
     torch.manual_seed(0)
     actor = Actor(8)
-    collector = Collector(boards, BOARDS, 7, episode_length=LENGTH, transitions=100 * 3 * len(boards))
+    players = [OPPONENTS[opponent] for opponent in opponents]
+    shares = np.arange(1, len(players) + 1) / 2  # add up to anything
+    size = {"episode_length": LENGTH, "transitions": 100 * 3 * len(boards)}
+    collector = Collector(boards, BOARDS, 7, **size, reward=reward)
     steps = []
     for _ in range(STEPS):
         before = copied(collector.game.boards)
-        sums = collector.play(actor, OPPONENTS[opponent], 0.3)
+        sums = collector.play(actor, players, shares, 0.3)
         steps.append(Step(before, copied(collector.game.boards), collector.game.died.copy(), sums))
     return collector, steps
 
@@ -54,10 +57,10 @@ def heads(boards: Boards) -> np.ndarray:
     return np.take_along_axis(boards.bodies, boards.heads[..., None].astype(int), -1)[..., 0]
 
 
-@pytest.mark.parametrize("opponent", ["greedy", "random"])
-def test_the_same_boards_play_the_same_games_however_they_are_split_over_ranks(opponent: str) -> None:
-    whole, steps = play(range(BOARDS), opponent)
-    (one, ones), (other, others) = play(range(5), opponent), play(range(5, BOARDS), opponent)
+@pytest.mark.parametrize("opponents", [["greedy"], ["random"], ["greedy", "random", "wandering"]])
+def test_the_same_boards_play_the_same_games_however_they_are_split_over_ranks(opponents: list[str]) -> None:
+    whole, steps = play(range(BOARDS), *opponents)
+    (one, ones), (other, others) = play(range(5), *opponents), play(range(5, BOARDS), *opponents)
     for name in ("seen", "ways", "rewards", "died", "moved"):
         parts = [getattr(part.replay, name) for part in (one, other)]
         np.testing.assert_array_equal(getattr(whole.replay, name), np.concatenate(parts, axis=1), err_msg=name)
@@ -121,6 +124,38 @@ def test_a_reward_is_the_length_gained_and_dying_costs_all_that_was_gained(playe
     assert losses, "nobody died longer than at the start"
 
 
+def test_a_team_is_paid_for_its_lead_and_lives_on() -> None:
+    collector, steps = play(range(BOARDS), "random", reward="team")
+    replay = collector.replay
+    for i, step in enumerate(steps):
+        gained = step.after.lengths.astype(int) - step.before.lengths
+        lead = gained[:, :3].sum(1) - gained[:, 3:].sum(1)
+        for b in np.flatnonzero(replay.moved[i]):
+            assert (replay.rewards[i, b] == lead[b]).all()
+    assert any(step.died[:, :3].any() for step in steps) and not replay.died.any()
+
+
+def test_each_episode_has_one_opponent_drawn_by_its_share() -> None:
+    count, actor = 600, Actor(4)
+    collector = Collector(range(count), count, 3, episode_length=LENGTH, transitions=3 * 3 * count)
+    players, shares = [OPPONENTS[name] for name in ("random", "greedy", "wandering")], np.array([1, 2, 0])
+    met: list[set[int]] = [set() for _ in range(count)]
+    drawn, sums = Counter[int](), Counter[str]()
+    for _ in range(2 * LENGTH + 2):
+        for b in np.flatnonzero(collector.game.done):
+            drawn.update(met[b])
+            met[b] = set()
+        begins = collector.game.done.copy()
+        sums.update(collector.play(actor, players, shares, 1.0))
+        for b in np.flatnonzero(~begins):
+            met[b].add(int(collector._opponents[b]))
+            assert len(met[b]) == 1
+    assert drawn[2] == 0 and drawn[0] + drawn[1] > count
+    assert drawn[1] / (drawn[0] + drawn[1]) == pytest.approx(2 / 3, abs=0.06)
+    assert sums["met_0"] + sums["met_1"] == sums["episodes"] and sums["met_2"] == 0
+    assert sums["beaten_0"] + sums["beaten_1"] == sums["wins"]
+
+
 def test_the_sums_are_those_of_the_episodes_that_were_played_whole(played: Played) -> None:
     _, steps = played
     whole = [b * LENGTH // BOARDS == 0 for b in range(BOARDS)]
@@ -137,6 +172,7 @@ def test_the_sums_are_those_of_the_episodes_that_were_played_whole(played: Playe
                 gains = [int(length) - 3 for length in step.after.lengths[b]]
                 expected.update(episodes=1, wins=sum(gains[:3]) > sum(gains[3:]), opponent=sum(gains[3:]))
                 expected.update({f"snake_{k + 1}": gains[k] for k in range(3)})
+                expected.update(met_0=1, beaten_0=sum(gains[:3]) > sum(gains[3:]))
         assert step.sums == expected
         seen.update(expected)
     # of 70 calls every 21st only shows an end
@@ -157,7 +193,7 @@ def test_only_some_moves_are_random_and_without_exploration_all_follow_the_actor
         actor: Any = Straight()
         collector = Collector(range(64), 64, 1, episode_length=LENGTH, transitions=64 * 3 * 100)
         for _ in range(50):
-            collector.play(actor, OPPONENTS["random"], epsilon)
+            collector.play(actor, [OPPONENTS["random"]], np.ones(1), epsilon)
         return float((collector.replay.ways[:50] == 1).mean())
 
     assert straight(0.0) == 1
@@ -170,6 +206,6 @@ def test_the_smallest_replay_has_a_batch_after_every_step_but_the_first(length: 
     torch.manual_seed(0)
     collector, rng = Collector(range(1), 1, 0, episode_length=length, transitions=9), np.random.default_rng(0)
     for step in range(50):
-        collector.play(Actor(4), OPPONENTS["random"], 0.5)
+        collector.play(Actor(4), [OPPONENTS["random"]], np.ones(1), 0.5)
         if step:
             assert len(collector.replay.sample(3, 0.9, rng, torch.device("cpu")).way) == 3

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared.program import UserError
 from snakes import runs
 from snakes.plan import (
     BATCH_SIZE,
@@ -22,6 +23,7 @@ from snakes.plan import (
     go_on,
     model_name,
     opponent_at,
+    rates_at,
     resolve,
     schedule_change,
 )
@@ -134,14 +136,28 @@ def test_the_defaults_work_on_any_number_of_ranks(world_size):
         (["--epis", "9"], "unrecognized arguments"),
         (["--model_episode", "2000"], "--model_episode.*: use --load_model_run and --load_model_run_episode"),
         (["--log_dir", "logs"], "--log_dir.*: use --runs_folder"),
-        (["--local_rank=1"], "--local_rank=1: start it with torchrun"),
-        (["--local-rank=1"], "--local-rank=1: start it with torchrun"),
     ],
 )
 def test_bad_input_is_named(argv, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         read_settings(argv)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--local_rank=1", "--local-rank=1"])
+def test_what_a_launcher_passes_is_passed_over(flag):
+    assert read_settings([flag]) == read_settings([])
+
+
+def test_the_guides_pay_a_snake_for_itself_and_the_default_the_team():
+    assert [read_settings(argv).reward for argv in ([], ["--preset", "guide-a"])] == ["team", "own"]
+
+
+def test_learning_rates_fall_evenly_to_the_part_that_is_left():
+    s = planned("--total_episodes", "100", "--a_lr", "0.01", "--c_lr", "0.02", "--lr_end", "0.2")
+    assert rates_at(s, 0) == (0.01, 0.02)
+    assert rates_at(s, 50) == (pytest.approx(0.006), pytest.approx(0.012))
+    assert rates_at(s, 100) == rates_at(s, 130) == (pytest.approx(0.002), pytest.approx(0.004))
 
 
 def test_a_run_to_load_means_loading():
@@ -266,12 +282,13 @@ def test_models_are_named_by_the_multiples_that_were_asked_for():
 
 
 def test_another_total_that_moves_the_opponent_is_told():
-    saved = vars(planned("--total_episodes", "12000"))
-    longer = planned("--total_episodes", "24000")
+    curriculum = ["--opponent_difficulty_strategy", "curriculum"]
+    saved = vars(planned("--total_episodes", "12000", *curriculum))
+    longer = planned("--total_episodes", "24000", *curriculum)
     line = schedule_change(longer, saved, 12_232)
     assert "24,000 episodes, not 12,000" in line and "after episode 12,232 is 2, not 4" in line and "\n" not in line
     assert schedule_change(longer, saved, 0) == ""
-    assert schedule_change(planned("--total_episodes", "12000"), saved, 12_232) == ""
+    assert schedule_change(planned("--total_episodes", "12000", *curriculum), saved, 12_232) == ""
     fixed = planned("--total_episodes", "24000", "--opponent_difficulty_strategy", "fixed")
     assert schedule_change(fixed, saved, 12_232) == ""  # which was asked for
 
