@@ -10,6 +10,10 @@ Every pair of several players, as a table in Markdown::
 
     python play.py --compare random 1 greedy --output table.md
 
+A league of a model and all scripted players, with Elo and its error, as a table and as a picture::
+
+    python play.py latest --league league.png
+
 A player is a scripted opponent by its name, or a difficulty from 0 to 4. What to expect: greedy
 wins 99 % of its games against random; 400 games take a second, after some that it needs to start.
 """
@@ -29,11 +33,12 @@ from typing import NoReturn
 import numpy as np
 import torch
 from snakes import runs
-from snakes.drawing import Frame, render, snap, write_gif, write_strip
+from snakes.drawing import Frame, Table, render, snap, write_gif, write_league, write_strip
 from snakes.evaluation import Result, play_games
 from snakes.game import SNAKES, Game
 from snakes.opponents import OPPONENTS, Player, get
 from snakes.policy import load_policy
+from snakes.rating import elo
 from snakes.search import load_search
 from tqdm import tqdm
 
@@ -46,6 +51,12 @@ def read_settings() -> argparse.Namespace:
     add = parser.add_argument
     add("players", nargs="+", metavar="player", help="two players, the second is greedy if left out; more to compare")
     add("--compare", action="store_true", help="let every pair meet, and print win rates as a table")
+    add(
+        "--league",
+        type=Path,
+        metavar="FILE",
+        help="the same with all scripted players, and Elo; also as a picture, PNG",
+    )
     add("--games", type=int, default=400, help="to play per pair, half of them on either side (default: %(default)s)")
     add("--seed", type=int, default=0, help="of all games (default: %(default)s)")
     add(
@@ -57,6 +68,9 @@ def read_settings() -> argparse.Namespace:
     add("--strip", type=Path, metavar="FILE", help="write six moments of the first game as a PNG")
     add("--output", type=Path, metavar="FILE", help="write the table, which is Markdown, to a file too")
     args = parser.parse_args()
+    if args.league:
+        args.compare = True
+        args.players += [name for name in OPPONENTS if name not in args.players]
     if args.games < 0 or not 0 < args.fps <= 50:
         fail(f"--games is at least 0 and --fps above 0 and at most 50, not {args.games} and {args.fps:g}")
     if args.compare and (args.watch or args.gif or args.strip or args.games == 0 or len(args.players) < 2):
@@ -65,10 +79,10 @@ def read_settings() -> argparse.Namespace:
         fail(f"two players meet, not {len(args.players)}: with --compare every pair does")
     if args.games == 0 and not (args.watch or args.gif or args.strip):
         fail("--games 0 counts nothing: add --watch, --gif FILE or --strip FILE to see one game")
-    for path, suffix in ((args.gif, ".gif"), (args.strip, ".png")):
+    for path, suffix in ((args.gif, ".gif"), (args.strip, ".png"), (args.league, ".png")):
         if path and path.suffix.lower() != suffix and not path.is_dir():
             fail(f"{path} would be a {suffix[1:].upper()}: name it so that it ends in {suffix}")
-    for path in (args.gif, args.strip, args.output):
+    for path in (args.gif, args.strip, args.league, args.output):
         if path and not path.parent.is_dir():
             fail(f"cannot write {path}: there is no folder {path.parent}")
     return args
@@ -179,6 +193,32 @@ def compare(names: list[str], results: dict[tuple[int, int], Result]) -> list[li
     return rows
 
 
+def league(names: list[str], results: dict[tuple[int, int], Result]) -> Table:
+    """Rate the players by their games; greedy has 1000."""
+    points, games, wins = np.zeros((3, len(names), len(names)))
+    for (one, other), result in results.items():
+        games[one, other] = games[other, one] = result.games
+        points[one, other] = result.wins + result.draws / 2
+        points[other, one] = result.losses + result.draws / 2
+        wins[one, other] = result.wins
+        wins[other, one] = result.losses
+    ratings, errors = elo(points, games)
+    ratings += 1000 - ratings[names.index("greedy")]
+    order = np.argsort(-ratings)
+    rates = (wins / np.maximum(games, 1))[np.ix_(order, order)]
+    return Table([names[i] for i in order], ratings[order], errors[order], rates)
+
+
+def list_league(table: Table) -> list[list[str]]:
+    """List the players of a league, the best first, with Elo and win rates."""
+    rows = [["player", "Elo", *table.names]]
+    for i, name in enumerate(table.names):
+        cells = [f"{rate:.3f}" for rate in table.rates[i]]
+        cells[i] = "–"
+        rows.append([name, f"{table.ratings[i]:.0f} ± {table.errors[i]:.0f}", *cells])
+    return rows
+
+
 def markdown(rows: list[list[str]]) -> str:
     """Write a table in Markdown whose columns are as wide as they need, so that it reads well as it is."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -209,7 +249,14 @@ def main(args: argparse.Namespace) -> None:
 
     if args.games:
         results = play_pairs(players, args.games, args.seed)
-        rows = compare(names, results) if args.compare else describe(names, results[0, 1])
+        if args.league:
+            standing = league(names, results)
+            write_league(standing, args.league)
+            rows = list_league(standing)
+        elif args.compare:
+            rows = compare(names, results)
+        else:
+            rows = describe(names, results[0, 1])
         table = markdown(rows)
         print(table)
         if args.output:

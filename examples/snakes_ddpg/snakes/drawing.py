@@ -291,3 +291,37 @@ def write_strip(frames: Sequence[Frame], path: str | Path, names: Sequence[str] 
         for edge, text, anchor in texts:
             _write(draw, edge, y + height - 1.2 * SIZE, text, 0.9 * SIZE, TEXT, anchor)
     image.reduce(FINE).save(path, format="PNG")
+
+
+class Table(NamedTuple):
+    """Hold a league of n players, the best first."""
+
+    names: list[str]
+    ratings: np.ndarray  # (n,) Elo
+    errors: np.ndarray  # (n,) their standard errors
+    rates: np.ndarray  # (n, n) win rates of the player of a row against that of a column
+
+
+def write_league(table: Table, path: Path) -> None:
+    """Draw a league: Elo as bars with their errors, and beside each the win rates against the others."""
+    from matplotlib.figure import Figure  # which takes a second to import, for this alone
+
+    count = len(table.names)
+    figure = Figure(figsize=(4 + 0.7 * count, 1.2 + 0.45 * count), layout="constrained")
+    bars, cells = figure.subplots(1, 2, width_ratios=[3, 0.7 * count])
+    places = np.arange(count)
+    bars.barh(places, table.ratings, xerr=table.errors, color="#4878a8", ecolor="black", capsize=3)
+    bars.set_yticks(places, table.names)
+    bars.set_ylim(count - 0.5, -0.5)
+    bars.set_xlim(left=min(0, 1.1 * float(table.ratings.min())))
+    bars.set_xlabel("Elo, with its standard error")
+    shown = np.ma.masked_array(table.rates, mask=np.eye(count, dtype=bool))
+    cells.imshow(shown, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    cells.set_yticks([])
+    cells.set_xticks(places, table.names, rotation=30, ha="right")
+    cells.set_xlabel("win rate of the row against the column")
+    for row in range(count):
+        for column in range(count):
+            if row != column:
+                cells.text(column, row, f"{table.rates[row, column]:.2f}", ha="center", va="center", fontsize=8)
+    figure.savefig(path, dpi=150)

@@ -81,6 +81,22 @@ def test_every_pair_of_several_players_meets(monkeypatch, capsys):
         assert total == f"{p:.3f} ± {(p * (1 - p) / 40) ** 0.5:.3f}"
 
 
+def test_a_league_lists_all_players_by_elo_and_draws_them(monkeypatch, capsys, tmp_path):
+    players = {name: OPPONENTS[name] for name in ("random", "greedy", "wandering")}
+    monkeypatch.setattr(play, "OPPONENTS", players)
+    call(monkeypatch, "random", "--league", tmp_path / "league.png", "--games", 60)
+    table = read_table(capsys.readouterr().out)
+    assert table[0] == ["player", "Elo", "greedy", "wandering", "random"]
+    assert [row[0] for row in table[1:]] == table[0][2:]
+    assert table[1][1].startswith("1000 ± ")
+    elos = [float(row[1].split()[0]) for row in table[1:]]
+    assert elos == sorted(elos, reverse=True) and elos[1] < 800
+    result = play_games(players["random"], players["wandering"], 60)
+    assert table[3][3] == f"{result.win_rate:.3f}" and table[2][4] == f"{result.losses / 60:.3f}"
+    with Image.open(tmp_path / "league.png") as image:
+        assert image.format == "PNG" and min(image.size) > 200
+
+
 def test_games_beyond_one_move_of_the_progress_bar_are_those_of_one_go(monkeypatch, capsys):
     call(monkeypatch, "random", "--games", 141, "--seed", 1)
     result = play_games(get("random"), get("greedy"), 141, seed=1)
@@ -159,6 +175,8 @@ def test_a_reader_that_leaves_ends_it_without_a_word():
         (["greedy", "--gif=nowhere/game.gif"], "cannot write nowhere/game.gif: there is no folder nowhere"),
         (["greedy", "--strip=nowhere/game.png"], "there is no folder nowhere"),
         (["greedy", "--strip=game.gif"], "game.gif would be a PNG"),
+        (["greedy", "--league=game.gif"], "game.gif would be a PNG"),
+        (["greedy", "--league=nowhere/game.png"], "there is no folder nowhere"),
         ([], "the following arguments are required: player"),
     ],
 )
