@@ -6,8 +6,7 @@ and a safe one that stays off every cell that another snake could reach as early
 the next bean is and how much room there is, as a snake with bodies and rivals in its way would find
 out.
 
-A set of cells is held in five 64-bit words of two rows each, and every flood runs for all boards at
-once, so that the compiler can put several boards into one vector instruction.
+Sets of cells and how they spread are those of `floods.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from .floods import ALL, BIT, WORD, WORDS, count, remove, spread
 from .game import (
     BEAN,
     BEANS,
@@ -41,54 +41,10 @@ PER_WAY = 13
 PER_SNAKE = 3
 FEATURES = WAYS * PER_WAY + PER_SNAKE
 
-WORDS = 5
-ALL = np.uint64((1 << 2 * COLUMNS) - 1)
 _cells = np.arange(CELLS)
 _rows, _columns = (np.abs(np.subtract.outer(at, at)) for at in np.divmod(_cells, COLUMNS))
 # DISTANCE[cell, cell]: steps around the borders, whatever is in the way
 DISTANCE = (np.minimum(_rows, ROWS - _rows) + np.minimum(_columns, COLUMNS - _columns)).astype(np.uint8)
-WORD = _cells // (2 * COLUMNS)
-BIT = np.uint64(1) << (_cells % (2 * COLUMNS)).astype(np.uint64)
-_LOW_ROW = np.uint64((1 << COLUMNS) - 1)
-_FIRST = np.uint64(1 | 1 << COLUMNS)  # the first column of both rows
-_LAST = np.uint64(_FIRST << np.uint64(COLUMNS - 1))
-_ONE = np.uint64(1)
-_WRAP = np.uint64(COLUMNS - 1)
-_ROW = np.uint64(COLUMNS)
-
-
-@njit(inline="always")
-def _around(above, here, below):
-    """Find the cells of a word whose neighbours are in a set, of which three words in turn are given."""
-    right = ((here << _ONE) & ~_FIRST) | ((here >> _WRAP) & _FIRST)
-    left = ((here >> _ONE) & ~_LAST) | ((here << _WRAP) & _LAST)
-    down = ((here & _LOW_ROW) << _ROW) | (above >> _ROW)
-    up = (here >> _ROW) | ((below & _LOW_ROW) << _ROW)
-    return right | left | down | up
-
-
-@njit(inline="always")
-def _count(word):
-    """Count the set bits of one word of at most 40."""
-    m1 = np.uint64(0x5555555555555555)
-    m2 = np.uint64(0x3333333333333333)
-    m4 = np.uint64(0x0F0F0F0F0F0F0F0F)
-    word = word - ((word >> np.uint64(1)) & m1)
-    word = (word & m2) + ((word >> np.uint64(2)) & m2)
-    word = (word + (word >> np.uint64(4))) & m4
-    return (word * np.uint64(0x0101010101010101)) >> np.uint64(56)
-
-
-@njit(cache=True)
-def _spread(cells, open_cells):
-    """Grow sets of cells (5, n) by one step, over open cells (5, n)."""
-    for b in range(cells.shape[1]):
-        c0, c1, c2, c3, c4 = cells[0, b], cells[1, b], cells[2, b], cells[3, b], cells[4, b]
-        cells[0, b] = c0 | (_around(c4, c0, c1) & open_cells[0, b])
-        cells[1, b] = c1 | (_around(c0, c1, c2) & open_cells[1, b])
-        cells[2, b] = c2 | (_around(c1, c2, c3) & open_cells[2, b])
-        cells[3, b] = c3 | (_around(c2, c3, c4) & open_cells[3, b])
-        cells[4, b] = c4 | (_around(c3, c4, c0) & open_cells[4, b])
 
 
 @njit(cache=True)
@@ -109,9 +65,7 @@ def _miss(cells, goals, distance):
 def _measure(cells, area):
     """Fill `area` (n,) with the sizes of sets (5, n)."""
     for b in range(cells.shape[1]):
-        area[b] = (
-            _count(cells[0, b]) + _count(cells[1, b]) + _count(cells[2, b]) + _count(cells[3, b]) + _count(cells[4, b])
-        )
+        area[b] = count(cells[0, b]) + count(cells[1, b]) + count(cells[2, b]) + count(cells[3, b]) + count(cells[4, b])
 
 
 @njit(cache=True)
@@ -161,14 +115,6 @@ def _draw_way(boards, first, s, way, free, cells):
         cells[WORD[cell], b] = BIT[cell] & free[WORD[cell], b]
 
 
-@njit(cache=True)
-def _remove(cells, others, rest):
-    """Fill `rest` with the cells that are not among the others', all (5, n)."""
-    for w in range(WORDS):
-        for b in range(cells.shape[1]):
-            rest[w, b] = cells[w, b] & ~others[w, b]
-
-
 @njit(cache=True, nogil=True)
 def observe(boards, team, seen):
     """Fill `seen`, float32 of shape (n, 3, FEATURES), with what the three snakes of a team see on each board."""
@@ -194,15 +140,15 @@ def _observe(boards, team, first, seen):
         _draw_heads(boards, first, s, others)
         misses[:] = 0
         for step in range(1, DEPTH + 1):
-            _spread(others, free)
-            _remove(free, others, calm)
+            spread(others, free)
+            remove(free, others, calm)
             for way in range(WAYS):
                 if step == 1:
                     _draw_way(boards, first, s, way, free, wide[way])
                     _draw_way(boards, first, s, way, calm, safe[way])
                 else:
-                    _spread(wide[way], free)
-                    _spread(safe[way], calm)
+                    spread(wide[way], free)
+                    spread(safe[way], calm)
                 _miss(wide[way], beans, misses[0, way])
                 _miss(safe[way], beans, misses[1, way])
                 if step == DEPTH // 2:
