@@ -2,8 +2,9 @@
 
     python tests/benchmarks/snakes_strength.py --seeds 1 2 3 --curve curve.png -- --total_episodes 20000
 
-What follows `--` goes to the trainer. Prints a Markdown table: for each training seed the seconds that training took,
-and the win rates of its best model in games that it was not chosen by, on both sides, against every scripted player.
+What follows `--` goes to the trainer. The models play with their step of search. Prints a Markdown table: for each
+training seed the seconds that training took, and the win rates of its best model in games that it was not chosen by, on
+both sides, against every scripted player.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "snakes_ddpg"))
 from snakes import runs
 from snakes.evaluation import play_games
 from snakes.opponents import OPPONENTS
-from snakes.policy import load_policy
+from snakes.search import load_search
 
 TRAINER = Path(runs.__file__).parents[1] / "rl_trainer" / "main_ddp.py"
 GAMES_SEED = 12345  # neither that of training nor that of its evaluations
@@ -42,13 +43,12 @@ def train(seed: int, ranks: int, folder: Path, flags: list[str]) -> tuple[Path, 
 
 
 def draw_curve(found: dict[int, Path], path: Path) -> None:
-    """Win rate against the evaluation's opponent over training, a line for each seed."""
+    """Mean win rate over the evaluation's opponents during training, without search, a line for each seed."""
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for seed, run in found.items():
         events = EventAccumulator(str(run)).Reload().Scalars("evaluation/win_rate")
         axes.plot([event.step for event in events], [event.value for event in events], marker=".", label=f"seed {seed}")
-    axes.axhline(0.02, color="grey", linestyle=":", label="the public DDPG checkpoint")
-    axes.set(xlabel="episodes, of all ranks", ylabel="win rate against greedy", ylim=(0, 1))
+    axes.set(xlabel="episodes, of all ranks", ylabel="mean win rate over the ladder, without search", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def main() -> None:
     found = {}
     for seed in tqdm(args.seeds, unit="seed", disable=None):
         found[seed], seconds = train(seed, args.ranks, args.runs_folder, args.flags)
-        policy = load_policy(runs.find_model(found[seed].name, root=args.runs_folder))
+        policy = load_search(runs.find_model(found[seed].name, root=args.runs_folder))
         results = [play_games(policy, player, args.games, seed=GAMES_SEED) for player in OPPONENTS.values()]
         rates = " | ".join(f"{result.win_rate:.3f} ± {result.standard_error:.3f}" for result in results)
         total = json.loads((found[seed] / "summary.json").read_text())["total"]
