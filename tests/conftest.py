@@ -54,14 +54,13 @@ def _missing(packages: list[str]) -> list[str]:
     return [package for package in packages if importlib.util.find_spec(package) is None]
 
 
-# files whose tests share what takes long to make, such as the runs of a trainer, or of programs side by side
+# whose tests share what takes long to make: the runs of a trainer or of programs side by side, compiled code
 _TOGETHER = (
+    "examples/snakes_ddpg",
     "launchers/test_slurm.py",
     "launchers/test_torchrun.py",
     "process_group/test_main_thread.py",
     "test_robot_trainer.py",
-    "test_snakes_export.py",
-    "test_snakes_trainer.py",
     "test_video_trainer.py",
 )
 
@@ -91,8 +90,7 @@ class _Groups(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return file if file.endswith(_TOGETHER) else nodeid
+        return next((part for part in _TOGETHER if part in nodeid), nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
