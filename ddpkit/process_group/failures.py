@@ -94,9 +94,9 @@ def message_of(error: BaseException, length: int = _MESSAGE_LENGTH) -> str:
     return printable(text[:length])
 
 
-def describe_error(error: BaseException) -> str:
-    """Write an exception as the last line of its traceback does: its class and its text."""
-    return f"{type(error).__name__}: {message_of(error)}"
+def describe_error(error: BaseException, length: int = _MESSAGE_LENGTH) -> str:
+    """Write an exception as the last line of its traceback does: its class and its text, shortened to `length`."""
+    return f"{type(error).__name__}: {message_of(error, length)}"
 
 
 def trace_of(error: BaseException) -> str:

@@ -30,7 +30,7 @@ from ..errors import (
     MismatchError,
     ReplicaMismatchError,
 )
-from .failures import Failure, message_of
+from .failures import Failure, describe_error
 from .main_thread import GRACE, MainThread
 from .monitor_connections import Event, Star
 from .monitor_messages import encode
@@ -301,7 +301,7 @@ class Monitor(threading.Thread):
     def _break_down(self, error: BaseException) -> None:
         """Tell all ranks that this one is no longer watched, and see to it that it ends."""
         session = self._session
-        words = f"its watch broke down, so it would hear of no failure: {type(error).__name__}: {message_of(error)}"
+        words = f"its watch broke down, so it would hear of no failure: {describe_error(error)}"
         failure = self._failure_of(session.rank, "unwatched", words)
         _log(logging.CRITICAL, f"Rank {session.rank} fails: {words}", error)
         with suppress(Exception):

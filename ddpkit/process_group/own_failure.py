@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError
 from ..torch_internals import other_groups_were_made
-from .failures import Failure, message_of, trace_of
+from .failures import Failure, describe_error, message_of, trace_of
 from .monitor import Monitor
 from .session import Session
 
@@ -158,7 +158,7 @@ def fill_error_file(error: BaseException) -> None:
     if isinstance(error, PeerError):  # torchrun calls the earliest one the root cause
         seconds += 1
     message = {
-        "message": f"{type(error).__name__}: {message_of(error, _REPORT_LENGTH)}",
+        "message": describe_error(error, _REPORT_LENGTH),
         "extraInfo": {"py_callstack": trace_of(error), "timestamp": f"{seconds}"},
     }
     with suppress(OSError), open(path, "w") as file:

@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import threading
-from codecs import IncrementalDecoder
 from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing import Pipe
@@ -18,7 +17,7 @@ from typing import Any, TextIO
 from ..logging import FORWARDED
 
 _CHUNK = 1 << 16  # bytes read at a time
-_Decoder = codecs.getincrementaldecoder("utf-8")
+_Decoder = codecs.getincrementaldecoder("utf-8")  # keeps half a character for the next time
 
 
 def own_streams() -> dict[int, TextIO]:
@@ -44,8 +43,7 @@ class Copier(threading.Thread):
     def __init__(self, streams: dict[int, TextIO]) -> None:
         super().__init__(name="ddpkit output", daemon=True)
         self._streams = streams
-        self._stream_of: dict[Connection, TextIO] = {}
-        self._decoders: dict[Connection, IncrementalDecoder] = {}
+        self._outputs: dict[Connection, tuple[TextIO, codecs.IncrementalDecoder]] = {}
         self._ended, self._end = Pipe(duplex=False)
 
     def pipes(self) -> dict[int, Connection]:
@@ -56,16 +54,15 @@ class Copier(threading.Thread):
         writers = {}
         for number, stream in self._streams.items():
             reader, writers[number] = Pipe(duplex=False)
-            self._stream_of[reader] = stream
-            self._decoders[reader] = _Decoder(errors="replace")
+            self._outputs[reader] = stream, _Decoder(errors="replace")
         return writers
 
     def run(self) -> None:
         """Copy until all writers have closed their ends, or `close` is called."""
-        while self._stream_of:
-            ready = wait([*self._stream_of, self._ended])
+        while self._outputs:
+            ready = wait([*self._outputs, self._ended])
             for reader in ready:
-                if reader in self._stream_of:
+                if reader in self._outputs:
                     self._copy(reader)
             if ready == [self._ended]:  # and nothing is left to read
                 return
@@ -76,18 +73,17 @@ class Copier(threading.Thread):
         was_started = self.ident is not None
         if was_started:
             self.join(5.0)
-        for end in (*self._stream_of, self._ended, self._end):
+        for end in (*self._outputs, self._ended, self._end):
             end.close()
 
     def _copy(self, reader: Connection) -> None:
+        stream, decoder = self._outputs[reader]
         data = os.read(reader.fileno(), _CHUNK)
-        if not data:
-            del self._stream_of[reader]
-            reader.close()
-            return
-        stream = self._stream_of[reader]
-        stream.write(self._decoders[reader].decode(data))  # which keeps half a character for the next time
+        stream.write(decoder.decode(data, final=not data))
         stream.flush()
+        if not data:
+            del self._outputs[reader]
+            reader.close()
 
 
 def redirect(writers: dict[int, Connection]) -> None:
