@@ -84,7 +84,7 @@ def publish(checkpoint: Path, folder: Path, config: Config, epoch: int, news: di
     """
     save, models = "experiment.save.", folder / "models"
     copy(checkpoint, folder / "last.pth")
-    if epoch % config[f"{save}every_n_epochs"] == 0 or epoch == config["train.num_epochs"]:
+    if due(epoch, config[f"{save}every_n_epochs"], config["train.num_epochs"]):
         copy(checkpoint, models / f"model_epoch_{epoch}.pth")
     if config[f"{save}on_best_validation"]:
         copy(checkpoint, models / f"model_epoch_{epoch}_validation_{news['validation/loss']:.6f}.pth")
@@ -97,6 +97,10 @@ def publish(checkpoint: Path, folder: Path, config: Config, epoch: int, news: di
             found[path] = sign * float(value), int(saved_at)
         for path in sorted(found, key=found.__getitem__)[config[f"{save}top_k"] :]:
             path.unlink()
+
+
+def due(epoch: int, every: int, last: int) -> bool:
+    return epoch % every == 0 or epoch == last
 
 
 def copy(checkpoint: Path, name: Path) -> None:

@@ -115,7 +115,7 @@ def main(job: ddpkit.Context) -> None:
         if validation:
             news["validation/loss"] = validate(actor, validation, job.device)
             log.info("Epoch %d: validation loss %.4f", epoch, news["validation/loss"])
-        if config["experiment.rollout.enabled"] and due(epoch, config["experiment.rollout.rate"], epochs):
+        if config["experiment.rollout.enabled"] and checkpoints.due(epoch, config["experiment.rollout.rate"], epochs):
             news["rollout/success_rate"] = roll_out(actor, index, config, folder, epoch)
         if config["experiment.save.enabled"]:
             check_all(policy, optimizer, ema)
@@ -239,11 +239,8 @@ def validate(policy: DiffusionPolicy, loader: Any, device: torch.device) -> floa
         losses = policy(to_device(batch, device))
         total += losses.double().sum().item()
         count += len(losses)
-    return ddpkit.all_reduce(total) / ddpkit.all_reduce(count)
-
-
-def due(epoch: int, every: int, last: int) -> bool:
-    return epoch % every == 0 or epoch == last
+    total, count = ddpkit.all_reduce((total, count))
+    return total / count
 
 
 def check_all(policy: DiffusionPolicy, optimizer: torch.optim.Optimizer, ema: EMA | None) -> None:
