@@ -294,11 +294,11 @@ def evaluate(agent: DDPG, settings: argparse.Namespace, job: ddpkit.Context) -> 
     names = judges_of(settings)
     share = np.array_split(np.arange(settings.eval_games), job.world_size)[job.rank]
     first = int(share[0]) if len(share) else 0
-    results = {}
+    mine = {}
     for name in names:
-        mine = play_games(Policy(agent.actor), opponents.get(name), len(share), seed=EVALUATION_SEED, first=first)
-        results[name] = Result(*ddpkit.all_reduce(dataclasses.astuple(mine)))
-    return results
+        result = play_games(Policy(agent.actor), opponents.get(name), len(share), seed=EVALUATION_SEED, first=first)
+        mine[name] = dataclasses.astuple(result)
+    return {name: Result(*sums) for name, sums in ddpkit.all_reduce(mine).items()}
 
 
 def mean_of(results: dict[str, Result]) -> tuple[float, float]:
