@@ -165,13 +165,14 @@ def _test_clip(
         shown.pop("injection", None)
         return strip({what: _pixels(frame) for what, frame in (shown | {"sharp": sharp}).items()})
 
-    save(folder / f"{label}.png", picture(middle))
+    middle_picture = picture(middle)
+    save(folder / f"{label}.png", middle_picture)
     if opt["val"]["save_img"]:
         for number, name in enumerate(clip.names):
             save(folder / f"{name}_{label}.png", _pixels(restored[number]))
         save_film(folder / f"{label}.mp4", map(picture, range(len(clip))))
     log.info("tested %s in %.1f s", clip.name, time.perf_counter() - begun)  # progress, where there is no terminal
-    return scores, thumbnail(picture(middle))
+    return scores, thumbnail(middle_picture)
 
 
 def _show(
