@@ -11,23 +11,14 @@ share. A run's first lines, in which that file fills, are printed apart from the
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from video_runs import read_options, refuse, start
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "video_deblurring"
-sys.path.insert(0, str(EXAMPLE))
-import deblurring  # noqa: E402, F401, which makes `shared` known
-from shared.settings import read_json  # noqa: E402
-
-OPTIONS = EXAMPLE / "options/vrt/006_train_vrt_videodeblurring_gopro.json"
 HEIGHT, WIDTH = 720, 1280
 
 
@@ -51,8 +42,7 @@ def write_frames(root: Path, clips: int, frames: int) -> None:
 def shares(data: Path, cached: bool, workers: int, args: argparse.Namespace) -> list[tuple[float, float]]:
     """Images per second and the share of waiting, of each line of a run."""
     with tempfile.TemporaryDirectory() as folder:
-        opt = read_json(OPTIONS)
-        opt["path"]["root"] = folder
+        opt = read_options("006_train_vrt_videodeblurring_gopro.json")
         for section in opt["datasets"].values():
             section |= {"dataroot_gt": str(data / "GT"), "dataroot_lq": str(data / "GT_blurred"), "cache_data": False}
         opt["datasets"]["train"] |= {
@@ -65,12 +55,7 @@ def shares(data: Path, cached: bool, workers: int, args: argparse.Namespace) -> 
         never = 10 * args.iterations
         opt["train"] |= {"total_iter": never, "checkpoint_print": args.iterations // 5}
         opt["train"] |= {"checkpoint_save": never, "checkpoint_test": never}
-        path = Path(folder) / "loading.json"
-        path.write_text(json.dumps(opt))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
-        command += [str(EXAMPLE / "main_train_vrt.py"), "--opt", str(path)]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        running = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        running = start(opt, folder, args.ranks)
         assert running.stdout is not None
         said, found = "", []
         for line in running.stdout:
@@ -81,7 +66,7 @@ def shares(data: Path, cached: bool, workers: int, args: argparse.Namespace) -> 
                 break
         running.wait()
     if len(found) < 5:
-        sys.exit(f"{' '.join(command)} ended with status {running.returncode}:\n{said}")
+        refuse(running, said)
     return [(float(rate), float(waits)) for rate, waits in found]
 
 

@@ -12,38 +12,25 @@ within a round.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "video_deblurring"
-sys.path.insert(0, str(EXAMPLE))
-import deblurring  # noqa: E402, F401, which makes `shared` known
-from shared.settings import read_json  # noqa: E402
-
-OPTIONS = EXAMPLE / "options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json"
+from video_runs import EXAMPLE, read_options, refuse, start
 
 
 def rate(ranks: int, iterations: int) -> float:
     """Images per second of all ranks, in one run."""
+    opt = read_options("006_train_vrt_videodeblurring_gopro_rgbspike.json")
+    opt["train"] |= {"total_iter": iterations, "checkpoint_print": iterations // 5}
     with tempfile.TemporaryDirectory() as folder:
-        opt = read_json(OPTIONS)
-        opt["path"]["root"] = folder
-        opt["train"] |= {"total_iter": iterations, "checkpoint_print": iterations // 5}
-        path = Path(folder) / "speed.json"
-        path.write_text(json.dumps(opt))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command += [str(EXAMPLE / "main_train_vrt.py"), "--opt", str(path)]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if ended.returncode != 0:
-            sys.exit(f"{' '.join(command)} ended with status {ended.returncode}:\n{ended.stdout}")
-    return statistics.median(float(found) for found in re.findall(r"images/s: ([\d.]+)", ended.stdout)[1:])
+        running = start(opt, folder, ranks)
+        said, _ = running.communicate()
+    if running.returncode != 0:
+        refuse(running, said)
+    return statistics.median(float(found) for found in re.findall(r"images/s: ([\d.]+)", said)[1:])
 
 
 def main() -> None:
