@@ -166,9 +166,12 @@ class RankPlugin:
             before = cleaning.traces()
             done = self._do(task, items)
         except PeerError as error:  # between the parts of the test in which it would be reported
-            done = Done(True, f"PeerError: {error}", heard_of=error.rank)
+            # sent from here, where it is being handled and so is not raised again
+            self._send(Done(True, f"PeerError: {error}", heard_of=error.rank))
+            return None
         except Exception:  # it cannot join, for example
-            done = Done(True, traceback.format_exc())
+            self._send(Done(True, traceback.format_exc()))
+            return None
         self._send(done)
         return None if done.failed else before
 
