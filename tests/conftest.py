@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib.util
 import multiprocessing
@@ -35,7 +34,6 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it was imported bef
 
 # a loader's forked worker that collects a store among the garbage of tests waits for threads that it has not
 os.register_at_fork(after_in_child=gc.freeze)
-atexit.register(gc.freeze)  # or each worker would look through all of torch when it ends
 
 # torch looks up the name of each connection's other end; a name server that does not answer costs 5 s each time
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
@@ -103,6 +101,7 @@ def pytest_collection_finish() -> None:
     """Start the process from which all others are forked, before a test starts it with less in it."""
     if "DDPKIT_TESTING_RANKS" not in os.environ:
         import_once()
+    gc.freeze()  # collecting garbage need not look through torch and the tests each time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,7 +23,11 @@ from typing import Any
 from ddpkit.testing.warm_rank import PRELOADED
 
 ROOT = Path(__file__).parents[1]
-_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "RES_OPTIONS", "PYTHONPYCACHEPREFIX")
+START = ROOT / "tests" / "start"
+_PATHS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+if str(START) not in _PATHS:  # what workers of xdist inherit has it
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(START), str(ROOT), *_PATHS]))
+_KEPT = ("PATH", "PYTHONPATH", "HOME", "TMPDIR", "LANG", "RES_OPTIONS", "PYTHONPYCACHEPREFIX")
 _KEPT += ("ATEN_CPU_CAPABILITY", "MKL_CBWR")  # by which sums are rounded
 CLEAN = {k: v for k, v in os.environ.items() if k in _KEPT}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -79,7 +83,7 @@ def launch(
     meanwhile: Callable[[list[subprocess.Popen[bytes]]], Any] = lambda crew: None,
 ) -> list[Ended]:
     """Runs commands side by side; calls `meanwhile` with their processes once they have started."""
-    env = CLEAN | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (env or {})
+    env = CLEAN | {"OMP_NUM_THREADS": "1"} | (env or {})
     start, crew, ended = time.monotonic(), [], []
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]

@@ -16,7 +16,6 @@ from conftest import on_ranks
 from test_ops import last, raised
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
 
 import ddpkit
 
@@ -98,6 +97,8 @@ def test_torchs_defaults_and_modes_change_no_result(world: int) -> None:
 
 
 def sharded() -> dict[str, tuple[str, str, float]]:
+    from torch.distributed.tensor import distribute_tensor  # here: it takes long to import
+
     rank, world = ddpkit.get_rank(), ddpkit.get_world_size()
     plain = torch.ones(4)
     odd = {

@@ -36,7 +36,7 @@ class Run:
 
     def command(self, *words: str, **env: str) -> None:
         """Starts a command."""
-        env = CLEAN | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"} | env
+        env = CLEAN | {"PYTHONPATH": f"{CLEAN['PYTHONPATH']}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"} | env
         with open(self._log(), "w") as log:
             self.members.append(subprocess.Popen(words, env=env, stdout=log, stderr=log, start_new_session=True))
 

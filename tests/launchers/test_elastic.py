@@ -15,6 +15,7 @@ from nodes import needs
 from processes import Ended
 from restarts import kill_ranks_when, lose_when, on_one_node, on_two_nodes
 
+pytestmark = pytest.mark.storm  # ranks start again and again
 ELASTIC = str(Path(elastic.__file__))
 LAST_SAVED = elastic.FAIL_AT // elastic.SAVE_EVERY * elastic.SAVE_EVERY
 
@@ -41,14 +42,12 @@ def assert_recovered(ended: list[Ended], first: int, then: int, undisturbed: str
     assert said == [f"{first} ranks start after step 0", f"{then} ranks start after step {LAST_SAVED}", undisturbed]
 
 
-@pytest.mark.storm
 def test_a_restart_on_one_node_goes_on(tmp_path: Path, undisturbed: str) -> None:
     ended = on_one_node(ELASTIC, str(tmp_path), "raise", static=True)
     assert [end.code for end in ended] == [0], ended
     assert_recovered(ended, 2, 2, undisturbed)
 
 
-@pytest.mark.storm
 @needs(nodes=True)
 @pytest.mark.parametrize(("static", "fault", "faulty"), [(False, "kill", "-1"), (True, "raise", "0")])
 def test_a_restart_on_two_nodes_goes_on(
@@ -59,7 +58,6 @@ def test_a_restart_on_two_nodes_goes_on(
     assert_recovered(ended, 4, 4, undisturbed)
 
 
-@pytest.mark.storm
 @needs(nodes=True)
 def test_a_job_that_loses_a_node_goes_on_with_the_other(tmp_path: Path, undisturbed: str) -> None:
     ended = on_two_nodes(ELASTIC, str(tmp_path), "wait", nodes="1:2", strike=lose_when(tmp_path / "failed"))
@@ -67,7 +65,6 @@ def test_a_job_that_loses_a_node_goes_on_with_the_other(tmp_path: Path, undistur
     assert_recovered(ended, 4, 2, undisturbed)
 
 
-@pytest.mark.storm
 @needs(nodes=True)
 def test_the_digits_go_on_when_a_rank_on_another_node_is_killed(tmp_path: Path) -> None:
     train = [DIGITS, f"--folder={tmp_path}", "--save-every=5", "--resume"]

@@ -9,19 +9,18 @@ from jobs import HYDRA, ONE_EPOCH, OPENMPI, PROGRAM, PYTHON, assert_ended, asser
 from nodes import needs, remote_shell, virtual_nodes
 from processes import launch
 
+pytestmark = pytest.mark.storm  # launchers take long
 KINDS = [
     pytest.param(OPENMPI, "openmpi", marks=needs("mpirun.openmpi"), id="openmpi"),
     pytest.param(HYDRA, "pmi", marks=needs("mpiexec.hydra"), id="hydra"),
 ]
 
 
-@pytest.mark.storm
 @pytest.mark.parametrize(("mpirun", "kind"), KINDS)
 def test_mpirun_on_one_node(mpirun: list[str], kind: str) -> None:
     assert_joined(launch([*mpirun, "-n", "4", *PYTHON, *PROGRAM]), kind, 4)
 
 
-@pytest.mark.storm
 @needs(nodes=True)
 @pytest.mark.parametrize(("mpirun", "kind"), KINDS)
 def test_mpirun_on_two_nodes(mpirun: list[str], kind: str, tmp_path: Path) -> None:
@@ -36,7 +35,6 @@ def test_mpirun_on_two_nodes(mpirun: list[str], kind: str, tmp_path: Path) -> No
         assert_joined(launch(login.lead(*mpirun, *where, *hosts, *PYTHON, *PROGRAM)), kind, 2, 2)
 
 
-@pytest.mark.storm
 @pytest.mark.parametrize(
     ("mpirun", "fault", "by_launcher"),
     [
@@ -51,13 +49,11 @@ def test_who_ends_the_other_rank(mpirun: list[str], fault: str, by_launcher: str
     assert_ended(end, tmp_path, by_launcher)
 
 
-@pytest.mark.storm
 @pytest.mark.parametrize(("mpirun", "kind"), KINDS)
 def test_the_digits_train_on_two_ranks(mpirun: list[str], kind: str, tmp_path: Path) -> None:
     assert_trained(launch([*mpirun, "-n", "2", *PYTHON, *ONE_EPOCH, "--folder", str(tmp_path)]), 2)
 
 
-@pytest.mark.storm
 @needs("mpirun.openmpi")
 def test_the_doctor_examines_an_mpi_job() -> None:
     (end,) = launch([*OPENMPI, "-n", "2", *PYTHON, "-m", "ddpkit", "doctor", "--device", "cpu"])

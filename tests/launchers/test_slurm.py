@@ -15,7 +15,7 @@ from jobs import MEET, ONE_EPOCH, PROGRAM, PYTHON, assert_ended, assert_joined, 
 from nodes import needs
 from processes import ROOT, TORCHRUN
 
-pytestmark = needs("slurmctld", "slurmd", "srun", "munged", nodes=True)
+pytestmark = [pytest.mark.storm, needs("slurmctld", "slurmd", "srun", "munged", nodes=True)]
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +29,11 @@ def test_srun_starts_one_rank_for_each_task(slurm: Slurm) -> None:
     assert_joined([slurm.run("srun", *tasks, *PYTHON, *PROGRAM)], "slurm", 2, 2)
 
 
-@pytest.mark.storm
 def test_the_digits_train_on_two_tasks(slurm: Slurm, tmp_path: Path) -> None:
     train = [*PYTHON, *ONE_EPOCH, "--folder", str(tmp_path)]
     assert_trained([slurm.run("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit", *train)], 2)
 
 
-@pytest.mark.storm
 @pytest.mark.parametrize(("flags", "by_launcher"), [(["--kill-on-bad-exit"], "got SIGTERM"), ([], "stayed")])
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_who_ends_the_other_rank(slurm: Slurm, flags: list[str], by_launcher: str, fault: str, tmp_path: Path) -> None:
@@ -43,13 +41,11 @@ def test_who_ends_the_other_rank(slurm: Slurm, flags: list[str], by_launcher: st
     assert_ended(end, tmp_path, by_launcher)
 
 
-@pytest.mark.storm
 def test_srun_in_a_batch_script_starts_the_ranks(slurm: Slurm, tmp_path: Path) -> None:
     program = shlex.join([*PYTHON, *PROGRAM])
     assert_joined([slurm.submit(tmp_path, f"srun --kill-on-bad-exit {program}")], "slurm", 2, 2)
 
 
-@pytest.mark.storm
 def test_the_video_trainers_batch_script_trains_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
     folder, script, output = ROOT / "examples/video_deblurring", tmp_path / "train.sh", tmp_path / "output"
     opt = video.options(video.write_clips(tmp_path / "clips"), tmp_path, train__total_iter=4)
@@ -65,7 +61,6 @@ def test_the_video_trainers_batch_script_trains_on_two_nodes(slurm: Slurm, tmp_p
     assert "done: 4 iterations" in said and (tmp_path / "tiny/models/4_optimizerG.pth").is_file(), said
 
 
-@pytest.mark.storm
 def test_a_batch_script_without_srun_is_one_process_and_a_warning(slurm: Slurm, tmp_path: Path) -> None:
     done = slurm.submit(tmp_path, shlex.join([*PYTHON, *PROGRAM]))
     assert_joined([done], "single", 1)
@@ -73,21 +68,18 @@ def test_a_batch_script_without_srun_is_one_process_and_a_warning(slurm: Slurm, 
     assert "start the ranks with srun" in done.output
 
 
-@pytest.mark.storm
 def test_a_program_in_a_terminal_of_srun_is_one_process(slurm: Slurm) -> None:
     lone = shlex.join(["srun", "--pty", *PYTHON, *PROGRAM])
     done = slurm.run("script", "--quiet", "--return", "--command", lone, "/dev/null")
     assert done.code == 0 and "rank 0/1 local 0/1 node 0/1 slurm mean 0" in done.output, done
 
 
-@pytest.mark.storm
 def test_torchrun_in_one_task_of_each_node_is_one_job(slurm: Slurm) -> None:
     agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=2", *MEET]
     tasks = ["--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit"]
     assert_joined([slurm.run("srun", *tasks, *agent, *PROGRAM)], "torchrun", 2, 2)
 
 
-@pytest.mark.storm
 def test_a_program_typed_into_a_shell_of_four_tasks_runs_alone_with_a_warning(slurm: Slurm) -> None:
     typed = shlex.quote(f"{shlex.join([*PYTHON, *PROGRAM])}\nexit\n")
     shell = shlex.join(["script", "--quiet", "--return", "--command", "srun --ntasks=4 --pty bash", "/dev/null"])

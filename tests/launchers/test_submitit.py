@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import CLEAN, ROOT, launch
+from processes import CLEAN, launch
 
 pytest.importorskip("submitit", reason="needs submitit: pip install submitit")
 
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("tasks", [1, 2])
 def test_two_jobs_of_the_local_executor_are_two_worlds(tmp_path: Path, tasks: int) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    paths = f"{ROOT}:{':'.join(path for path in sys.path if path)}"
+    paths = ":".join([CLEAN["PYTHONPATH"], *filter(None, sys.path)])
     command = ["sh", "-c", f"cd {tmp_path} && exec {sys.executable} job.py {tasks}"]
     (ended,) = launch(command, env={**CLEAN, "PYTHONPATH": paths}, timeout=170)
     kind = "submitit" if tasks > 1 else "single"

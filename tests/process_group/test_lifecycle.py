@@ -31,7 +31,7 @@ def torchrun(folder: Path, script: str, *flags: str, **env: str) -> tuple[int, s
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *flags, str(path)]
-    env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    env = {**CLEAN, "OMP_NUM_THREADS": "1", **env}
     start = time.monotonic()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr, time.monotonic() - start

@@ -269,9 +269,8 @@ def run_as_command(program: str) -> None:
 
 
 def run_from_stdin(program: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     pipes = {"input": program, "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, "-"], env=env, timeout=600, **pipes)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run([sys.executable, "-"], timeout=600, **pipes)  # type: ignore[call-overload,no-any-return]
 
 
 @pytest.mark.parametrize("source", ["-c", pytest.param("stdin", marks=pytest.mark.storm)])
@@ -406,9 +405,8 @@ def test_ctrl_c_leaves_no_rank_behind(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(INTERRUPTED)
     folder = tmp_path / "pids"
     folder.mkdir()
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(tmp_path / "program.py"), str(folder)]
-    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True) as program:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as program:
         while len(os.listdir(folder)) < 2:
             assert program.poll() is None
             time.sleep(0.05)

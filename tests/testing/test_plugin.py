@@ -723,7 +723,7 @@ def started(folder: Path, source: str, *options: str) -> Iterator[Run]:
     os.mkfifo(folder / "stdin")
     arguments = ["-p", "ddpkit.testing.hooks", "-p", "no:randomly", "-p", "no:cacheprovider", *options]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins were imported before the fork
-    environment = {"PYTHONPATH": str(ROOT), "A_WORD": f"of {folder}"}
+    environment = {"A_WORD": f"of {folder}"}
     process = begin(run_pytest, environment, folder, arguments, output=str(folder / "output"))
     with open(folder / "stdin", "w") as stdin:
         try:

@@ -139,7 +139,7 @@ def report() -> dict[str, Any]:
 
 
 def run_tool(command: list[str], folder: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"PYTHONPATH": str(ROOT)} | env
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | env
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 

@@ -50,7 +50,7 @@ def can_be(there: list[str]) -> bool:
 
 
 def popen(command: list[str], stdin: int, env: dict[str, str]) -> subprocess.Popen[str]:
-    env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    env = {**CLEAN, "OMP_NUM_THREADS": "1", **env}
     pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env=env, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
 
@@ -198,7 +198,7 @@ def test_a_bad_master_address_fails_the_step_within_the_time_out(rank: int) -> N
 
 def torchrun(nprocs: int, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [*TORCHRUN, f"--nproc-per-node={nprocs}", "-m", "ddpkit", "doctor"]
-    env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    env = {**CLEAN, "OMP_NUM_THREADS": "1", **env}
     return subprocess.run([*command, *flags], env=env, capture_output=True, text=True, timeout=600)
 
 
@@ -225,7 +225,7 @@ def test_the_report_comes_although_torchrun_ends_all_when_one_rank_has_failed(tm
     """Rank 0 waits in gloo, in a C call, when torchrun's signal comes."""
     (tmp_path / "doctor.py").write_text(DIES_WHILE_JOINING)
     command = [*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "doctor.py")]
-    env = {**CLEAN, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**CLEAN, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1 and failed(done.stdout) == ["join"], done.stderr
     assert "another rank has failed" in found(done.stdout)["join"]["found"]
@@ -317,7 +317,8 @@ def test_the_doctor_does_not_disturb_a_job_that_runs_with_the_same_variables() -
     """As in a shell that was opened in a pod where the job runs."""
     port = free_port()
     code = "import test_doctor; test_doctor.work_until_told()"
-    env = {**CLEAN, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests", Path(__file__).parent]))}
+    paths = [CLEAN["PYTHONPATH"], f"{ROOT}/tests", f"{ROOT}/tests/tools"]
+    env = {**CLEAN, "PYTHONPATH": os.pathsep.join(paths)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     job = [
         subprocess.Popen([sys.executable, "-c", code], env=env | platform_env(rank, 2, port), **pipes)
@@ -586,8 +587,7 @@ sys.exit(cli.main(["doctor", "--json", "--timeout", "0.5"]))
 
 
 def test_checks_that_never_end_are_reported_and_ended() -> None:
-    env = {**CLEAN, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", STUCK], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", STUCK], env=CLEAN, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1 and failed(done.stdout) == ["collective"]
     assert "did not finish within 1 s" in found(done.stdout)["collective"]["found"]
 

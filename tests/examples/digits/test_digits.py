@@ -16,8 +16,9 @@ from processes import CLEAN, ROOT, TORCHRUN, free_port, platform_env
 
 import ddpkit
 
+pytestmark = pytest.mark.storm  # it trains again and again
 DIGITS = str(ROOT / "examples" / "digits.py")
-ENV = CLEAN | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENV = CLEAN | {"OMP_NUM_THREADS": "1"}
 
 
 def run_all(commands: list[list[str]], envs: list[dict[str, str]]) -> list[str]:
@@ -52,7 +53,6 @@ def epochs(output: str) -> dict[int, tuple[float, int]]:
     return {int(epoch): (float(loss), int(right)) for epoch, loss, right in lines}
 
 
-@pytest.mark.storm
 def test_it_reads_the_digits_however_it_is_launched_interrupted_and_resumed(tmp_path: Path) -> None:
     alone, moved = str(tmp_path / "alone"), str(tmp_path / "moved")
     whole = epochs(run_all([[sys.executable, DIGITS, "--folder", alone]], [{}])[0])

@@ -18,7 +18,7 @@ from snakes.evaluation import play_games
 from snakes.opponents import OPPONENTS, get
 
 FOLDER = Path(play.__file__).parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "PYTHONWARNINGS": "error"}
+ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "error"}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,6 +40,7 @@ def read_table(text: str) -> list[list[str]]:
     return [header, *rows]
 
 
+@pytest.mark.storm
 def test_two_players_meet_and_a_game_becomes_pictures(tmp_path):
     gif, strip, output = (tmp_path / name for name in ("game.gif", "strip.png", "table.md"))
     files = f"--gif={gif}", f"--strip={strip}", f"--output={output}"

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.storm  # it trains again and again
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "snakes_ddpg"
 # as for somebody who has installed ddpkit, on a machine without a GPU
-ENV = CLEAN | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+ENV = CLEAN | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 ENV["CUDA_VISIBLE_DEVICES"] = ""
 EPISODES, LENGTH, BOARDS, BATCH = 40, 20, 8, 32
 PATIENCE = 900.0  # seconds for a launch, which takes 10 on an idle machine

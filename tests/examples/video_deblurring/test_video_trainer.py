@@ -37,7 +37,7 @@ import ddpkit
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "video_deblurring"
 # as for somebody who has installed ddpkit, on a machine without a GPU
-ENV = CLEAN | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+ENV = CLEAN | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 ENV["CUDA_VISIBLE_DEVICES"] = ""
 CPU = torch.device("cpu")
 PATIENCE = 600.0  # seconds for a launch, which takes 10 on an idle machine
