@@ -62,6 +62,8 @@ _TOGETHER = (
     "test_video_trainer.py",
 )
 
+_WAITING = ("tests/tools/", "tests/process_group/")
+
 collect_ignore_glob = [files for files, packages in _OF_EXAMPLES.items() if _missing(packages)]
 
 
@@ -105,7 +107,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what trains the digits under a launcher where their packages are not installed."""
+    """Skip what trains the digits under a launcher where their packages are not installed.
+
+    And begin with what waits for seconds: at the end it would wait alone.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith(_WAITING))
     missing = _missing(_OF_EXAMPLES["examples/digits/*"])
     for item in items:
         if missing and "digits" in item.name:
