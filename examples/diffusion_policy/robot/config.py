@@ -108,6 +108,7 @@ SETTINGS = {
     "algo.ema.power": number(0.75, "(0, 1]"),
     "algo.ddpm.num_train_timesteps": count(100, low=2),
     "algo.ddpm.beta_schedule": choice("squaredcos_cap_v2"),
+    "algo.ddpm.prediction_type": choice("epsilon", "sample"),  # what the network finds: the noise, or the actions
     "algo.ddim.num_inference_timesteps": count(10),
     "observation.modalities.obs.low_dim": many(text(), []),  # observed numbers; []: what the format has
     "observation.modalities.obs.rgb": many(text(), []),  # cameras
@@ -161,8 +162,7 @@ ABSENT = (
     | absent("algo.ddpm.", "enabled num_inference_timesteps clip_sample", _DRAWN)
     | absent("algo.ddim.", "enabled clip_sample set_alpha_to_one", _DRAWN, True)
     | absent("algo.ddim.", "num_train_timesteps beta_schedule steps_offset", "those of algo.ddpm hold", 0)
-    | absent("algo.ddpm.", "prediction_type", "it finds the noise", "epsilon")
-    | absent("algo.ddim.", "prediction_type", "it finds the noise", "epsilon")
+    | absent("algo.ddim.", "prediction_type", "algo.ddpm says it", "epsilon")
 )
 
 

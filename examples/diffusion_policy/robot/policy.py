@@ -30,6 +30,7 @@ class DiffusionPolicy(nn.Module):
         horizons = [config[f"algo.horizon.{name}_horizon"] for name in ("observation", "action", "prediction")]
         self.observation_horizon, self.action_horizon, self.prediction_horizon = horizons
         self.inference_steps = config["algo.ddim.num_inference_timesteps"]
+        self.finds_noise = config["algo.ddpm.prediction_type"] == "epsilon"
         self.dtype = AMP[config["train.amp"]]
         for name, values in vars(statistics).items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32))
@@ -57,7 +58,7 @@ class DiffusionPolicy(nn.Module):
         return len(self.low)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of each sample: mean squared error of the noise that is found in the noisy actions.
+        """The loss of each sample: mean squared error of the noise, or the actions, that are found in noisy actions.
 
         Args:
             batch: "observations" (batch, observation horizon, numbers), "actions" and "noise" (batch, prediction
@@ -70,8 +71,10 @@ class DiffusionPolicy(nn.Module):
         """
         center, reach = self._action_range()
         noise, step = batch["noise"], batch["step"]
-        noisy = add_noise((batch["actions"] - center) / reach, noise, self.shares[step])
-        return (self._find_noise(noisy, step, self._see(batch)) - noise).square().mean((1, 2))
+        actions = (batch["actions"] - center) / reach
+        noisy = add_noise(actions, noise, self.shares[step])
+        found = self._run_network(noisy, step, self._see(batch))
+        return (found - (noise if self.finds_noise else actions)).square().mean((1, 2))
 
     @torch.no_grad()
     def act(self, seen: dict[str, torch.Tensor], noise: torch.Tensor) -> torch.Tensor:
@@ -107,6 +110,10 @@ class DiffusionPolicy(nn.Module):
         return torch.cat(parts, dim=1)
 
     def _find_noise(self, noisy: torch.Tensor, step: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        found = self._run_network(noisy, step, seen)
+        return found if self.finds_noise else remove_clean(noisy, found, self.shares[step])
+
+    def _run_network(self, noisy: torch.Tensor, step: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         with self._autocast(noisy.device):
             return self.network(noisy, step, seen).float()
 
@@ -119,6 +126,12 @@ def add_noise(clean: torch.Tensor, noise: torch.Tensor, share: torch.Tensor) -> 
     """Mix `clean` (batch, ...) with noise, so that the signal keeps that share (batch,) of the variance."""
     share = share.view(-1, *[1] * (clean.dim() - 1))
     return share.sqrt() * clean + (1 - share).sqrt() * noise
+
+
+def remove_clean(noisy: torch.Tensor, clean: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Return the noise in what `add_noise` has made of `clean`."""
+    share = share.view(-1, *[1] * (clean.dim() - 1))
+    return (noisy - share.sqrt() * clean) / (1 - share).sqrt()
 
 
 class EMA(nn.Module):

@@ -122,6 +122,24 @@ def test_half_precision_gives_nearly_the_same_loss_in_float32(amp: str) -> None:
     assert half.tolist() == pytest.approx(exact.tolist(), rel=0.03)
 
 
+class Knowing(torch.nn.Module):
+    """A network that finds the same actions everywhere."""
+
+    def forward(self, noisy: torch.Tensor, step: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        return torch.linspace(-1, 1, noisy[0].numel()).view_as(noisy[0]).expand_as(noisy)
+
+
+def test_a_network_may_find_the_actions_instead_of_the_noise() -> None:
+    policy, batch = make_policy("algo.ddpm.prediction_type=sample"), make_batch()
+    policy.network = Knowing()
+    center, reach = policy._action_range()
+    batch["actions"] = center + reach * policy.network(batch["noise"], batch["step"], None)
+    assert policy(batch).max() < 1e-12
+    plan = policy.act(batch, batch["noise"])
+    torch.testing.assert_close(plan, batch["actions"][:, 1:9], rtol=1e-4, atol=1e-4)
+    assert make_policy("algo.ddpm.prediction_type=epsilon")(make_batch()).equal(make_policy()(make_batch()))
+
+
 def test_actions_are_those_from_the_present_moment_on() -> None:
     policy, noise = make_policy("algo.horizon.action_horizon=3"), torch.randn(2, 16, 4)
     seen = {"observations": make_batch(2)["observations"]}
