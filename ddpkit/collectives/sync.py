@@ -236,6 +236,7 @@ def _keys(session: Session, call: str, name: str | None) -> tuple[str, str]:
     except (TypeError, ValueError) as error:
         with session.bounded(session.timeout):
             session.store.set(refusal_key, Failure.of(session.rank, error).to_json())
+        session.count_anew()
         raise
     if name is not None:
         call = f"{call} {str(name)!r}"

@@ -46,6 +46,7 @@ class Session(Waits):
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self._pid = os.getpid()
         self._counts: dict[str, int] = {}
+        self._refusals = 0  # after which all ranks count anew
         self._used_keys = UsedKeys()
 
     @property
@@ -57,7 +58,12 @@ class Session(Waits):
         """Make a key for the n-th use of a name; every rank counts alike because all take part."""
         number = self._counts.get(name, 0) + 1
         self._counts[name] = number
-        return f"{name}/{number}"
+        return f"{name}/{self._refusals}.{number}" if self._refusals else f"{name}/{number}"
+
+    def count_anew(self) -> None:
+        """Forget how often names were used: not all ranks have used the last one, for one of them had a bad name."""
+        self._refusals += 1
+        self._counts.clear()
 
     def meet(
         self,
@@ -83,7 +89,11 @@ class Session(Waits):
             if failure:
                 barrier.call_off(failure)
                 return
-            barrier.wait()
+            try:
+                barrier.wait()
+            finally:
+                if barrier.refused:
+                    self.count_anew()
             keys = list(used)
             if self.rank == 0:
                 keys += barrier.counters

@@ -51,6 +51,7 @@ class StoreBarrier:
         self._note = f"waits/{waits.rank}"  # where this rank says where it waits
         self._note_at = 0.0
         self._noted = False
+        self.refused = False  # by a rank that cannot come
 
     def wait(self) -> None:
         """Arrive, and return when all ranks have."""
@@ -98,6 +99,7 @@ class StoreBarrier:
             self._store.set(self._note, f"waits in {self.name} instead")
             self._noted = True
         if self._noted and self._refusal and self._store.check([self._refusal]):
+            self.refused = True
             raise Failure.from_json(self._store.get(self._refusal), self._refusal).to_error()
 
     def _read_counters(self) -> list[int]:

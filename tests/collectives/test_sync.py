@@ -222,6 +222,10 @@ def pass_a_bad_name(call: str) -> Any:
     else:
         out = caught(ddpkit.together(name).__enter__) if bad else caught(ddpkit.together(name)(int))
     ddpkit.barrier("after")
+    for _ in range(2):  # the name that one rank has not used is as good as others
+        ddpkit.barrier("x", timedelta(seconds=20))
+        with ddpkit.together("x"):
+            pass
     ddpkit.barrier()
     return out
 
