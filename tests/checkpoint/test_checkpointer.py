@@ -85,11 +85,13 @@ def load_and_draw(folder: str) -> tuple[list[float], list[float], list[str]]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ddpkit").addHandler(handler)
+    log = logging.getLogger("ddpkit")
+    log.addHandler(handler)
     model, draws = net(), []
     for _ in range(2):
         Checkpointer(folder).load_latest(model=model)
         draws.append(draw())
+    log.removeHandler(handler)
     assert draws[0] == draws[1]
     return flat(model), draws[0], messages
 

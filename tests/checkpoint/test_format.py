@@ -88,8 +88,12 @@ def fuzz_contents(folder: str) -> tuple[int, int]:
         with suppress(CheckpointError):  # it may be whole, and not fit
             assert Checkpointer(folder).load_latest()["step"] in (1, 2, 2**70)
 
-    logging.getLogger("ddpkit").setLevel(logging.ERROR)
-    try_one()
+    log = logging.getLogger("ddpkit")
+    log.setLevel(logging.ERROR)
+    try:
+        try_one()
+    finally:
+        log.setLevel(logging.NOTSET)
     return outcomes[0], outcomes[1]
 
 
