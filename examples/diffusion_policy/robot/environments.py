@@ -134,7 +134,10 @@ class Arena:
         return seen
 
     def _render(self, env: gymnasium.Env) -> np.ndarray:
+        viewer = getattr(getattr(env.unwrapped, "mujoco_renderer", None), "viewer", None)
         try:
+            if viewer is not None:
+                viewer.make_context_current()  # to close another's leaves none, and then all is black
             return np.asarray(env.render())
         except Exception as error:  # each way to render fails in a way of its own
             raise UserError(

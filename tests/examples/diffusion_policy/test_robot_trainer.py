@@ -397,6 +397,19 @@ def can_render() -> bool:
     return True
 
 
+def test_closing_what_renders_leaves_the_pictures_of_others_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MUJOCO_GL", "PYOPENGL_PLATFORM"):  # MuJoCo sets the second one
+        monkeypatch.setenv(name, "egl")
+    if not can_render():
+        pytest.skip("MuJoCo cannot render here")
+    arenas = Arena("FetchReach-v4", 1, (32, 32)), Arena("FetchReach-v4", 1, (32, 32))
+    before, _ = (arena.try_out()[0]["camera"] for arena in arenas)
+    arenas[1].close()
+    again = arenas[0].try_out()[0]["camera"]
+    arenas[0].close()
+    assert np.array_equal(again, before) and before.std() > 10
+
+
 @pytest.mark.storm
 def test_a_policy_learns_from_rendered_pictures_and_acts_by_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
