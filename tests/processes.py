@@ -23,10 +23,10 @@ from typing import Any
 from ddpkit.testing.warm_rank import PRELOADED
 
 ROOT = Path(__file__).parents[1]
-START = ROOT / "tests" / "start"
+_START = ROOT / "tests" / "start"
 _PATHS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-if str(START) not in _PATHS:  # what workers of xdist inherit has it
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(START), str(ROOT), *_PATHS]))
+if str(_START) not in _PATHS:  # what workers of xdist inherit has it
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_START), str(ROOT), *_PATHS]))
 _KEPT = ("PATH", "PYTHONPATH", "HOME", "TMPDIR", "LANG", "RES_OPTIONS", "PYTHONPYCACHEPREFIX")
 _KEPT += ("ATEN_CPU_CAPABILITY", "MKL_CBWR")  # by which sums are rounded
 CLEAN = {k: v for k, v in os.environ.items() if k in _KEPT}

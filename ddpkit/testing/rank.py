@@ -160,7 +160,6 @@ class RankPlugin:
 
     def _run(self, task: Task, items: Items) -> cleaning.Traces | None:
         """Run a task and send its outcome; return the state before it, None if it failed."""
-        before: cleaning.Traces | None = None
         try:
             self._prepare(task)
             before = cleaning.traces()

@@ -124,14 +124,19 @@ class DiffusionPolicy(nn.Module):
 
 def add_noise(clean: torch.Tensor, noise: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """Mix `clean` (batch, ...) with noise, so that the signal keeps that share (batch,) of the variance."""
-    share = share.view(-1, *[1] * (clean.dim() - 1))
+    share = _spread(share, clean)
     return share.sqrt() * clean + (1 - share).sqrt() * noise
 
 
 def remove_clean(noisy: torch.Tensor, clean: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """Return the noise in what `add_noise` has made of `clean`."""
-    share = share.view(-1, *[1] * (clean.dim() - 1))
+    share = _spread(share, clean)
     return (noisy - share.sqrt() * clean) / (1 - share).sqrt()
+
+
+def _spread(share: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+    """Give a number for each sample, (batch,), dimensions by which it multiplies all of that sample."""
+    return share.view(-1, *[1] * (samples.dim() - 1))
 
 
 class EMA(nn.Module):
