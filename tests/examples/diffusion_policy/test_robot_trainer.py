@@ -389,19 +389,19 @@ def test_another_ranks_end_is_not_blamed_on_the_strategy() -> None:
     assert "train.strategy" not in ended[0].output
 
 
-def can_render() -> bool:
+@pytest.fixture
+def rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let MuJoCo render without a screen; the test is skipped if it cannot."""
+    for name in ("MUJOCO_GL", "PYOPENGL_PLATFORM"):  # MuJoCo sets the second one
+        monkeypatch.setenv(name, "egl")
     try:
         Arena("FetchReach-v4", 1, (32, 32)).try_out()
     except UserError:
-        return False
-    return True
-
-
-def test_closing_what_renders_leaves_the_pictures_of_others_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MUJOCO_GL", "PYOPENGL_PLATFORM"):  # MuJoCo sets the second one
-        monkeypatch.setenv(name, "egl")
-    if not can_render():
         pytest.skip("MuJoCo cannot render here")
+
+
+@pytest.mark.usefixtures("rendering")
+def test_closing_what_renders_leaves_the_pictures_of_others_as_they_were() -> None:
     arenas = Arena("FetchReach-v4", 1, (32, 32)), Arena("FetchReach-v4", 1, (32, 32))
     before, _ = (arena.try_out()[0]["camera"] for arena in arenas)
     arenas[1].close()
@@ -411,14 +411,11 @@ def test_closing_what_renders_leaves_the_pictures_of_others_as_they_were(monkeyp
 
 
 @pytest.mark.storm
+@pytest.mark.usefixtures("rendering")
 def test_a_policy_learns_from_rendered_pictures_and_acts_by_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("MUJOCO_GL", "PYOPENGL_PLATFORM"):  # MuJoCo sets the second one
-        monkeypatch.setenv(name, "egl")
     monkeypatch.setattr(sys, "argv", sys.argv)
-    if not can_render():
-        pytest.skip("MuJoCo cannot render here")
     data = tmp_path / "pictures"
     played = Namespace(
         env="FetchReach-v4", folder=data, episodes=2, per_shard=2, horizon=6, noise=0.1, seed=0, pictures=32
