@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "video_deblurring"
-sys.path.insert(0, str(EXAMPLE))
-import deblurring  # noqa: E402, F401, which makes `shared` known
-from shared.settings import read_json  # noqa: E402
+import video_runs
+from video_runs import EXAMPLE
 
 NAME = "006_train_vrt_videodeblurring_gopro"
 KINDS = {"rgbspike": f"{NAME}_rgbspike", "rgb": NAME}
@@ -30,17 +27,11 @@ GOAL = ("bikes4", "bikes5")
 
 def train(kind: str, seed: int, ranks: int, root: Path) -> tuple[dict, float]:
     """The scores that a run leaves, by clip, and its seconds."""
-    opt = read_json(EXAMPLE / f"options/vrt/{KINDS[kind]}.json")
-    opt["task"], opt["path"]["root"], opt["train"]["manual_seed"] = f"{kind}_{seed}", str(root), seed
-    path = root / f"{kind}_{seed}.json"
-    path.write_text(json.dumps(opt))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [str(EXAMPLE / "main_train_vrt.py"), "--opt", str(path)]
-    env, begun = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, time.monotonic()
-    ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    opt = video_runs.read_options(f"{KINDS[kind]}.json")
+    opt["task"], opt["train"]["manual_seed"] = f"{kind}_{seed}", seed
+    begun = time.monotonic()
+    video_runs.train(opt, root, ranks)
     seconds = time.monotonic() - begun
-    if ended.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with status {ended.returncode}:\n{ended.stdout}")
     return json.loads((root / f"{kind}_{seed}" / "test.json").read_text())["clips"], seconds
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 
-from video_runs import EXAMPLE, read_options, refuse, start
+from video_runs import EXAMPLE, read_options, train
 
 
 def rate(ranks: int, iterations: int) -> float:
@@ -26,10 +26,7 @@ def rate(ranks: int, iterations: int) -> float:
     opt = read_options("006_train_vrt_videodeblurring_gopro_rgbspike.json")
     opt["train"] |= {"total_iter": iterations, "checkpoint_print": iterations // 5}
     with tempfile.TemporaryDirectory() as folder:
-        running = start(opt, folder, ranks)
-        said, _ = running.communicate()
-    if running.returncode != 0:
-        refuse(running, said)
+        said = train(opt, folder, ranks)
     return statistics.median(float(found) for found in re.findall(r"images/s: ([\d.]+)", said)[1:])
 
 
