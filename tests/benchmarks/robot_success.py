@@ -23,15 +23,21 @@ ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
-def call(ranks: int, module: str, *arguments: str) -> float:
-    """Runs one of the example's programs; seconds that it took."""
+def run(ranks: int, module: str, *arguments: str) -> str:
+    """Runs one of the example's programs; what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += ["-m", f"robot.{module}", *arguments]
-    start = time.monotonic()
     folder = ROOT / "examples" / "diffusion_policy"
     ended = subprocess.run(command, env=ENV, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if ended.returncode != 0:
         sys.exit(f"{' '.join(command)} ended with status {ended.returncode}:\n{ended.stdout}")
+    return ended.stdout
+
+
+def call(ranks: int, module: str, *arguments: str) -> float:
+    """Runs one of the example's programs; seconds that it took."""
+    start = time.monotonic()
+    run(ranks, module, *arguments)
     return time.monotonic() - start
 
 

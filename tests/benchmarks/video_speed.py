@@ -18,37 +18,21 @@ import subprocess
 import sys
 import tempfile
 
+import by_ranks
 from video_runs import EXAMPLE, read_options, train
 
 
-def rate(ranks: int, iterations: int) -> float:
+def rate(ranks: int, args: argparse.Namespace) -> float:
     """Images per second of all ranks, in one run."""
     opt = read_options("006_train_vrt_videodeblurring_gopro_rgbspike.json")
-    opt["train"] |= {"total_iter": iterations, "checkpoint_print": iterations // 5}
+    opt["train"] |= {"total_iter": args.iterations, "checkpoint_print": args.iterations // 5}
     with tempfile.TemporaryDirectory() as folder:
         said = train(opt, folder, ranks)
     return statistics.median(float(found) for found in re.findall(r"images/s: ([\d.]+)", said)[1:])
 
 
-def main() -> None:
-    """Measures and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to compare")
-    parser.add_argument("--rounds", type=int, default=5, help="runs on each number of ranks")
-    parser.add_argument("--iterations", type=int, default=150, help="of a run, at least 10")
-    args = parser.parse_args()
-    subprocess.run([sys.executable, str(EXAMPLE / "prepare.py")], check=True, stdout=subprocess.DEVNULL)
-    rates: dict[int, list[float]] = {ranks: [] for ranks in args.ranks}
-    for number in range(args.rounds):
-        for ranks, found in rates.items():
-            found.append(rate(ranks, args.iterations))
-            print(f"round {number + 1} of {args.rounds}, ranks {ranks}: {found[-1]:.1f}", file=sys.stderr, flush=True)
-    first = args.ranks[0]
-    print(f"| ranks | images/s | × {first} rank |\n|---|---|---|")
-    for ranks, found in rates.items():
-        speed_up = statistics.median(one / base for one, base in zip(found, rates[first], strict=True))
-        print(f"| {ranks} | {statistics.median(found):.1f} | {speed_up:.2f} |")
-
-
 if __name__ == "__main__":
-    main()
+    subprocess.run([sys.executable, str(EXAMPLE / "prepare.py")], check=True, stdout=subprocess.DEVNULL)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--iterations", type=int, default=150, help="of a run, at least 10")
+    by_ranks.compare(__doc__, "images/s", rate, parser)

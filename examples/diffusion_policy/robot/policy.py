@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from .diffusion import ddim, squaredcos_cap_v2
 from .networks import ResNet18, make_network
@@ -146,7 +147,7 @@ class EMA(nn.Module):
     weights.
 
     Args:
-        policy: Not wrapped; it is copied.
+        policy: What is averaged, not wrapped.
         power: The n-th update keeps 1 - n^-power of the average, at most .9999.
     """
 
@@ -154,11 +155,11 @@ class EMA(nn.Module):
         super().__init__()
         self.power, self.policy = power, deepcopy(policy).requires_grad_(False)
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+        self._averages, self._weights = list(self.policy.parameters()), list(policy.parameters())
 
     @torch.no_grad()
-    def update(self, policy: DiffusionPolicy) -> None:
+    def update(self) -> None:
         """Call it after each optimiser step."""
         self.updates += 1
         keep = min(1 - int(self.updates) ** -self.power, 0.9999)
-        for average, parameter in zip(self.policy.parameters(), policy.parameters(), strict=True):
-            average.lerp_(parameter, 1 - keep)
+        get_ema_multi_avg_fn(keep)(self._averages, self._weights, self.updates)

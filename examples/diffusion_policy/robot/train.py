@@ -58,7 +58,7 @@ def main(job: ddpkit.Context) -> None:
     kind = OPTIMIZERS[config["algo.optim_params.policy.optimizer_type"]]
     decay, max_norm = config["algo.optim_params.policy.regularization.L2"], config["train.max_grad_norm"]
     betas = config["algo.optim_params.policy.betas"]
-    optimizer = kind(policy.parameters(), plan.lr, betas=tuple(betas), weight_decay=decay)
+    optimizer = kind(policy.parameters(), plan.lr, betas=tuple(betas), weight_decay=decay, fused=True)
     ema = EMA(policy, config["algo.ema.power"]) if config["algo.ema.enabled"] else None
     scaler = torch.amp.GradScaler(job.device.type, enabled=config["train.amp"] == "fp16")
 
@@ -100,7 +100,7 @@ def main(job: ddpkit.Context) -> None:
             scaler.update()
             optimizer.zero_grad()
             if ema:
-                ema.update(policy)
+                ema.update()
             step += 1
             if step % config["experiment.check_replicas_every_n_steps"] == 0:
                 check_all(policy, optimizer, ema)

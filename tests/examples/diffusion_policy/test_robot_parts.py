@@ -154,10 +154,10 @@ def test_the_average_follows_its_formula_and_goes_on_where_it_was_saved() -> Non
     weight = next(policy.parameters())
     for n in range(1, 31):
         nn.init.constant_(weight, float(n))
-        ema.update(policy)
+        ema.update()
         expected = (1 - n**-0.75) * expected + n**-0.75 * n
         if n == 20:  # into a new one, as after a restart
-            saved, ema = ema.state_dict(), EMA(make_policy(), 0.75)
+            saved, ema = ema.state_dict(), EMA(policy, 0.75)
             ema.load_state_dict(saved)
     assert next(ema.policy.parameters()).flatten()[0].item() == pytest.approx(expected, rel=1e-5)
     assert int(ema.updates) == 30

@@ -260,11 +260,11 @@ def note_the_beginning(arguments: list[str], folder: Path) -> None:
             noted["weights"] = [parameter.clone() for parameter in self.param_groups[0]["params"]]
         return step(self, *args)
 
-    def first_update(self: EMA, policy: DiffusionPolicy) -> None:
+    def first_update(self: EMA) -> None:
         if "ema" not in noted:
             noted["ema"] = {key: value.clone() for key, value in self.state_dict().items()}
             torch.save(noted, folder / f"beginning{ddpkit.get_rank()}.pt")
-        update(self, policy)
+        update(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", first_step)
