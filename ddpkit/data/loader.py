@@ -19,17 +19,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from ..arguments import as_integer
 from ..errors import DdpkitError
-from ..launch import ranks
 from ..seeding.generator_states import get_rng_state, set_rng_state
 from ..seeding.hashing import hash_seeds
 from ..seeding.seeds import seed_cpu
-from .samplers import (
-    DistributedEvalSampler,
-    DistributedSampler,
-    ResumableSampler,
-    check_rank_and_size,
-    rank_and_size,
-)
+from .place import Place
+from .samplers import DistributedEvalSampler, DistributedSampler, ResumableSampler
 
 _DECIDED = {
     "batch_sampler": "it cuts the batches itself, so that every rank has as many",
@@ -53,6 +47,8 @@ def make_loader(
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     sampler: Sampler[int] | None = None,
+    num_replicas: int | None = None,
+    rank: int | None = None,
     **options: Any,
 ) -> Loader:
     """Make the loader of this rank's part of a dataset.
@@ -84,11 +80,17 @@ def make_loader(
         sampler: A sampler of this rank's indices, instead of `shuffle`: any of ours, torch's
             DistributedSampler, or one with attributes `num_replicas` and `rank`; on one rank any
             sampler. Its `set_epoch` is called, if it has one.
+        num_replicas: Number of ranks among which the samples are dealt; the world size by default.
+            Where several ranks read the same samples, as those that share a model by tensor
+            parallelism do, it is smaller.
+        rank: This one's number among them, by default the process's own rank. All random numbers
+            follow from it: ranks of one number load equal batches.
         **options: More of torch's DataLoader's: `pin_memory`, `persistent_workers`,
             `prefetch_factor`, ...
 
     Raises:
-        ValueError: If options contradict each other, or `drop_last` would leave nothing.
+        ValueError: If options contradict each other, `drop_last` would leave nothing, or `rank` is
+            not below `num_replicas`.
         TypeError: If a stream has no `shard`, on several ranks or with several workers; if a
             sampler is not distributed, on several ranks; if the dataset is no dataset; if an option
             is for `make_loader` to decide.
@@ -99,6 +101,7 @@ def make_loader(
         ([4, 4, 2], 1)
     """
     batch_size = as_integer(batch_size, "batch_size")
+    place = Place.choose(num_replicas, rank)
     options |= {"num_workers": num_workers, "collate_fn": collate_fn}
     for name in _DECIDED.keys() & options.keys():
         raise TypeError(f"make_loader() takes no {name}: {_DECIDED[name]}.")
@@ -112,20 +115,22 @@ def make_loader(
         raise ValueError("A stream is read in its own order: leave out the sampler.")
     if is_stream:
         persistent = options.get("persistent_workers", False)
-        dataset = _shards_of(dataset, seed, num_workers, persistent)
+        dataset = _shards_of(dataset, place, seed, num_workers, persistent)
     elif sampler is not None:
-        _check_sampler(sampler, batch_size)
+        _check_sampler(sampler, place, batch_size)
     elif train:
         sampler = DistributedSampler(
             dataset,
+            num_replicas,
+            rank,
             shuffle=shuffle is None or bool(shuffle),  # any false value means no, as in torch
             seed=seed,
             drop_last=drop_last,
             batch_size=batch_size,
         )
     else:
-        sampler = DistributedEvalSampler(dataset)
-    return Loader(dataset, batch_size, sampler, seed, drop_last, **options)
+        sampler = DistributedEvalSampler(dataset, num_replicas, rank)
+    return Loader(dataset, batch_size, sampler, place, seed, drop_last, **options)
 
 
 class Loader(DataLoader[Any]):
@@ -155,14 +160,14 @@ class Loader(DataLoader[Any]):
         dataset: Any,
         batch_size: int,
         sampler: Sampler[int] | None,
+        place: Place,
         seed: int,
         drop_last: bool,
         **options: Any,
     ) -> None:
-        self._made_for = rank_and_size()
-        self._rank, world_size = self._made_for
+        self._place = place
         self._seed = seed
-        self._global_batch = batch_size * world_size
+        self._global_batch = batch_size * place.num_replicas
         self._epoch = 0
         self._loop = _Loop(epoch=-1, counts=False)  # the last one that was begun
         options["generator"] = torch.Generator("cpu")
@@ -261,7 +266,7 @@ class Loader(DataLoader[Any]):
         if isinstance(self.dataset, _Stream):
             seed = self.dataset.seed_of(self.epoch, worker=0)
         else:
-            seed = hash_seeds("batch", self._seed, self.epoch, self._rank, self._start)
+            seed = hash_seeds("batch", self._seed, self.epoch, self._place.rank, self._start)
         seed_cpu(seed)
 
     def __repr__(self) -> str:
@@ -269,7 +274,7 @@ class Loader(DataLoader[Any]):
         if isinstance(self.sampler, ResumableSampler):
             progress += f", consumed={self.sampler.consumed} of {self.sampler.n}"
         kind = type(self.dataset).__name__
-        return f"Loader({kind}, batch_size={self.batch_size}, rank={self._rank}, {progress})"
+        return f"Loader({kind}, batch_size={self.batch_size}, rank={self._place.rank}, {progress})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the run is in the order, the batch at hand included.
@@ -292,13 +297,13 @@ class Loader(DataLoader[Any]):
         self._loop.counts = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        check_rank_and_size("The loader", self._made_for)
+        self._place.check("The loader")
         if self._loop.counts and self._loop.epoch == self.epoch:  # it was left early
             self._warn_of_the_rest()
             self.set_epoch(self.epoch + 1)
         self._loop.counts = False
         loop = self._loop = _Loop(self.epoch)
-        seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._rank)
+        seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._place.rank)
         self.generator.manual_seed(seed)
         _pass_epoch_on(self.dataset, loop.epoch)
         with torch.device("cpu"):  # torch draws the seed of its workers on the default device
@@ -329,7 +334,7 @@ class Loader(DataLoader[Any]):
     ) -> Iterator[list[int]]:
         for indices in batches:
             batch = _Batch(indices)
-            batch.seeds = (self._seed, epoch, self._rank, position)
+            batch.seeds = (self._seed, epoch, self._place.rank, position)
             yield batch
             position += self._global_batch
 
@@ -430,12 +435,11 @@ def _seed_worker_and_unpack(indices: list[int], seed: int, epoch: int, rank: int
 class _Stream(IterableDataset[Any]):
     """Spread the shards of a stream over ranks x workers; without shards it has one reader."""
 
-    def __init__(self, dataset: Any, seed: int, num_workers: int, persistent: bool) -> None:
+    def __init__(self, dataset: Any, place: Place, seed: int, num_workers: int, persistent: bool) -> None:
         self.dataset = dataset
         self.seed = seed
         self.readers = max(num_workers, 1)  # per rank
-        self.rank = ranks.get_rank()
-        self.world_size = ranks.get_world_size()
+        self.place = place
         self.epoch = 0
         # Workers know the epoch they were started in; persistent ones read it in shared memory.
         self.latest_epoch: torch.Tensor | None = None
@@ -451,7 +455,7 @@ class _Stream(IterableDataset[Any]):
 
     def seed_of(self, epoch: int, worker: int) -> int:
         """Return the seed of the random numbers that a worker of this rank draws in an epoch."""
-        return hash_seeds("stream", self.seed, epoch, self.rank * self.readers + worker)
+        return hash_seeds("stream", self.seed, epoch, self._reader(worker))
 
     def __len__(self) -> int:
         if hasattr(self.dataset, "shard"):
@@ -471,8 +475,12 @@ class _Stream(IterableDataset[Any]):
     def _shard(self, worker: int) -> Iterator[Any]:
         if not hasattr(self.dataset, "shard"):
             return iter(self.dataset)
-        index = self.rank * self.readers + worker
-        return iter(self.dataset.shard(index=index, num_shards=self.world_size * self.readers))
+        num_shards = self.place.num_replicas * self.readers
+        return iter(self.dataset.shard(index=self._reader(worker), num_shards=num_shards))
+
+    def _reader(self, worker: int) -> int:
+        """Number a worker among those of all ranks."""
+        return self.place.rank * self.readers + worker
 
 
 def _is_stream(dataset: Any) -> bool:
@@ -481,13 +489,13 @@ def _is_stream(dataset: Any) -> bool:
     return hasattr(dataset, "shard") and not hasattr(dataset, "__len__")
 
 
-def _shards_of(dataset: Any, seed: int, num_workers: int, persistent: bool) -> Any:
+def _shards_of(dataset: Any, place: Place, seed: int, num_workers: int, persistent: bool) -> Any:
     if hasattr(dataset, "shard"):
-        return _Stream(dataset, seed, num_workers, persistent)
-    if ranks.is_distributed() or num_workers > 1:
+        return _Stream(dataset, place, seed, num_workers, persistent)
+    if place.num_replicas > 1 or num_workers > 1:
         readers = f"{num_workers} workers"
-        if ranks.is_distributed():
-            readers = f"{ranks.get_world_size()} ranks"
+        if place.num_replicas > 1:
+            readers = f"{place.num_replicas} ranks"
         raise TypeError(
             f"{type(dataset).__name__} has no shard(index, num_shards): each of {readers} would "
             "read all of it. Give it that method, which returns one part as an iterable; or, if it "
@@ -495,7 +503,7 @@ def _shards_of(dataset: Any, seed: int, num_workers: int, persistent: bool) -> A
         )
     if num_workers == 0:
         return dataset
-    return _Stream(dataset, seed, num_workers, persistent)
+    return _Stream(dataset, place, seed, num_workers, persistent)
 
 
 def _pass_epoch_on(owner: Any, epoch: int) -> None:
@@ -569,21 +577,21 @@ def _keep(generator: Any) -> Callable[[], None]:
     return functools.partial(generator.set_state, generator.get_state())
 
 
-def _check_sampler(sampler: Sampler[int], batch_size: int) -> None:
+def _check_sampler(sampler: Sampler[int], place: Place, batch_size: int) -> None:
     """Refuse a sampler of another rank, or one that gives ranks different numbers of batches."""
-    rank, world_size = rank_and_size()
     found_rank = getattr(sampler, "rank", None)
     found_size = getattr(sampler, "num_replicas", None)
     if found_rank is None and found_size is None:
-        if world_size > 1:
+        if place.num_replicas > 1:
             raise TypeError(
-                f"{type(sampler).__name__} does not split its samples: each of {world_size} ranks "
+                f"{type(sampler).__name__} does not split its samples: each of {place.num_replicas} ranks "
                 "would load them all. Pass DistributedSampler, DistributedWeightedSampler, or one "
                 "with attributes num_replicas and rank."
             )
-    elif (found_rank, found_size) != (rank, world_size):
+    elif (found_rank, found_size) != (place.rank, place.num_replicas):
         raise ValueError(
-            f"The sampler is for rank {found_rank} of {found_size}, but this is rank {rank} of {world_size}."
+            f"The sampler is for rank {found_rank} of {found_size}, but this is rank {place.rank} of "
+            f"{place.num_replicas}. Where ranks share samples, pass num_replicas and rank here, too."
         )
     if isinstance(sampler, ResumableSampler) and sampler.batch_size not in (1, batch_size):
         raise ValueError(

@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Sampler, get_worker_info
+from torch.utils.data import Sampler
 
 from ..arguments import as_integer
-from ..errors import DdpkitError
-from ..launch import ranks
 from ..seeding.hashing import hash_seeds
 from .permutation import Order, Positions, shuffled
+from .place import Place
 
 # Positions computed at a time: the first index comes quickly, the rest stays in the cache.
 _FIRST_BLOCK, _BLOCK = 2**10, 2**13
@@ -49,7 +48,8 @@ class ResumableSampler(Sampler[int], ABC):
         batch_size: int = 1,
         drop_last: bool = False,
     ) -> None:
-        self.num_replicas, self.rank, self._made_for = _choose_rank(num_replicas, rank)
+        self.place = Place.choose(num_replicas, rank)
+        self.num_replicas, self.rank = self.place.num_replicas, self.place.rank
         self.n = n
         self.seed = operator.index(seed)
         self.batch_size = batch_size
@@ -132,7 +132,7 @@ class ResumableSampler(Sampler[int], ABC):
         return len(range(self.start + self.rank, self._end(), self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
-        check_rank_and_size(type(self).__name__, self._made_for)
+        self.place.check(type(self).__name__)
         return chain.from_iterable(self._blocks(self._order(), self.start, self._end()))
 
     @property
@@ -345,59 +345,16 @@ class DistributedEvalSampler(Sampler[int]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        self.num_replicas, self.rank, self._made_for = _choose_rank(num_replicas, rank)
+        self.place = Place.choose(num_replicas, rank)
+        self.num_replicas, self.rank = self.place.num_replicas, self.place.rank
         self.n = _length(dataset)
 
     def __len__(self) -> int:
         return len(range(self.rank, self.n, self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
-        check_rank_and_size(type(self).__name__, self._made_for)
+        self.place.check(type(self).__name__)
         return iter(range(self.rank, self.n, self.num_replicas))
-
-
-def rank_and_size() -> tuple[int, int]:
-    """Return this process's rank and the world size, now."""
-    return ranks.get_rank(), ranks.get_world_size()
-
-
-def check_rank_and_size(name: str, made_for: tuple[int, int] | None) -> None:
-    """Refuse to go on with the samples of another rank, or of another number of ranks.
-
-    Args:
-        name: What has them.
-        made_for: The rank and world size that it was made for; None if the caller has chosen them.
-
-    Raises:
-        DdpkitError: If this process has another rank now, or the job another number of ranks.
-    """
-    if made_for is None or get_worker_info() is not None:  # a loader's worker may not know its rank
-        return
-    now = rank_and_size()
-    if now != made_for:
-        raise DdpkitError(
-            f"{name} was made for rank {made_for[0]} of {made_for[1]}, "
-            f"but this is rank {now[0]} of {now[1]} now: the process group was made, replaced or "
-            "left since. Create it again; it can load the old state_dict()."
-        )
-
-
-def _choose_rank(
-    num_replicas: int | None,
-    rank: int | None,
-) -> tuple[int, int, tuple[int, int] | None]:
-    """Return the number of ranks, this rank, and this process's rank and size unless both were given."""
-    made_for = None
-    if num_replicas is None or rank is None:
-        made_for = rank_and_size()
-    if num_replicas is None:
-        num_replicas = ranks.get_world_size()
-    if rank is None:
-        rank = ranks.get_rank()
-    if not 0 <= rank < num_replicas:
-        found = f"rank is {rank} and num_replicas is {num_replicas}"
-        raise ValueError(f"rank must be in [0, num_replicas), but {found}.")
-    return num_replicas, rank, made_for
 
 
 def _length(dataset: Any) -> int:

@@ -897,6 +897,32 @@ def test_a_sampler_of_ones_own_is_used_as_it_is():
         make_loader(range(9), 2, sampler=sampler).state_dict()
 
 
+def of_two_readers(rank):
+    """What a reader gets of samples dealt to two, with random augmentations in a worker; then of a stream."""
+    place = {"num_replicas": 2, "rank": rank}
+    loader = make_loader(Noisy(), 4, **place, **workers(1))
+    first = rows(loader)
+    torchs = make_loader(range(20), 3, sampler=TorchSampler(range(20), 2, rank), **place)
+    with pytest.raises(ValueError, match="pass num_replicas and rank here, too"):
+        make_loader(range(20), 3, sampler=TorchSampler(range(20), 5, 4), **place)
+    stream = rows(make_loader(Stream(), 4, **place, **workers(1)))
+    return first, plain(torchs), stream, loader.state_dict(), len(make_loader(range(20), 4, train=False, **place))
+
+
+def test_ranks_of_one_number_load_equal_batches():
+    peers, (second,), (first,) = (
+        on_ranks(of_two_readers, 3, 1),
+        on_ranks(of_two_readers, 1, 1),
+        on_ranks(of_two_readers, 1, 0),
+    )
+    assert peers == [second] * 3 and first[:3] != second[:3]
+    for ours, others in zip(first[:3], second[:3], strict=True):
+        assert not set(map(str, ours)) & set(map(str, others))
+    assert first[3] == second[3] and first[4] == second[4] == 3
+    with pytest.raises(ValueError, match="rank is 2 and num_replicas is 2"):
+        make_loader(range(20), 3, num_replicas=2, rank=2)
+
+
 def streamed(num_workers, **options):
     loader = make_loader(Stream(), 2, **workers(num_workers), **options)
     return [rows(loader) for _ in range(2)]

@@ -1,0 +1,62 @@
+"""Whose samples are dealt: one place of those among which a dataset is shared out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.utils.data import get_worker_info
+
+from ..arguments import as_integer
+from ..errors import DdpkitError
+from ..launch import ranks
+
+
+@dataclass(frozen=True)
+class Place:
+    """Be one of `num_replicas` readers that share a dataset, by default this process among the job's ranks.
+
+    Attributes:
+        rank: Its number, from 0.
+        num_replicas: How many there are.
+        made_for: This process's rank and the world size, of which it was made; None if the caller has chosen both.
+    """
+
+    rank: int
+    num_replicas: int
+    made_for: tuple[int, int] | None
+
+    @classmethod
+    def choose(cls, num_replicas: int | None, rank: int | None) -> Place:
+        """Take what the caller has chosen, and the rest from the job.
+
+        Raises:
+            ValueError: If the rank is out of range.
+            TypeError: If a number is no integer.
+        """
+        own_rank, world_size = ranks.get_rank(), ranks.get_world_size()
+        made_for = (own_rank, world_size) if num_replicas is None or rank is None else None
+        num_replicas = world_size if num_replicas is None else as_integer(num_replicas, "num_replicas")
+        rank = own_rank if rank is None else as_integer(rank, "rank", least=0)
+        if rank >= num_replicas:
+            found = f"rank is {rank} and num_replicas is {num_replicas}"
+            raise ValueError(f"rank must be in [0, num_replicas), but {found}.")
+        return cls(rank, num_replicas, made_for)
+
+    def check(self, name: str) -> None:
+        """Refuse to go on with the samples of another rank, or of another number of ranks.
+
+        Args:
+            name: What deals them.
+
+        Raises:
+            DdpkitError: If this process has another rank now, or the job another number of ranks.
+        """
+        if self.made_for is None or get_worker_info() is not None:  # a loader's worker may not know its rank
+            return
+        now = ranks.get_rank(), ranks.get_world_size()
+        if now != self.made_for:
+            raise DdpkitError(
+                f"{name} was made for rank {self.made_for[0]} of {self.made_for[1]}, "
+                f"but this is rank {now[0]} of {now[1]} now: the process group was made, replaced or "
+                "left since. Create it again; it can load the old state_dict()."
+            )
