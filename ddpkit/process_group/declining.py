@@ -14,6 +14,7 @@ from ..errors import LaunchError
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 from .generation import Generation
+from .options import Origin
 from .rendezvous import StartedByRank
 from .tcp_store import connect, open_store, store_outlives_ranks, wait_for_listener
 
@@ -21,18 +22,21 @@ _HOST_STAYS = 5.0  # seconds, at most, in which the ranks read why rank 0 does n
 _STRANGER, _RANK = 2.0, 20.0  # seconds in which the job must begin: rank 0 may still be starting
 
 
-def tell_peers(error: Exception) -> None:
+def tell_peers(error: Exception, origin: Origin) -> None:
     """Tell the ranks that may wait for this process why it does not join them."""
     who = "A process"
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     launch = None  # this process's, if there are others that may wait
     with suppress(LaunchError):
-        found = detect_launch(os.environ)
+        found = origin.launch or detect_launch(os.environ)
         address, port = found.master_addr, str(found.master_port)
         if found.world_size > 1:
             launch = found
             who = f"Rank {launch.rank}"
     reason = f"{who} on {socket.gethostname()} could not join: {error}"
+    if launch and origin.store is not None:
+        _refuse_in_store(origin.store, reason, launch)
+        return
     if not address or not port.isdecimal():
         return
     if launch and launch.rank == 0 and not store_outlives_ranks(launch):
@@ -40,6 +44,17 @@ def tell_peers(error: Exception) -> None:
             _host_to_refuse(launch, address, int(port), reason)
             return
     refuse_job(address, int(port), reason, launch)
+
+
+def _refuse_in_store(store: dist.Store, reason: str, launch: Launch) -> None:
+    """Tell a job whose store the caller has passed: as rank 0, that begins it, or one of those that wait for it."""
+    with suppress(RuntimeError):
+        if launch.rank == 0:
+            generation = Generation.new(store)
+            generation.fail(reason)
+            generation.await_readers(launch.world_size, _HOST_STAYS)
+        else:
+            _refuse_latest(store, reason, launch, time.monotonic() + _RANK)
 
 
 def refuse_job(address: str, port: int, reason: str, launch: Launch | None = None) -> None:
@@ -55,16 +70,20 @@ def refuse_job(address: str, port: int, reason: str, launch: Launch | None = Non
     """
     deadline = time.monotonic() + (_RANK if launch else _STRANGER)
     with suppress(OSError, RuntimeError):
-        store = _connect_anew(address, port, deadline)
-        refusals = _note_refusal(store, launch) if launch else []
-        while time.monotonic() < deadline:
-            generation = Generation.latest(store)
-            if generation:
-                _refuse_generation(generation, reason, is_rank=launch is not None)
-                return
-            if refusals and store.check(refusals):
-                return
-            time.sleep(0.1)
+        _refuse_latest(_connect_anew(address, port, deadline), reason, launch, deadline)
+
+
+def _refuse_latest(store: dist.Store, reason: str, launch: Launch | None, deadline: float) -> None:
+    """Tell the job that is in a store, or will be by the deadline."""
+    refusals = _note_refusal(store, launch) if launch else []
+    while time.monotonic() < deadline:
+        generation = Generation.latest(store)
+        if generation:
+            _refuse_generation(generation, reason, is_rank=launch is not None)
+            return
+        if refusals and store.check(refusals):
+            return
+        time.sleep(0.1)
 
 
 def is_child_of_rank(address: str, port: int, world_size: int) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..errors import LaunchError
 from ..launch.launch import Launch
+from .options import ChooseDevice, checked_device
 from .session import Session
 from .store_values import parse
 
@@ -37,8 +38,10 @@ def device_index(visible: int, local_rank: int, local_world_size: int) -> int | 
     )
 
 
-def choose_device(asked: torch.device | None, local_rank: int, local_world_size: int) -> torch.device:
+def choose_device(asked: torch.device | ChooseDevice | None, local_rank: int, local_world_size: int) -> torch.device:
     """Return the device that was asked for, or the one that the local rank gives."""
+    if callable(asked):
+        asked = checked_device(asked(local_rank))
     if asked is not None:
         return _device_asked_for(asked, local_rank)
     if not torch.accelerator.is_available():
@@ -68,7 +71,7 @@ def count_accelerators() -> int:
 
 
 def choose_together(
-    session: Session, launch: Launch, device: torch.device | None, backend: str | None
+    session: Session, launch: Launch, device: torch.device | ChooseDevice | None, backend: str | None
 ) -> tuple[torch.device, str]:
     """Choose this rank's device and the backend of all. Collective.
 
@@ -126,8 +129,10 @@ def _check_sharing(session: Session, choices: list[dict[str, Any]]) -> bool:
     return bool(crowds)
 
 
-def is_same_device(asked: torch.device, device: torch.device) -> bool:
+def is_same_device(asked: torch.device | ChooseDevice, device: torch.device, local_rank: int = 0) -> bool:
     """Return whether a device is the one asked for; without an index any of its kind is."""
+    if callable(asked):
+        asked = checked_device(asked(local_rank)) or device
     return asked == device or (asked.index is None and asked.type == device.type)
 
 

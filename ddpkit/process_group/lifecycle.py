@@ -19,12 +19,13 @@ import torch.distributed as dist
 
 from ..errors import DdpkitError, LaunchError, NotSetUpError
 from ..launch import ranks
+from ..launch.launch import Launch
 from ..torch_internals import current_group
 from .declining import tell_peers
 from .devices import choose_device, count_accelerators, is_same_device
 from .job import Context, Job, context_of
 from .leaving import destroy_group, say_goodbye
-from .options import Options, checked_options
+from .options import ChooseDevice, Options, Origin, checked_options, checked_origin
 from .own_failure import cause_of, ended_well, fill_error_file, last_error, publish
 from .rendezvous import StartedByRank
 from .session import Session
@@ -42,10 +43,14 @@ _FORKED = "This process was forked from a rank and is none itself; start ranks w
 def setup(
     *,
     backend: str | None = None,
-    device: str | torch.device | None = None,
+    device: str | torch.device | ChooseDevice | None = None,
     timeout: timedelta = timedelta(minutes=10),
     num_threads: int | None = None,
     watch: bool = True,
+    launch: Launch | None = None,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
 ) -> Context:
     """Join the job that the environment describes, bind this rank's device and make the process group. Collective.
 
@@ -56,12 +61,19 @@ def setup(
         backend: Backend of the process group, as torch names it; by default what suits the device: "gloo" on CPUs, for
             example "cpu:gloo,cuda:nccl" on GPUs.
         device: This rank's device. By default the accelerator whose index is the local rank, the only visible one, or
-            the CPU where there is none. Ranks may share an accelerator only if they name it here. The default device of
+            the CPU where there is none. Ranks may share an accelerator only if they name it here. A function is called
+            with the local rank, which on some platforms is known only when the ranks have met. The default device of
             torch (`torch.set_default_device`) does not tell ranks apart: it is neither asked nor changed.
         timeout: Bound on joining, on each later wait, and the group's time-out for collectives.
         num_threads: Threads of each rank's CPU operators. By default the launcher's choice (`OMP_NUM_THREADS`), else
             the cores that this rank may use divided among the ranks that share them.
         watch: Whether a thread learns of failures on other ranks while this one computes or sits in a collective.
+        launch: This process's place in the job, where the environment does not tell it: `Launch("platform", rank,
+            world_size, master_addr=..., master_port=...)`.
+        store: A store of torch's in which the ranks meet, instead of a master's address, such as
+            `dist.FileStore(path, world_size)`. It must outlive the job.
+        rank: With a store, this process's number in the job, from 0.
+        world_size: With a store, the number of processes in the job.
 
     Returns:
         Where this process stands.
@@ -69,6 +81,7 @@ def setup(
     Raises:
         LaunchError: If the environment's hints are incomplete or contradictory, the launch is nested, or the ranks do
             not fit together: on every rank that can be reached.
+        TypeError: If arguments do not go together.
         ValueError: If an argument cannot be used.
 
     Example:
@@ -77,20 +90,33 @@ def setup(
         (0, 1)
         >>> teardown()
     """
+    origin = checked_origin(launch, store, rank, world_size)
     try:
-        asked = checked_options(backend, device, timeout, num_threads, watch)
+        asked = checked_options(backend, device, timeout, num_threads, watch, origin)
     except (TypeError, ValueError) as error:
         if _job is None and not dist.is_initialized():
-            tell_peers(error)
+            tell_peers(error, origin)
         raise
     if _job is None or not _job.is_current():
         return _join(asked).context
     _refuse_forked(_job)
     if asked.backend not in (None, _job.asked.backend, _job.context.backend):
         raise ValueError(f"setup() was called before, with another backend:\n{_job.context}")
-    if asked.device and asked.device != _job.asked.device and not is_same_device(asked.device, _job.context.device):
+    device, local_rank = _job.context.device, _job.context.local_rank
+    if asked.device and asked.device != _job.asked.device and not is_same_device(asked.device, device, local_rank):
         raise ValueError(f"setup() was called before, with another device:\n{_job.context}")
+    _check_origin(origin, _job.launch)
     return _job.context
+
+
+def _check_origin(origin: Origin, found: Launch) -> None:
+    """Refuse a place that is not the one of the job which has been joined, or of the group that there is."""
+    said = origin.launch
+    if said is not None and (said.rank, said.world_size) != (found.rank, found.world_size):
+        raise ValueError(
+            f"This process is rank {found.rank} of {found.world_size} already, but setup() was told rank {said.rank} "
+            f"of {said.world_size}."
+        )
 
 
 def _refuse_forked(job: Job) -> None:
@@ -103,7 +129,11 @@ def _join(asked: Options) -> Job:
     global _job
     _leave()
     _close_departed()
-    launch = ranks.launch_of_group() if dist.is_initialized() else checked_launch()
+    if dist.is_initialized():
+        launch = ranks.launch_of_group()
+        _check_origin(asked.origin, launch)
+    else:
+        launch = checked_launch(asked.origin)
     job = Job(launch, asked, context_of(launch, torch.device("cpu")))
     try:
         if launch.world_size == 1 and launch.master_addr is None and not dist.is_initialized():
@@ -269,10 +299,14 @@ def _at_child_exit() -> None:
 def distributed(
     *,
     backend: str | None = None,
-    device: str | torch.device | None = None,
+    device: str | torch.device | ChooseDevice | None = None,
     timeout: timedelta = timedelta(minutes=10),
     num_threads: int | None = None,
     watch: bool = True,
+    launch: Launch | None = None,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
 ) -> Iterator[Context]:
     """Call `setup()` and `teardown()` around a block; takes the arguments of `setup()`. Collective.
 
@@ -286,7 +320,17 @@ def distributed(
         1
     """
     outermost = _job is None or not _job.is_current()
-    context = setup(backend=backend, device=device, timeout=timeout, num_threads=num_threads, watch=watch)
+    context = setup(
+        backend=backend,
+        device=device,
+        timeout=timeout,
+        num_threads=num_threads,
+        watch=watch,
+        launch=launch,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+    )
     try:
         yield context
     except BaseException as error:
@@ -340,7 +384,7 @@ def _join_group() -> Job | None:
             advice = "call ddpkit.setup() on every rank, and a rank that fails is named at once on the others"
             news = f"adopted a process group that was there before, without a watch: {advice}"
         else:
-            job = _join(replace(_job.asked, backend=None))
+            job = _join(replace(_job.asked, backend=None, origin=Origin()))
             news = f"adopted the process group that has taken the place of another: {job.context.world_size} ranks"
         if ranks.is_main_process():
             log.info("%s", news)

@@ -26,6 +26,7 @@ from .devices import bind_device, choose_together
 from .job import Job, context_of
 from .member import Member
 from .monitor import Monitor
+from .options import Origin
 from .own_failure import fill_error_file
 from .polling import call_with_timeout
 from .rendezvous import complete_launch, join, raise_if_orphaned
@@ -69,13 +70,15 @@ def check_torch(version: str = torch.__version__) -> None:
         raise LaunchError(f"ddpkit needs torch {oldest} or newer, found {version}.")
 
 
-def checked_launch() -> Launch:
-    """Return the launch that the environment describes; if that is refused, tell peers that may wait, and raise."""
+def checked_launch(origin: Origin) -> Launch:
+    """Return the launch that the caller or the environment describes; if it is refused, tell peers that may wait."""
     try:
         check_torch()
+        if origin.launch is not None:
+            return origin.launch
         launch, warning = unnested_launch()
     except LaunchError as error:
-        tell_peers(error)
+        tell_peers(error, origin)
         raise
     if warning:
         log.warning("%s", warning)
@@ -111,11 +114,13 @@ def assemble(job: Job) -> None:
     asked = job.asked
     launch = job.launch
     adopted = dist.is_initialized()
-    is_host = launch.rank == 0 and not store_outlives_ranks(launch)
+    is_host = launch.rank == 0 and asked.origin.store is None and not store_outlives_ranks(launch)
     agent = _agent_of(launch)
     orphaned: Callable[[], str] = agent.lost if agent else str
     if adopted:
         opened = OpenStore(group_store(), None, None)
+    elif asked.origin.store is not None:
+        opened = OpenStore(asked.origin.store, None, None)
     else:
         opened = _open_store(launch, is_host, asked.timeout, orphaned)
 

@@ -43,7 +43,9 @@ class PortTaken(LaunchError):
 
 def store_outlives_ranks(launch: Launch) -> bool:
     """Return whether the process that started the ranks hosts the store, so that it outlives their restart."""
-    return launch.kind == "spawn" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if launch.kind == "torchrun":
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return launch.kind == "spawn"
 
 
 def open_store(address: str, port: int, is_host: bool, timeout: timedelta) -> dist.Store:
