@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,6 +37,28 @@ def user_error(about: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 EXPECTED = (UserError, ddpkit.CheckpointError)
+
+
+def find_class(setting: str, name: str) -> Callable[..., torch.nn.Module]:
+    """Import a class of the user's, from the folder in which the program was started, too.
+
+    Args:
+        setting: Where the user has named it.
+        name: "package.module:Class".
+
+    Raises:
+        UserError: If it is not there.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    module, _, kind = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), kind)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"{setting}: cannot find {name}: {error}; start in the folder that holds {module.partition('.')[0]}, put "
+            "that folder on PYTHONPATH, or install the package"
+        ) from error
 
 
 class Parser(argparse.ArgumentParser):

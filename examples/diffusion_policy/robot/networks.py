@@ -9,14 +9,13 @@ needs no statistics of its own.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from shared.program import user_error
+from shared.program import find_class, user_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -44,9 +43,9 @@ def make_network(config: dict[str, Any], channels: int, observation: int) -> nn.
             step_size=config["algo.unet.diffusion_step_embed_dim"],
             checkpointing=config["train.gradient_checkpointing"],
         )
-    module, _, kind = name.partition(":")
-    with user_error(f"algo.network: cannot make {name}", ImportError, AttributeError, TypeError, ValueError):
-        return getattr(importlib.import_module(module), kind)(channels, observation, **config["algo.network.kwargs"])
+    make = find_class("algo.network.class", name)
+    with user_error(f"algo.network: cannot make {name}", TypeError, ValueError):
+        return make(channels, observation, **config["algo.network.kwargs"])
 
 
 class StepEmbedding(nn.Module):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from shared.program import UserError
+from shared.program import find_class
 from shared.settings import refuse
 from torch import Tensor, nn
 
@@ -109,24 +106,10 @@ def make_network(opt: Mapping[str, Any]) -> nn.Module:
     if kind == "tiny_clip":
         return TinyClip(opt["datasets"]["train"]["num_frame"], **arguments, spikes=has_spikes(opt))
     kind = KAIRS.get(kind, kind)
-    make = _find(kind)
+    make = find_class("netG.net_type", kind)
     _check_arguments(kind, make, arguments)
     with ddpkit.main_process_first(local=True):
         return make(**arguments)
-
-
-def _find(kind: str) -> Callable[..., nn.Module]:
-    """Import what makes a network, from the folder in which the program was started, too."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    module, _, name = kind.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"netG.net_type: cannot find {kind}: {error}; start in the folder that holds {module.partition('.')[0]}, "
-            "put that folder on PYTHONPATH, or install the package"
-        ) from error
 
 
 def _check_arguments(kind: str, make: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> None:

@@ -250,7 +250,7 @@ def test_a_network_of_the_users_takes_the_u_nets_place() -> None:
     batch = make_batch()
     assert policy(batch).shape == (6,) and policy.act(batch, batch["noise"]).shape == (6, 8, 4)
     for wrong in ("nowhere:Recurrent", f"{__name__}:Nothing", "nowhere", ":"):
-        with pytest.raises(UserError, match=f"algo.network: cannot make {wrong}: "):
+        with pytest.raises(UserError, match=f"algo.network.class: cannot find {wrong}: "):
             make_policy(f"algo.network.class={wrong}")
     with pytest.raises(UserError, match="unexpected keyword argument 'depth'"):
         make_policy(f"algo.network.class={__name__}:Recurrent", 'algo.network.kwargs={"depth": 2}')
