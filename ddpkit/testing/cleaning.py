@@ -74,7 +74,7 @@ class Traces:
     threads: set[int]
     children: set[str]
     signals: dict[int, Any]
-    handlers: list[Any]
+    loggers: dict[str, tuple[Any, ...]]
     groups: int
 
     def compare(self, later: Traces) -> list[str]:
@@ -90,8 +90,9 @@ class Traces:
             found.append("a child process")
         if later.signals != self.signals:
             found.append("a signal handler")
-        if later.handlers != self.handlers:
-            found.append("a handler of the root logger")
+        for name, settings in self.loggers.items():
+            if later.loggers.get(name) != settings:
+                found.append(f"settings of the logger {name}")
         if later.groups > self.groups:
             found.append("a process group")
         return found
@@ -111,7 +112,7 @@ def traces() -> Traces:
         _threads(),
         _children(),
         signals,
-        handlers=[*logging.root.handlers],
+        loggers=_loggers(),
         groups=count_groups(),
     )
 
@@ -205,6 +206,19 @@ class _Kept:
 
 def _threads() -> set[int]:
     return {thread.ident or 0 for thread in threading.enumerate()}
+
+
+def _loggers() -> dict[str, tuple[Any, ...]]:
+    """Read the settings of loggers, but of torch's, which it changes when parts of it are imported."""
+    loggers: dict[str, logging.Logger] = {"root": logging.root}
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and not name.startswith("torch"):
+            loggers[name] = logger
+    settings = {}
+    for name, logger in loggers.items():
+        lists = (*logger.handlers,), (*logger.filters,)
+        settings[name] = (logger.level, logger.disabled, logger.propagate, *lists)
+    return settings
 
 
 def _children() -> set[str]:

@@ -20,7 +20,7 @@ import ddpkit.testing.dispatch
 from ddpkit.testing import on_ranks
 
 ROOT = Path(__file__).parents[2]
-HEAD = "import os, signal, sys, threading, time, pytest, torch, ddpkit\n"
+HEAD = "import logging, os, signal, sys, threading, time, pytest, torch, ddpkit\n"
 HANG = 400.0  # seconds: longer than any run may take, however loaded the machine is
 
 
@@ -474,7 +474,14 @@ def test_6_has_new_processes(rank):
     assert ddpkit.all_reduce_mean(1.0) == 1.0
 
 @pytest.mark.ranks(2, fresh=True)
-def test_7_asks_for_new_processes(rank):
+def test_7_asks_for_new_processes_and_leaves_a_level(rank):
+    assert not same_processes(HERE, rank)
+    logging.getLogger("another").setLevel("ERROR")  # which nobody else has yet
+    if rank == 1:
+        logging.getLogger("ddpkit").setLevel("ERROR")
+
+@pytest.mark.ranks(2)
+def test_8_has_new_processes(rank):
     assert not same_processes(HERE, rank)
 """
 
@@ -483,7 +490,7 @@ def test_ranks_are_used_again_when_a_test_left_them_as_they_were(pytester: pytes
     (tmp_path / "pids").mkdir()
     source = f"import pathlib\nHERE = pathlib.Path({str(tmp_path / 'pids')!r})\n" + SAME + DIRT
     outcomes, text = run(pytester, source)
-    assert len(outcomes) == 8 and {*outcomes.values()} == {"PASSED"}, text
+    assert len(outcomes) == 9 and {*outcomes.values()} == {"PASSED"}, text
     assert processes_of(str(tmp_path)) == []
 
 
