@@ -1,0 +1,167 @@
+"""Compare how fast ranks join, wait for each other and leave, with ddpkit and with torch alone, taking turns.
+
+The ranks are forked from one process after `import torch`, so that nobody waits for imports. Each time counts from a
+common start to the end on the last rank.
+
+    python tests/benchmarks/joining.py [--ranks 2 8 32] [--rounds 3] [--barriers 10]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import torch.distributed as dist
+
+import ddpkit
+
+_TIMEOUT = timedelta(minutes=3)
+_COLUMNS = (
+    "join (s)",
+    "its CPU time, all ranks (s)",
+    "barrier (ms)",
+    "its CPU time, all ranks (ms)",
+    "leave (s)",
+    "descriptors of rank 0",
+    "of rank 1",
+    "memory of rank 0 (MB)",
+)
+
+
+def _join_with_torch() -> None:
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+
+
+def _join_with_ddpkit() -> None:
+    ddpkit.setup(timeout=_TIMEOUT)
+
+
+_WAYS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {
+    "torch": (_join_with_torch, dist.barrier, dist.destroy_process_group),
+    "ddpkit": (_join_with_ddpkit, ddpkit.barrier, ddpkit.teardown),
+}
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _resident() -> float:
+    """Return the memory that this process does not share, in MB."""
+    with open("/proc/self/statm") as file:
+        _, resident, shared, *_ = map(int, file.read().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _rank(way: str, barriers: int, parent: Connection) -> None:
+    """Do one step at each word of the parent's, and answer when it is done."""
+    join, barrier, leave = _WAYS[way]
+    descriptors, memory = _descriptors(), _resident()
+
+    def wait_often() -> None:
+        for _ in range(barriers):
+            barrier()
+
+    parent.send("ready")
+    for step in (join, barrier, wait_often, leave):  # torch's first barrier makes connections
+        parent.recv()
+        began = time.process_time()
+        step()
+        parent.send((time.process_time() - began, _descriptors() - descriptors, _resident() - memory))
+    parent.recv()  # rank 0 stays, for it hosts the store
+
+
+def _fork(way: str, rank: int, env: dict[str, str], barriers: int, inherited: list[Connection]) -> Connection:
+    """Start a rank; return the connection to it."""
+    ours, theirs = Pipe()
+    if os.fork():
+        theirs.close()
+        return ours
+    code = 1
+    try:
+        for connection in (*inherited, ours):
+            connection.close()
+        os.environ.update(env, RANK=f"{rank}")
+        _rank(way, barriers, theirs)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def measure(way: str, ranks: int, barriers: int) -> list[float]:
+    """Return one value for each column."""
+    env = {"WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{_free_port()}"}
+    env["OMP_NUM_THREADS"] = "1"
+    connections: list[Connection] = []
+    for rank in range(ranks):
+        connections.append(_fork(way, rank, env, barriers, connections))
+    for connection in connections:
+        connection.recv()
+
+    def step() -> tuple[float, list[tuple[float, int, float]]]:
+        start = time.perf_counter()
+        for connection in connections:
+            connection.send("go on")
+        answers = [connection.recv() for connection in connections]
+        return time.perf_counter() - start, answers
+
+    join, joined = step()
+    _, (first, second, *_) = step()
+    wait, waited = step()
+    leave, _ = step()
+    for connection in connections:
+        connection.send("end")
+    for _ in connections:
+        os.wait()
+    per_barrier = 1000 / barriers
+    return [
+        join,
+        sum(answer[0] for answer in joined),
+        wait * per_barrier,
+        sum(answer[0] for answer in waited) * per_barrier,
+        leave,
+        first[1],
+        second[1],
+        first[2],
+    ]
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32], help="numbers of ranks, at least 2")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="runs of each number of ranks, of which medians are shown"
+    )
+    parser.add_argument("--barriers", type=int, default=10, help="barriers in a run, of which the mean counts")
+    args = parser.parse_args()
+    print(f"| ranks | with | {' | '.join(_COLUMNS)} |\n|{'---|' * (2 + len(_COLUMNS))}")
+    for ranks in args.ranks:
+        found: dict[str, list[list[float]]] = {way: [] for way in _WAYS}
+        for _ in range(args.rounds):
+            for way, runs in found.items():
+                runs.append(measure(way, ranks, args.barriers))
+        for way, runs in found.items():
+            medians = [statistics.median(column) for column in zip(*runs, strict=True)]
+            print(f"| {ranks} | {way} | {' | '.join(f'{median:.4g}' for median in medians)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
