@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Pause:
     """Sleeps between polls: by default 50 microseconds at first, 20 milliseconds in the end."""
 
-    def __init__(self, first: float = 50e-6, longest: float = 0.02) -> None:
+    def __init__(self, longest: float = 0.02, *, first: float = 50e-6) -> None:
         self._seconds = first
         self._longest = longest
 
@@ -21,6 +21,11 @@ class Pause:
         """Sleep, a little longer than the last time."""
         time.sleep(self._seconds)
         self._seconds = min(1.3 * self._seconds, self._longest)
+
+
+def longest_pause(ranks: int) -> float:
+    """Return the seconds that a rank pauses at most, so that the polls of so many ranks leave the store time."""
+    return min(max(0.02, 0.5e-3 * ranks), 1.0)
 
 
 def _nothing() -> None:

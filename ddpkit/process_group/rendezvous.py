@@ -20,7 +20,7 @@ from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 from .generation import Generation
 from .member import Member, claim_key
-from .polling import Pause, call_with_timeout
+from .polling import Pause, call_with_timeout, longest_pause
 from .store_values import refuse_text
 
 _STORE_GRACE = 5.0  # seconds beyond the time-out in which the store must say that it is up
@@ -108,7 +108,7 @@ def _collect_claims(
     generation.store.set(claim_key(0), me.to_json())
     members = {0: me}
     readers = 0 if me.store_outlives_ranks else me.world_size
-    pause = Pause()
+    pause = Pause(longest_pause(me.world_size))
     while len(members) < me.world_size:
         _read_new_claims(generation, me, members)
         generation.raise_if_failed(readers)
@@ -156,7 +156,7 @@ def _claim_until_accepted(
     """Claim this rank in the newest generation, again if there is a newer one, until rank 0 publishes its members."""
     seen = 0
     claimed = None
-    pause = Pause()
+    pause = Pause(longest_pause(me.world_size))
     while True:
         latest = Generation.latest(store)
         if latest and latest.number > seen:  # those before it belong to dead attempts

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from .failures import Failure
-from .polling import Pause, call_with_timeout
+from .polling import Pause, call_with_timeout, longest_pause
 from .store_barrier import StoreBarrier, UsedKeys
 from .store_values import add, printable, read_text
 from .waits import Waits
@@ -122,7 +122,7 @@ class Session(Waits):
         failure = self.failures.known
         if failure is not None and failure.type == "lost":  # it counts itself out no more
             expected -= 1
-        pause = Pause()
+        pause = Pause(longest_pause(len(self.hosts)))
         deadline = time.monotonic() + _LINGER
         while left < expected and time.monotonic() < deadline:
             pause()

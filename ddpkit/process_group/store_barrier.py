@@ -1,8 +1,9 @@
 """Waits of all ranks for each other, on torch's key-value store: barriers, and what is built on them.
 
-Each rank adds its bit to a counter, so the ranks that are missing are known. A rank whose time is up, or that has
-failed, breaks the barrier: the key `broken` chooses the first of several such ranks, which sets a flag in the counter
-and writes its reason under `why`. All ranks then raise that, also those that come later.
+Each rank adds its bit to a word, so the ranks that are missing are known. Those who wait read one counter: the word, or
+the number of full words where there are several. A rank whose time is up, or that has failed, breaks the barrier: the
+key `broken` chooses the first of several such ranks, which sets a flag in the counter and writes its reason under
+`why`. All ranks then raise that, also those that come later.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .failures import FAILURE, Failure
 from .store_values import add, parse, read_text, refuse_text
 from .waits import Waits
 
-_RANKS_PER_COUNTER = 60  # one bit for each, in an int64
-_BROKEN = 1 << 61  # a flag in the first counter
+_RANKS_PER_WORD = 60  # one bit for each, in an int64
+_BROKEN = 1 << 61  # a flag in the counter
 _AT_ONCE = timedelta(seconds=5)  # bound on a wait for a key whose writer is at work
 _LONG = 1.0  # seconds of a wait after which a rank notes where it waits
 _MISSING = {"missing": [int], "seconds": float, "elsewhere": dict[str, str]}
@@ -44,10 +45,18 @@ class StoreBarrier:
         self._timeout = timeout
         self._refusal = refusal
         self.name = key.rpartition("/")[0]
-        firsts = range(0, self._world_size, _RANKS_PER_COUNTER)
-        self.counters = [f"{key}/{first}" for first in firsts]
-        self._all = [(1 << min(_RANKS_PER_COUNTER, self._world_size - first)) - 1 for first in firsts]
-        self._arrived_bits: list[int] = []  # of each counter, when last read
+        self._full: dict[str, int] = {}  # each word's key, and its value when all its ranks have arrived
+        for first in range(0, self._world_size, _RANKS_PER_WORD):
+            ranks = min(_RANKS_PER_WORD, self._world_size - first)
+            self._full[f"{key}/{first}"] = (1 << ranks) - 1
+        self._words = list(self._full)
+        self.counters = list(self._words)
+        self._counter = self._words[0]
+        self._complete = self._full[self._counter]
+        if len(self._words) > 1:
+            self._counter = f"{key}/full"
+            self._complete = len(self._words)
+            self.counters.append(self._counter)
         self._note = f"waits/{waits.rank}"  # where this rank says where it waits
         self._note_at = 0.0
         self._noted = False
@@ -55,9 +64,7 @@ class StoreBarrier:
 
     def wait(self) -> None:
         """Arrive, and return when all ranks have."""
-        counter, place = divmod(self._waits.rank, _RANKS_PER_COUNTER)
-        bits = add(self._store, self.counters[counter], 1 << place)
-        if [bits] == self._all:
+        if self._arrive() == self._complete:
             return
         self._note_at = time.monotonic() + min(_LONG, self._timeout.total_seconds() / 2)
         try:
@@ -71,27 +78,42 @@ class StoreBarrier:
     def call_off(self, failure: Failure) -> None:
         """Tell the others that this rank has failed. It does not arrive, so that nobody finds the barrier complete."""
         if self._may_give_reason():
-            add(self._store, self.counters[0], _BROKEN)
+            add(self._store, self._counter, _BROKEN)
             self._store.set(f"{self._key}/why", failure.to_json())
+
+    def _arrive(self) -> int:
+        """Add this rank's bit to its word; return what the counter is then, 0 if it is not complete."""
+        number, place = divmod(self._waits.rank, _RANKS_PER_WORD)
+        word = self._words[number]
+        bits = add(self._store, word, 1 << place)
+        if word == self._counter:
+            return bits
+        if bits != self._full[word]:
+            return 0
+        return add(self._store, self._counter, 1)
 
     def _is_complete(self) -> bool | None:
         """Return True if all have arrived, None if not; raise if that cannot be any more."""
         self._say_where()
         left = list(self._waits.failures.left)  # before the look, because who leaves has arrived before
-        self._arrived_bits = self._read_counters()
-        for counter, bits, complete in zip(self.counters, self._arrived_bits, self._all, strict=True):
-            if bits & ~(complete | _BROKEN):
-                refuse_text(f"{bits}", counter)
-        if self._arrived_bits[0] & _BROKEN:
+        count = add(self._store, self._counter, 0)
+        if not 0 <= count & ~_BROKEN <= self._complete:
+            refuse_text(f"{count}", self._counter)
+        if count & _BROKEN:
             return self._explain()
-        if self._arrived_bits == self._all:
+        if count == self._complete:
             return True
+        if left:
+            self._raise_if_absent(left)
+        return None
+
+    def _raise_if_absent(self, left: list[int]) -> None:
+        """Raise if one of the ranks that have left the job has not arrived."""
         absent = self._absent()
         for rank in left:
             if rank in absent:
                 self._waits.failures.raise_if_any()  # it may have left because another failed
                 raise self._waits.failures.departure(rank)
-        return None
 
     def _say_where(self) -> None:
         """Note where this rank waits, if the wait is long, for those who miss it elsewhere."""
@@ -102,24 +124,22 @@ class StoreBarrier:
             self.refused = True
             raise Failure.from_json(self._store.get(self._refusal), self._refusal).to_error()
 
-    def _read_counters(self) -> list[int]:
-        bits = [add(self._store, counter, 0) for counter in reversed(self.counters)]
-        return bits[::-1]  # the first was read last: it holds the flag
-
     def _absent(self) -> list[int]:
+        """Read from the words which ranks have not arrived."""
         absent = []
-        for rank in range(self._world_size):
-            counter, place = divmod(rank, _RANKS_PER_COUNTER)
-            if not self._arrived_bits[counter] >> place & 1:
-                absent.append(rank)
+        for number, (word, full) in enumerate(self._full.items()):
+            bits = add(self._store, word, 0)
+            if bits & ~(full | _BROKEN):
+                refuse_text(f"{bits}", word)
+            for place in range(full.bit_length()):
+                if not bits >> place & 1:
+                    absent.append(number * _RANKS_PER_WORD + place)
         return absent
 
     def _give_up(self) -> bool:
         """Break the barrier, for the time is up."""
         if self._may_give_reason():
-            first, *others = self.counters
-            self._arrived_bits = [add(self._store, first, _BROKEN)]
-            self._arrived_bits += [add(self._store, counter, 0) for counter in others]
+            add(self._store, self._counter, _BROKEN)
             absent = self._absent()
             seconds = self._timeout.total_seconds()
             why = {"missing": absent, "seconds": seconds, "elsewhere": self._elsewhere(absent)}

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpkit.errors import BarrierTimeoutError, PeerError
+from ddpkit.process_group import store_barrier
 from ddpkit.process_group.failures import Failure, record_failure
 from ddpkit.process_group.session import Session
 
@@ -69,6 +70,27 @@ def test_those_who_miss_a_meeting_are_named_beyond_the_first_counter_too() -> No
         assert isinstance(error, BarrierTimeoutError)
         assert error.missing == [(rank, f"host{rank}") for rank in (0, 59, 60, 69)]
         assert len(error.arrived) == 66
+
+
+def test_a_rank_that_waits_reads_one_counter_however_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = set()
+    add = store_barrier.add
+
+    def note(store: dist.Store, key: str, amount: int) -> int:
+        if amount == 0:
+            read.add(key)
+        return add(store, key, amount)
+
+    monkeypatch.setattr(store_barrier, "add", note)
+
+    def meet(session: Session) -> None:
+        if session.rank == 100:
+            time.sleep(0.1)
+        session.meet("x/1")
+
+    results, _ = on_threads(130, meet)
+    assert results == [None] * 130
+    assert read == {"x/1/full"}
 
 
 def test_a_meeting_ends_alike_for_the_one_who_gives_up_and_the_one_who_just_comes() -> None:
