@@ -14,9 +14,10 @@ from ..arguments import check_timeout
 from ..launch import ranks
 from ..process_group import lifecycle
 from ..process_group.failures import Failure
-from ..process_group.session import Session
+from ..process_group.session import Ranks, Session
 from ..process_group.store_values import add
 from .broadcast import broadcast_bytes
+from .peers import Group, peers_of
 from .pickling import UnshardedPickler, check_copies
 
 P = ParamSpec("P")
@@ -25,35 +26,37 @@ _LONGEST_NAME = 1000  # characters: names are keys of the store
 _WORK = timedelta(days=1)  # bound on work that one rank does while the others wait
 
 
-def barrier(name: str | None = None, timeout: timedelta | None = None) -> None:
+def barrier(name: str | None = None, timeout: timedelta | None = None, *, group: Group | None = None) -> None:
     """Wait until every rank is here. Collective, on any backend; it leaves the accelerator's queue alone.
 
     Args:
         name: Its name in errors, 1 to 1000 characters; it may be used again. Ranks meet at the same use of the
             same name.
         timeout: Bound on the wait; by default that of `setup()`.
+        group: Those that meet, in place of all: a group of torch's or one dimension of a mesh, with this rank in it.
 
     Raises:
         BarrierTimeoutError: If ranks are missing when the time is up; `.missing` and `.arrived` say which, on every
             rank, also on those that come later. The message says where a missing rank waits instead.
         PeerError: If a rank failed or left meanwhile, or passed a bad argument.
-        TypeError: If `timeout` is a number: write `timedelta(seconds=...)`; if `name` is no string.
-        ValueError: If `timeout` is not positive, or `name` empty or too long.
+        TypeError: If `timeout` is a number: write `timedelta(seconds=...)`; if `name` is no string or `group` none.
+        ValueError: If `timeout` is not positive, `name` empty or too long, or this rank is not in the group.
 
     Example:
         >>> barrier()
     """
+    subset = peers_of(group).subset
     if not lifecycle.joined():
         _check_name(name)
         if timeout is not None:
             check_timeout(timeout)
         return
     session = lifecycle.current_session()
-    key, refusal_key = _keys(session, "barrier", name)
+    key, refusal_key = _keys(session, "barrier", name, subset)
     if timeout is not None:
-        with _report_failure(session, key):  # the others come with a good one
+        with _report_failure(session, key, subset):  # the others come with a good one
             check_timeout(timeout)
-    session.meet(key, timeout, refusal=refusal_key)
+    session.meet(key, timeout, refusal=refusal_key, ranks=subset)
 
 
 @contextmanager
@@ -225,29 +228,29 @@ def _as_bool(flag: object) -> bool:
         raise TypeError(f"flag must be True or False, got {flag!r}: {error}") from error
 
 
-def _keys(session: Session, call: str, name: str | None) -> tuple[str, str]:
+def _keys(session: Session, call: str, name: str | None, subset: Ranks | None = None) -> tuple[str, str]:
     """Make the key of this use of a name, and that of this use of the call, where a rank with a bad name leaves word.
 
     The quotes keep any name apart from all other keys.
     """
-    refusal_key = session.count(f"{call} with a bad name")
+    refusal_key = session.count(f"{call} with a bad name", subset)
     try:
         _check_name(name)
     except (TypeError, ValueError) as error:
         with session.bounded(session.timeout):
             session.store.set(refusal_key, Failure.of(session.rank, error).to_json())
-        session.count_anew()
+        session.count_anew(subset)
         raise
     if name is not None:
         call = f"{call} {str(name)!r}"
-    return session.count(call), refusal_key
+    return session.count(call, subset), refusal_key
 
 
 @contextmanager
-def _report_failure(session: Session, key: str) -> Iterator[None]:
+def _report_failure(session: Session, key: str, subset: Ranks | None = None) -> Iterator[None]:
     """Make the ranks that meet under a key raise, too, if the block raises on this rank."""
     try:
         yield
     except BaseException as error:
-        session.meet(key, failure=Failure.of(session.rank, error))
+        session.meet(key, failure=Failure.of(session.rank, error), ranks=subset)
         raise

@@ -17,6 +17,26 @@ from .store_values import add, printable, read_text
 from .waits import Waits
 
 _LINGER = 2.0  # seconds that the store's host stays for ranks that are still leaving
+Ranks = tuple[int, ...]  # some of a job's, in any order that they all know
+
+
+class _Counts:
+    """Count how often ranks that meet have used each name."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._counts: dict[str, int] = {}
+        self._refusals = 0  # after which all count anew
+
+    def key(self, name: str) -> str:
+        number = self._counts.get(name, 0) + 1
+        self._counts[name] = number
+        use = f"{self._refusals}.{number}" if self._refusals else f"{number}"
+        return f"{name}{self._label}/{use}"
+
+    def clear(self) -> None:
+        self._refusals += 1
+        self._counts.clear()
 
 
 class Session(Waits):
@@ -45,8 +65,7 @@ class Session(Waits):
         self.nodes = nodes
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self._pid = os.getpid()
-        self._counts: dict[str, int] = {}
-        self._refusals = 0  # after which all ranks count anew
+        self._counts: dict[Ranks | None, _Counts] = {}
         self._used_keys = UsedKeys()
 
     @property
@@ -54,16 +73,18 @@ class Session(Waits):
         """Return whether this process is the rank, and not a child that was forked from it."""
         return self._pid == os.getpid()
 
-    def count(self, name: str) -> str:
-        """Make a key for the n-th use of a name; every rank counts alike because all take part."""
-        number = self._counts.get(name, 0) + 1
-        self._counts[name] = number
-        return f"{name}/{self._refusals}.{number}" if self._refusals else f"{name}/{number}"
+    def count(self, name: str, ranks: Ranks | None = None) -> str:
+        """Make a key for the n-th use of a name; every rank counts alike because all of `ranks` take part."""
+        return self._counts_of(ranks).key(name)
 
-    def count_anew(self) -> None:
+    def count_anew(self, ranks: Ranks | None = None) -> None:
         """Forget how often names were used: not all ranks have used the last one, for one of them had a bad name."""
-        self._refusals += 1
-        self._counts.clear()
+        self._counts_of(ranks).clear()
+
+    def _counts_of(self, ranks: Ranks | None) -> _Counts:
+        if ranks not in self._counts:
+            self._counts[ranks] = _Counts(f" of ranks {', '.join(map(str, ranks))}" if ranks else "")
+        return self._counts[ranks]
 
     def meet(
         self,
@@ -73,6 +94,7 @@ class Session(Waits):
         failure: Failure | None = None,
         used: Sequence[str] = (),
         refusal: str = "",
+        ranks: Ranks | None = None,
     ) -> None:
         """Wait until all ranks are here; with a `failure`, tell the others instead and do not wait.
 
@@ -82,9 +104,11 @@ class Session(Waits):
             failure: Why this rank does not come.
             used: Keys to delete when nobody can still be reading them.
             refusal: Key under which a rank that cannot come, for it does not know `key`, writes its failure.
+            ranks: Those that meet, this one among them; by default all.
         """
         timeout = timeout or self.timeout
-        barrier = StoreBarrier(self, key, timeout, refusal)
+        everyone = ranks or range(len(self.hosts))
+        barrier = StoreBarrier(self, everyone, key, timeout, refusal)
         with self.bounded(timeout):
             if failure:
                 barrier.call_off(failure)
@@ -93,21 +117,23 @@ class Session(Waits):
                 barrier.wait()
             finally:
                 if barrier.refused:
-                    self.count_anew()
+                    self.count_anew(ranks)
             keys = list(used)
-            if self.rank == 0:
+            if self.rank == everyone[0]:
                 keys += barrier.counters
             for old in self._used_keys.replace(barrier.name, keys, self.timeout):
                 self.store.delete_key(old)
 
-    def exchange(self, text: str, name: str = "exchange", timeout: timedelta | None = None) -> list[str]:
-        """Give every rank's text to all, by rank."""
-        key = self.count(name)
+    def exchange(
+        self, text: str, name: str = "exchange", timeout: timedelta | None = None, ranks: Ranks | None = None
+    ) -> list[str]:
+        """Give every rank's text to all, in the order of the ranks."""
+        key = self.count(name, ranks)
         mine = f"{key}/from/{self.rank}"
         with self.bounded(timeout or self.timeout):
             self.store.set(mine, printable(text))
-            self.meet(key, timeout, used=[mine])
-            return [read_text(self.store, f"{key}/from/{rank}") for rank in range(len(self.hosts))]
+            self.meet(key, timeout, used=[mine], ranks=ranks)
+            return [read_text(self.store, f"{key}/from/{rank}") for rank in ranks or range(len(self.hosts))]
 
     def leave(self, linger: bool) -> None:
         """Count this rank out; a rank that hosts the store lingers up to 2 s for those who still need it."""

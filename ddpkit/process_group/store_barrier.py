@@ -28,27 +28,28 @@ _MISSING = {"missing": [int], "seconds": float, "elsewhere": dict[str, str]}
 
 
 class StoreBarrier:
-    """One wait of all ranks for each other.
+    """One wait of ranks for each other.
 
     Args:
         waits: This rank's.
+        ranks: Those that wait, in an order that they all know.
         key: The barrier's, equal on all ranks, "name/number".
         timeout: Bound on the wait.
         refusal: Key under which a rank that cannot come writes its failure; "" if there is none.
     """
 
-    def __init__(self, waits: Waits, key: str, timeout: timedelta, refusal: str) -> None:
+    def __init__(self, waits: Waits, ranks: Sequence[int], key: str, timeout: timedelta, refusal: str) -> None:
         self._waits = waits
+        self._ranks = ranks
         self._store = waits.store
         self._key = key
-        self._world_size = len(waits.hosts)
         self._timeout = timeout
         self._refusal = refusal
         self.name = key.rpartition("/")[0]
         self._full: dict[str, int] = {}  # each word's key, and its value when all its ranks have arrived
-        for first in range(0, self._world_size, _RANKS_PER_WORD):
-            ranks = min(_RANKS_PER_WORD, self._world_size - first)
-            self._full[f"{key}/{first}"] = (1 << ranks) - 1
+        for first in range(0, len(ranks), _RANKS_PER_WORD):
+            count = min(_RANKS_PER_WORD, len(ranks) - first)
+            self._full[f"{key}/{first}"] = (1 << count) - 1
         self._words = list(self._full)
         self.counters = list(self._words)
         self._counter = self._words[0]
@@ -83,7 +84,7 @@ class StoreBarrier:
 
     def _arrive(self) -> int:
         """Add this rank's bit to its word; return what the counter is then, 0 if it is not complete."""
-        number, place = divmod(self._waits.rank, _RANKS_PER_WORD)
+        number, place = divmod(self._ranks.index(self._waits.rank), _RANKS_PER_WORD)
         word = self._words[number]
         bits = add(self._store, word, 1 << place)
         if word == self._counter:
@@ -133,7 +134,7 @@ class StoreBarrier:
                 refuse_text(f"{bits}", word)
             for place in range(full.bit_length()):
                 if not bits >> place & 1:
-                    absent.append(number * _RANKS_PER_WORD + place)
+                    absent.append(self._ranks[number * _RANKS_PER_WORD + place])
         return absent
 
     def _give_up(self) -> bool:
@@ -180,10 +181,10 @@ class StoreBarrier:
         me = self._waits.rank
         missing: list[tuple[int, str]] = []
         arrived: list[tuple[int, str]] = []
-        for rank, host in enumerate(self._waits.hosts):
+        for rank in self._ranks:
             places = missing if rank in why["missing"] else arrived
-            places.append((rank, host))
-        count = f"{len(missing)} of {self._world_size} ranks"
+            places.append((rank, self._waits.hosts[rank]))
+        count = f"{len(missing)} of {len(self._ranks)} ranks"
         text = f"{self.name}: {count} did not arrive within {why['seconds']:g} s"
         text += f": {_names(missing)}. Arrived: {_names(arrived)}."
         for rank, note in why["elsewhere"].items():

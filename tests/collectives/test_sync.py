@@ -146,7 +146,7 @@ def break_and_end() -> str:
     if get_rank() == 0:
         session = lifecycle.current_session()
         key, _ = sync._keys(session, "barrier", "broken")
-        broken = StoreBarrier(session, key, timedelta(seconds=1), "")
+        broken = StoreBarrier(session, range(len(session.hosts)), key, timedelta(seconds=1), "")
         assert broken._may_give_reason()
         add(session.store, broken.counters[0], store_barrier._BROKEN)  # and never comes to say why
         ddpkit.barrier()

@@ -1,0 +1,88 @@
+"""Which ranks take part in a call: all of the job's, or those of a group that the script has made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch.distributed as dist
+
+from ..launch import ranks
+from ..process_group import lifecycle
+from ..torch_internals import current_group
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
+_REMEDY = "Call it on the ranks of the group only, with the group or one dimension of a mesh."
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that take part in a call.
+
+    Attributes:
+        ranks: Their numbers in the job, in the order of the group.
+        rank: This process's place among them.
+        group: Torch's group; None for the job's.
+    """
+
+    ranks: Sequence[int]
+    rank: int
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def subset(self) -> tuple[int, ...] | None:
+        """Return the ranks for the store's functions, which take None for all."""
+        return None if self.group is None else tuple(self.ranks)
+
+
+def peers_of(group: Group | None) -> Peers:
+    """Find out who takes part. Adopts a group that somebody else made as the job's; collective then.
+
+    Raises:
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+        TypeError: If it is no group.
+        ValueError: If this rank is not in the group, or the group has been destroyed.
+    """
+    joined = lifecycle.joined()
+    own = _process_group(group)
+    if not joined or own is None or own is current_group():
+        return Peers(range(ranks.get_world_size()), ranks.get_rank())
+    try:
+        members = dist.get_process_group_ranks(own)
+    except (KeyError, ValueError, RuntimeError):
+        raise ValueError(f"group={group!r} is no group of this job, or was destroyed.") from None
+    if ranks.get_rank() not in members:
+        raise ValueError(_not_a_member(group))
+    return Peers(tuple(members), members.index(ranks.get_rank()), own)
+
+
+def _process_group(group: Any) -> dist.ProcessGroup | None:
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives to those that are not in it
+        raise ValueError(_not_a_member(group))
+    if not _is_mesh(group):
+        raise TypeError(f"group must be a process group, or a mesh of one dimension, got {type(group).__name__}.")
+    if group.ndim != 1:
+        names = group.mesh_dim_names
+        example = f'mesh["{names[0]}"]' if names else 'mesh["dp"], with names for its dimensions'
+        raise ValueError(f"The mesh has {group.ndim} dimensions; pass one, such as {example}.")
+    if group.get_coordinate() is None:
+        raise ValueError(_not_a_member(group))
+    found: dist.ProcessGroup = group.get_group()
+    return found
+
+
+def _is_mesh(value: Any) -> bool:
+    """Return whether it is one; nobody has made one before its module was imported, which takes long."""
+    kind = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _not_a_member(group: Any) -> str:
+    return f"Rank {ranks.get_rank()} is not in group={group!r}. {_REMEDY}"

@@ -1,0 +1,101 @@
+"""Calls in which only some ranks take part: those of a process group, or of one dimension of a mesh."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from conftest import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+import ddpkit
+
+A_SECOND = timedelta(seconds=1)
+
+
+def raised(call: Any, *args: Any, **kwargs: Any) -> str:
+    """The name and text of the error that a call raises, "" if none."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def meet_in_groups() -> list[Any]:
+    """Ranks 0 and 2 meet again and again, in vain and with bad names, while rank 1 has no part in it."""
+    rank = ddpkit.get_rank()
+    pair = dist.new_group([2, 0])  # torch sorts them
+    found = []
+    if rank == 1:
+        found += [raised(ddpkit.barrier, group=pair), raised(ddpkit.barrier, group=3)]
+    else:
+        for _ in range(3):
+            ddpkit.barrier(group=pair)
+        ddpkit.barrier("own", group=pair)
+        found.append(raised(ddpkit.barrier, "" if rank == 2 else "good", group=pair))
+        ddpkit.barrier("good", group=pair)
+        if rank == 0:
+            found.append(raised(ddpkit.barrier, "in vain", A_SECOND, group=pair))
+        else:
+            time.sleep(1.5)
+            found.append(raised(ddpkit.barrier, "in vain", A_SECOND, group=pair))
+    ddpkit.barrier("good")
+    ddpkit.barrier(group=dist.group.WORLD)
+    ddpkit.barrier()
+    return found
+
+
+def test_a_barrier_of_some_ranks_waits_for_these_only() -> None:
+    first, second, third = on_ranks(meet_in_groups, 3)
+    assert second[0].startswith("ValueError: Rank 1 is not in group=")
+    assert second[1] == "TypeError: group must be a process group, or a mesh of one dimension, got int."
+    assert "PeerError: rank 2" in first[0] and "name must have 1 to 1000 characters, got 0" in first[0]
+    assert third[0].startswith("ValueError: name must have")
+    for text in (first[1], third[1]):
+        assert "BarrierTimeoutError: barrier 'in vain' of ranks 0, 2: 1 of 2 ranks did not arrive within 1 s" in text
+        assert "rank 1" not in text
+    assert "This is rank 2, which came too late" in third[1]
+
+
+def meet_in_a_mesh() -> list[Any]:
+    rank = ddpkit.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = [raised(ddpkit.barrier, group=mesh)]
+    if rank < 2:  # two ranks of "tp"
+        ddpkit.barrier(group=mesh["tp"])
+    ddpkit.barrier(group=mesh["dp"])
+    if rank == 3:
+        found.append(raised(ddpkit.barrier, timeout=A_SECOND, group=mesh["tp"]))
+    ddpkit.barrier()
+    return found
+
+
+def test_one_dimension_of_a_mesh_meets() -> None:
+    *_, last = on_ranks(meet_in_a_mesh, 4)
+    assert last[0] == 'ValueError: The mesh has 2 dimensions; pass one, such as mesh["dp"].'
+    assert "barrier of ranks 2, 3: 1 of 2 ranks did not arrive" in last[1]
+
+
+def wait_while_an_outsider_fails() -> None:
+    pair = dist.new_group([0, 2])
+    ddpkit.barrier()
+    if ddpkit.get_rank() == 1:
+        raise ValueError("no such file")
+    if ddpkit.get_rank() == 0:
+        ddpkit.barrier(group=pair)
+    time.sleep(60)
+
+
+def test_ranks_that_wait_for_each_other_hear_of_one_that_is_not_in_their_group() -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        on_ranks(wait_while_an_outsider_fails, 3)
+
+
+def test_a_group_of_one_process_meets() -> None:
+    ddpkit.barrier(group=None)
+    with pytest.raises(TypeError, match="group must be a process group"):
+        ddpkit.barrier(group="dp")  # type: ignore[arg-type]
