@@ -6,6 +6,7 @@ Bad arguments are plain `ValueError` and `TypeError`.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 _Error = TypeVar("_Error", bound="DdpkitError")
@@ -53,15 +54,24 @@ class BarrierTimeoutError(DdpkitError):
     Attributes:
         missing: `(rank, host)` of those that had not arrived when the first rank gave up.
         arrived: `(rank, host)` of those that had.
+        elsewhere: Where missing ranks were waiting instead, by rank, as far as they had said so.
     """
 
     missing: list[tuple[int, str]]
     arrived: list[tuple[int, str]]
+    elsewhere: dict[int, str]
 
-    def __init__(self, message: str, missing: list[tuple[int, str]], arrived: list[tuple[int, str]]) -> None:
+    def __init__(
+        self,
+        message: str,
+        missing: list[tuple[int, str]],
+        arrived: list[tuple[int, str]],
+        elsewhere: Mapping[int, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.missing = missing
         self.arrived = arrived
+        self.elsewhere = dict(elsewhere or {})
 
 
 class PeerError(DdpkitError):

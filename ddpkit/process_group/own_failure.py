@@ -11,15 +11,16 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError
-from ..torch_internals import other_groups_were_made
+from ..torch_internals import current_group, other_groups_were_made
 from .failures import Failure, describe_error, message_of, trace_of
 from .monitor import Monitor
-from .session import Session
+from .session import Ranks, Session
 
 _BROKEN = re.compile(  # torch raises plain RuntimeErrors, too
     r"^\[.*gloo"  # gloo's begin with a source file in brackets, some of them
@@ -60,11 +61,12 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
     if not _is_of_broken_collective(error):
         return None
     session.failures.explained = error
-    call, place = _called(error)
-    if not _all_took_part(error, call) or session.failures.known or session.failures.compared:
+    call, place, group = _called(error)
+    ranks = _participants(error, call, group)
+    if session.rank not in ranks or session.failures.known or session.failures.compared:
         return session.find_cause()
     session.failures.compared = True  # once: ranks that meet a second time may not mean the same collective
-    return _compare_places(error, f"{call} {place}", session)
+    return _compare_places(error, f"{call} {place}", session, ranks)
 
 
 def _is_of_broken_collective(error: BaseException) -> bool:
@@ -74,32 +76,39 @@ def _is_of_broken_collective(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or _BROKEN.search(message_of(error)) is not None
 
 
-def _compare_places(error: BaseException, place: str, session: Session) -> DdpkitError | None:
+def _compare_places(error: BaseException, place: str, session: Session, ranks: Ranks) -> DdpkitError | None:
     """Meet the ranks whose collective broke, too, and compare where in the script that was. Collective.
 
     Returns:
         The error to raise instead: one rank is absent, or the ranks were in different collectives. None if neither.
     """
+    everyone = len(ranks) == len(session.hosts)
     try:
-        places = session.exchange(place, "broken collective", _ALL_NOTICE)
+        places = session.exchange(place, "broken collective", _ALL_NOTICE, None if everyone else ranks)
     except BarrierTimeoutError as late:
+        if late.elsewhere:  # they wait for others, who may be the cause
+            return session.find_cause()
         return _absent(error, late, session.rank)
     except DdpkitError as cause:
         return cause
     calls = {text.partition(" ")[0] for text in places}
     if len(calls) == 1 or "?" in calls:
         return None
-    lines = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(places))
+    lines = "".join(f"\n  rank {rank}: {text}" for rank, text in zip(ranks, places, strict=True))
     return MismatchError(f"A collective broke because the ranks were not in the same one: {error}{lines}")
 
 
-def _all_took_part(error: BaseException, call: str) -> bool:
-    """Return whether all ranks must have been in what broke; else one that does not come now may be innocent."""
+def _participants(error: BaseException, call: str, group: Any) -> Ranks:
+    """Return the ranks that must have been in what broke; none if one that does not come now may be innocent."""
     if isinstance(error, _OF_A_STORE) or not _BY_PEERS.search(message_of(error)):
-        return False
+        return ()
     if call in _BETWEEN_TWO or not dist.is_initialized():
-        return False
-    return not other_groups_were_made()
+        return ()
+    if group is None and other_groups_were_made():  # whose it was is not known
+        return ()
+    with suppress(KeyError, ValueError, RuntimeError, AttributeError):  # it is none, or has been destroyed
+        return tuple(dist.get_process_group_ranks(group or current_group()))
+    return ()
 
 
 def _absent(error: BaseException, late: BarrierTimeoutError, me: int) -> PeerError | None:
@@ -111,8 +120,13 @@ def _absent(error: BaseException, late: BarrierTimeoutError, me: int) -> PeerErr
     return PeerError(rank, host, "silent", words)
 
 
-def _called(error: BaseException) -> tuple[str, str]:
-    """Find the call that an error comes from, "?" if it is none that is known, and the line of the script before it."""
+def _called(error: BaseException) -> tuple[str, str, Any]:
+    """Find what an error comes from.
+
+    Returns:
+        The call, "?" if it is none that is known, the line of the script before it, and its process group, None if
+        that cannot be told.
+    """
     call, place = "?", ""
     for frame in [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]:
         if not frame.filename.startswith(_LIBRARIES):
@@ -122,7 +136,16 @@ def _called(error: BaseException) -> tuple[str, str]:
         for file, name in _IN_MODELS.items():
             if frame.filename.endswith(file):
                 call = name
-    return call, place
+    return call, place, _group_of(error)
+
+
+def _group_of(error: BaseException) -> Any:
+    """Find the process group of the function of torch's that raised an error, None if it was none."""
+    group = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.endswith(_COLLECTIVES) and "group" in frame.f_locals:
+            group = frame.f_locals["group"] or current_group()
+    return group
 
 
 def publish(error: BaseException, session: Session, monitor: Monitor | None) -> None:

@@ -187,11 +187,12 @@ class StoreBarrier:
         count = f"{len(missing)} of {len(self._ranks)} ranks"
         text = f"{self.name}: {count} did not arrive within {why['seconds']:g} s"
         text += f": {_names(missing)}. Arrived: {_names(arrived)}."
-        for rank, note in why["elsewhere"].items():
+        elsewhere = {int(rank): note for rank, note in why["elsewhere"].items() if rank.isdecimal()}
+        for rank, note in elsewhere.items():
             text += f" Rank {rank} {note}."
         if me in why["missing"]:
             text += f" This is rank {me}, which came too late."
-        return BarrierTimeoutError(text, missing, arrived)
+        return BarrierTimeoutError(text, missing, arrived, elsewhere)
 
 
 class UsedKeys:

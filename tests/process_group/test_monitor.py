@@ -260,12 +260,23 @@ def test_ranks_may_join_again_after_a_failure() -> None:
         assert end.code == 0 and error in end.output and "sum 3.0" in end.output, end.output
 
 
-def time_out_in_a_group_of_some() -> None:
+def time_out_in_groups() -> None:
+    """Rank 2 waits for rank 1, which does not come, while rank 0 waits for rank 2, which cannot come."""
     with ddpkit.distributed(timeout=timedelta(seconds=20)) as context:
-        some = dist.new_group([1, 2], timeout=timedelta(seconds=2))
-        if context.rank == 1:
-            dist.all_reduce(torch.ones(1), group=some)
-        time.sleep(10)
+        groups = [dist.new_group(ranks, timeout=timedelta(seconds=3)) for ranks in ([0, 2], [1, 2])]
+        if context.rank == 0:
+            dist.all_reduce(torch.ones(1), group=groups[0])
+        if context.rank == 2:
+            dist.all_reduce(torch.ones(1), group=groups[1])
+        time.sleep(20)
+
+
+def test_who_did_not_come_to_a_collective_of_a_group_is_named_and_not_who_waited_there() -> None:
+    port = free_port()
+    ended = run(time_out_in_groups, [platform_env(rank, 3, port) for rank in range(3)])
+    for end in (ended[0], ended[2]):
+        assert end.code == 1 and "rank 1 (" in end.output and "failed: silent" in end.output, end.output
+    assert "where rank 2 gave up a collective" in ended[0].output
 
 
 def wait_for_one_of_three() -> None:
@@ -275,7 +286,15 @@ def wait_for_one_of_three() -> None:
         time.sleep(12)
 
 
-@pytest.mark.parametrize("broken", [time_out_in_a_group_of_some, wait_for_one_of_three])
+def wait_for_one_of_some() -> None:
+    with ddpkit.distributed(timeout=timedelta(seconds=20)) as context:
+        some = dist.new_group([1, 2], timeout=timedelta(seconds=3))
+        if context.rank == 1:
+            dist.all_reduce(torch.ones(1), group=some, async_op=True).wait()  # which tells no group
+        time.sleep(12)
+
+
+@pytest.mark.parametrize("broken", [wait_for_one_of_some, wait_for_one_of_three])
 def test_ranks_that_have_no_part_in_a_broken_collective_are_not_blamed(broken: Callable[[], None]) -> None:
     port = free_port()
     ended = run(broken, [platform_env(rank, 3, port) for rank in range(3)])
