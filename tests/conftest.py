@@ -28,6 +28,9 @@ from ddpkit.process_group import lifecycle
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+# there are more ranks than GPUs; what GPUs do is shown by tests/gpu
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # several tests run at a time, on ranks: more threads than cores wait for each other, and make small work slow
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it was imported before

@@ -29,6 +29,7 @@ if str(_START) not in _PATHS:  # what workers of xdist inherit has it
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_START), str(ROOT), *_PATHS]))
 _KEPT = ("PATH", "PYTHONPATH", "HOME", "TMPDIR", "LANG", "RES_OPTIONS", "PYTHONPYCACHEPREFIX")
 _KEPT += ("ATEN_CPU_CAPABILITY", "MKL_CBWR")  # by which sums are rounded
+_KEPT += ("CUDA_VISIBLE_DEVICES",)  # conftest.py hides all
 CLEAN = {k: v for k, v in os.environ.items() if k in _KEPT}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 _tried = itertools.count(random.SystemRandom().randrange(2_500))
