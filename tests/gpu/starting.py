@@ -1,0 +1,71 @@
+"""Start what the checks look at: ranks that share one device, ranks on a GPU each, and programs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ddpkit
+from ddpkit.testing import on_ranks
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+_TIMEOUT = timedelta(seconds=40)  # of the ranks' waits
+
+
+def on_one_device(fn: Callable[..., Any], nprocs: int, device: str, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call `fn(*args)` on ranks that share one device; return the results by rank.
+
+    On a GPU one rank has NCCL, and several have gloo, for NCCL refuses them.
+    """
+    return on_ranks(_join, nprocs, first_of(device), fn, args, timeout=timeout, join=False)
+
+
+def on_a_gpu_each(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call `fn(*args)` on as many ranks as there are GPUs, on the CPU on two; return the results by rank."""
+    return on_ranks(_join, several(), None, fn, args, timeout=timeout, join=False)
+
+
+def first_of(device: str) -> str:
+    """Name the first device of a kind."""
+    return f"{device}:0" if device == "cuda" else device
+
+
+def several() -> int:
+    """Return the number of ranks that `on_a_gpu_each` starts."""
+    return max(2, torch.cuda.device_count())
+
+
+def _join(device: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with ddpkit.distributed(device=device, timeout=_TIMEOUT):
+        return fn(*args)
+
+
+def run(command: list[str], timeout: float = 90.0, folder: Path = ROOT) -> str:
+    """Run a program that has to end well, and return what it has printed."""
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"not finished after {timeout:g} s:\n{output}") from None
+    assert process.returncode == 0, output
+    return output

@@ -1,0 +1,195 @@
+"""Which device, backend and ranks there are; the doctor and the benchmark."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from starting import TORCHRUN, first_of, on_a_gpu_each, on_one_device, run, several
+
+import ddpkit
+from ddpkit.testing import on_ranks
+
+DDPKIT = ["-m", "ddpkit"]
+
+
+def describe() -> tuple[str, str | None, int]:
+    """Return device and backend of this rank, and the current device."""
+    context = ddpkit.setup()
+    current = torch.cuda.current_device() if context.device.type == "cuda" else -1
+    return str(context.device), context.backend, current
+
+
+def test_one_rank_has_a_group_over_nccl(device: str) -> None:
+    expected = {"cuda": ("cuda:0", "cpu:gloo,cuda:nccl", 0), "cpu": ("cpu", "gloo", -1)}
+    assert on_one_device(describe, 1, device) == [expected[device]]
+
+
+def use_torch() -> list[float]:
+    """Return sums by torch's own collectives, on the device and on the CPU."""
+    on_device = torch.ones(3, device=ddpkit.get_device())
+    on_cpu = torch.ones(3)
+    dist.all_reduce(on_device)
+    dist.all_reduce(on_cpu)
+    ddpkit.barrier()
+    return [on_device.sum().item(), on_cpu.sum().item()]
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_the_group_carries_tensors_of_the_device_and_of_the_cpu(nprocs: int, device: str) -> None:
+    assert on_one_device(use_torch, nprocs, device) == [[3.0 * nprocs] * 2] * nprocs
+
+
+def test_two_ranks_that_name_one_device_share_it_over_gloo(device: str) -> None:
+    found = on_one_device(describe, 2, device)
+    assert [backend for _, backend, _ in found] == ["gloo"] * 2
+    assert found[0] == found[1]
+
+
+def visible() -> list[str]:
+    """Name the GPUs that this run sees, as CUDA_VISIBLE_DEVICES does."""
+    count = torch.cuda.device_count()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return names.split(",")[:count]
+
+
+def join_seeing(gpus: list[str]) -> tuple[str, str | None, int, float]:
+    """Join with only this rank's GPU visible; it has to be said before anything touches one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["RANK"])]
+    with ddpkit.distributed():
+        mean = ddpkit.all_reduce_mean(torch.full((2000,), float(ddpkit.get_rank()), device=ddpkit.get_device()))
+        return (*describe(), mean[-1].item())
+
+
+@pytest.mark.cuda
+def test_two_ranks_that_did_not_ask_to_share_a_gpu_are_refused() -> None:
+    with pytest.raises(ddpkit.LaunchError, match="see the same accelerator: 2 ranks, 1 cuda device"):
+        on_ranks(join_seeing, 2, visible()[:1] * 2, join=False, fresh=True)
+
+
+def join_on(device: str) -> str:
+    with ddpkit.distributed(device=device) as context:
+        return str(context.device)
+
+
+@pytest.mark.cuda
+def test_a_gpu_that_is_not_there_is_refused_on_every_rank() -> None:
+    count = torch.cuda.device_count()
+    with pytest.raises(ddpkit.LaunchError, match=f"rank 0: cuda:{count} was asked for .*; rank 1: cuda:{count} was"):
+        on_ranks(join_on, 2, f"cuda:{count}", join=False)
+
+
+def test_a_device_without_an_index_is_that_of_the_local_rank(device: str) -> None:
+    assert on_ranks(join_on, 1, device, join=False) == [{"cuda": "cuda:0", "cpu": "cpu"}[device]]
+
+
+def join_by_function(device: str) -> tuple[str, str | None, int]:
+    with ddpkit.distributed(device=lambda local_rank: device):
+        return describe()
+
+
+def test_a_function_of_the_local_rank_may_choose_the_device(device: str) -> None:
+    found = on_ranks(join_by_function, 2, first_of(device), join=False)
+    assert [(name, backend) for name, backend, _ in found] == [(first_of(device), "gloo")] * 2
+
+
+@pytest.mark.cuda
+@pytest.mark.gpus(2)
+def test_ranks_that_see_only_a_gpu_of_their_own_have_nccl() -> None:
+    found = on_ranks(join_seeing, 2, visible()[:2], join=False, fresh=True)
+    assert found == [("cuda:0", "cpu:gloo,cuda:nccl", 0, 0.5)] * 2
+
+
+@pytest.mark.cuda
+@pytest.mark.gpus(2)
+def test_each_rank_has_the_gpu_of_its_local_rank() -> None:
+    expected = [(f"cuda:{rank}", "cpu:gloo,cuda:nccl", rank) for rank in range(several())]
+    assert on_a_gpu_each(describe) == expected
+
+
+@pytest.mark.gpus(2)
+def test_ranks_on_a_device_each_add_up() -> None:
+    n = several()
+    assert on_a_gpu_each(use_torch) == [[3.0 * n] * 2] * n
+
+
+def ask_before_setup() -> tuple[str, str]:
+    """Return the device that is announced before `setup()`, and the one that it binds."""
+    before = str(ddpkit.get_device())
+    with ddpkit.distributed() as context:
+        return before, str(context.device)
+
+
+def test_the_device_is_known_before_setup(device: str) -> None:
+    ((before, after),) = on_ranks(ask_before_setup, 1, join=False)
+    assert before == after
+    assert after.startswith(device)
+
+
+def test_a_rank_that_the_plugin_for_pytest_has_joined_has_the_device(device: str) -> None:
+    ((found, _, _),) = on_ranks(describe, 1)
+    assert found.startswith(device)
+
+
+def read_json(output: str) -> Any:
+    """Read the JSON object among what a program has printed."""
+    found, _ = json.JSONDecoder().raw_decode(output[output.index("{\n") :])
+    return found
+
+
+def examine(command: list[str]) -> dict[str, Any]:
+    """Return what the doctor found, by name; every check has to be fine but for warnings."""
+    report = read_json(run([*command, *DDPKIT, "doctor", "--json"]))
+    checks = {check["name"]: check for check in report["checks"]}
+    assert not [name for name, check in checks.items() if check["status"] == "failed"]
+    return checks
+
+
+def test_the_doctor_lets_two_processes_meet_on_the_device(device: str) -> None:
+    checks = examine([sys.executable])
+    assert f"x {device}, backend" in checks["devices"]["found"] or device == "cpu"
+    assert "the mean of the ranks' numbers is 0.5" in checks["collective"]["found"]
+
+
+def test_the_doctor_examines_a_job_of_one_rank(device: str) -> None:
+    checks = examine([*TORCHRUN, "--nproc_per_node=1"])
+    assert ("nccl" in checks["join"]["found"]) == (device == "cuda")
+
+
+@pytest.mark.gpus(2)
+def test_the_doctor_examines_a_job_on_all_gpus() -> None:
+    checks = examine([*TORCHRUN, f"--nproc_per_node={several()}"])
+    assert f"{several()} ranks" in checks["join"]["found"]
+
+
+def measure(flags: str) -> list[dict[str, Any]]:
+    """Return the results of the benchmark."""
+    command = [sys.executable, *DDPKIT, "bench", "--json", "--seconds", "0.1", "--sizes", "64K", *flags.split()]
+    return list(read_json(run(command))["results"])
+
+
+def test_the_benchmark_measures_steps_on_the_device(record_property: Any) -> None:
+    results = measure("--ranks 1")
+    texts = [f"{result['name']} {1e3 * result['seconds']:.2f} ms a step" for result in results]
+    assert texts
+    record_property("measured", ", ".join(texts))
+
+
+def test_the_benchmark_measures_ranks_that_share_the_device(device: str, record_property: Any) -> None:
+    results = measure(f"--ranks 2 --device {first_of(device)} --only metrics barrier")
+    texts = [f"{result['name']} {1e6 * result['seconds']:.0f} us" for result in results]
+    assert texts
+    record_property("measured", ", ".join(texts))
+
+
+@pytest.mark.gpus(2)
+def test_the_benchmark_measures_collectives_between_devices(record_property: Any) -> None:
+    results = measure(f"--ranks {several()} --only collectives metrics")
+    texts = [f"{result['name']} {1e6 * result['seconds']:.0f} us" for result in results]
+    assert texts
+    record_property("measured", ", ".join(texts))

@@ -1,0 +1,336 @@
+"""Training on the device: what one process trains on the CPU is the reference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from starting import on_a_gpu_each, on_one_device
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import ddpkit
+from ddpkit.testing import on_ranks
+
+STEPS = 4
+SAMPLES = 9  # of each step; two ranks have five and four
+CLOSE = {"rel": 1e-9, "abs": 1e-12}
+
+
+def make_net(normalise: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    between: list[nn.Module] = [nn.BatchNorm1d(8)] if normalise else []
+    return nn.Sequential(nn.Linear(4, 8), *between, nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def make_batches() -> list[Tensor]:
+    generator = torch.Generator("cpu").manual_seed(1)
+    return [torch.randn(SAMPLES, 4, dtype=torch.float64, generator=generator) for _ in range(STEPS)]
+
+
+def train(net: nn.Module, step: Callable[[nn.Module, Tensor], None]) -> list[float]:
+    """Do a step with this rank's share of each batch; return the weights."""
+    for batch in make_batches():
+        mine = batch[ddpkit.get_rank() :: ddpkit.get_world_size()]
+        step(net, mine.to(ddpkit.get_device()))
+    ddpkit.check_replicas(net)
+    state = ddpkit.unwrap_model(net).state_dict()
+    return [number for tensor in state.values() for number in tensor.double().flatten().tolist()]
+
+
+def step_by_sgd(net: nn.Module, inputs: Tensor) -> None:
+    loss = mse_loss(net(inputs), inputs.sum(1, keepdim=True), reduction="sum")
+    ddpkit.global_mean(loss, len(inputs)).backward()
+    descend(net)
+
+
+@torch.no_grad()
+def descend(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        parameter -= 0.05 * parameter.grad
+        parameter.grad = None
+
+
+def train_wrapped(strategy: str = "auto", **options: Any) -> list[float]:
+    normalise = bool(options)
+    return train(ddpkit.wrap_model(make_net(normalise), strategy, **options), step_by_sgd)
+
+
+def on_one_process(normalise: bool = False) -> Any:
+    """Return what one process trains on the CPU."""
+    net = make_net(normalise)
+    for batch in make_batches():
+        step_by_sgd(net, batch)
+    weights = [number for tensor in net.state_dict().values() for number in tensor.double().flatten().tolist()]
+    return pytest.approx(weights, **CLOSE)
+
+
+def test_two_ranks_that_share_the_device_train_what_one_process_trains(device: str) -> None:
+    assert on_one_device(train_wrapped, 2, device) == [on_one_process()] * 2
+
+
+def test_ddp_on_one_rank_trains_that_over_nccl(device: str) -> None:
+    assert on_one_device(train_wrapped, 1, device, "ddp") == [on_one_process()]
+
+
+@pytest.mark.gpus(2)
+def test_a_rank_on_each_device_trains_that() -> None:
+    found = on_a_gpu_each(train_wrapped)
+    assert found == [on_one_process()] * len(found)
+
+
+def train_with_sync_batchnorm() -> list[float]:
+    return train_wrapped(sync_batchnorm=True)
+
+
+@pytest.mark.cuda
+def test_sync_batchnorm_takes_statistics_of_all_ranks_that_share_the_device(device: str) -> None:
+    assert on_one_device(train_with_sync_batchnorm, 2, device) == [on_one_process(normalise=True)] * 2
+
+
+@pytest.mark.cuda
+@pytest.mark.gpus(2)
+def test_sync_batchnorm_takes_statistics_of_all_ranks_over_nccl() -> None:
+    found = on_a_gpu_each(train_with_sync_batchnorm)
+    assert found == [on_one_process(normalise=True)] * len(found)
+
+
+def wrap_each_dtype() -> dict[str, str]:
+    """Wrap models with a buffer of each dtype; return the error for each that is refused."""
+    refused = {}
+    for dtype in (torch.bool, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.complex64):
+        net = make_net()
+        net.register_buffer("seen", torch.ones(3).to(dtype))
+        try:
+            ddpkit.wrap_model(net, "ddp")
+        except ValueError as error:
+            refused[str(dtype)] = str(error)
+    return refused
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_buffer_that_the_backend_cannot_send_is_named(nprocs: int, device: str, record_property: Any) -> None:
+    first, *others = on_one_device(wrap_each_dtype, nprocs, device)
+    assert all("seen" in error for error in first.values())
+    assert all(other == first for other in others)
+    assert not first.keys() & {"torch.int64", "torch.float16", "torch.bfloat16"}
+    record_property("measured", f"refused: {', '.join(first) or 'none'}")
+
+
+def train_plain(average: str) -> list[float]:
+    """Train a plain model, whose gradients are averaged after backward or while other work is done."""
+
+    def step(net: nn.Module, inputs: Tensor) -> None:
+        loss = mse_loss(net(inputs), inputs.sum(1, keepdim=True), reduction="sum")
+        ddpkit.global_mean(loss, len(inputs)).backward()
+        if average == "averaging":
+            with ddpkit.averaging(net):
+                make_batches()
+        else:
+            ddpkit.average_gradients(net)
+        descend(net)
+
+    return train(make_net().to(ddpkit.get_device()), step)
+
+
+@pytest.mark.parametrize("average", ["average_gradients", "averaging"])
+def test_gradients_of_plain_models_are_averaged(average: str, device: str) -> None:
+    assert on_one_device(train_plain, 2, device, average) == [on_one_process()] * 2
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("average", ["average_gradients", "averaging"])
+def test_gradients_of_plain_models_are_averaged_between_devices(average: str) -> None:
+    found = on_a_gpu_each(train_plain, average)
+    assert found == [on_one_process()] * len(found)
+
+
+def train_in_half_precision() -> tuple[list[float], float, bool]:
+    """Train with a scale that overflows at first; return the weights, the scale, and whether all are finite."""
+    device = ddpkit.get_device()
+    net = ddpkit.wrap_model(make_net().float())
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**24)
+    for number in range(20):
+        inputs = torch.full((3 + ddpkit.get_rank(), 4), number / 20, device=device)
+        with ddpkit.accumulate(net, number, 2) as complete:
+            with torch.autocast(device.type, torch.float16):
+                outputs = net(inputs)
+            scaler.scale(mse_loss(outputs.float(), inputs[:, :1], reduction="sum")).backward()
+        if not complete:
+            continue
+        ddpkit.global_mean(net, 6 + 2 * ddpkit.get_rank())
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    ddpkit.check_replicas(net, optimizer)
+    weights = torch.cat([parameter.detach().flatten().cpu() for parameter in net.parameters()])
+    return weights.tolist(), scaler.get_scale(), bool(weights.isfinite().all())
+
+
+def check_half_precision(found: list[tuple[list[float], float, bool]]) -> None:
+    _, scale, finite = found[0]
+    assert finite
+    assert scale < 2.0**24  # steps with infinite gradients were left out, on every rank
+    assert all(other == found[0] for other in found)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_the_fp16_scaler_leaves_out_the_same_steps_on_every_rank(nprocs: int, device: str) -> None:
+    check_half_precision(on_one_device(train_in_half_precision, nprocs, device))
+
+
+@pytest.mark.gpus(2)
+def test_the_fp16_scaler_leaves_out_the_same_steps_over_nccl() -> None:
+    check_half_precision(on_a_gpu_each(train_in_half_precision))
+
+
+def train_compiled(strategy: str, mode: str | None) -> list[float]:
+    """Train a compiled model, whose losses are exchanged between its graphs."""
+    torch.compiler.reset()
+    net = torch.compile(ddpkit.wrap_model(make_net(), strategy), mode=mode)
+    return train(net, step_by_sgd)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_compiled_model_trains_the_same(nprocs: int, device: str) -> None:
+    found = on_one_device(train_compiled, nprocs, device, "ddp", None, timeout=150.0)
+    assert found == [on_one_process()] * nprocs
+
+
+@pytest.mark.cuda
+def test_a_compiled_model_with_cuda_graphs_trains_the_same(device: str) -> None:
+    found = on_one_device(train_compiled, 1, device, "auto", "reduce-overhead", timeout=150.0)
+    assert found == [on_one_process()]
+
+
+@pytest.mark.gpus(2)
+def test_a_compiled_model_trains_the_same_over_nccl() -> None:
+    found = on_a_gpu_each(train_compiled, "ddp", None, timeout=150.0)
+    assert found == [on_one_process()] * len(found)
+
+
+_WARM_UP = 11  # steps that DDP needs before it can be captured
+
+
+def train_captured(strategy: str) -> tuple[list[float], list[float]]:
+    """Return the weights after steps that a CUDA graph replays, and after the same steps without one."""
+    inputs = make_batches()[0].to(ddpkit.get_device())
+    target = inputs.sum(1, keepdim=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        net = ddpkit.wrap_model(make_net(), strategy)
+        optimizer = torch.optim.SGD(net.parameters(), 0.05)
+        for _ in range(_WARM_UP):
+            optimizer.zero_grad(set_to_none=True)
+            mse_loss(net(inputs), target).backward()
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks for events
+        mse_loss(net(inputs), target).backward()
+        optimizer.step()
+    for _ in range(STEPS):
+        graph.replay()
+    torch.cuda.synchronize()
+    plain = make_net().to(inputs.device)
+    for _ in range(_WARM_UP + STEPS):
+        mse_loss(plain(inputs), target).backward()
+        descend(plain)
+    return flat(ddpkit.unwrap_model(net)), flat(plain)
+
+
+def flat(net: nn.Module) -> list[float]:
+    return [number for parameter in net.parameters() for number in parameter.flatten().tolist()]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_a_step_can_be_captured_in_a_cuda_graph(strategy: str, device: str) -> None:
+    ((captured, plain),) = on_one_device(train_captured, 1, device, strategy)
+    assert captured == pytest.approx(plain, **CLOSE)
+
+
+def step_unwatched() -> bool:
+    """Do a training step of DDP during which the host may not wait for the device."""
+    net = ddpkit.wrap_model(make_net(), "ddp")
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    inputs = make_batches()[0].to(ddpkit.get_device())
+    for number in range(5):  # DDP arranges its buckets in the first ones
+        if number == 4:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with ddpkit.accumulate(net, 0, 1):
+                ddpkit.global_mean(net(inputs).square().sum(), len(inputs)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
+@pytest.mark.cuda
+def test_a_training_step_does_not_wait_for_the_device(device: str) -> None:
+    assert on_one_device(step_unwatched, 1, device) == [True]
+
+
+@pytest.mark.cuda
+@pytest.mark.gpus(2)
+def test_a_training_step_does_not_wait_for_the_device_over_nccl() -> None:
+    assert all(on_a_gpu_each(step_unwatched))
+
+
+def use_data_parallel(gpus: str | None) -> str:
+    """Wrap a model in DataParallel and return the kind of the outputs' device, or the error."""
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    net = make_net()
+    expected = net(make_batches()[0])
+    try:
+        wrapped = ddpkit.wrap_model(net, "dp")
+    except ddpkit.DdpkitError as error:
+        return str(error)
+    found = wrapped(make_batches()[0].to(ddpkit.get_device()))
+    torch.testing.assert_close(found.cpu(), expected)
+    return type(wrapped).__name__
+
+
+@pytest.mark.cuda
+@pytest.mark.gpus(2)
+def test_data_parallel_spreads_a_batch_over_gpus(device: str) -> None:
+    assert on_one_device(use_data_parallel, 1, device, None) == ["DataParallel"]
+
+
+def test_data_parallel_on_one_device_is_refused() -> None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    (found,) = on_ranks(use_data_parallel, 1, visible, join=False, fresh=True)  # which has not touched a GPU yet
+    assert "strategy='dp' is for 1 process on several GPUs" in found
+
+
+def differ_in_a_bit() -> str:
+    """Change one bit of the model on the last rank; return what `check_replicas` says."""
+    net = ddpkit.wrap_model(make_net())
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    net(torch.ones(2, 4, dtype=torch.float64, device=ddpkit.get_device())).sum().backward()
+    optimizer.step()
+    ddpkit.check_replicas(net, optimizer)
+    if ddpkit.get_rank() == ddpkit.get_world_size() - 1:
+        first = next(iter(optimizer.state.values()))
+        first["exp_avg"].view(torch.int64).flatten()[0] += 1
+    try:
+        ddpkit.check_replicas(net, optimizer)
+    except ddpkit.ReplicaMismatchError as error:
+        return str(error)
+    return "no difference found"
+
+
+def test_one_bit_that_differs_on_the_device_is_found(device: str) -> None:
+    for found in on_one_device(differ_in_a_bit, 2, device):
+        assert "exp_avg" in found
