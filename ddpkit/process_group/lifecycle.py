@@ -22,7 +22,7 @@ from ..launch import ranks
 from ..launch.launch import Launch
 from ..torch_internals import current_group
 from .declining import tell_peers
-from .devices import choose_device, count_accelerators, is_same_device
+from .devices import bind_device, choose_device, count_accelerators, is_same_device
 from .job import Context, Job, context_of
 from .leaving import destroy_group, say_goodbye
 from .options import ChooseDevice, Options, Origin, checked_options, checked_origin
@@ -137,7 +137,9 @@ def _join(asked: Options) -> Job:
     job = Job(launch, asked, context_of(launch, torch.device("cpu")))
     try:
         if launch.world_size == 1 and launch.master_addr is None and not dist.is_initialized():
-            job.context = context_of(launch, choose_device(asked.device, 0, 1))
+            device = choose_device(asked.device, 0, 1)
+            bind_device(device)
+            job.context = context_of(launch, device)
             set_threads(asked.num_threads, 1, 1)
         else:
             _let_children_keep_garbage()

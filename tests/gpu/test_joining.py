@@ -118,6 +118,13 @@ def test_ranks_on_a_device_each_add_up() -> None:
     assert on_a_gpu_each(use_torch) == [[3.0 * n] * 2] * n
 
 
+@pytest.mark.cuda
+@pytest.mark.gpus(2)
+def test_the_gpu_that_one_process_names_becomes_the_current_one() -> None:
+    program = "import ddpkit, torch; ddpkit.setup(device='cuda:1'); print(torch.cuda.current_device())"
+    assert run([sys.executable, "-c", program]).split()[-1] == "1"
+
+
 def ask_before_setup() -> tuple[str, str]:
     """Return the device that is announced before `setup()`, and the one that it binds."""
     before = str(ddpkit.get_device())
