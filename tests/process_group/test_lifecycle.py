@@ -74,7 +74,7 @@ def test_one_process_needs_no_group_and_setup_may_be_called_twice() -> None:
         ({"num_threads": True}, "positive integer"),
         ({"timeout": timedelta.max}, "at most 10000 days"),
         ({"device": "gpu"}, "'gpu' is no device"),
-        ({"device": 3}, "torch.device or a name"),
+        ({"device": 3}, "a torch.device, a name such as"),
         ({"backend": torch.device("cpu")}, "name such as 'gloo'"),
         ({"backend": "glo"}, "backend='glo' is none that torch knows"),
         ({"backend": "cpu:gloo,cuda:nccll"}, "none that torch knows"),
