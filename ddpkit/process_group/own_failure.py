@@ -39,6 +39,7 @@ _IN_MODELS = {  # where collectives begin in C++, without a function of torch.di
     os.path.join("torch", "nn", "parallel", "distributed.py"): "DDP's forward",
     os.path.join("torch", "autograd", "graph.py"): "backward",
 }
+_CHECK = os.path.join(_PACKAGE, "collectives", "consistency.py")  # with which each collective of ddpkit's begins
 _OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own
 _BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
@@ -131,6 +132,8 @@ def _called(error: BaseException) -> tuple[str, str, Any]:
     for frame in [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]:
         if not frame.filename.startswith(_LIBRARIES):
             place = f"at {os.path.basename(frame.filename)}:{frame.lineno}: {frame.line}"
+        elif frame.filename == _CHECK:  # in which ranks are in different functions of torch's
+            return "ddpkit's check", place, _group_of(error)
         elif frame.filename.endswith(_COLLECTIVES):
             call = frame.name
         for file, name in _IN_MODELS.items():

@@ -655,9 +655,9 @@ def differing() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_differ_all_raise_at_once_and_go_on(world: int) -> None:
-    for rank, (different, on_one, on_all) in enumerate(on_ranks(differing, world)):
+def assert_all_raised(found: list[Any]) -> None:
+    world = len(found)
+    for rank, (different, on_one, on_all) in enumerate(found):
         for name, (_, text) in DIFFERENT.items():
             kind, message, seconds = different[name]
             assert (kind, seconds < 30) == ("MismatchError", True), (name, different[name])
@@ -674,6 +674,11 @@ def test_ranks_that_differ_all_raise_at_once_and_go_on(world: int) -> None:
         for name, (_, error, text) in BAD_ON_ALL.items():
             kind, message, seconds = on_all[name]
             assert kind == error and re.search(text, message) and seconds < 30, (name, on_all[name])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_differ_all_raise_at_once_and_go_on(world: int) -> None:
+    assert_all_raised(on_ranks(differing, world))
 
 
 @pytest.mark.parametrize("name", [name for name in BAD_ON_ALL if "overflow" not in name])

@@ -249,4 +249,4 @@ def test_a_rank_that_does_one_collective_more_is_shown_beside_those_in_a_model(w
     for end in ended:
         assert end.code == 1 and "MismatchError: A collective broke" in end.output, end.output
         assert re.search(r"  rank 0: (DDP's forward|backward) at test_own_failure.py:\d+: model\(", end.output)
-        assert re.search(r"  rank 1: all_reduce at test_own_failure.py:\d+: ddpkit.all_reduce_mean\(", end.output)
+        assert re.search(r"  rank 1: ddpkit's check at test_own_failure.py:\d+: ddpkit.all_reduce_mean\(", end.output)

@@ -1,0 +1,62 @@
+"""The block with which each collective begins, on its ways between the ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from conftest import on_ranks
+from test_ops import assert_all_raised, differing
+
+from ddpkit import all_reduce_mean, get_rank, get_world_size
+from ddpkit.collectives.consistency import CHECK, Block, fingerprint_of, new_block, sum_block
+
+
+def payload_of(rank: int) -> Block:
+    """Make numbers whose sum depends on the order in which they are added, or is not finite."""
+    numbers = np.random.default_rng(rank).normal(size=len(new_block()) - CHECK) * 10.0**rank
+    numbers[:4] = [-0.0, 1.7e308, np.inf, np.nan]
+    return numbers
+
+
+def summed(few: int) -> tuple[bytes, float]:
+    block = new_block()
+    block[CHECK:] = payload_of(get_rank())
+    with patch("ddpkit.collectives.consistency._FEW", few):
+        sum_block(fingerprint_of("a test"), block)
+        mean = all_reduce_mean({"rank": get_rank()})["rank"]
+    return block[CHECK:].tobytes(), mean
+
+
+def assert_in_order(world: int, few: int) -> None:
+    expected = payload_of(0)
+    with np.errstate(over="ignore"):
+        for rank in range(1, world):
+            expected += payload_of(rank)
+    for block, mean in on_ranks(partial(summed, few), world):
+        np.testing.assert_array_equal(np.frombuffer(block), expected)
+        assert np.signbit(np.frombuffer(block)[0])  # of -0.0
+        assert mean == (world - 1) / 2
+
+
+@pytest.mark.parametrize("few", [1, 4])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_block_is_added_up_in_the_order_of_the_ranks(world: int, few: int) -> None:
+    assert_in_order(world, few)
+
+
+@pytest.mark.storm
+def test_a_block_is_added_up_on_more_ranks_than_send_theirs_to_each_other() -> None:
+    assert_in_order(6, 4)
+
+
+def differing_on_many() -> object:
+    assert get_world_size() > 1
+    with patch("ddpkit.collectives.consistency._FEW", 1):
+        return differing()
+
+
+def test_ranks_that_differ_all_raise_where_rank_0_adds_the_blocks_up() -> None:
+    assert_all_raised(on_ranks(differing_on_many, 3))
