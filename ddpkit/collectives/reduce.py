@@ -148,10 +148,13 @@ class _Group:
         if not self.float_slots:
             divisor = reduction.world_size if op == "mean" else 1.0
         flat = unpack(buffer, dtype, op, divisor, is_in_halves(dtype, self.weighted))
-        flat = flat.to(leaves[self.members[0]].device)
+        own = self._own(leaves)
+        flat = flat.to(own[0].device)
         parts = torch.split(flat, self.sizes)
-        each = zip(parts, self._own(leaves), strict=True)
-        return [part.reshape(leaf.shape).to(leaf.device) for part, leaf in each]
+        results = [part.view(leaf.shape) for part, leaf in zip(parts, own, strict=True)]
+        if flat.device.type != "cpu":  # of which there may be several
+            results = [result.to(leaf.device) for result, leaf in zip(results, own, strict=True)]
+        return results
 
     def _own(self, leaves: list[Any]) -> list[Any]:
         return [leaves[i] for i in self.members]
@@ -160,7 +163,9 @@ class _Group:
         """Join the leaves in a new tensor."""
         own = self._own(leaves)
         device = own[0].device
-        return concatenate([leaf.to(device).reshape(-1) for leaf in own])
+        if device.type != "cpu":  # of which there may be several
+            own = [leaf.to(device) for leaf in own]
+        return concatenate([leaf.reshape(-1) for leaf in own])
 
 
 _Separate = list[tuple[list[_Group], list[Tensor]]]  # groups that travel as one tensor, with their buffers

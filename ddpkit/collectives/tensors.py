@@ -48,7 +48,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 def concatenate(tensors: list[Tensor]) -> Tensor:
     """Join tensors of one dtype, always in new memory. Under autocast, plain `torch.cat` refuses float64."""
     first = tensors[0]
-    length = sum(len(tensor) for tensor in tensors)
+    length = sum([tensor.size(0) for tensor in tensors])  # len(tensor) is Python code of torch's
     out = torch.empty((length, *first.shape[1:]), dtype=first.dtype, device=first.device)
     return torch.cat(tensors, out=out)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .tensors import explain_not_dense, name_dtype
 
@@ -22,6 +22,7 @@ _NATIVE_NAMES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "
 _NATIVE = {np.dtype(name) for name in _NATIVE_NAMES}
 _REAL = {torch.from_numpy(np.zeros(0, dtype)).dtype for dtype in _NATIVE} | {torch.bfloat16}
 _NUMBERS = {float, int, bool, np.float64}
+_TENSORS = {Tensor, nn.Parameter}
 _DICTS = {dict, OrderedDict, defaultdict, Counter}  # their values are all there is to them
 _BUILT_IN = (defaultdict, OrderedDict, dict, list, tuple, SimpleNamespace, object)
 
@@ -193,14 +194,18 @@ def replace_leaves(value: Any, is_leaf: Callable[[Any], bool], leaves: Iterator[
 
 
 def _flatten_all(values: Sequence[Any], leaves: list[Any]) -> tuple[Spec, ...]:
-    if set(map(type, values)) == {float}:  # metrics: the same, ten times as fast
+    kinds = set(map(type, values))
+    if kinds == {float}:  # metrics: the same, ten times as fast
         leaves.extend(values)
         return (NUMBER,) * len(values)
+    if kinds <= _TENSORS:
+        return tuple([_flatten_tensor(value, leaves) for value in values])
     return tuple([flatten(value, leaves) for value in values])
 
 
 def _unflatten_all(values: Sequence[Any], leaves: Iterator[Any]) -> list[Any]:
-    if set(map(type, values)) == {float}:
+    kinds = set(map(type, values))
+    if kinds == {float} or kinds <= _TENSORS:
         return list(islice(leaves, len(values)))
     return [unflatten(value, leaves) for value in values]
 
@@ -209,7 +214,7 @@ def _flatten_tensor(value: Tensor, leaves: list[Any]) -> Leaf:
     problem = explain_not_dense(value)
     if problem:
         return Leaf(problem)
-    tensor = value.detach()
+    tensor = value.detach() if value.requires_grad else value
     if tensor.dtype not in _REAL:
         hint = " (pass torch.view_as_real(it))" if tensor.is_complex() else ""
         return Leaf(f"a {name_dtype(tensor.dtype)} tensor{hint}")
