@@ -58,7 +58,7 @@ def gather_objects(call: str, obj: Any) -> list[Any]:
         CompactPickler(file, call).dump(obj)
         rows = bytes_as_tensor(file.getvalue()).unsqueeze(1)
     gathered = _gather_rows(fingerprint_of(call), [rows])
-    return [pickle.loads(part.numpy().tobytes()) for (part,) in gathered]
+    return [pickle.loads(part.numpy().data) for (part,) in gathered]
 
 
 def explain_no_tensor(value: Any) -> str:
