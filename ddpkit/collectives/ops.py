@@ -35,7 +35,7 @@ def all_reduce_mean(value: T, weight: SupportsFloat | None = None, *, check: boo
 def all_reduce_mean(value: Any, weight: SupportsFloat | None = None, *, check: bool = True) -> Any:
     """Average a number, tensor or nested structure over all ranks. Collective.
 
-    Up to 123 Python numbers or 495 elements of tensors cost one small all-reduce, check included. Larger values go in
+    Up to 123 Python numbers or 495 elements of tensors cost one small exchange, check included. Larger values go in
     one further all-reduce for half, bfloat16 and float32, added in float32, and one for the rest. The check makes the
     host wait for an accelerator's tensors.
 
@@ -170,7 +170,7 @@ def all_gather_object(obj: Any) -> list[Any]:
 def broadcast(value: T, src: int = 0) -> T:
     """Give every rank the value of one. Collective.
 
-    A value of up to 1.9 kB costs one small all-reduce, and each tensor in it one broadcast.
+    A value of up to 1.9 kB costs one small exchange, and each tensor in it one broadcast.
 
     Args:
         value: On rank `src`: tensors, numbers, strings, None, nested, or anything that can be pickled. On the others a

@@ -1,10 +1,11 @@
-"""What `all_reduce_mean` costs next to plain torch, on ranks of this machine.
+"""What ddpkit's collectives cost next to plain torch, on ranks of this machine.
 
-Averages a dict of Python floats in three ways, in turn so that all see the same load, and prints the median time of
-each: by hand (one tensor, one all-reduce, nothing checked), by `all_reduce_mean`, and one all-reduce for each value.
+Each case is done in two ways or three, in turn so that all see the same load: by hand, with torch alone and nothing
+checked, and by ddpkit. A call takes as long as on its slowest rank; printed is the median of the calls, and how often
+that of the call by hand fits in.
 
     python tests/benchmarks/all_reduce_mean.py
-    python tests/benchmarks/all_reduce_mean.py --values 100 --nprocs 4
+    python tests/benchmarks/all_reduce_mean.py --ranks 2 8 32 --rounds 20 --cases "1 number" "32 numbers"
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import ddpkit
 
 Metrics = dict[str, float]
+Ways = dict[str, Callable[[], Any]]
+SAMPLES = 10_000
+TENSORS = 1_000
 
 
-def by_hand(metrics: Metrics) -> Metrics:
+def numbers_by_hand(metrics: Metrics) -> Metrics:
     flat = torch.tensor(list(metrics.values()), dtype=torch.float64)
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
@@ -38,35 +44,136 @@ def one_by_one(metrics: Metrics) -> Metrics:
     return means
 
 
-WAYS: dict[str, Callable[[Metrics], Metrics]] = {
-    "by hand": by_hand,
-    "all_reduce_mean": ddpkit.all_reduce_mean,
-    "one by one": one_by_one,
+def number_by_hand(number: float) -> float:
+    single = torch.tensor(number)
+    dist.all_reduce(single)
+    return single.item() / dist.get_world_size()
+
+
+def tensor_by_hand(tensor: Tensor) -> Tensor:
+    mean = tensor.clone()
+    dist.all_reduce(mean)
+    return mean.div_(dist.get_world_size())
+
+
+def tree_by_hand(tree: dict[str, Tensor]) -> dict[str, Tensor]:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tree.values()])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    parts = flat.split([tensor.numel() for tensor in tree.values()])
+    return {name: part.view(tensor.shape) for (name, tensor), part in zip(tree.items(), parts, strict=True)}
+
+
+def gather_by_hand(values: Tensor, indices: Tensor) -> Tensor:
+    """Gather without a check, and only if all ranks have equally many."""
+    all_values = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    all_indices = [torch.empty_like(indices) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_values, values)
+    dist.all_gather(all_indices, indices)
+    joint = torch.cat(all_values)
+    joint[torch.cat(all_indices)] = torch.cat(all_values)
+    return joint
+
+
+def number() -> Ways:
+    return {
+        "by hand": lambda: number_by_hand(1.0),
+        "all_reduce_mean": lambda: ddpkit.all_reduce_mean(1.0),
+    }
+
+
+def numbers(count: int) -> Ways:
+    metrics = make_metrics(count)
+    return {
+        "by hand": lambda: numbers_by_hand(metrics),
+        "all_reduce_mean": lambda: ddpkit.all_reduce_mean(metrics),
+    }
+
+
+def separate_numbers(count: int) -> Ways:
+    metrics = make_metrics(count)
+    return {
+        "by hand": lambda: numbers_by_hand(metrics),
+        "one by one": lambda: one_by_one(metrics),
+    }
+
+
+def make_metrics(count: int) -> Metrics:
+    return {f"metric_{i}": float(i) for i in range(count)}
+
+
+def tensor() -> Ways:
+    large = torch.ones(1_000_000)
+    return {
+        "by hand": lambda: tensor_by_hand(large),
+        "all_reduce_mean": lambda: ddpkit.all_reduce_mean(large),
+        "check=False": lambda: ddpkit.all_reduce_mean(large, check=False),
+    }
+
+
+def tree() -> Ways:
+    tensors = {f"tensor_{i}": torch.ones(10) for i in range(TENSORS)}
+    return {
+        "by hand": lambda: tree_by_hand(tensors),
+        "all_reduce_mean": lambda: ddpkit.all_reduce_mean(tensors),
+    }
+
+
+def gather() -> Ways:
+    size = SAMPLES - SAMPLES % dist.get_world_size()
+    indices = torch.arange(dist.get_rank(), size, dist.get_world_size())
+    values = indices.float()
+    return {
+        "by hand": lambda: gather_by_hand(values, indices),
+        "gather_exact": lambda: ddpkit.gather_exact(values, indices, n=size),
+    }
+
+
+CASES: dict[str, Callable[[], Ways]] = {
+    "1 number": number,
+    "32 numbers": lambda: numbers(32),
+    "100 numbers": lambda: numbers(100),
+    "32 numbers, one by one": lambda: separate_numbers(32),
+    "10⁶ float32": tensor,
+    f"{TENSORS} tensors": tree,
+    f"{SAMPLES} samples": gather,
 }
 
 
-def measure(values: int, rounds: int) -> dict[str, float]:
-    with ddpkit.distributed() as ctx:
-        metrics = {f"metric_{i}": float(i + ctx.rank) for i in range(values)}
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
-        for _ in range(rounds):
-            for way, average in WAYS.items():
-                dist.barrier()
-                start = time.perf_counter()
-                average(metrics)
-                times[way].append(time.perf_counter() - start)
-        return {way: statistics.median(taken[rounds // 10 :]) for way, taken in times.items()}
+def measure(cases: list[str], rounds: int) -> dict[str, dict[str, float]]:
+    with ddpkit.distributed():
+        return {case: measure_ways(CASES[case](), rounds) for case in cases}
+
+
+def measure_ways(ways: Ways, rounds: int) -> dict[str, float]:
+    """Return the median of what the slowest rank needs, in seconds."""
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for call in ways.values():
+        call()
+    for _ in range(rounds):
+        for way, call in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            times[way].append(time.perf_counter() - start)
+    slowest = ddpkit.all_reduce({way: torch.tensor(taken) for way, taken in times.items()}, "max")
+    return {way: statistics.median(taken.tolist()) for way, taken in slowest.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--values", type=int, default=32, help="Python floats in the dict")
-    parser.add_argument("--nprocs", type=int, default=2, help="ranks, on this machine, with gloo")
-    parser.add_argument("--rounds", type=int, default=1000, help="calls of each way; the first tenth is not counted")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2], help="numbers of ranks, on this machine, with gloo"
+    )
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--rounds", type=int, default=200, help="calls of each way")
     args = parser.parse_args()
-    medians = ddpkit.spawn(measure, args.nprocs, args.values, args.rounds)[0]
-    for way, seconds in medians.items():
-        print(f"{way:16} {seconds * 1e6:8.0f} µs {seconds / medians['by hand']:6.2f} ×")
+    for ranks in args.ranks:
+        found = ddpkit.spawn(measure, ranks, args.cases, args.rounds)[0]
+        for case, medians in found.items():
+            print(f"{case}, {ranks} ranks")
+            for way, seconds in medians.items():
+                print(f"  {way:16} {seconds * 1e6:10,.0f} µs {seconds / medians['by hand']:6.2f} ×", flush=True)
 
 
 if __name__ == "__main__":
