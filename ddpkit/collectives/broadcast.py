@@ -16,6 +16,7 @@ from ..launch import ranks
 from ..process_group import lifecycle
 from ..torch_internals import untraced
 from .consistency import CHECK, PAYLOAD, communication_device, fingerprint_of, new_block, raise_everywhere, sum_block
+from .peers import Peers, group_of, ranks_of
 from .pickling import TensorPickler, TensorUnpickler, check_copies
 from .tensors import bytes_as_tensor, flat_bytes
 
@@ -30,26 +31,28 @@ class _Description(NamedTuple):
     on_cpu: bool
 
 
-def broadcast_value(value: Any, src: Any) -> Any:
+def broadcast_value(value: Any, src: Any, peers: Peers | None = None) -> Any:
     """Give every rank the value of rank `src`: there itself, elsewhere a copy. Collective."""
-    src = plain_index(src)
+    everyone = ranks_of(peers)
+    src = everyone[0] if src is None else plain_index(src)
     call = f"broadcast(src={src!r})"
     tensors: list[Tensor] = []
     data = b""
-    with raise_everywhere(call):
-        if type(src) is not int or not 0 <= src < ranks.get_world_size():
-            raise ValueError(f"src must be a rank, 0 to {ranks.get_world_size() - 1}, got {src!r}.")
+    with raise_everywhere(call, peers):
+        if type(src) is not int or src not in everyone:
+            expected = f"0 to {len(everyone) - 1}" if peers is None else f"one of {', '.join(map(str, everyone))}"
+            raise ValueError(f"src must be a rank, {expected}, got {src!r}.")
         if ranks.get_rank() == src:
             data = _pickle(call, value, tensors)
     if not lifecycle.joined():
         return value
-    data = broadcast_bytes(call, data, src)
+    data = broadcast_bytes(call, data, src, peers)
     if ranks.get_rank() == src:
         for tensor in tensors:
-            _broadcast_tensor(flat_bytes(tensor), src)
+            _broadcast_tensor(flat_bytes(tensor), src, peers)
         return value
     descriptions, body = pickle.loads(data)
-    received = [_receive(description, src) for description in descriptions]
+    received = [_receive(description, src, peers) for description in descriptions]
     return TensorUnpickler(io.BytesIO(body), received).load()
 
 
@@ -73,32 +76,32 @@ def _describe(tensor: Tensor) -> _Description:
 
 
 @untraced
-def broadcast_bytes(call: str, data: bytes, src: int) -> bytes:
+def broadcast_bytes(call: str, data: bytes, src: int, peers: Peers | None = None) -> bytes:
     """Give every rank the bytes that rank `src` holds; the others hold none. Collective."""
     block = new_block()
     payload = block[CHECK:]
     payload[0] = len(data)
     start = data[:_SMALL].ljust(_SMALL, b"\0")
     payload[1:] = np.frombuffer(start, "<u4")
-    sum_block(fingerprint_of(call), block)
+    sum_block(fingerprint_of(call), block, peers)
     size = int(payload[0])
     if size <= _SMALL:
         return payload[1:].astype("<u4").tobytes()[:size]
     buffer = bytes_as_tensor(data) if data else torch.empty(size, dtype=torch.uint8, device="cpu")
-    return _broadcast_tensor(buffer, src).numpy().tobytes()
+    return _broadcast_tensor(buffer, src, peers).numpy().tobytes()
 
 
-def _receive(description: _Description, src: int) -> Tensor:
+def _receive(description: _Description, src: int, peers: Peers | None) -> Tensor:
     """Receive a tensor of rank `src` on this rank's device, or on the CPU if it was there. Collective."""
     device = torch.device("cpu") if description.on_cpu else lifecycle.get_device()
     tensor = torch.empty(description.shape, dtype=description.dtype, device=device)
-    data = _broadcast_tensor(flat_bytes(tensor), src)
+    data = _broadcast_tensor(flat_bytes(tensor), src, peers)
     return data.view(description.dtype).reshape(description.shape)
 
 
-def _broadcast_tensor(data: Tensor, src: int) -> Tensor:
-    buffer = data.to(communication_device(data.device))
+def _broadcast_tensor(data: Tensor, src: int, peers: Peers | None) -> Tensor:
+    buffer = data.to(communication_device(data.device, peers))
     if buffer.numel():
         with lifecycle.peer_errors():
-            dist.broadcast(buffer, src)
+            dist.broadcast(buffer, src, group=group_of(peers))
     return buffer.to(data.device)

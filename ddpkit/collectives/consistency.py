@@ -5,7 +5,7 @@ a block of fixed size, so that ranks in different ones still meet, and a wrong s
 abort the process. The block begins with a hash of the fingerprint, as numbers of 16 bits, and their squares: the sums
 are those of equal ranks only if the ranks are equal. The rest is payload: small values travel with the check.
 
-On the CPU few ranks send their blocks to each other, and more to rank 0, which sends out the sum, two messages per
+On the CPU few ranks send their blocks to each other, and more to the first, which sends out the sum, two messages per
 rank. In an all-reduce of gloo's, a ring, each number of a small buffer is a message of its own, that
 all ranks pass on twice.
 """
@@ -13,6 +13,7 @@ all ranks pass on twice.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
@@ -30,6 +31,7 @@ from ..process_group import lifecycle
 from ..process_group.failures import describe_error
 from ..process_group.store_values import parse
 from .differences import explain_mismatch
+from .peers import Peers, control_device, group_of, ranks_of, subset_of
 
 Block = NDArray[np.float64]
 CHECK = 16  # numbers of a block that are the check
@@ -46,14 +48,14 @@ def fingerprint_of(call: str, parts: dict[str, str] | None = None, error: str = 
     return json.dumps({"call": call, "parts": parts or {}, "error": error})
 
 
-def check_fingerprint(fingerprint: str) -> None:
+def check_fingerprint(fingerprint: str, peers: Peers | None = None) -> None:
     """Check that all ranks have the same fingerprint. Collective.
 
     Raises:
         MismatchError: If they differ, on every rank, with what differs.
     """
     if lifecycle.joined():
-        sum_block(fingerprint, new_block())
+        sum_block(fingerprint, new_block(), peers)
 
 
 def new_block() -> Block:
@@ -61,7 +63,7 @@ def new_block() -> Block:
     return np.zeros(CHECK + PAYLOAD)
 
 
-def sum_block(fingerprint: str, block: Block) -> None:
+def sum_block(fingerprint: str, block: Block, peers: Peers | None = None) -> None:
     """Sum a block's payload over all ranks, in place, if all have the same fingerprint. Collective.
 
     Raises:
@@ -69,20 +71,21 @@ def sum_block(fingerprint: str, block: Block) -> None:
     """
     if not lifecycle.joined():
         return
-    block[:CHECK], expected = _check_numbers(fingerprint, ranks.get_world_size())
+    block[:CHECK], expected = _check_numbers(fingerprint, len(ranks_of(peers)))
     if type(torch.from_numpy(block)) is not Tensor:  # it would not be sent, and the other ranks would wait
         raise TypeError("Under FakeTensorMode no values can be exchanged. Call it outside.")
     with lifecycle.peer_errors():
-        _sum_over_ranks(block)
+        _sum_over_ranks(block, peers)
     if block[:CHECK].tobytes() != expected:
-        _raise_mismatch(fingerprint)
+        _raise_mismatch(fingerprint, peers)
 
 
 class raise_everywhere:
     """Do local work before a check: if it raises here, the other ranks raise in the check instead of waiting."""
 
-    def __init__(self, call: str) -> None:
+    def __init__(self, call: str, peers: Peers | None = None) -> None:
         self.call = call
+        self.peers = peers
 
     def __enter__(self) -> None:
         pass
@@ -90,70 +93,70 @@ class raise_everywhere:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
             with suppress(MismatchError):
-                check_fingerprint(fingerprint_of(self.call, error=describe_error(error)))
+                check_fingerprint(fingerprint_of(self.call, error=describe_error(error)), self.peers)
 
 
-def joined_world_size() -> int:
+def joined_world_size(peers: Peers | None = None) -> int:
     """Return the number of ranks that take part: 1 unless there are peers to talk to."""
-    return ranks.get_world_size() if lifecycle.joined() else 1
+    return len(ranks_of(peers)) if lifecycle.joined() else 1
 
 
-def communication_device(device: torch.device) -> torch.device:
+def communication_device(device: torch.device, peers: Peers | None = None) -> torch.device:
     """Choose where a tensor of `device` travels: there, if the group's backend can, else where control messages do."""
-    if not lifecycle.joined() or f"{device.type}:" in dist.get_backend_config():
+    if not lifecycle.joined() or f"{device.type}:" in dist.get_backend_config(group_of(peers)):
         return device
-    return lifecycle.control_device()
+    return control_device(peers)
 
 
-def reduce_in_place(buffer: Tensor, greatest: bool = False) -> Tensor:
+def reduce_in_place(buffer: Tensor, greatest: bool = False, peers: Peers | None = None) -> Tensor:
     """Add up a tensor in place, on every rank, or take the greatest; return it. Collective.
 
     Never AVG: on gloo it is missing, wrong or raises, by torch's version and the dtype.
     """
     if lifecycle.joined() and buffer.numel():
-        _all_reduce(buffer, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM)
+        _all_reduce(buffer, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM, peers)
     return buffer
 
 
-def _sum_over_ranks(block: Block) -> None:
+def _sum_over_ranks(block: Block, peers: Peers | None) -> None:
     """Add up a block over all ranks, in place and in the order of the ranks. Collective."""
-    device = lifecycle.control_device()
+    everyone, group = ranks_of(peers), group_of(peers)
+    device = control_device(peers)
     if device.type != "cpu":
         on_device = torch.from_numpy(block).to(device)
-        dist.all_reduce(on_device)
+        dist.all_reduce(on_device, group=group)
         block[:] = on_device.cpu().numpy()
-    elif ranks.get_world_size() <= _FEW:
-        _exchange_blocks(block)
-    elif ranks.get_rank() == 0:
-        _sum_for_all(block)
+    elif len(everyone) <= _FEW:
+        _exchange_blocks(block, len(everyone), group)
+    elif ranks.get_rank() == everyone[0]:
+        _sum_for_all(block, everyone, group)
     else:
-        _let_rank_0_sum(block)
+        _let_first_rank_sum(block, everyone[0], group)
 
 
-def _exchange_blocks(block: Block) -> None:
+def _exchange_blocks(block: Block, count: int, group: dist.ProcessGroup | None) -> None:
     """Send a block to all other ranks, and add up theirs."""
-    shape = (ranks.get_world_size(), len(block))
-    copies = np.empty(shape)
+    copies = np.empty((count, len(block)))
     copies[:] = block
-    received = np.empty(shape)
-    dist.all_to_all_single(torch.from_numpy(received), torch.from_numpy(copies))
+    received = np.empty_like(copies)
+    dist.all_to_all_single(torch.from_numpy(received), torch.from_numpy(copies), group=group)
     _add_up(received, block)
 
 
-def _sum_for_all(block: Block) -> None:
-    """Add up the blocks of all ranks, and send out the sum."""
-    received = np.empty((ranks.get_world_size(), len(block)))
+def _sum_for_all(block: Block, everyone: Sequence[int], group: dist.ProcessGroup | None) -> None:
+    """Add up the blocks of all ranks, as the first of them, and send out the sum."""
+    received = np.empty((len(everyone), len(block)))
     buffer = torch.from_numpy(block)
-    dist.gather(buffer, list(torch.from_numpy(received)), dst=0)
+    dist.gather(buffer, list(torch.from_numpy(received)), everyone[0], group)
     _add_up(received, block)
-    dist.broadcast(buffer, 0)
+    dist.broadcast(buffer, everyone[0], group)
 
 
-def _let_rank_0_sum(block: Block) -> None:
-    """Send a block to rank 0, and overwrite it with the sum."""
+def _let_first_rank_sum(block: Block, first: int, group: dist.ProcessGroup | None) -> None:
+    """Send a block to the first rank, and overwrite it with the sum."""
     total = torch.empty(len(block), dtype=torch.float64, device="cpu")
-    sending = dist.gather(torch.from_numpy(block), dst=0, async_op=True)
-    dist.broadcast(total, 0)
+    sending = dist.gather(torch.from_numpy(block), None, first, group, async_op=True)
+    dist.broadcast(total, first, group)
     sending.wait()
     block[:] = total.numpy()
 
@@ -166,9 +169,9 @@ def _add_up(blocks: Block, total: Block) -> None:
             total += block
 
 
-def _all_reduce(buffer: Tensor, op: Any) -> Tensor:
+def _all_reduce(buffer: Tensor, op: Any, peers: Peers | None) -> Tensor:
     with lifecycle.peer_errors():
-        dist.all_reduce(buffer, op)
+        dist.all_reduce(buffer, op, group=group_of(peers))
     return buffer
 
 
@@ -181,10 +184,11 @@ def _check_numbers(fingerprint: str, world_size: int) -> tuple[Block, bytes]:
     return check, (check * world_size).tobytes()
 
 
-def _raise_mismatch(fingerprint: str) -> None:
+def _raise_mismatch(fingerprint: str, peers: Peers | None) -> None:
     """Exchange fingerprints with all ranks, and raise with what differs. Collective."""
-    texts = lifecycle.exchange(_shortened(fingerprint))
-    raise MismatchError(explain_mismatch([parse(text, "exchange", _FIELDS) for text in texts]))
+    texts = lifecycle.exchange(_shortened(fingerprint), subset_of(peers))
+    fields = [parse(text, "exchange", _FIELDS) for text in texts]
+    raise MismatchError(explain_mismatch(dict(zip(ranks_of(peers), fields, strict=True))))
 
 
 def _shortened(fingerprint: str) -> str:

@@ -9,22 +9,22 @@ _LINES = 10  # of a message
 _RANKS = 8  # that a message names
 
 
-def explain_mismatch(everyone: list[dict[str, Any]]) -> str:
+def explain_mismatch(everyone: Mapping[int, dict[str, Any]]) -> str:
     """Explain why ranks did not pass the check, from the fields of their fingerprints, by rank."""
-    call = everyone[0]["call"]
-    failed = [f"rank {rank}: {each['error']}" for rank, each in enumerate(everyone) if each["error"]]
+    call = next(iter(everyone.values()))["call"]
+    failed = [f"rank {rank}: {each['error']}" for rank, each in everyone.items() if each["error"]]
     if failed:
         return list_lines(f"{call} got a bad argument:", failed)
-    calls = {rank: each["call"] for rank, each in enumerate(everyone)}
+    calls = {rank: each["call"] for rank, each in everyone.items()}
     if len(set(calls.values())) > 1:
         return (
             f"The ranks are in different collectives: {_list_by_text(calls)}. "
             "Every rank must make the same calls in the same order."
         )
-    difference = explain_difference(call, {rank: each["parts"] for rank, each in enumerate(everyone)})
+    difference = explain_difference(call, {rank: each["parts"] for rank, each in everyone.items()})
     if difference:
         return difference
-    disorder = explain_disorder([list(each["parts"]) for each in everyone])
+    disorder = explain_disorder({rank: list(each["parts"]) for rank, each in everyone.items()})
     if disorder:
         return f"{call} needs the same order on every rank, but {disorder}"
     return (
@@ -57,12 +57,12 @@ def differing_parts(parts: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
     return found
 
 
-def explain_disorder(names: Sequence[Sequence[str]]) -> str:
+def explain_disorder(names: Mapping[int, Sequence[str]]) -> str:
     """Say where the ranks' names, by rank, first differ in order, and what to do; "" if nowhere."""
-    for position, row in enumerate(zip(*names, strict=False)):
+    for position, row in enumerate(zip(*names.values(), strict=False)):
         if len(set(row)) > 1:
             return (
-                f"entry {position} is {_list_by_text(dict(enumerate(row)))}. "
+                f"entry {position} is {_list_by_text(dict(zip(names, row, strict=True)))}. "
                 "A set, or a folder's listing, has another order in each process: sort it before you build from it."
             )
     return ""

@@ -24,14 +24,15 @@ from .consistency import (
     reduce_in_place,
     sum_block,
 )
+from .peers import Peers, control_device, group_of, ranks_of
 from .pickling import CompactPickler
 from .tensors import bytes_as_tensor, explain_not_dense, flat_bytes, name_dtype
 from .tree import Leaf, leaves_of, replace_leaves
 
 
-def gather_trees(call: str, value: Any) -> list[Any]:
+def gather_trees(call: str, value: Any, peers: Peers | None = None) -> list[Any]:
     """Give every rank the trees of tensors of all ranks. Collective."""
-    with raise_everywhere(call):
+    with raise_everywhere(call, peers):
         tensors = dict(leaves_of(value, _is_tensor, "value"))
         for path, tensor in tensors.items():
             problem = explain_no_tensor(tensor)
@@ -45,19 +46,19 @@ def gather_trees(call: str, value: Any) -> list[Any]:
             kinds[path] = f"{describe_column(tensor)} on {tensor.device.type}"
         matrices = [as_rows(tensor) for tensor in tensors.values()]
     trees = []
-    for parts in _gather_rows(fingerprint_of(call, kinds), matrices):
+    for parts in _gather_rows(fingerprint_of(call, kinds), matrices, peers):
         leaves = map(from_rows, parts, tensors.values())
         trees.append(replace_leaves(value, _is_tensor, leaves))
     return trees
 
 
-def gather_objects(call: str, obj: Any) -> list[Any]:
+def gather_objects(call: str, obj: Any, peers: Peers | None = None) -> list[Any]:
     """Give every rank the objects of all ranks, as pickled copies. Collective."""
-    with raise_everywhere(call):
+    with raise_everywhere(call, peers):
         file = io.BytesIO()
         CompactPickler(file, call).dump(obj)
         rows = bytes_as_tensor(file.getvalue()).unsqueeze(1)
-    gathered = _gather_rows(fingerprint_of(call), [rows])
+    gathered = _gather_rows(fingerprint_of(call), [rows], peers)
     return [pickle.loads(part.numpy().data) for (part,) in gathered]
 
 
@@ -100,43 +101,43 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _gather_rows(fingerprint: str, matrices: list[Tensor]) -> list[list[Tensor]]:
+def _gather_rows(fingerprint: str, matrices: list[Tensor], peers: Peers | None) -> list[list[Tensor]]:
     """Gather matrices of bytes, each with its own number of rows on each rank, by rank. Collective."""
     if not lifecycle.joined():
         return [[rows.clone() for rows in matrices]]
-    counts = _gather_counts(fingerprint, [len(rows) for rows in matrices])
+    counts = _gather_counts(fingerprint, [len(rows) for rows in matrices], peers)
     gathered = []
     for i, rows in enumerate(matrices):
-        gathered.append(_gather_padded(rows, [own[i] for own in counts]))
+        gathered.append(_gather_padded(rows, [own[i] for own in counts], peers))
     return [[parts[rank] for parts in gathered] for rank in range(len(counts))]
 
 
-def _gather_counts(fingerprint: str, own: list[int]) -> list[list[int]]:
+def _gather_counts(fingerprint: str, own: list[int], peers: Peers | None) -> list[list[int]]:
     """Give every rank the numbers of rows of all: by rank, then by matrix. Collective."""
-    world_size = ranks.get_world_size()
-    table = np.zeros((world_size, len(own)))
-    table[ranks.get_rank()] = own
+    everyone = ranks_of(peers)
+    table = np.zeros((len(everyone), len(own)))
+    table[everyone.index(ranks.get_rank())] = own
     block = new_block()
     if table.size <= PAYLOAD:
         payload = block[CHECK : CHECK + table.size]
         payload[:] = table.reshape(-1)
-        sum_block(fingerprint, block)
+        sum_block(fingerprint, block, peers)
         counts = torch.from_numpy(payload.reshape(table.shape)).to(torch.int64)
     else:
-        sum_block(fingerprint, block)
-        counts = torch.from_numpy(table).to(lifecycle.control_device(), torch.int64)
-        reduce_in_place(counts)
+        sum_block(fingerprint, block, peers)
+        counts = torch.from_numpy(table).to(control_device(peers), torch.int64)
+        reduce_in_place(counts, peers=peers)
     found: list[list[int]] = counts.tolist()
     return found
 
 
-def _gather_padded(rows: Tensor, counts: list[int]) -> list[Tensor]:
+def _gather_padded(rows: Tensor, counts: list[int], peers: Peers | None) -> list[Tensor]:
     """Gather a matrix of bytes, padded to the most rows that a rank has. Collective."""
-    device = communication_device(rows.device)
+    device = communication_device(rows.device, peers)
     padded = torch.zeros((max(counts), rows.shape[1]), dtype=torch.uint8, device=device)
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts]
     if padded.numel():
         with lifecycle.peer_errors():
-            dist.all_gather(parts, padded)
+            dist.all_gather(parts, padded, group=group_of(peers))
     return [part[:count].to(rows.device) for part, count in zip(parts, counts, strict=True)]

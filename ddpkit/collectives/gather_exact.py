@@ -15,6 +15,7 @@ from ..launch import ranks
 from .consistency import raise_everywhere
 from .differences import explain_difference, name_ranks
 from .gather import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
+from .peers import Peers, ranks_of
 from .tensors import concatenate, flat_bytes
 from .tree import leaves_of, replace_leaves
 
@@ -24,21 +25,21 @@ _INDEXED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch
 _INDEXED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
-def gather_in_order(values: Any, indices: Any, n: Any) -> Any:
+def gather_in_order(values: Any, indices: Any, n: Any, peers: Peers | None = None) -> Any:
     """Put the ranks' values in the order of their indices, which must together be range(n). Collective."""
     n = plain_index(n)
     call = f"gather_exact(n={n!r})"
-    with raise_everywhere(call):
+    with raise_everywhere(call, peers):
         as_integer(n, "n", least=0)
         indices = _as_array(indices)
         own = _columns_of(values)
         ready = [_as_column(call, path, column, len(indices)) for path, column in own.items()]
         tree = replace_leaves(values, _is_column, iter(ready))
-    gathered = gather_objects(call, (indices, tree))
-    by_rank = [indices for indices, _ in gathered]
+    gathered = dict(zip(ranks_of(peers), gather_objects(call, (indices, tree), peers), strict=True))
+    by_rank = {rank: indices for rank, (indices, _) in gathered.items()}
     _check_range(by_rank, n)
     # a rank without samples may pass an empty list whatever the others have
-    trees = {rank: tree for rank, (indices, tree) in enumerate(gathered) if len(indices)}
+    trees = {rank: tree for rank, (indices, tree) in gathered.items() if len(indices)}
     if not trees:
         _, own_tree = gathered[ranks.get_rank()]
         trees = {ranks.get_rank(): own_tree}
@@ -46,7 +47,7 @@ def gather_in_order(values: Any, indices: Any, n: Any) -> Any:
     _check_kinds(call, columns)
     like = trees.get(ranks.get_rank(), next(iter(trees.values())))
     order = np.empty(n, np.int64)
-    order[np.concatenate(by_rank)] = np.arange(n)
+    order[np.concatenate([*by_rank.values()])] = np.arange(n)
     results = []
     for path in _columns_of(like):
         result = _join([parts[path] for parts in columns.values()], order)
@@ -149,9 +150,9 @@ def _join(parts: list[Any], order: NDArray[np.int64]) -> Any:
     return [results[i] for i in order]
 
 
-def _check_range(by_rank: list[NDArray[np.int64]], n: int) -> None:
+def _check_range(by_rank: dict[int, NDArray[np.int64]], n: int) -> None:
     """Check that the ranks' indices together are range(n)."""
-    indices = np.concatenate(by_rank)
+    indices = np.concatenate([*by_rank.values()])
     inside = (indices >= 0) & (indices < n)
     counts = np.bincount(indices[inside], minlength=n)
     if len(indices) == n and (counts == 1).all():
@@ -172,11 +173,11 @@ def _check_range(by_rank: list[NDArray[np.int64]], n: int) -> None:
         )
 
 
-def _name_indices(indices: NDArray[np.int64], by_rank: list[NDArray[np.int64]]) -> str:
+def _name_indices(indices: NDArray[np.int64], by_rank: dict[int, NDArray[np.int64]]) -> str:
     """Name the first few indices, with the ranks that have them."""
     names = []
     for index in indices[:_INDICES_NAMED]:
-        holders = [rank for rank, own in enumerate(by_rank) if index in own]
+        holders = [rank for rank, own in by_rank.items() if index in own]
         names.append(f"{index} on {name_ranks(holders)}" if holders else f"{index}")
     if len(indices) > _INDICES_NAMED:
         names.append("…")

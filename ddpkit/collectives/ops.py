@@ -10,6 +10,7 @@ from ..torch_internals import untraced
 from .broadcast import broadcast_value
 from .gather import gather_objects, gather_trees
 from .gather_exact import gather_in_order
+from .peers import Group, peers_of
 from .reduce import reduce_tree
 
 T = TypeVar("T")
@@ -18,21 +19,31 @@ Op = Literal["sum", "mean", "min", "max"]
 
 
 @overload
-def all_reduce_mean(value: float, weight: SupportsFloat | None = None, *, check: bool = True) -> float: ...
+def all_reduce_mean(
+    value: float, weight: SupportsFloat | None = None, *, check: bool = True, group: Group | None = None
+) -> float: ...
 @overload
-def all_reduce_mean(value: Tensor, weight: SupportsFloat | None = None, *, check: bool = True) -> Tensor: ...
+def all_reduce_mean(
+    value: Tensor, weight: SupportsFloat | None = None, *, check: bool = True, group: Group | None = None
+) -> Tensor: ...
 @overload
 def all_reduce_mean(
     value: dict[K, int], weight: SupportsFloat | None = None, *, check: bool = True
 ) -> dict[K, float]: ...
 @overload
-def all_reduce_mean(value: list[int], weight: SupportsFloat | None = None, *, check: bool = True) -> list[float]: ...
+def all_reduce_mean(
+    value: list[int], weight: SupportsFloat | None = None, *, check: bool = True, group: Group | None = None
+) -> list[float]: ...
 @overload
-def all_reduce_mean(value: T, weight: SupportsFloat | None = None, *, check: bool = True) -> T: ...
+def all_reduce_mean(
+    value: T, weight: SupportsFloat | None = None, *, check: bool = True, group: Group | None = None
+) -> T: ...
 
 
 @untraced
-def all_reduce_mean(value: Any, weight: SupportsFloat | None = None, *, check: bool = True) -> Any:
+def all_reduce_mean(
+    value: Any, weight: SupportsFloat | None = None, *, check: bool = True, group: Group | None = None
+) -> Any:
     """Average a number, tensor or nested structure over all ranks. Collective.
 
     Up to 123 Python numbers or 495 elements of tensors cost one small exchange, check included. Larger values go in
@@ -48,6 +59,8 @@ def all_reduce_mean(value: Any, weight: SupportsFloat | None = None, *, check: b
             default. A rank of weight 0 may hold anything, NaN too.
         check: False on every rank lets a single tensor without weight go unchecked, so that nothing waits for its
             device. Ranks that differ then get wrong values, or hang, or abort.
+        group: Those over which it averages, in place of all: a group of torch's or one dimension of a mesh, with this
+            rank in it. In messages and results ranks are still those of the job.
 
     Returns:
         The same structure holding the means, equal on every rank. It carries no gradient.
@@ -70,19 +83,19 @@ def all_reduce_mean(value: Any, weight: SupportsFloat | None = None, *, check: b
             all_reduce_mean({"loss": 1.0}, weight=3)    # rank 0
             all_reduce_mean({"loss": 5.0}, weight=1)    # rank 1; both get {'loss': 2.0}
     """
-    return reduce_tree(value, "mean", weight, check)
+    return reduce_tree(value, "mean", weight, check, peers_of(group))
 
 
 @overload
-def all_reduce(value: bool, op: Literal["sum"] = "sum", *, check: bool = True) -> int: ...
+def all_reduce(value: bool, op: Literal["sum"] = "sum", *, check: bool = True, group: Group | None = None) -> int: ...
 @overload
-def all_reduce(value: float, op: Literal["mean"], *, check: bool = True) -> float: ...
+def all_reduce(value: float, op: Literal["mean"], *, check: bool = True, group: Group | None = None) -> float: ...
 @overload
-def all_reduce(value: Tensor, op: Op = "sum", *, check: bool = True) -> Tensor: ...
+def all_reduce(value: Tensor, op: Op = "sum", *, check: bool = True, group: Group | None = None) -> Tensor: ...
 @overload
-def all_reduce(value: T, op: Op = "sum", *, check: bool = True) -> T: ...
+def all_reduce(value: T, op: Op = "sum", *, check: bool = True, group: Group | None = None) -> T: ...
 @untraced
-def all_reduce(value: Any, op: Op = "sum", *, check: bool = True) -> Any:
+def all_reduce(value: Any, op: Op = "sum", *, check: bool = True, group: Group | None = None) -> Any:
     """Add, average or compare a number, tensor or nested structure over all ranks. Collective.
 
     Args:
@@ -91,6 +104,7 @@ def all_reduce(value: Any, op: Op = "sum", *, check: bool = True) -> Any:
             "max" keep the dtype, and give NaN where any rank has NaN. Python numbers of which some are floats give one,
             and bools have a bool for their "min" and "max".
         check: As for `all_reduce_mean`.
+        group: As for `all_reduce_mean`.
 
     Returns:
         The same structure holding the results, equal on every rank. It carries no gradient.
@@ -112,16 +126,17 @@ def all_reduce(value: Any, op: Op = "sum", *, check: bool = True) -> Any:
             all_reduce({"correct": 17}, "sum")    # rank 0
             all_reduce({"correct": 20}, "sum")    # rank 1; both get {'correct': 37}
     """
-    return reduce_tree(value, op, None, check)
+    return reduce_tree(value, op, None, check, peers_of(group))
 
 
 @untraced
-def all_gather(value: T) -> list[T]:
+def all_gather(value: T, *, group: Group | None = None) -> list[T]:
     """Give every rank the tensors of all ranks, which may differ in length. Collective.
 
     Args:
         value: This rank's tensor, of any dtype, or dicts, lists, tuples and dataclasses of tensors. Same structure and
             dtypes on every rank, and same shapes but for the first dimension.
+        group: As for `all_reduce_mean`; the values are then in its order.
 
     Returns:
         The values by rank, each with its own length, on this tensor's device. They carry no gradient. `torch.cat`
@@ -142,15 +157,16 @@ def all_gather(value: T) -> list[T]:
             all_gather(torch.tensor([1, 2]))    # rank 0
             all_gather(torch.tensor([3]))       # rank 1; both get [tensor([1, 2]), tensor([3])]
     """
-    return gather_trees("all_gather(value)", value)
+    return gather_trees("all_gather(value)", value, peers_of(group))
 
 
 @untraced
-def all_gather_object(obj: Any) -> list[Any]:
+def all_gather_object(obj: Any, *, group: Group | None = None) -> list[Any]:
     """Give every rank the objects of all ranks, as pickled copies. Collective.
 
     Args:
         obj: Anything that can be pickled. Move tensors to the CPU first: they arrive on the device they came from.
+        group: As for `all_reduce_mean`; the objects are then in its order.
 
     Returns:
         The objects by rank.
@@ -163,11 +179,11 @@ def all_gather_object(obj: Any) -> list[Any]:
         >>> all_gather_object({"host": "a"})
         [{'host': 'a'}]
     """
-    return gather_objects("all_gather_object(obj)", obj)
+    return gather_objects("all_gather_object(obj)", obj, peers_of(group))
 
 
 @untraced
-def broadcast(value: T, src: int = 0) -> T:
+def broadcast(value: T, src: int | None = None, *, group: Group | None = None) -> T:
     """Give every rank the value of one. Collective.
 
     A value of up to 1.9 kB costs one small exchange, and each tensor in it one broadcast.
@@ -175,7 +191,9 @@ def broadcast(value: T, src: int = 0) -> T:
     Args:
         value: On rank `src`: tensors, numbers, strings, None, nested, or anything that can be pickled. On the others a
             placeholder, for example None; it is ignored.
-        src: The rank whose value it is; the same on every rank.
+        src: The rank whose value it is, by its number in the job; the same on every rank. By default the first of
+            those that take part.
+        group: As for `all_reduce_mean`.
 
     Returns:
         The value of rank `src`: there the value itself, elsewhere a copy, its tensors without gradient, and on this
@@ -190,11 +208,11 @@ def broadcast(value: T, src: int = 0) -> T:
         >>> broadcast({"run": "2024-05-01", "lr": 0.1})
         {'run': '2024-05-01', 'lr': 0.1}
     """
-    return broadcast_value(value, src)  # type: ignore[no-any-return]
+    return broadcast_value(value, src, peers_of(group))  # type: ignore[no-any-return]
 
 
 @untraced
-def gather_exact(values: T, indices: Any, n: int) -> T:
+def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None) -> T:
     """Put the ranks' results for a dataset into its order, and make sure that each sample is there once. Collective.
 
     Args:
@@ -203,6 +221,7 @@ def gather_exact(values: T, indices: Any, n: int) -> T:
             every rank that has any; a rank without samples may pass an empty list.
         indices: The samples' indices in the dataset, as ints: a list, range, tensor or array.
         n: Length of the dataset.
+        group: As for `all_reduce_mean`.
 
     Returns:
         The n results in dataset order, equal on every rank, as `values` holds them: a tensor (on the device of its
@@ -224,4 +243,4 @@ def gather_exact(values: T, indices: Any, n: int) -> T:
             gather_exact({"loss": torch.tensor([1, 3])}, [0, 2], n=3)    # rank 0
             gather_exact({"loss": torch.tensor([2])}, [1], n=3)    # rank 1; both get {"loss": tensor([1, 2, 3])}
     """
-    return gather_in_order(values, indices, n)  # type: ignore[no-any-return]
+    return gather_in_order(values, indices, n, peers_of(group))  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from ..launch import ranks
@@ -22,47 +23,64 @@ _REMEDY = "Call it on the ranks of the group only, with the group or one dimensi
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks that take part in a call.
+    """The ranks that take part in a call, where these are not all of the job's.
 
     Attributes:
         ranks: Their numbers in the job, in the order of the group.
-        rank: This process's place among them.
-        group: Torch's group; None for the job's.
+        group: Torch's group.
     """
 
-    ranks: Sequence[int]
-    rank: int
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def subset(self) -> tuple[int, ...] | None:
-        """Return the ranks for the store's functions, which take None for all."""
-        return None if self.group is None else tuple(self.ranks)
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
 
 
-def peers_of(group: Group | None) -> Peers:
-    """Find out who takes part. Adopts a group that somebody else made as the job's; collective then.
+def ranks_of(peers: Peers | None) -> Sequence[int]:
+    """Return the numbers in the job of those who take part: 0 alone on one process."""
+    return range(ranks.get_world_size()) if peers is None else peers.ranks
+
+
+def group_of(peers: Peers | None) -> dist.ProcessGroup | None:
+    """Return their process group as torch takes it: None is the job's."""
+    return None if peers is None else peers.group
+
+
+def subset_of(peers: Peers | None) -> tuple[int, ...] | None:
+    """Return their numbers as the store's waits take them: None is all."""
+    return None if peers is None else peers.ranks
+
+
+def control_device(peers: Peers | None) -> torch.device:
+    """Return the device on which small control messages travel: the CPU if the group reaches it, as gloo does."""
+    if peers is None:
+        return lifecycle.control_device()
+    on_cpu = "cpu:" in dist.get_backend_config(peers.group)
+    return torch.device("cpu") if on_cpu else lifecycle.get_device()
+
+
+def peers_of(group: Group | None) -> Peers | None:
+    """Find out who takes part; None if all of the job's do.
 
     Raises:
         NotSetUpError: If several processes were launched but `setup()` was not called.
         TypeError: If it is no group.
         ValueError: If this rank is not in the group, or the group has been destroyed.
     """
-    joined = lifecycle.joined()
+    if group is None:
+        return None
     own = _process_group(group)
-    if not joined or own is None or own is current_group():
-        return Peers(range(ranks.get_world_size()), ranks.get_rank())
+    if not lifecycle.joined() or own is current_group():
+        return None
     try:
         members = dist.get_process_group_ranks(own)
     except (KeyError, ValueError, RuntimeError):
         raise ValueError(f"group={group!r} is no group of this job, or was destroyed.") from None
     if ranks.get_rank() not in members:
         raise ValueError(_not_a_member(group))
-    return Peers(tuple(members), members.index(ranks.get_rank()), own)
+    return Peers(tuple(members), own)
 
 
-def _process_group(group: Any) -> dist.ProcessGroup | None:
-    if group is None or isinstance(group, dist.ProcessGroup):
+def _process_group(group: Any) -> dist.ProcessGroup:
+    if isinstance(group, dist.ProcessGroup):
         return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives to those that are not in it
         raise ValueError(_not_a_member(group))

@@ -40,6 +40,7 @@ from .packing import (
     unpack,
     unpack_numbers,
 )
+from .peers import Peers
 from .tensors import concatenate
 from .tree import Leaf, Spec, flatten, unflatten, walk
 
@@ -49,29 +50,29 @@ _CPU = torch.device("cpu")
 _TAKES = "numbers, NumPy arrays, dense real tensors, and dicts, lists, tuples and dataclasses of them"
 
 
-def reduce_tree(value: Any, op: str, weight: Any, check: bool) -> Any:
+def reduce_tree(value: Any, op: str, weight: Any, check: bool, peers: Peers | None = None) -> Any:
     """Do what `all_reduce_mean` and `all_reduce` promise. Collective."""
     leaves: list[Any] = []
     weighted = weight is not None
-    with raise_everywhere(_name_call(op, weighted)):
+    with raise_everywhere(_name_call(op, weighted), peers):
         _check_op(op)
         if weighted:
-            weight = _as_float(weight)
+            weight = _as_float(weight, peers)
         spec = flatten(value, leaves)
         checked = check or weighted or not _is_one_tensor(spec)
         plan = _make_plan(op, weighted, spec, inline=checked and op not in EXTREMES)
         block = _pack_inline(plan, leaves, op, weight)
-        separate = _pack_separate(plan, leaves, op)
+        separate = _pack_separate(plan, leaves, op, peers)
     if checked:
-        sum_block(plan.fingerprint, block)
+        sum_block(plan.fingerprint, block, peers)
         total = float(block[CHECK])
     else:
-        total = float(joined_world_size())
+        total = float(joined_world_size(peers))
     if not total:
         raise ValueError(
             "The weights are 0 on every rank, so there is no mean. Give at least one rank a positive weight."
         )
-    reduction = _Reduction(op, leaves, weight, total)
+    reduction = _Reduction(op, leaves, weight, total, peers)
     separate += _unpack_inline(plan, block[CHECK:], reduction)
     if separate:
         _reduce_separately(separate, reduction)
@@ -81,12 +82,13 @@ def reduce_tree(value: Any, op: str, weight: Any, check: bool) -> Any:
 class _Reduction:
     """Hold one call on this rank, and its results as they come."""
 
-    def __init__(self, op: str, leaves: list[Any], weight: float | None, total: float) -> None:
+    def __init__(self, op: str, leaves: list[Any], weight: float | None, total: float, peers: Peers | None) -> None:
         self.op = op
         self.leaves = leaves
         self.weight = weight  # this rank's; None without weights
         self.total = total  # of all ranks' weights, 1 each without
-        self.world_size = int(total) if weight is None else joined_world_size()
+        self.peers = peers
+        self.world_size = int(total) if weight is None else joined_world_size(peers)
         self.results: list[Any] = [None] * len(leaves)
 
 
@@ -118,19 +120,19 @@ class _Group:
         flat = self._join(leaves).cpu()
         return pack(flat, op, torch.float64, self.weighted).numpy()
 
-    def pack(self, leaves: list[Any], op: str) -> Tensor:
+    def pack(self, leaves: list[Any], op: str, peers: Peers | None) -> Tensor:
         """Pack into a buffer that travels separately, on the device where it does."""
         dtype = buffer_dtype(self.dtype, op)
         if self.dtype is None:
             numbers = pack_numbers(self._own(leaves), op, self.weighted)
-            return torch.tensor(numbers, dtype=dtype, device=communication_device(_CPU))
+            return torch.tensor(numbers, dtype=dtype, device=communication_device(_CPU, peers))
         flat = self._join(leaves)
-        return pack(flat.to(communication_device(flat.device)), op, dtype, self.weighted)
+        return pack(flat.to(communication_device(flat.device, peers)), op, dtype, self.weighted)
 
-    def pack_again(self, leaves: list[Any], op: str) -> Tensor:
+    def pack_again(self, reduction: _Reduction) -> Tensor:
         """Pack as inline, into a buffer that travels separately."""
-        packed = np.array(self.pack_inline(leaves, op), np.float64)
-        return torch.from_numpy(packed).to(communication_device(_CPU))
+        packed = np.array(self.pack_inline(reduction.leaves, reduction.op), np.float64)
+        return torch.from_numpy(packed).to(communication_device(_CPU, reduction.peers))
 
     def unpack(self, buffer: Any, reduction: _Reduction, divisor: float) -> None:
         """Keep the results of its leaves. The divisor is that of the slots that were scaled."""
@@ -234,10 +236,10 @@ def _pack_inline(plan: _Plan, leaves: list[Any], op: str, weight: float | None) 
     return block
 
 
-def _pack_separate(plan: _Plan, leaves: list[Any], op: str) -> _Separate:
+def _pack_separate(plan: _Plan, leaves: list[Any], op: str, peers: Peers | None) -> _Separate:
     separate = []
     for groups in plan.separate:
-        buffers = [group.pack(leaves, op) for group in groups]
+        buffers = [group.pack(leaves, op, peers) for group in groups]
         separate.append((groups, buffers))
     return separate
 
@@ -251,7 +253,7 @@ def _unpack_inline(plan: _Plan, payload: Block, reduction: _Reduction) -> _Separ
         if reduction.world_size == 1 or _is_safe(sums[: group.float_slots], reduction.total):
             group.unpack(sums, reduction, divisor)
         else:
-            again.append(([group], [group.pack_again(reduction.leaves, reduction.op)]))
+            again.append(([group], [group.pack_again(reduction)]))
     return again
 
 
@@ -269,25 +271,26 @@ def _reduce_separately(separate: _Separate, reduction: _Reduction) -> None:
     extreme = reduction.op in EXTREMES
     factor, factor_sum = 1.0, 1.0
     if not extreme:
-        factor, factor_sum = _choose_factors(reduction.weight, reduction.total)
+        factor, factor_sum = _choose_factors(reduction)
     divisor = factor_sum if reduction.op == "mean" else factor
     for groups, buffers in separate:
         for group, buffer in zip(groups, buffers, strict=True):
             scale(buffer[: group.float_slots], factor)
         joint = concatenate(buffers) if len(buffers) > 1 else buffers[0]
-        reduce_in_place(joint, greatest=extreme)
+        reduce_in_place(joint, extreme, reduction.peers)
         parts = torch.split(joint, [len(buffer) for buffer in buffers])
         for group, part in zip(groups, parts, strict=True):
             group.unpack(part, reduction, divisor)
 
 
-def _choose_factors(weight: float | None, total: float) -> tuple[float, float]:
+def _choose_factors(reduction: _Reduction) -> tuple[float, float]:
     """Return this rank's factor and the sum of all; the total of the weights may have overflowed. Collective."""
+    weight, total, peers = reduction.weight, reduction.total, reduction.peers
     if weight is None or total < math.inf:
         return normalise(weight, total)
     smaller = math.ldexp(weight, -64)
-    sums = torch.tensor([smaller], dtype=torch.float64, device=communication_device(_CPU))
-    return normalise(smaller, reduce_in_place(sums).item())
+    sums = torch.tensor([smaller], dtype=torch.float64, device=communication_device(_CPU, peers))
+    return normalise(smaller, reduce_in_place(sums, peers=peers).item())
 
 
 def _is_one_tensor(spec: Spec) -> bool:
@@ -307,7 +310,7 @@ def _check_op(op: object) -> None:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}.")
 
 
-def _as_float(weight: Any) -> float:
+def _as_float(weight: Any, peers: Peers | None) -> float:
     """Check a weight and turn it into a float. Alone, any positive weight is 1: it gives the value itself."""
     if not isinstance(weight, (numbers.Real, Tensor)):
         raise TypeError(f"weight must be a number, got {type(weight).__name__}.")
@@ -316,6 +319,6 @@ def _as_float(weight: Any) -> float:
     number = float(weight)
     if not 0 <= number < math.inf:
         raise ValueError(f"weight must be finite and not negative, got {number}.")
-    if number and joined_world_size() == 1:
+    if number and joined_world_size(peers) == 1:
         return 1.0
     return number

@@ -17,7 +17,7 @@ from ..process_group.failures import Failure
 from ..process_group.session import Ranks, Session
 from ..process_group.store_values import add
 from .broadcast import broadcast_bytes
-from .peers import Group, peers_of
+from .peers import Group, peers_of, subset_of
 from .pickling import UnshardedPickler, check_copies
 
 P = ParamSpec("P")
@@ -45,7 +45,7 @@ def barrier(name: str | None = None, timeout: timedelta | None = None, *, group:
     Example:
         >>> barrier()
     """
-    subset = peers_of(group).subset
+    subset = subset_of(peers_of(group))
     if not lifecycle.joined():
         _check_name(name)
         if timeout is not None:

@@ -113,7 +113,7 @@ def _explain(everyone: dict[int, Entries]) -> str:
     names = {name for entries in everyone.values() for name in entries}
     differing = differing_parts(everyone)
     if not differing:
-        disorder = explain_disorder([list(entries) for entries in everyone.values()])
+        disorder = explain_disorder({rank: list(entries) for rank, entries in everyone.items()})
         return f"The ranks hold equal entries, but in different orders: {disorder}"
     remedy = ""
     if any(name.startswith("buffer ") for name in differing):

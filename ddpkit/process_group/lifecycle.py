@@ -28,7 +28,7 @@ from .leaving import destroy_group, say_goodbye
 from .options import ChooseDevice, Options, Origin, checked_options, checked_origin
 from .own_failure import cause_of, ended_well, fill_error_file, last_error, publish
 from .rendezvous import StartedByRank
-from .session import Session
+from .session import Ranks, Session
 from .sockets import SETTLE, cut
 from .startup import assemble, checked_launch, close_stores, set_threads
 
@@ -415,11 +415,11 @@ def current_session() -> Session:
     return _job.session
 
 
-def exchange(text: str) -> list[str]:
-    """Give every rank the texts of all ranks, by rank, through the store; `[text]` on one process. Collective."""
+def exchange(text: str, subset: Ranks | None = None) -> list[str]:
+    """Give every rank the texts of all, or of these ranks, through the store; `[text]` on one process. Collective."""
     if not joined():
         return [text]
-    return current_session().exchange(text)
+    return current_session().exchange(text, ranks=subset)
 
 
 def control_device() -> torch.device:

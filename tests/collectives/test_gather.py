@@ -214,7 +214,7 @@ NO_INDEX = [torch.tensor(2.0), torch.tensor([0, 1]), np.array([0, 1]), np.array(
 def with_no_index_on_one_rank() -> None:
     rank, world = get_rank(), get_world_size()
     for wrong in NO_INDEX:
-        for call in (lambda n: gather_exact([1], [rank], n), lambda src: broadcast(1, src)):
+        for call in (lambda n: gather_exact([1], [rank], n), lambda src: broadcast(1, "" if src is None else src)):
             error, message, seconds = raised(lambda call=call, wrong=wrong: call(last(wrong, 0)))
             assert error == ("ValueError" if rank == world - 1 else "MismatchError"), (error, message)
             assert "got a bad argument" in message or "must be" in message

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -78,6 +79,53 @@ def test_one_dimension_of_a_mesh_meets() -> None:
     *_, last = on_ranks(meet_in_a_mesh, 4)
     assert last[0] == 'ValueError: The mesh has 2 dimensions; pass one, such as mesh["dp"].'
     assert "barrier of ranks 2, 3: 1 of 2 ranks did not arrive" in last[1]
+
+
+def move_values_in_groups() -> dict[str, Any]:
+    """Ranks 0 and 2 exchange values of all kinds, while rank 1 does so alone, in a group of one."""
+    rank = ddpkit.get_rank()
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1])]
+    group = groups[rank % 2]
+    large = torch.full((3000,), float(rank), dtype=torch.float16)
+    found: dict[str, Any] = {
+        "mean": ddpkit.all_reduce_mean({"loss": float(rank), "large": large}, group=group),
+        "weighted": ddpkit.all_reduce_mean(float(rank), weight=rank + 1, group=group),
+        "unchecked": ddpkit.all_reduce(torch.ones(2), check=False, group=group).tolist(),
+        "max": ddpkit.all_reduce(rank, "max", group=group),
+        "huge": ddpkit.all_reduce([1e308, 1e308], "mean", group=group),
+        "gathered": [part.tolist() for part in ddpkit.all_gather(torch.arange(rank), group=group)],
+        "objects": ddpkit.all_gather_object({"rank": rank}, group=group),
+        "first": ddpkit.broadcast([rank, torch.full((600,), rank)], group=group)[0],
+        "exact": ddpkit.gather_exact([rank], [0 if rank < 2 else 1], 2 - rank % 2, group=group),
+        "outside": raised(ddpkit.broadcast, 0, src=1 if rank != 1 else 0, group=group),
+        "different": raised(ddpkit.all_reduce, float(rank) if rank else torch.ones(2), group=group),
+        "bad": raised(ddpkit.all_reduce, "text" if rank == 2 else 1.0, group=group),
+        "repeated": raised(ddpkit.gather_exact, [rank], [0], 1, group=group),
+    }
+    if rank != 1:
+        found["last"] = ddpkit.broadcast(rank, src=2, group=group)
+    found["all"] = ddpkit.all_reduce(1, group=dist.group.WORLD)
+    found["unequal"] = found["mean"].pop("large").unique().tolist()
+    return found
+
+
+def test_values_move_in_a_group_as_in_the_job() -> None:
+    first, alone, last = on_ranks(move_values_in_groups, 3)
+    assert first["mean"] == last["mean"] == {"loss": 1.0} and alone["mean"] == {"loss": 1.0}
+    assert first["unequal"] == last["unequal"] == [1.0]
+    assert first["weighted"] == last["weighted"] == 1.5 and alone["weighted"] == 1.0
+    assert (first["unchecked"], alone["unchecked"]) == ([2.0, 2.0], [1.0, 1.0])
+    assert (first["max"], alone["max"]) == (2, 1) and first["huge"] == alone["huge"] == [1e308, 1e308]
+    assert first["gathered"] == last["gathered"] == [[], [0, 1]] and alone["gathered"] == [[0]]
+    assert first["objects"] == [{"rank": 0}, {"rank": 2}] and alone["objects"] == [{"rank": 1}]
+    assert (first["first"], alone["first"], last["first"]) == (0, 1, 0) and first["last"] == last["last"] == 2
+    assert first["exact"] == last["exact"] == [0, 2] and alone["exact"] == [1]
+    assert first["outside"] == "ValueError: src must be a rank, one of 0, 2, got 1."
+    for text in (first["different"], last["different"]):
+        assert text.startswith("MismatchError") and "on rank 0" in text and "on rank 2" in text
+    assert "rank 2: TypeError" in first["bad"] and alone["bad"] == "" and last["bad"].startswith("TypeError")
+    assert "1 repeated: 0 on ranks 0, 2" in first["repeated"] == last["repeated"]
+    assert first["all"] == alone["all"] == 3
 
 
 def wait_while_an_outsider_fails() -> None:
