@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 from .checkpoint.checkpointer import Checkpointer
+from .collectives.data_parallel import set_data_parallel
 from .collectives.ops import all_gather, all_gather_object, all_reduce, all_reduce_mean, broadcast, gather_exact
 from .collectives.sync import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
 from .data.loader import make_loader
@@ -40,7 +41,15 @@ from .parallel.models import unwrap_model
 from .parallel.replicas import check_replicas, sync_buffers
 from .parallel.wrap import clean_state_dict, wrap_model
 from .process_group.job import Context
-from .process_group.lifecycle import distributed, get_device, peer_errors, setup, teardown
+from .process_group.lifecycle import (
+    distributed,
+    get_data_parallel_rank,
+    get_data_parallel_world_size,
+    get_device,
+    peer_errors,
+    setup,
+    teardown,
+)
 from .seeding.seeds import sample_seed, seed_everything
 from .spawning.spawn import spawn
 
@@ -64,6 +73,9 @@ __all__ = [
     "is_main_process",
     "is_local_main_process",
     "get_device",
+    "set_data_parallel",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
     # waiting
     "barrier",
     "main_process_first",

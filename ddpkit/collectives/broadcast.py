@@ -14,9 +14,9 @@ from torch import Tensor
 from ..arguments import plain_index
 from ..launch import ranks
 from ..process_group import lifecycle
+from ..process_group.peers import Peers, group_of, ranks_of
 from ..torch_internals import untraced
 from .consistency import CHECK, PAYLOAD, communication_device, fingerprint_of, new_block, raise_everywhere, sum_block
-from .peers import Peers, group_of, ranks_of
 from .pickling import TensorPickler, TensorUnpickler, check_copies
 from .tensors import bytes_as_tensor, flat_bytes
 

@@ -29,9 +29,10 @@ from ..errors import MismatchError
 from ..launch import ranks
 from ..process_group import lifecycle
 from ..process_group.failures import describe_error
+from ..process_group.peers import Peers, group_of, ranks_of, subset_of
 from ..process_group.store_values import parse
 from .differences import explain_mismatch
-from .peers import Peers, control_device, group_of, ranks_of, subset_of
+from .groups import control_device
 
 Block = NDArray[np.float64]
 CHECK = 16  # numbers of a block that are the check

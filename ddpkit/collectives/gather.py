@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..launch import ranks
 from ..process_group import lifecycle
+from ..process_group.peers import Peers, group_of, ranks_of
 from .consistency import (
     CHECK,
     PAYLOAD,
@@ -24,7 +25,7 @@ from .consistency import (
     reduce_in_place,
     sum_block,
 )
-from .peers import Peers, control_device, group_of, ranks_of
+from .groups import control_device
 from .pickling import CompactPickler
 from .tensors import bytes_as_tensor, explain_not_dense, flat_bytes, name_dtype
 from .tree import Leaf, leaves_of, replace_leaves

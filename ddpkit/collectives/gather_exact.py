@@ -12,10 +12,10 @@ from torch import Tensor
 from ..arguments import as_integer, plain_index
 from ..errors import MismatchError
 from ..launch import ranks
+from ..process_group.peers import Peers, ranks_of
 from .consistency import raise_everywhere
 from .differences import explain_difference, name_ranks
 from .gather import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
-from .peers import Peers, ranks_of
 from .tensors import concatenate, flat_bytes
 from .tree import leaves_of, replace_leaves
 

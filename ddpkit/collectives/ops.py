@@ -6,11 +6,12 @@ from typing import Any, Literal, SupportsFloat, TypeVar, overload
 
 from torch import Tensor
 
+from ..process_group import lifecycle
 from ..torch_internals import untraced
 from .broadcast import broadcast_value
 from .gather import gather_objects, gather_trees
 from .gather_exact import gather_in_order
-from .peers import Group, peers_of
+from .groups import Group, peers_of
 from .reduce import reduce_tree
 
 T = TypeVar("T")
@@ -221,7 +222,7 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
             every rank that has any; a rank without samples may pass an empty list.
         indices: The samples' indices in the dataset, as ints: a list, range, tensor or array.
         n: Length of the dataset.
-        group: As for `all_reduce_mean`.
+        group: As for `all_reduce_mean`; by default the data-parallel ranks.
 
     Returns:
         The n results in dataset order, equal on every rank, as `values` holds them: a tensor (on the device of its
@@ -243,4 +244,4 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
             gather_exact({"loss": torch.tensor([1, 3])}, [0, 2], n=3)    # rank 0
             gather_exact({"loss": torch.tensor([2])}, [1], n=3)    # rank 1; both get {"loss": tensor([1, 2, 3])}
     """
-    return gather_in_order(values, indices, n, peers_of(group))  # type: ignore[no-any-return]
+    return gather_in_order(values, indices, n, lifecycle.data_parallel() if group is None else peers_of(group))  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..process_group.peers import Peers
 from .consistency import (
     CHECK,
     PAYLOAD,
@@ -40,7 +41,6 @@ from .packing import (
     unpack,
     unpack_numbers,
 )
-from .peers import Peers
 from .tensors import concatenate
 from .tree import Leaf, Spec, flatten, unflatten, walk
 

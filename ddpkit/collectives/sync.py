@@ -14,10 +14,11 @@ from ..arguments import check_timeout
 from ..launch import ranks
 from ..process_group import lifecycle
 from ..process_group.failures import Failure
+from ..process_group.peers import subset_of
 from ..process_group.session import Ranks, Session
 from ..process_group.store_values import add
 from .broadcast import broadcast_bytes
-from .peers import Group, peers_of, subset_of
+from .groups import Group, peers_of
 from .pickling import UnshardedPickler, check_copies
 
 P = ParamSpec("P")

@@ -8,17 +8,17 @@ from torch.utils.data import get_worker_info
 
 from ..arguments import as_integer
 from ..errors import DdpkitError
-from ..launch import ranks
+from ..process_group.lifecycle import get_data_parallel_rank, get_data_parallel_world_size
 
 
 @dataclass(frozen=True)
 class Place:
-    """Be one of `num_replicas` readers that share a dataset, by default this process among the job's ranks.
+    """Be one of `num_replicas` readers that share a dataset, by default this process among the data-parallel ranks.
 
     Attributes:
         rank: Its number, from 0.
         num_replicas: How many there are.
-        made_for: This process's rank and the world size, of which it was made; None if the caller has chosen both.
+        made_for: This process's data-parallel rank and their number when it was made; None if the caller chose both.
     """
 
     rank: int
@@ -33,7 +33,7 @@ class Place:
             ValueError: If the rank is out of range.
             TypeError: If a number is no integer.
         """
-        own_rank, world_size = ranks.get_rank(), ranks.get_world_size()
+        own_rank, world_size = get_data_parallel_rank(), get_data_parallel_world_size()
         made_for = (own_rank, world_size) if num_replicas is None or rank is None else None
         num_replicas = world_size if num_replicas is None else as_integer(num_replicas, "num_replicas")
         rank = own_rank if rank is None else as_integer(rank, "rank", least=0)
@@ -53,7 +53,7 @@ class Place:
         """
         if self.made_for is None or get_worker_info() is not None:  # a loader's worker may not know its rank
             return
-        now = ranks.get_rank(), ranks.get_world_size()
+        now = get_data_parallel_rank(), get_data_parallel_world_size()
         if now != self.made_for:
             raise DdpkitError(
                 f"{name} was made for rank {self.made_for[0]} of {self.made_for[1]}, "

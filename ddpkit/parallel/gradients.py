@@ -21,19 +21,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..collectives import ops
 from ..collectives.consistency import (
     check_fingerprint,
     communication_device,
     fingerprint_of,
     raise_everywhere,
 )
+from ..collectives.groups import control_device
 from ..collectives.packing import normalise
+from ..collectives.reduce import reduce_tree
 from ..collectives.tensors import explain_not_dense, name_dtype
 from ..errors import MismatchError
-from ..launch import ranks
 from ..process_group import lifecycle
 from ..process_group.failures import describe_error
+from ..process_group.lifecycle import get_data_parallel_world_size
+from ..process_group.peers import Peers, group_of, ranks_of
 from ..process_group.session import Session
 from ..torch_internals import is_sharded, untraced
 from .models import (
@@ -145,7 +147,8 @@ def global_mean(loss_sum: Any, count: float) -> Any:
                     F.mse_loss(model(x), y, reduction="sum").backward()
             global_mean(model, sum(len(x) for x, _ in batches))    # then optimizer.step()
     """
-    with raise_everywhere("global_mean()"):
+    peers = lifecycle.data_parallel()
+    with raise_everywhere("global_mean()", peers):
         if isinstance(loss_sum, nn.Module):
             check_tensors("global_mean()", loss_sum.named_parameters())
         elif isinstance(loss_sum, Tensor):
@@ -154,11 +157,11 @@ def global_mean(loss_sum: Any, count: float) -> Any:
             count = count.item()  # a sum of float16 would overflow
         if not 0 <= count < math.inf:
             raise ValueError(f"global_mean() needs a count of at least 0, got {count}.")
-    total = ops.all_reduce(count, op="sum")
+    total = reduce_tree(count, "sum", None, check=True, peers=peers)
     if not 0 < total < math.inf:
         found = f"the counts add up to {total}"
         raise ValueError(f"global_mean() needs at least one sample on some rank, but {found}.")
-    factor = ranks.get_world_size() / total
+    factor = get_data_parallel_world_size() / total
     if not isinstance(loss_sum, nn.Module):
         return loss_sum * factor
     with torch.inference_mode(False), torch.no_grad():
@@ -454,7 +457,7 @@ class _Bucket:
             torch.cat(pieces, out=flat)
         else:
             flat.copy_(torch.cat(pieces))
-        factor, self.divisor = normalise(None, ranks.get_world_size())
+        factor, self.divisor = normalise(None, get_data_parallel_world_size())
         if factor != 1:
             flat.mul_(factor)
         self.flat = flat
@@ -493,7 +496,7 @@ class _Format(NamedTuple):
 _HASH_SIZE = 16  # elements at the front of a first message
 _USUAL_FORMAT = _Format(1 << 13, torch.float32)  # of a first message, if no other is known to suit
 _LARGEST = 1 << 18  # elements of a first message
-_next_formats: WeakKeyDictionary[Session, _Format] = WeakKeyDictionary()  # of first messages
+_next_formats: WeakKeyDictionary[Session | Peers, _Format] = WeakKeyDictionary()  # of those ranks' first messages
 
 
 def _format_of(layouts: list[_BucketLayout]) -> _Format | None:
@@ -507,17 +510,23 @@ def _format_of(layouts: list[_BucketLayout]) -> _Format | None:
     size = max(_HASH_SIZE + layouts[0].length, _USUAL_FORMAT.size)
     if size > _LARGEST or dtype.is_complex:
         return None
-    control = lifecycle.control_device()
-    if device != control and communication_device(device) != control:
+    peers = lifecycle.data_parallel()
+    control = control_device(peers)
+    if device != control and communication_device(device, peers) != control:
         return None
     return _Format(size, dtype)
+
+
+def _who_averages() -> Session | Peers:
+    """Return what stands for the ranks that average: they remember the format of their next message."""
+    return lifecycle.data_parallel() or lifecycle.current_session()
 
 
 class _FirstMessage:
     """A hash of what this rank averages, and behind it a bucket, summed over the ranks."""
 
     def __init__(self, fingerprint: str, format: _Format, bucket: _Bucket | None) -> None:
-        self.session = lifecycle.current_session()
+        self.peers = lifecycle.data_parallel()
         self.fingerprint = fingerprint
         self.flat = _write_message(fingerprint, format, bucket)
         self.work = _start(self.flat)
@@ -534,10 +543,10 @@ class _FirstMessage:
         with lifecycle.peer_errors():
             self.work.wait()
         self.checked = True
-        expected = _hash(self.fingerprint, ranks.get_world_size(), self.flat.dtype)
+        expected = _hash(self.fingerprint, len(ranks_of(self.peers)), self.flat.dtype)
         if not torch.equal(self.flat[:_HASH_SIZE].cpu(), expected):
-            _next_formats.pop(self.session, None)
-            check_fingerprint(self.fingerprint)  # says what differs
+            _next_formats.pop(_who_averages(), None)
+            check_fingerprint(self.fingerprint, self.peers)  # says what differs
 
 
 class _Exchange:
@@ -559,10 +568,9 @@ class _Exchange:
         fingerprint, layouts = _plan_for(gradients)
         fingerprint = refusal or fingerprint
         self.buckets = [_Bucket(layout, gradients) for layout in layouts]
-        session = lifecycle.current_session()
-        expected = _next_formats.get(session, _USUAL_FORMAT)
+        expected = _next_formats.get(_who_averages(), _USUAL_FORMAT)
         suitable = _format_of(layouts)
-        _next_formats[session] = suitable or _USUAL_FORMAT
+        _next_formats[_who_averages()] = suitable or _USUAL_FORMAT
         carried = self.buckets[0] if suitable == expected else None
         self.first = _FirstMessage(fingerprint, expected, carried)
         self.works: list[dist.Work] = []
@@ -591,7 +599,7 @@ class _Exchange:
 
 def _write_message(fingerprint: str, format: _Format, bucket: _Bucket | None) -> Tensor:
     """Write the hash of a fingerprint, and behind it a bucket."""
-    flat = torch.empty(format.size, dtype=format.dtype, device=lifecycle.control_device())
+    flat = torch.empty(format.size, dtype=format.dtype, device=control_device(lifecycle.data_parallel()))
     flat[:_HASH_SIZE] = _hash(fingerprint, 1, format.dtype)
     end = _HASH_SIZE
     if bucket:
@@ -604,7 +612,7 @@ def _write_message(fingerprint: str, format: _Format, bucket: _Bucket | None) ->
 def _write_bucket(bucket: _Bucket) -> Tensor:
     """Write a bucket alone."""
     layout = bucket.layout
-    device = communication_device(layout.device)
+    device = communication_device(layout.device, lifecycle.data_parallel())
     flat = torch.empty(layout.length, dtype=layout.dtype, device=device)
     bucket.fill(flat)
     return flat
@@ -612,7 +620,7 @@ def _write_bucket(bucket: _Bucket) -> Tensor:
 
 def _start(flat: Tensor) -> dist.Work:
     with lifecycle.peer_errors():
-        work: dist.Work = dist.all_reduce(flat, async_op=True)
+        work: dist.Work = dist.all_reduce(flat, group=group_of(lifecycle.data_parallel()), async_op=True)
     return work
 
 

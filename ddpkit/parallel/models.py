@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..collectives import ops
+from ..collectives.broadcast import broadcast_value
 from ..collectives.sharded import explain_sharded
 from ..collectives.tensors import name_dtype
+from ..process_group import lifecycle
 from ..torch_internals import has_no_memory, is_compiled
 
 
@@ -134,8 +135,8 @@ def check_writable(call: str, name: str, tensor: Tensor) -> None:
 
 
 def broadcast_into(tensors: list[Tensor]) -> None:
-    """Overwrite tensors with rank 0's values. Collective."""
-    values = ops.broadcast(tensors)
+    """Overwrite tensors with the values of rank 0, or of the first data-parallel rank. Collective."""
+    values = broadcast_value(tensors, None, lifecycle.data_parallel())
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
 

@@ -8,13 +8,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..collectives import ops
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..collectives.differences import differing_parts, explain_disorder, list_lines
 from ..collectives.digest import digest
+from ..collectives.gather import gather_objects
+from ..collectives.reduce import reduce_tree
 from ..collectives.sharded import explain_sharded
 from ..errors import ReplicaMismatchError
 from ..process_group import lifecycle
+from ..process_group.peers import ranks_of, subset_of
 from ..torch_internals import untraced
 from .models import (
     broadcast_into,
@@ -68,8 +70,8 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
               parameter 0.bias: float32[4] #9f0c0e6f on ranks 0, 2; float32[4] #1f6a3cd2 on rank 1
               optimizer group 0 lr: 0.1 on ranks 0, 2; 0.2 on rank 1
     """
-    call = "check_replicas()"
-    with raise_everywhere(call):
+    call, peers = "check_replicas()", lifecycle.data_parallel()
+    with raise_everywhere(call, peers):
         check_module(call, model)
         check_tensors(call, named_tensors(model))
         if optimizer is not None:
@@ -79,7 +81,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         mine = _model_entries(model)
         if optimizer is not None:
             mine |= _optimizer_entries(model, optimizer)
-    check_fingerprint(fingerprint_of(call))
+    check_fingerprint(fingerprint_of(call), peers)
     everyone = gather_unless_equal(mine)
     if everyone:
         raise ReplicaMismatchError(_explain(everyone))
@@ -103,9 +105,10 @@ def _check_optimizer(call: str, optimizer: torch.optim.Optimizer) -> None:
 def gather_unless_equal(mine: Entries) -> dict[int, Entries]:
     """Return each rank's entries; {} if they are equal, their names and order included. Collective."""
     together = hashlib.sha256(repr(mine).encode()).hexdigest()
-    if len(set(lifecycle.exchange(together))) == 1:
+    peers = lifecycle.data_parallel()
+    if len(set(lifecycle.exchange(together, subset_of(peers)))) == 1:
         return {}
-    return dict(enumerate(ops.all_gather_object(mine)))
+    return dict(zip(ranks_of(peers), gather_objects("check_replicas()", mine, peers), strict=True))
 
 
 def _explain(everyone: dict[int, Entries]) -> str:
@@ -184,8 +187,8 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
             sync_buffers(model)    # rank 0, running_mean 1.0
             sync_buffers(model)    # rank 1, running_mean 3.0; both have 2.0
     """
-    call = "sync_buffers()"
-    with raise_everywhere(call):
+    call, peers = "sync_buffers()", lifecycle.data_parallel()
+    with raise_everywhere(call, peers):
         if how not in ("mean", "broadcast"):
             raise ValueError(f"how must be 'mean' or 'broadcast', got {how!r}.")
         check_module(call, model)
@@ -196,7 +199,7 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
         if not lifecycle.joined():
             return
         mine = {name: digest(buffer) for name, buffer in buffers.items()}
-    check_fingerprint(fingerprint_of(f"sync_buffers(how={how!r})", describe_tensors(buffers)))
+    check_fingerprint(fingerprint_of(f"sync_buffers(how={how!r})", describe_tensors(buffers)), peers)
     averaged: list[Tensor] = []
     others: list[Tensor] = []
     everyone = gather_unless_equal(mine)
@@ -215,7 +218,8 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
 
 def _average(buffers: list[Tensor]) -> None:
     """Overwrite buffers with their means over the ranks. Collective."""
-    means = ops.all_reduce_mean([_as_real(buffer) for buffer in buffers])
+    reals = [_as_real(buffer) for buffer in buffers]
+    means = reduce_tree(reals, "mean", None, check=True, peers=lifecycle.data_parallel())
     for buffer, mean in zip(buffers, means, strict=True):
         if buffer.is_complex():
             mean = torch.view_as_complex(mean.clone())

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
+from ..collectives.consistency import check_fingerprint, fingerprint_of, joined_world_size, raise_everywhere
 from ..collectives.tensors import name_dtype
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..process_group import lifecycle
 from ..process_group.devices import count_accelerators
+from ..process_group.peers import Peers, group_of, ranks_of
 from ..torch_internals import (
     forward_pre_hooks,
     ignored_by_ddp,
@@ -103,10 +104,10 @@ def wrap_model(
         >>> wrap_model(net) is net  # on one process
         True
     """
-    device = lifecycle.get_device()
-    with raise_everywhere("wrap_model()"):
+    device, peers = lifecycle.get_device(), lifecycle.data_parallel()
+    with raise_everywhere("wrap_model()", peers):
         _check_model(model)
-        has_group = lifecycle.joined() or (strategy == "ddp" and dist.is_initialized())
+        has_group = joined_world_size(peers) > 1 or (strategy == "ddp" and dist.is_initialized())
         _check_strategy(strategy, has_group)
         if has_group and sync_batchnorm and device.type == "cpu":
             reason = "torch has it for NCCL and XCCL only"
@@ -124,18 +125,19 @@ def wrap_model(
         "broadcast_buffers": broadcast_buffers,
     }
     described = {name: str(value) for name, value in options.items()}
-    check_fingerprint(fingerprint_of("wrap_model", described | _describe(model)))
+    check_fingerprint(fingerprint_of("wrap_model", described | _describe(model)), peers)
     model = model.to(device)
     if not _is_trainable(model):  # DDP refuses it
         broadcast_into([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
         return _remember_frozen(model)
-    _check_dtypes(model)
+    _check_dtypes(model, peers)
     if sync_batchnorm:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group_of(peers))  # type: ignore[no-untyped-call]
     with lifecycle.peer_errors():
         ddp = DistributedDataParallel(
             model,
             device_ids=_device_ids(device),
+            process_group=group_of(peers),
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
         )
@@ -191,7 +193,7 @@ def _is_trainable(model: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
-def _check_dtypes(model: nn.Module) -> None:
+def _check_dtypes(model: nn.Module, peers: Peers | None) -> None:
     """Refuse tensors that the group cannot send; torch would not name them. Collective.
 
     Raises:
@@ -205,7 +207,7 @@ def _check_dtypes(model: nn.Module) -> None:
     for (device, dtype), name in examples.items():
         try:
             with lifecycle.peer_errors():
-                dist.broadcast(torch.empty(1, dtype=dtype, device=device), 0)
+                dist.broadcast(torch.empty(1, dtype=dtype, device=device), ranks_of(peers)[0], group_of(peers))
         except (RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, DdpkitError) or "type" not in str(error):
                 raise  # a connection that broke

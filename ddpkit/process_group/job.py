@@ -12,6 +12,7 @@ from ..launch.launch import Launch
 from ..torch_internals import current_group, no_group
 from .monitor import Monitor
 from .options import Options
+from .peers import Peers
 from .session import Session
 
 
@@ -78,6 +79,7 @@ class Job:
         former_error: Identity of the exception that had ended something in this interpreter before.
         interrupted: Whether it was left while a KeyboardInterrupt was handled.
         finalizer: Runs where a child of multiprocessing ends.
+        data_parallel: The ranks among which the samples are shared out, this one among them; None for all.
     """
 
     launch: Launch
@@ -93,6 +95,7 @@ class Job:
     former_error: int = 0
     interrupted: bool = False
     finalizer: Any = None
+    data_parallel: Peers | None = None
 
     def is_current(self) -> bool:
         """Return whether the group that it belongs to is the one that exists; one process needs none."""

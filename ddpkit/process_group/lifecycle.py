@@ -27,6 +27,7 @@ from .job import Context, Job, context_of
 from .leaving import destroy_group, say_goodbye
 from .options import ChooseDevice, Options, Origin, checked_options, checked_origin
 from .own_failure import cause_of, ended_well, fill_error_file, last_error, publish
+from .peers import Peers, ranks_of
 from .rendezvous import StartedByRank
 from .session import Ranks, Session
 from .sockets import SETTLE, cut
@@ -361,6 +362,27 @@ def get_device() -> torch.device:
     if launch.local_rank is None and count_accelerators() > 1:
         ranks.get_local_rank()  # raises
     return choose_device(asked, launch.local_rank or 0, launch.local_world_size or 1)
+
+
+def data_parallel() -> Peers | None:
+    """Return the ranks among which the samples are shared out, this one among them; None if that is all of the job."""
+    return _job.data_parallel if _job is not None and _job.is_current() else None
+
+
+def choose_data_parallel(peers: Peers | None) -> None:
+    """Remember those ranks for as long as this job lives; call it only where `joined()` is true."""
+    assert _job is not None
+    _job.data_parallel = peers
+
+
+def get_data_parallel_rank() -> int:
+    """Return this process's number among the data-parallel ranks, from 0: its rank unless `set_data_parallel` chose."""
+    return ranks_of(data_parallel()).index(ranks.get_rank())
+
+
+def get_data_parallel_world_size() -> int:
+    """Return the number of data-parallel ranks: the world size unless `set_data_parallel` chose."""
+    return len(ranks_of(data_parallel()))
 
 
 def joined() -> bool:

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from ..launch import ranks
+from ..process_group.lifecycle import get_data_parallel_rank
 from .hashing import hash_seeds
 
 
@@ -20,7 +20,8 @@ def seed_everything(seed: int, per_rank: bool = False) -> int:
 
     Args:
         seed: An integer of any kind in [0, 2**63).
-        per_rank: Whether to mix in the rank. It is hashed, not added: (seed 0, rank 1) and (seed 1, rank 0) differ.
+        per_rank: Whether to mix in the rank, among the data-parallel ones. It is hashed, not added: (seed 0, rank 1)
+            and (seed 1, rank 0) differ.
 
     Returns:
         The seed used on this rank: `seed` itself, or its mixture with the rank.
@@ -37,7 +38,7 @@ def seed_everything(seed: int, per_rank: bool = False) -> int:
     if not 0 <= seed < 2**63:
         raise ValueError(f"A seed is a number in [0, 2**63), not {seed}.")
     if per_rank:
-        seed = hash_seeds("rank", seed, ranks.get_rank())
+        seed = hash_seeds("rank", seed, get_data_parallel_rank())
     seed_cpu(seed)
     torch.manual_seed(seed)  # and the accelerators: too slow for what workers do before every batch
     return seed

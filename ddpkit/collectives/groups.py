@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -12,6 +10,7 @@ import torch.distributed as dist
 
 from ..launch import ranks
 from ..process_group import lifecycle
+from ..process_group.peers import Peers
 from ..torch_internals import current_group
 
 if TYPE_CHECKING:
@@ -19,34 +18,6 @@ if TYPE_CHECKING:
 
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 _REMEDY = "Call it on the ranks of the group only, with the group or one dimension of a mesh."
-
-
-@dataclass(frozen=True)
-class Peers:
-    """The ranks that take part in a call, where these are not all of the job's.
-
-    Attributes:
-        ranks: Their numbers in the job, in the order of the group.
-        group: Torch's group.
-    """
-
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup
-
-
-def ranks_of(peers: Peers | None) -> Sequence[int]:
-    """Return the numbers in the job of those who take part: 0 alone on one process."""
-    return range(ranks.get_world_size()) if peers is None else peers.ranks
-
-
-def group_of(peers: Peers | None) -> dist.ProcessGroup | None:
-    """Return their process group as torch takes it: None is the job's."""
-    return None if peers is None else peers.group
-
-
-def subset_of(peers: Peers | None) -> tuple[int, ...] | None:
-    """Return their numbers as the store's waits take them: None is all."""
-    return None if peers is None else peers.ranks
 
 
 def control_device(peers: Peers | None) -> torch.device:
@@ -84,7 +55,7 @@ def _process_group(group: Any) -> dist.ProcessGroup:
         return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives to those that are not in it
         raise ValueError(_not_a_member(group))
-    if not _is_mesh(group):
+    if not is_mesh(group):
         raise TypeError(f"group must be a process group, or a mesh of one dimension, got {type(group).__name__}.")
     if group.ndim != 1:
         names = group.mesh_dim_names
@@ -96,7 +67,7 @@ def _process_group(group: Any) -> dist.ProcessGroup:
     return found
 
 
-def _is_mesh(value: Any) -> bool:
+def is_mesh(value: Any) -> bool:
     """Return whether it is one; nobody has made one before its module was imported, which takes long."""
     kind = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
     return kind is not None and isinstance(value, kind)

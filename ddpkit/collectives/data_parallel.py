@@ -1,0 +1,101 @@
+"""Which of the job's ranks share out the samples and hold equal models, where that is not all of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch.distributed as dist
+
+from ..launch import ranks
+from ..process_group import lifecycle
+from ..process_group.peers import Peers, ranks_of
+from ..process_group.sockets import sockets
+from ..process_group.store_values import parse
+from .consistency import check_fingerprint, fingerprint_of, raise_everywhere
+from .differences import name_ranks
+from .groups import Group, is_mesh, peers_of
+
+
+def set_data_parallel(group: Group | None) -> None:
+    """Say which ranks share out the samples and hold equal models; by default all of the job do. Collective.
+
+    Every rank names the group that it is in itself, so that each is in one, and all are of one size. From then on
+    samplers, `make_loader`, `global_mean`, `average_gradients`, `check_replicas`, `sync_buffers`, `wrap_model`,
+    `gather_exact` and `seed_everything(per_rank=True)` speak of those ranks: ranks that share one model, by tensor
+    parallelism for example, read the same samples. Ranks and waits, logging and checkpoints stay with the job.
+
+    Args:
+        group: A group of torch's, or a mesh with all the dimensions along which samples differ, such as `mesh["dp"]`.
+            None is all ranks again.
+
+    Raises:
+        ValueError: On every rank, if the groups that they name do not fit together.
+        TypeError: If it is no group; on the other ranks `MismatchError`.
+
+    Example:
+        >>> set_data_parallel(None)
+
+        On four, of which two share each model::
+
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            set_data_parallel(mesh["dp"])
+    """
+    if not lifecycle.joined():
+        return
+    with raise_everywhere("set_data_parallel()"):
+        own = _ranks_in(group)
+    check_fingerprint(fingerprint_of("set_data_parallel()"))
+    texts = lifecycle.exchange(json.dumps({"ranks": own}))
+    named = [parse(text, "exchange", {"ranks": [int]})["ranks"] for text in texts]
+    problem = _explain_no_partition(named)
+    if problem:
+        raise ValueError(f"set_data_parallel() {problem}")
+    if len(own) == ranks.get_world_size():
+        lifecycle.choose_data_parallel(None)
+        return
+    peers = None
+    for members in dict.fromkeys(map(tuple, named)):
+        made = _new_group(members)
+        if ranks.get_rank() in members:
+            peers = Peers(members, made)
+    lifecycle.choose_data_parallel(peers)
+
+
+def _new_group(members: tuple[int, ...]) -> dist.ProcessGroup:
+    """Make a group, whose connections end, as those of the job's, when a rank fails. Collective, over all ranks."""
+    before = sockets()
+    made: dist.ProcessGroup = dist.new_group(list(members))
+    session = lifecycle.current_session()
+    if session.connections:
+        session.connections |= sockets() - before
+    return made
+
+
+def _ranks_in(group: Any) -> list[int]:
+    """Return the ranks of a group or of a mesh, in order."""
+    if group is None:
+        return list(range(ranks.get_world_size()))
+    if is_mesh(group) and group.get_coordinate() is not None:
+        return sorted(group.mesh.flatten().tolist())
+    peers = peers_of(group)
+    return sorted(ranks_of(peers))
+
+
+def _explain_no_partition(named: list[list[int]]) -> str:
+    """Say why what each rank names, by rank, are not groups of one size with each rank in one; "" if they are."""
+    for rank, members in enumerate(named):
+        if rank not in members:
+            return f"needs the group that the rank is in, but rank {rank} names that of {name_ranks(members)}."
+        for other in members:
+            if named[other] != members:
+                return (
+                    f"needs the same group from all of its ranks, but rank {rank} names {name_ranks(members)} and rank "
+                    f"{other} names {name_ranks(named[other])}."
+                )
+        if len(members) != len(named[0]):
+            return (
+                f"needs groups of one size, but {name_ranks(named[0])} are {len(named[0])} and {name_ranks(members)} "
+                f"are {len(members)}."
+            )
+    return ""
