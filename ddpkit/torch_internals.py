@@ -62,6 +62,14 @@ def no_group() -> None:
     """Stand for the reference to a group where there is none."""
 
 
+def is_dtensor(value: Any) -> bool:
+    """Return whether this is a DTensor, which `fully_shard` and tensor parallelism make of parameters."""
+    if type(value).__module__ in _ORDINARY_MODULES:
+        return False
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
 def is_sharded(value: Any) -> bool:
     """Return whether torch spreads this tensor over ranks (`fully_shard`, FSDP, tensor parallelism).
 

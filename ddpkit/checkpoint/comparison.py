@@ -33,7 +33,7 @@ def check_equal(values: Mapping[str, Any], states: Mapping[str, Any]) -> None:
         CheckpointError: If some differ, with their names and the ranks.
     """
     digests = _digests(values, states)
-    everyone = gather_unless_equal(dict(sorted(digests.items())))
+    everyone = gather_unless_equal(dict(sorted(digests.items())), None)
     if not everyone:
         return
     differing = differing_parts(everyone)

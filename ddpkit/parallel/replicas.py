@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..collectives.differences import differing_parts, explain_disorder, list_lines
 from ..collectives.digest import digest
 from ..collectives.gather import gather_objects
+from ..collectives.groups import peers_of
 from ..collectives.reduce import reduce_tree
 from ..collectives.sharded import explain_sharded
+from ..collectives.tensors import name_dtype
 from ..errors import ReplicaMismatchError
 from ..process_group import lifecycle
-from ..process_group.peers import ranks_of, subset_of
-from ..torch_internals import untraced
+from ..process_group.peers import Peers, ranks_of, subset_of
+from ..torch_internals import is_dtensor, untraced
 from .models import (
     broadcast_into,
     check_module,
@@ -45,6 +48,10 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     exchanges one digest; only if those differ, the checksums themselves. It costs about 0.2 s per
     GB on one core, so call it after loading, before saving, or every so many steps.
 
+    The ranks that compare are the data-parallel ones (`set_data_parallel`). A DTensor (`fully_shard`,
+    tensor parallelism) is compared along those dimensions of its mesh along which it is replicated,
+    each rank's part with the same part on others.
+
     With DDP, BatchNorm statistics differ between a training forward and the next one, which first
     sends rank 0's to all (see `broadcast_buffers`): each rank would evaluate with its own.
     `sync_buffers` makes them equal.
@@ -57,7 +64,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     Raises:
         ReplicaMismatchError: Naming what differs, and on which ranks.
         MismatchError: On the other ranks, if one raises an error below.
-        TypeError: If the model is no module, or has sharded tensors.
+        TypeError: If the model is no module, or has sharded tensors of another kind, such as FSDP's.
         ValueError: If it has lazy tensors that are not initialised yet, or tensors on the meta
             device.
 
@@ -73,18 +80,47 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     call, peers = "check_replicas()", lifecycle.data_parallel()
     with raise_everywhere(call, peers):
         check_module(call, model)
-        check_tensors(call, named_tensors(model))
+        check_tensors(call, [(name, tensor) for name, tensor in named_tensors(model) if not is_dtensor(tensor)])
         if optimizer is not None:
             _check_optimizer(call, optimizer)
         if not lifecycle.joined():
             return
-        mine = _model_entries(model)
+        values = _model_values(model)
         if optimizer is not None:
-            mine |= _optimizer_entries(model, optimizer)
+            values |= _optimizer_values(model, optimizer)
+        mine = {name: _describe(value) for name, value in values.items()} | _modes(model)
     check_fingerprint(fingerprint_of(call), peers)
-    everyone = gather_unless_equal(mine)
+    _compare(mine, peers)
+    for group, parts in _replicated_parts(values).items():
+        _compare(parts, peers_of(group))
+
+
+def _compare(mine: Entries, peers: Peers | None) -> None:
+    """Raise on every one of these ranks unless their entries are equal. Collective."""
+    everyone = gather_unless_equal(mine, peers)
     if everyone:
         raise ReplicaMismatchError(_explain(everyone))
+
+
+def _replicated_parts(values: dict[str, Any]) -> dict[dist.ProcessGroup, Entries]:
+    """Describe this rank's parts of DTensors for each group of ranks that should hold the same ones."""
+    groups: dict[dist.ProcessGroup, Entries] = {}
+    for name, value in values.items():
+        if not is_dtensor(value) or value.device_mesh.get_coordinate() is None:
+            continue
+        for dim, placement in enumerate(value.placements):
+            if placement.is_replicate() and value.device_mesh.size(dim) > 1:
+                entries = groups.setdefault(value.device_mesh.get_group(dim), {})
+                entries[name] = digest(value.to_local())
+    return groups
+
+
+def _describe(value: Any) -> str:
+    """Describe a value as the data-parallel ranks compare it: of a DTensor they hold different parts."""
+    frozen = ", frozen" if isinstance(value, nn.Parameter) and not value.requires_grad else ""
+    if not is_dtensor(value):
+        return digest(value) + frozen
+    return f"{name_dtype(value.dtype)}{list(value.shape)} DTensor, {', '.join(map(str, value.placements))}{frozen}"
 
 
 def _check_optimizer(call: str, optimizer: torch.optim.Optimizer) -> None:
@@ -96,16 +132,16 @@ def _check_optimizer(call: str, optimizer: torch.optim.Optimizer) -> None:
     named = []
     for state in getattr(optimizer, "state", {}).values():
         for value in state.values():
-            named.append(("the optimizer's state", value))
+            if not is_dtensor(value):
+                named.append(("the optimizer's state", value))
     problem = explain_sharded(call, named)
     if problem:
         raise TypeError(problem)
 
 
-def gather_unless_equal(mine: Entries) -> dict[int, Entries]:
+def gather_unless_equal(mine: Entries, peers: Peers | None) -> dict[int, Entries]:
     """Return each rank's entries; {} if they are equal, their names and order included. Collective."""
     together = hashlib.sha256(repr(mine).encode()).hexdigest()
-    peers = lifecycle.data_parallel()
     if len(set(lifecycle.exchange(together, subset_of(peers)))) == 1:
         return {}
     return dict(zip(ranks_of(peers), gather_objects("check_replicas()", mine, peers), strict=True))
@@ -126,13 +162,18 @@ def _explain(everyone: dict[int, Entries]) -> str:
     return list_lines(head, lines, _DIFFERENCES_SHOWN)
 
 
-def _model_entries(model: nn.Module) -> Entries:
-    entries = {}
+def _model_values(model: nn.Module) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
     for name, parameter in named_parameters(model):
-        frozen = "" if parameter.requires_grad else ", frozen"
-        entries[f"parameter {name}"] = digest(parameter) + frozen
+        entries[f"parameter {name}"] = parameter
     for name, buffer in named_buffers(model):
-        entries[f"buffer {name}"] = digest(buffer)
+        entries[f"buffer {name}"] = buffer
+    return entries
+
+
+def _modes(model: nn.Module) -> Entries:
+    """Say which modules train and which evaluate, of those that differ from the model."""
+    entries = {}
     wrapped = wrapped_paths(model)
     for path, module in model.named_modules():
         if module is model or module.training != model.training:
@@ -141,20 +182,20 @@ def _model_entries(model: nn.Module) -> Entries:
     return entries
 
 
-def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> Entries:
+def _optimizer_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     names = {parameter: name for name, parameter in named_parameters(model)}
-    entries: Entries = {}
+    entries: dict[str, Any] = {}
     for i, group in enumerate(optimizer.param_groups):
         members = []
         for j, parameter in enumerate(group["params"]):
             members.append(names.get(parameter, f"group {i} parameter {j}"))
         settings = group | {"params": members}
         for key, value in settings.items():
-            entries[f"optimizer group {i} {key}"] = digest(value)
+            entries[f"optimizer group {i} {key}"] = value
         for name, parameter in zip(members, group["params"], strict=True):
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():
-                entries[f"optimizer state {key} of {name}"] = digest(value)
+                entries[f"optimizer state {key} of {name}"] = value
     return entries
 
 
@@ -202,7 +243,7 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
     check_fingerprint(fingerprint_of(f"sync_buffers(how={how!r})", describe_tensors(buffers)), peers)
     averaged: list[Tensor] = []
     others: list[Tensor] = []
-    everyone = gather_unless_equal(mine)
+    everyone = gather_unless_equal(mine, peers)
     for name in differing_parts(everyone):
         buffer = buffers[name]
         if how == "mean" and (buffer.is_floating_point() or buffer.is_complex()):

@@ -75,7 +75,6 @@ def enter(block: AbstractContextManager[Any]) -> None:
 
 CALLS: dict[str, Callable[[torch.nn.Module], Any]] = {
     "wrap_model": ddpkit.wrap_model,
-    "check_replicas": ddpkit.check_replicas,
     "sync_buffers": ddpkit.sync_buffers,
     "average_gradients": ddpkit.average_gradients,
     "averaging": lambda model: enter(ddpkit.averaging(model)),
@@ -108,6 +107,61 @@ def test_whatever_meets_a_sharded_model_refuses_it_in_our_words_on_every_rank() 
         for (kind, call), text in found.items():
             assert text.startswith("TypeError: "), (kind, call, text)
             assert f"{call.split()[0]}() does not handle sharded tensors" in text, (kind, call, text)
+
+
+def compare_replicas() -> dict[str, str]:
+    """Compare models over a mesh of two replicas of two shards, after some ranks alone have changed something."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    found = {"equal": why(ddpkit.check_replicas, model, optimizer)}
+    local = model[1].weight.to_local().detach()
+    before = local.clone()
+    if get_rank() == 2:
+        local += 1
+    found["a part of one replica"] = why(ddpkit.check_replicas, model)
+    local.copy_(before)
+    if get_rank() in (1, 3):  # the same part in both
+        local += 1
+    found["a part of all replicas"] = why(ddpkit.check_replicas, model)
+    if get_rank() >= 2:
+        optimizer.state[model[0].bias]["exp_avg"].to_local().zero_()
+    found["a state"] = why(ddpkit.check_replicas, model, optimizer)
+    model[0].bias.requires_grad_(get_rank() != 3)
+    found["frozen"] = why(ddpkit.check_replicas, model)
+    plain = torch.nn.Linear(4, 4) if get_rank() == 1 else model[0]
+    found["plain on one"] = why(ddpkit.check_replicas, plain)
+    return found
+
+
+def why(call: Callable[..., Any], *args: Any) -> str:
+    try:
+        call(*args)
+    except ddpkit.DdpkitError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_the_replicas_of_sharded_models_are_compared_part_by_part() -> None:
+    results = on_ranks(compare_replicas, 4)
+    for rank, found in enumerate(results):
+        assert found["equal"] == "" and found["a part of all replicas"] == ""
+        pair = f"ranks {rank % 2}, {rank % 2 + 2}".split()[1:]
+        part = found["a part of one replica"]
+        if rank % 2:
+            assert part == ""
+        else:
+            assert part.startswith("ReplicaMismatchError: 1 of 4 entries differ") and "parameter 1.weight: " in part
+            assert all(f"on rank {number.rstrip(',')}" in part for number in pair)
+        assert "optimizer state exp_avg of 0.bias: float32[2] #" in found["a state"]
+        assert "parameter 0.bias: float32[4] DTensor, R, S(0) on ranks 0, 1, 2; " in found["frozen"]
+        assert "float32[4] DTensor, R, S(0), frozen on rank 3" in found["frozen"]
+        assert "parameter weight: float32[4, 4] DTensor" in found["plain on one"]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
