@@ -70,6 +70,12 @@ def is_dtensor(value: Any) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was applied to this module itself."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
 def is_sharded(value: Any) -> bool:
     """Return whether torch spreads this tensor over ranks (`fully_shard`, FSDP, tensor parallelism).
 

@@ -54,8 +54,9 @@ def all_reduce_mean(
     Args:
         value: This rank's value: Python numbers, NumPy arrays and scalars, tensors, and dicts, lists, tuples and
             dataclasses of them, which keep their types. Floating leaves keep their dtype; ints and bools come back
-            as floats: as float64, or as Python floats. Same structure, shapes, dtypes and kind of device on every rank.
-            It is not modified, and shares no memory with the result.
+            as floats: as float64, or as Python floats. A DTensor that is replicated, or a sum of the ranks' terms,
+            counts as its full tensor, and comes back as such. Same structure, shapes, dtypes and kind of device on
+            every rank. It is not modified, and shares no memory with the result.
         weight: This rank's share of the mean, for example its number of samples, of any size; 1 on every rank by
             default. A rank of weight 0 may hold anything, NaN too.
         check: False on every rank lets a single tensor without weight go unchecked, so that nothing waits for its

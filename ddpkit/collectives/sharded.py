@@ -1,4 +1,4 @@
-"""Refuse tensors of which each rank holds only a part: no function of this library can handle them yet."""
+"""Refuse tensors of which each rank holds only a part, in calls that need all of it."""
 
 from __future__ import annotations
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..torch_internals import has_no_memory, is_sharded
+from ..torch_internals import has_no_memory, is_dtensor, is_sharded
 
 
 def explain_not_dense(tensor: Tensor) -> str:
@@ -27,6 +29,20 @@ def explain_not_dense(tensor: Tensor) -> str:
     if tensor.is_quantized:
         return f"a {name_dtype(tensor.dtype)} tensor (pass tensor.dequantize())"
     return ""
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole tensor that a DTensor stands for if no rank lacks a part of it; any other as it is.
+
+    Terms of a sum that its ranks hold (`Partial`) are added up. Collective then, over its mesh.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    placed: Any = tensor.detach()
+    if any(placement.is_shard() for placement in placed.placements):
+        return tensor
+    found: Tensor = placed.full_tensor()
+    return found
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .tensors import explain_not_dense, name_dtype
+from .tensors import explain_not_dense, name_dtype, whole
 
 _NATIVE_NAMES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
 _NATIVE = {np.dtype(name) for name in _NATIVE_NAMES}
@@ -211,6 +211,7 @@ def _unflatten_all(values: Sequence[Any], leaves: Iterator[Any]) -> list[Any]:
 
 
 def _flatten_tensor(value: Tensor, leaves: list[Any]) -> Leaf:
+    value = whole(value)
     problem = explain_not_dense(value)
     if problem:
         return Leaf(problem)

@@ -37,13 +37,15 @@ from ..process_group.failures import describe_error
 from ..process_group.lifecycle import get_data_parallel_world_size
 from ..process_group.peers import Peers, group_of, ranks_of
 from ..process_group.session import Session
-from ..torch_internals import is_sharded, untraced
+from ..torch_internals import is_fully_sharded, is_sharded, untraced
 from .models import (
     check_module,
     check_tensors,
+    local_part,
     named_tensors,
     sharing_memory,
     unwrap_model,
+    without_dtensors,
     writable,
 )
 
@@ -61,8 +63,8 @@ def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> I
     torch has to synchronise a first backward, so the first micro-batch of every step travels too.
 
     Args:
-        model: The model that `wrap_model` returned, or a module that contains such models (an
-            `nn.ModuleList` of several).
+        model: The model that `wrap_model` returned, one that torch's `fully_shard` was applied to, or a
+            module that contains such models (an `nn.ModuleList` of several).
         step: The micro-batch's number, from 0; optimiser steps complete at multiples of `every`.
         every: Micro-batches per optimiser step.
         last: True for the last micro-batch of an epoch, which completes a step that would stay
@@ -72,7 +74,7 @@ def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> I
         True if this micro-batch completes the step: then call `optimizer.step()`.
 
     Raises:
-        TypeError: If the model is no module, or has sharded tensors.
+        TypeError: If the model is no module, or sharded in another way.
         ValueError: If `every` or `step` is out of range.
 
     Example:
@@ -88,17 +90,29 @@ def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> I
     if every < 1 or step < 0:
         raise ValueError(f"every counts from 1 and step from 0, got every={every}, step={step}.")
     if step % every == 0:
-        check_tensors("accumulate()", model.named_parameters())
+        check_tensors("accumulate()", without_dtensors(model.named_parameters()))
     complete = last or (step + 1) % every == 0
     with ExitStack() as stack:
         if not complete:
             for module in model.modules():
+                if is_fully_sharded(module):
+                    stack.enter_context(_no_gradient_sync(module))
                 if not isinstance(module, DistributedDataParallel):
                     continue
                 if module.static_graph and step % every == 0:
                     continue
                 stack.enter_context(module.no_sync())
         yield complete
+
+
+@contextmanager
+def _no_gradient_sync(module: Any) -> Iterator[None]:
+    """Do for a module of `fully_shard` what `no_sync` of DDP does."""
+    module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True, recurse=False)
 
 
 @overload
@@ -127,7 +141,7 @@ def global_mean(loss_sum: Any, count: float) -> Any:
 
     Raises:
         MismatchError: On the other ranks, if one raises an error below.
-        TypeError: If the loss or a gradient is sharded.
+        TypeError: If the loss is sharded, or a model in another way than by DTensors.
         ValueError: If a count is negative or not finite; on every rank, if the total count is 0.
 
     Example:
@@ -150,7 +164,7 @@ def global_mean(loss_sum: Any, count: float) -> Any:
     peers = lifecycle.data_parallel()
     with raise_everywhere("global_mean()", peers):
         if isinstance(loss_sum, nn.Module):
-            check_tensors("global_mean()", loss_sum.named_parameters())
+            check_tensors("global_mean()", without_dtensors(loss_sum.named_parameters()))
         elif isinstance(loss_sum, Tensor):
             check_tensors("global_mean()", [("the loss", loss_sum)])
         if isinstance(count, Tensor | np.generic):
@@ -178,14 +192,15 @@ def _scale_gradients(model: nn.Module, factor: float) -> None:
             parameters.append(p)
             scaled[id(p.grad)] = p.grad
     gradients = list(scaled.values())
-    shared = sharing_memory(gradients)
+    locals = [local_part(gradient) for gradient in gradients]
+    shared = sharing_memory(locals)
     in_place = []
-    for i, gradient in enumerate(gradients):
-        if i in shared or not writable(gradient):
+    for i, (gradient, local) in enumerate(zip(gradients, locals, strict=True)):
+        if i in shared or not writable(local):
             # before those that it shares memory with are multiplied
             scaled[id(gradient)] = gradient * factor
         else:
-            in_place.append(gradient)
+            in_place.append(local)
     for gradient in in_place:
         gradient.mul_(factor)
     for p in parameters:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from ..collectives.broadcast import broadcast_value
 from ..collectives.sharded import explain_sharded
 from ..collectives.tensors import name_dtype
 from ..process_group import lifecycle
-from ..torch_internals import has_no_memory, is_compiled
+from ..torch_internals import has_no_memory, is_compiled, is_dtensor
 
 
 def child_of_wrapper(module: nn.Module) -> str:
@@ -96,6 +97,17 @@ def check_module(call: str, model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{call} takes a torch.nn.Module, got {type(model).__name__}.")
+
+
+def without_dtensors(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Leave out the tensors that `fully_shard` and tensor parallelism have made."""
+    return [(name, tensor) for name, tensor in tensors if not is_dtensor(tensor)]
+
+
+def local_part(tensor: Any) -> Tensor:
+    """Return the part of a DTensor that is on this rank; any other tensor as it is."""
+    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return part
 
 
 def check_tensors(call: str, tensors: Iterable[tuple[str, Tensor]]) -> None:

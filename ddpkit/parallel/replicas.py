@@ -27,10 +27,12 @@ from .models import (
     check_tensors,
     check_writable,
     describe_tensors,
+    local_part,
     named_buffers,
     named_parameters,
     named_tensors,
     strip,
+    without_dtensors,
     wrapped_paths,
 )
 
@@ -80,7 +82,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     call, peers = "check_replicas()", lifecycle.data_parallel()
     with raise_everywhere(call, peers):
         check_module(call, model)
-        check_tensors(call, [(name, tensor) for name, tensor in named_tensors(model) if not is_dtensor(tensor)])
+        check_tensors(call, without_dtensors(named_tensors(model)))
         if optimizer is not None:
             _check_optimizer(call, optimizer)
         if not lifecycle.joined():
@@ -111,7 +113,7 @@ def _replicated_parts(values: dict[str, Any]) -> dict[dist.ProcessGroup, Entries
         for dim, placement in enumerate(value.placements):
             if placement.is_replicate() and value.device_mesh.size(dim) > 1:
                 entries = groups.setdefault(value.device_mesh.get_group(dim), {})
-                entries[name] = digest(value.to_local())
+                entries[name] = digest(local_part(value))
     return groups
 
 

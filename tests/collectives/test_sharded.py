@@ -84,6 +84,9 @@ CALLS: dict[str, Callable[[torch.nn.Module], Any]] = {
 }
 
 
+TAKEN = ("accumulate", "global_mean of a module")  # by these calls, where the parameters are DTensors
+
+
 def refuse(kinds: list[Callable[[], torch.nn.Module]], alone: bool) -> dict[tuple[str, str], str]:
     """The error of every call with every kind of model; `alone`, only rank 1 has one."""
     warnings.simplefilter("ignore")  # FSDP1 has several to give
@@ -92,8 +95,8 @@ def refuse(kinds: list[Callable[[], torch.nn.Module]], alone: bool) -> dict[tupl
         sharded = make()
         model = torch.nn.Linear(4, 4) if alone and get_rank() != 1 else sharded
         for name, call in CALLS.items():
-            if alone and name == "accumulate":
-                continue  # it does not communicate
+            if name in TAKEN and make in (fsdp2, tensor_parallel):
+                continue
             with pytest.raises((TypeError, MismatchError)) as caught:
                 call(model)
             found[make.__name__, name] = f"{type(caught.value).__name__}: {caught.value}"
@@ -103,10 +106,64 @@ def refuse(kinds: list[Callable[[], torch.nn.Module]], alone: bool) -> dict[tupl
 
 def test_whatever_meets_a_sharded_model_refuses_it_in_our_words_on_every_rank() -> None:
     for found in on_ranks(refuse, 2, MAKERS, False):
-        assert len(found) == len(MAKERS) * len(CALLS)
+        assert len(found) == len(MAKERS) * len(CALLS) - 2 * len(TAKEN)
         for (kind, call), text in found.items():
             assert text.startswith("TypeError: "), (kind, call, text)
             assert f"{call.split()[0]}() does not handle sharded tensors" in text, (kind, call, text)
+
+
+def train(kind: str, micro_batches: int) -> list[list[float]]:
+    """Train for three steps on uneven shares of seven samples, accumulating; return the weights."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+    if kind == "fully_shard":
+        fully_shard(model[0])
+        fully_shard(model)
+    else:
+        model = ddpkit.wrap_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    shares = torch.arange(7.0, dtype=torch.float64)[get_rank() :: get_world_size(), None].tensor_split(micro_batches)
+    for _ in range(3):
+        for number, share in enumerate(shares):
+            with ddpkit.accumulate(model, number, micro_batches) as complete:
+                model(share).square().sum().backward()
+            if not complete and kind == "fully_shard":
+                assert all(parameter.grad is None for parameter in model.parameters())  # still of the whole model
+        ddpkit.global_mean(model, sum(map(len, shares)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = ddpkit.clean_state_dict(model.state_dict())
+    whole = {name: value.full_tensor() if is_sharded(value) else value for name, value in state.items()}
+    assert list(whole) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    return [value.flatten().tolist() for value in whole.values()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fully_shard_accumulates_and_averages_as_one_process_does(world_size: int) -> None:
+    (expected,) = on_ranks(train, 1, "ddp", 1)
+    for micro_batches in (1, 3):
+        for found in on_ranks(train, world_size, "fully_shard", micro_batches):
+            for weights, others in zip(found, expected, strict=True):
+                assert weights == pytest.approx(others, rel=1e-12)
+
+
+def average_dtensors() -> list[Any]:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    rank, mesh = get_rank(), init_device_mesh("cpu", (get_world_size(),))
+    made = {kind: DTensor.from_local(torch.full((2,), rank + 1.0), mesh, [kind()]) for kind in (Partial, Replicate)}
+    found = ddpkit.all_reduce_mean({"terms": made[Partial], "same": made[Replicate], "plain": float(rank)})
+    parts = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    with pytest.raises(TypeError, match="found a sharded tensor .* at value"):
+        ddpkit.all_reduce_mean(parts)
+    return [type(found["terms"]) is torch.Tensor, found["terms"].tolist(), found["same"].tolist(), found["plain"]]
+
+
+def test_dtensors_of_which_no_rank_lacks_a_part_are_averaged() -> None:
+    for found in on_ranks(average_dtensors, 2):
+        assert found == [True, [3.0, 3.0], [1.5, 1.5], 0.5]
 
 
 def compare_replicas() -> dict[str, str]:

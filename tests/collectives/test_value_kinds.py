@@ -97,12 +97,12 @@ def test_torchs_defaults_and_modes_change_no_result(world: int) -> None:
 
 
 def sharded() -> dict[str, tuple[str, str, float]]:
-    from torch.distributed.tensor import distribute_tensor  # here: it takes long to import
+    from torch.distributed.tensor import Shard, distribute_tensor  # here: it takes long to import
 
     rank, world = ddpkit.get_rank(), ddpkit.get_world_size()
     plain = torch.ones(4)
     odd = {
-        "DTensor": distribute_tensor(torch.ones(4), init_device_mesh("cpu", (world,))),
+        "DTensor": distribute_tensor(torch.ones(4), init_device_mesh("cpu", (world,)), [Shard(0)]),
         "FakeTensor": FakeTensorMode().from_tensor(torch.ones(4)),
     }
     found = {}
