@@ -6,19 +6,20 @@ all its keys.
 
 from __future__ import annotations
 
-import json
+import re
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 
 import torch.distributed as dist
 
 from ..errors import LaunchError
 from .failures import Failure, first_failure, record_failure
-from .member import MEMBER, Member, claim_key
+from .member import Member, claim_key
+from .members import Members
 from .monitor_messages import encode
-from .store_values import add, parse, refuse_text
+from .store_values import add, refuse_text
 
 _NUMBER = "ddpkit/generation"  # key of the newest generation's number
 
@@ -48,49 +49,54 @@ class Generation:
         text = self.store.compare_set(claim_key(me.rank), "", me.to_json())
         holder = Member.from_json(text, me.rank)
         if holder.nonce == me.nonce:
-            add(self.store, "claims", 1)
+            number = add(self.store, "claims", 1)
+            self.store.set(_claimant_key(number), f"{me.rank}")
         return holder
 
-    def claims_of_others(self) -> int:
-        """Return how many ranks other than 0 have claimed their number."""
-        return add(self.store, "claims", 0)
+    def claims_after(self, number: int) -> list[Member]:
+        """Return the processes other than rank 0 that have claimed a rank since so many had."""
+        keys = [_claimant_key(later) for later in range(number + 1, add(self.store, "claims", 0) + 1)]
+        if not keys or not self.store.check(keys):  # one has counted its claim, and is just saying whose it is
+            return []
+        ranks = []
+        for key, text in zip(keys, self.store.multi_get(keys), strict=True):
+            if not re.fullmatch(rb"[0-9]{1,7}", text):
+                refuse_text(text, key)
+            ranks.append(int(text))
+        return self._claims(ranks)
 
-    def holder(self, rank: int) -> Member | None:
-        """Return the process that claims a rank, None if there is none yet."""
-        key = claim_key(rank)
-        if not self.store.check([key]):
-            return None
-        return Member.from_json(self.store.get(key), rank)
-
-    def publish(self, members: list[Member]) -> None:
+    def publish(self, members: Members) -> None:
         """Write down who is in the job: from now on, it is complete."""
-        self.store.set("members", json.dumps({"members": [asdict(member) for member in members]}))
+        self.store.set("members", members.to_json())
 
     def is_complete(self) -> bool:
         """Return whether rank 0 has written down who is in the job."""
         return self.store.check(["members"])
 
-    def members(self) -> list[Member]:
-        """Return the members of a complete job, by rank."""
-        text = self.store.get("members")
-        entries = parse(text, "members", {"members": [MEMBER]})["members"]
-        members = [Member.from_fields(entry) for entry in entries]
-        if not members or [member.rank for member in members] != list(range(members[0].world_size)):
-            refuse_text(text, "members")
-        return members
+    def members(self) -> Members:
+        """Return the members of a complete job."""
+        return Members.from_json(self.store.get("members"), "members")
 
     def is_over(self) -> bool:
         """Return whether all ranks have left in good order: then nobody reads or writes here any more."""
-        return self.store.check(["members", "left"]) and add(self.store, "left", 0) >= len(self.members())
+        return self.store.check(["members", "left"]) and add(self.store, "left", 0) >= self.members().world_size
 
     def starter(self) -> Member | None:
         """Return the rank that started this process, if the job is complete and has not ended; None otherwise."""
         if not self.is_complete() or self.is_over():
             return None
-        for member in self.members():
-            if member.is_above_me():
-                return member
+        for claim in self._claims(range(self.members().world_size)):
+            if claim.is_above_me():
+                return claim
         return None
+
+    def _claims(self, ranks: Sequence[int]) -> list[Member]:
+        """Return the processes that claim these ranks; none if one of them is not claimed."""
+        keys = [claim_key(rank) for rank in ranks]
+        if not self.store.check(keys):  # no rank has named them
+            return []
+        texts = self.store.multi_get(keys)
+        return [Member.from_json(text, rank) for text, rank in zip(texts, ranks, strict=True)]
 
     # Giving up
 
@@ -99,7 +105,7 @@ class Generation:
         failure = Failure.of(-1, LaunchError(reason))
         record_failure(self.store, failure)
         if self.is_complete():  # only their monitors can tell those who have joined
-            _tell_monitor(self.members()[0], failure)
+            _tell_monitor(self.members(), failure)
 
     def raise_if_failed(self, readers: int = 0) -> None:
         """Raise the reason why this job cannot be, if there is one.
@@ -135,16 +141,21 @@ class Generation:
         with suppress(AttributeError, RuntimeError):  # torch 2.6
             return list(self.store.list_keys())
         names = ["claims", "left"]
-        for rank in range(len(self.members())):
-            names += [claim_key(rank), f"group//cpu//0/{rank}"]
+        for rank in range(self.members().world_size):
+            names += [claim_key(rank), _claimant_key(rank), f"group//cpu//0/{rank}"]
         names.append("members")
         return names
 
 
-def _tell_monitor(first: Member, failure: Failure) -> None:
+def _claimant_key(number: int) -> str:
+    """Return the key of the rank that was the n-th to be claimed, not counting rank 0."""
+    return f"claimant/{number}"
+
+
+def _tell_monitor(members: Members, failure: Failure) -> None:
     """Tell the monitor of rank 0, which passes it on, why the job cannot go on."""
-    if first.monitor_address is None:
+    if members.monitor_address is None:
         return
-    line = encode(token=first.nonce, failure=failure)
-    with suppress(OSError), socket.create_connection(first.monitor_address, timeout=2) as connection:
+    line = encode(token=members.token, failure=failure)
+    with suppress(OSError), socket.create_connection(members.monitor_address, timeout=2) as connection:
         connection.sendall(line)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
 from ..launch.process_tree import ancestors, boot_id, own_birth, runs_since
 from .store_values import parse, refuse_text
+
+MOST_RANKS = 1 << 20  # of which the store may tell: more come from a stranger
 
 
 def _machine() -> tuple[str, ...]:
@@ -25,6 +28,21 @@ def usable_cores() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Write ascending numbers as ranges, such as "0-95,192"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in ranges)
+
+
+def _cores() -> str:
+    return _ranges(usable_cores())
 
 
 def _nonce() -> str:
@@ -46,7 +64,7 @@ class Member:
         machine: Identity of the machine, its network and its process numbers.
         pid: Number of the process.
         born: When the process began; a number may be given again.
-        cores: On which it may run.
+        cores: On which it may run, as ranges.
         nonce: Secret of this claim.
     """
 
@@ -60,7 +78,7 @@ class Member:
     machine: tuple[str, ...] = field(default_factory=_machine)
     pid: int = field(default_factory=os.getpid)
     born: str = field(default_factory=own_birth)
-    cores: tuple[int, ...] = field(default_factory=usable_cores)
+    cores: str = field(default_factory=_cores)
     nonce: str = field(default_factory=_nonce)
 
     def __str__(self) -> str:
@@ -70,18 +88,13 @@ class Member:
     def from_json(cls, text: bytes | str, rank: int) -> Member:
         """Read the claim of this rank, as it stands in the store."""
         key = claim_key(rank)
-        member = cls.from_fields(parse(text, key, MEMBER))
-        if member.rank != rank:
+        values: dict[str, Any] = {}
+        for name, value in parse(text, key, _FORM).items():
+            values[name] = tuple(value) if isinstance(value, list) else value
+        member = cls(**values)
+        if member.rank != rank or rank not in range(min(member.world_size, MOST_RANKS)):
             refuse_text(text, key)
         return member
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Member:
-        """Make a member of what JSON holds."""
-        values: dict[str, Any] = {}
-        for name, value in fields.items():
-            values[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**values)
 
     def to_json(self) -> str:
         """Write the claim for the store."""
@@ -111,4 +124,4 @@ def claim_key(rank: int) -> str:
     return f"claim/{rank}"
 
 
-MEMBER = get_type_hints(Member)  # the form of its JSON
+_FORM = get_type_hints(Member)  # the form of its JSON

@@ -20,6 +20,7 @@ from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 from .generation import Generation
 from .member import Member, claim_key
+from .members import Members
 from .polling import Pause, call_with_timeout, longest_pause
 from .store_values import refuse_text
 
@@ -40,7 +41,7 @@ class StartedByRank(LaunchError):
 
 def join(
     store: dist.Store, me: Member, timeout: timedelta, orphaned: Callable[[], str] = str
-) -> tuple[dist.Store, list[Member]]:
+) -> tuple[dist.Store, Members]:
     """Agree with all ranks on a generation and on its members.
 
     Args:
@@ -50,7 +51,7 @@ def join(
         orphaned: Returns what became of the process that must outlive this one, "" while it lives.
 
     Returns:
-        The store under the generation's prefix, and the members by rank.
+        The store under the generation's prefix, and the members.
 
     Raises:
         LaunchError: On every rank, if the ranks do not fit together or do not come.
@@ -80,23 +81,21 @@ def raise_if_orphaned(reason: str) -> None:
         raise LaunchError(f"This rank cannot join: {reason}.")
 
 
-def complete_launch(launch: Launch, me: Member, members: list[Member]) -> Launch:
+def complete_launch(launch: Launch, members: Members) -> Launch:
     """Fill in what the launcher did not tell, from the nodes of all ranks."""
-    near = [member for member in members if member.node == me.node]
-    nodes = list(dict.fromkeys(member.node for member in members))
+    nodes = members.node_of_each()
+    mine = nodes[launch.rank]
     found = {
-        "local_rank": near.index(me),
-        "local_world_size": len(near),
-        "node_rank": nodes.index(me.node),
-        "num_nodes": len(nodes),
+        "local_rank": nodes[: launch.rank].count(mine),
+        "local_world_size": nodes.count(mine),
+        "node_rank": mine,
+        "num_nodes": len(members.nodes),
     }
     untold: dict[str, Any] = {name: value for name, value in found.items() if getattr(launch, name) is None}
     return replace(launch, **untold)
 
 
-def _collect_claims(
-    store: dist.Store, me: Member, deadline: float, timeout: timedelta
-) -> tuple[dist.Store, list[Member]]:
+def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, Members]:
     """Begin a generation, as rank 0, and publish its members when all have claimed their rank."""
     former = Generation.latest(store)
     starter = former.starter() if former else None
@@ -106,36 +105,26 @@ def _collect_claims(
         store = dist.HashStore()  # a job of its own, of one rank
     generation = Generation.new(store)
     generation.store.set(claim_key(0), me.to_json())
-    members = {0: me}
+    claims = {0: me}
+    seen = 0
     readers = 0 if me.store_outlives_ranks else me.world_size
     pause = Pause(longest_pause(me.world_size))
-    while len(members) < me.world_size:
-        _read_new_claims(generation, me, members)
+    while len(claims) < me.world_size:
+        for claim in generation.claims_after(seen):
+            seen += 1
+            claims[claim.rank] = claim
+            problem = _disagreement(me, claim)
+            if problem:
+                generation.fail(problem)
         generation.raise_if_failed(readers)
         if time.monotonic() > deadline:
             generation.fail(_say_who_is_absent(generation, me.world_size, timeout))
         pause()
-    by_rank = [members[rank] for rank in range(me.world_size)]
-    generation.publish(by_rank)
+    members = Members.of([claims[rank] for rank in range(me.world_size)])
+    generation.publish(members)
     generation.raise_if_failed(readers)  # of somebody who came too early to see the members, and to tell the monitor
     _delete_former(store, generation.number - 1)
-    return generation.store, by_rank
-
-
-def _read_new_claims(generation: Generation, me: Member, members: dict[int, Member]) -> None:
-    known_others = len(members) - 1
-    if generation.claims_of_others() <= known_others:
-        return
-    for rank in range(me.world_size):
-        if rank in members:
-            continue
-        holder = generation.holder(rank)
-        if holder is None:
-            continue
-        members[rank] = holder
-        problem = _disagreement(me, holder)
-        if problem:
-            generation.fail(problem)
+    return generation.store, members
 
 
 def _delete_former(store: dist.Store, number: int) -> None:
@@ -152,7 +141,7 @@ def _delete_former(store: dist.Store, number: int) -> None:
 
 def _claim_until_accepted(
     store: dist.Store, me: Member, deadline: float, timeout: timedelta
-) -> tuple[dist.Store, list[Member]]:
+) -> tuple[dist.Store, Members]:
     """Claim this rank in the newest generation, again if there is a newer one, until rank 0 publishes its members."""
     seen = 0
     claimed = None
@@ -180,9 +169,6 @@ def _claim(generation: Generation, me: Member) -> bool:
     Raises:
         LaunchError: If another process of this job holds the rank, or a rank of it started this process.
     """
-    starter = generation.starter()
-    if starter:
-        raise StartedByRank(starter)
     holder = generation.claim(me)
     if holder.nonce == me.nonce:
         return True
@@ -192,20 +178,26 @@ def _claim(generation: Generation, me: Member) -> bool:
     # on another host that cannot be seen; an agent gives a number again only when its holder has ended
     perhaps_alive = alive is None and not me.store_outlives_ranks
     if (alive or perhaps_alive) and not generation.is_over():
+        starter = generation.starter()
+        if starter:
+            raise StartedByRank(starter)
         _refuse_second_claim(generation, me, holder)
     if alive is False and not generation.is_complete():  # others may wait for it
         generation.fail(f"Rank {me.rank} on {holder} ended while the ranks joined. Start all of them anew.")
     return False
 
 
-def _accepted(generation: Generation, me: Member) -> list[Member] | None:
+def _accepted(generation: Generation, me: Member) -> Members | None:
     """Return the members of the generation in which this rank stands, None while rank 0 has published none."""
     complete = generation.is_complete()  # before the look for a failure, for which rank 0 looks once more
     generation.raise_if_failed()
     if not complete:
         return None
     members = generation.members()
-    if len(members) != me.world_size:
+    if members.world_size != me.world_size:
+        starter = generation.starter()
+        if starter:
+            raise StartedByRank(starter)
         refuse_text(generation.store.get("members"), "members")
     return members
 

@@ -24,7 +24,8 @@ from ..torch_internals import current_group, group_store, reference
 from .declining import is_child_of_rank, refuse_job, tell_peers
 from .devices import bind_device, choose_together
 from .job import Job, context_of
-from .member import Member
+from .member import Member, usable_cores
+from .members import Members
 from .monitor import Monitor
 from .options import Origin
 from .own_failure import fill_error_file
@@ -127,11 +128,11 @@ def assemble(job: Job) -> None:
     session, members, listener = _join(job, opened, orphaned)
     job.hosts_store = is_host and not adopted
     if asked.watch:
-        _start_monitor(job, session, members[0], listener)
+        _start_monitor(job, session, members, listener)
     backend_asked = _backend_of_group() if adopted else asked.backend
     device, backend = choose_together(session, job.launch, asked.device, backend_asked)
     bind_device(device)
-    _share_cores(asked.num_threads, members[launch.rank], members)
+    set_threads(asked.num_threads, members.sharers(launch.rank), len(usable_cores()))
     if not adopted:
         _make_group(job, session, device, backend)
 
@@ -172,9 +173,7 @@ def _open_store(launch: Launch, is_host: bool, timeout: timedelta, orphaned: Cal
     return opened
 
 
-def _join(
-    job: Job, opened: OpenStore, orphaned: Callable[[], str]
-) -> tuple[Session, list[Member], socket.socket | None]:
+def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Session, Members, socket.socket | None]:
     """Learn who the members are; return them and, on rank 0, the socket on which its monitor listens."""
     launch = job.launch
     timeout = job.asked.timeout
@@ -190,12 +189,12 @@ def _join(
         if listener:
             listener.close()
         raise
-    hosts = [member.host for member in members]
-    nodes = [member.node for member in members]
+    nodes = members.node_of_each()
+    hosts = [members.nodes[node] for node in nodes]
     session = Session(store, me.rank, hosts, timeout, nodes, orphaned)
     job.session = session
     job.group = reference(current_group())
-    job.launch = complete_launch(launch, me, members)
+    job.launch = complete_launch(launch, members)
     return session, members, listener
 
 
@@ -210,21 +209,13 @@ def _listen_for_monitors(launch: Launch, opened: OpenStore) -> tuple[socket.sock
     return listen(reachable(address, port), one_node or is_loopback(address))
 
 
-def _start_monitor(job: Job, session: Session, first: Member, listener: socket.socket | None) -> None:
-    if first.monitor_address is None:
+def _start_monitor(job: Job, session: Session, members: Members, listener: socket.socket | None) -> None:
+    if members.monitor_address is None:
         return
     timeout = job.asked.timeout
-    sock = listener or connect_to_monitor(*first.monitor_address, timeout.total_seconds())
-    job.monitor = Monitor(session, first.nonce, sock, fill_error_file)
+    sock = listener or connect_to_monitor(*members.monitor_address, timeout.total_seconds())
+    job.monitor = Monitor(session, members.token, sock, fill_error_file)
     job.monitor.wait(timeout)
-
-
-def _share_cores(asked: int | None, me: Member, members: list[Member]) -> None:
-    sharers = 0
-    for member in members:
-        if (member.node, member.cores) == (me.node, me.cores):
-            sharers += 1
-    set_threads(asked, sharers, len(me.cores))
 
 
 def set_threads(asked: int | None, sharers: int, cores: int) -> None:

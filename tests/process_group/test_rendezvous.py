@@ -18,6 +18,7 @@ import ddpkit
 from ddpkit.process_group import rendezvous
 from ddpkit.process_group.generation import Generation
 from ddpkit.process_group.member import Member
+from ddpkit.process_group.members import Members
 
 SOON = timedelta(seconds=100)
 
@@ -81,9 +82,10 @@ def test_a_refusal_that_comes_while_rank_zero_writes_the_members_is_heard(monkey
     store, (me, other) = dist.HashStore(), (Member(rank, 2, None, True) for rank in range(2))
     dist.PrefixStore("ddpkit/1", store).set("claim/1", other.to_json())
     dist.PrefixStore("ddpkit/1", store).add("claims", 1)
+    dist.PrefixStore("ddpkit/1", store).set("claimant/1", "1")
     publish = Generation.publish
 
-    def refuse_then_publish(generation: Generation, members: list[Member]) -> None:
+    def refuse_then_publish(generation: Generation, members: Members) -> None:
         generation.fail("there are two of rank 1")
         publish(generation, members)
 

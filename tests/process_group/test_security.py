@@ -244,28 +244,35 @@ def test_a_text_that_no_rank_wrote_is_refused() -> None:
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-@pytest.mark.parametrize("key", ["claim/0", "claim/1", "members", "failure"])
+@pytest.mark.parametrize("key", ["claim/1", "claimant/1", "members", "failure"])
 def test_garbage_in_the_store_ends_the_joining(key: str, garbage: bytes) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    rank = 0 if key in ("claim/1", "failure") else 1
+    rank = 1 if key == "members" else 0
     if rank == 1:
         server.add("ddpkit/generation", 1)
     generation = dist.PrefixStore("ddpkit/1", server)
+    generation.set("claimant/1", "1")
     generation.set(key, garbage)
     generation.add("claims", 1)
-    if key == "claim/0":  # rank 1 reads of rank 0 among the members
-        claim = json.loads(Member(0, 2, None, False).to_json())
-        generation.set("members", json.dumps({"members": [claim | {"rank": garbage.hex()[:50]}, claim]}))
-        key = "members"
     with pytest.raises(ddpkit.LaunchError, match=f"under '{key}', which no rank"):
         join(server, Member(rank, 2, None, False), timedelta(seconds=60))
 
 
-@pytest.mark.parametrize("ranks", [[], [0], [0, 0], [1, 0], [0, 1, 2]])
-def test_members_that_are_not_of_this_job_is_refused(ranks: list[int]) -> None:
+RUNS = {
+    "none": [],
+    "too few": [[0, 1, 1]],
+    "too many": [[0, 2, 2], [1, 1, 1]],
+    "of no node": [[0, 1, 1], [2, 1, 1]],
+    "of less than nothing": [[0, 3, 1], [0, -1, 1]],
+    "without an end": [[0, 10**18, 1]],
+}
+
+
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS.keys())
+def test_members_that_are_not_of_this_job_is_refused(runs: list[list[int]]) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.add("ddpkit/generation", 1)
-    members = [json.loads(Member(rank, len(ranks), None, False).to_json()) for rank in ranks]
-    dist.PrefixStore("ddpkit/1", server).set("members", json.dumps({"members": members}))
+    members = {"token": "a", "monitor_address": None, "nodes": ["one", "two"], "runs": runs}
+    dist.PrefixStore("ddpkit/1", server).set("members", json.dumps(members))
     with pytest.raises(ddpkit.LaunchError, match="'members', which no rank"):
         join(server, Member(1, 2, None, False), timedelta(seconds=60))

@@ -22,7 +22,7 @@ from processes import ROOT, TORCHRUN, Ended, free_port, launch, platform_env, ru
 import ddpkit
 from ddpkit.process_group import lifecycle
 from ddpkit.process_group.failures import Failure
-from ddpkit.process_group.member import Member
+from ddpkit.process_group.members import Members
 
 PATHS = [f"{ROOT}/tests", f"{ROOT}/tests/process_group"]
 LONG = timedelta(seconds=60)
@@ -35,9 +35,9 @@ class Door:
 
     def __init__(self) -> None:
         text = lifecycle.current_session().store.get("members")
-        first = Member.from_fields(json.loads(text)["members"][0])
-        assert first.monitor_address is not None
-        self.address, self.token = first.monitor_address, first.nonce
+        members = Members.from_json(text, "members")
+        assert members.monitor_address is not None
+        self.address, self.token = members.monitor_address, members.token
 
     def enter(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=5)
