@@ -16,6 +16,7 @@ from .session import Session
 from .store_values import parse
 
 _CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
+_CONCLUSION = {"error": str, "shared": bool}
 MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _CPU = torch.device("cpu")
 
@@ -87,13 +88,26 @@ def choose_together(
     except (RuntimeError, ValueError) as error:
         choice["error"] = str(error)
     choice["kind"] = chosen.type
-    texts = session.exchange(json.dumps(choice))
+
+    def conclude(texts: list[str]) -> str:
+        try:
+            return json.dumps({"error": "", "shared": _check_choices(session, texts)})
+        except LaunchError as error:
+            return json.dumps({"error": str(error), "shared": False})
+
+    found = parse(session.conclude(json.dumps(choice), conclude, "devices"), "devices", _CONCLUSION)
+    if found["error"]:
+        raise LaunchError(found["error"])
+    return chosen, backend or default_backend(chosen, found["shared"])
+
+
+def _check_choices(session: Session, texts: list[str]) -> bool:
+    """Return whether ranks share an accelerator; raise if what the ranks have chosen does not fit together."""
     choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
     _raise_errors(choices)
     _raise_if_different(choices, "kind", "kinds of device")
     _raise_if_different(choices, "backend", "backends")
-    shared = _check_sharing(session, choices)
-    return chosen, backend or default_backend(chosen, shared)
+    return _check_sharing(session, choices)
 
 
 def _raise_errors(choices: list[dict[str, Any]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +12,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..errors import BarrierTimeoutError
 from .failures import Failure
 from .polling import Pause, call_with_timeout, longest_pause
-from .store_barrier import StoreBarrier, UsedKeys
-from .store_values import add, printable, read_text
+from .store_barrier import StoreBarrier, UsedKeys, name_of
+from .store_values import add, parse, printable, read_long, read_texts, refuse_text, write_long
 from .waits import Waits
 
 _LINGER = 2.0  # seconds that the store's host stays for ranks that are still leaving
@@ -128,12 +131,53 @@ class Session(Waits):
         self, text: str, name: str = "exchange", timeout: timedelta | None = None, ranks: Ranks | None = None
     ) -> list[str]:
         """Give every rank's text to all, in the order of the ranks."""
+        found = self.conclude(text, _shorten, name, timeout, ranks)
+        expected = len(ranks or self.hosts)
+        runs = parse(found, name, {"runs": [tuple[str, int]]}, values=expected)["runs"]
+        if sum(count for _, count in runs) != expected or any(count < 1 for _, count in runs):
+            refuse_text(found, name)
+        return [one for one, count in runs for _ in range(count)]
+
+    def conclude(
+        self,
+        text: str,
+        conclude: Callable[[list[str]], str],
+        name: str,
+        timeout: timedelta | None = None,
+        ranks: Ranks | None = None,
+    ) -> str:
+        """Give every rank's text to the first, and to all what it concludes from them.
+
+        Args:
+            text: This rank's.
+            conclude: Called on the first rank with the texts in the order of the ranks.
+            name: Of this use.
+            timeout: Bound on the wait.
+            ranks: Those that take part, this one among them; by default all.
+        """
+        everyone = ranks or range(len(self.hosts))
+        first = everyone[0]
         key = self.count(name, ranks)
-        mine = f"{key}/from/{self.rank}"
-        with self.bounded(timeout or self.timeout):
+        mine, answer = f"{key}/from/{self.rank}", f"{key}/answer"
+        timeout = timeout or self.timeout
+
+        def is_there() -> bool | None:
+            return self.store.check([answer]) or None
+
+        def late() -> bool:
+            host = self.hosts[first]
+            raise BarrierTimeoutError(f"{name}: rank {first} ({host}) came, but gave no answer.", [(first, host)], [])
+
+        with self.bounded(timeout):
             self.store.set(mine, printable(text))
             self.meet(key, timeout, used=[mine], ranks=ranks)
-            return [read_text(self.store, f"{key}/from/{rank}") for rank in ranks or range(len(self.hosts))]
+            if self.rank == first:
+                texts = read_texts(self.store, [f"{key}/from/{rank}" for rank in everyone])
+                conclusion = conclude(texts)
+                self._used_keys.add(name_of(key), write_long(self.store, answer, conclusion))
+                return conclusion
+            self.until(is_there, timeout, late)
+            return read_long(self.store, answer)
 
     def leave(self, linger: bool) -> None:
         """Count this rank out; a rank that hosts the store lingers up to 2 s for those who still need it."""
@@ -153,3 +197,8 @@ class Session(Waits):
         while left < expected and time.monotonic() < deadline:
             pause()
             left = add(self.store, "left", 0)
+
+
+def _shorten(texts: list[str]) -> str:
+    """Write the texts of all ranks; equal ones in a row once, with their number."""
+    return json.dumps({"runs": [(text, len(list(run))) for text, run in itertools.groupby(texts)]}, ensure_ascii=False)

@@ -45,7 +45,7 @@ class StoreBarrier:
         self._key = key
         self._timeout = timeout
         self._refusal = refusal
-        self.name = key.rpartition("/")[0]
+        self.name = name_of(key)
         self._full: dict[str, int] = {}  # each word's key, and its value when all its ranks have arrived
         for first in range(0, len(ranks), _RANKS_PER_WORD):
             count = min(_RANKS_PER_WORD, len(ranks) - first)
@@ -220,6 +220,17 @@ class UsedKeys:
                 old = old + more
             self._used[name] = now, keys
         return old
+
+    def add(self, name: str, keys: list[str]) -> None:
+        """Note more keys of the last use of a name."""
+        with self._lock:
+            if name in self._used:
+                self._used[name][1].extend(keys)
+
+
+def name_of(key: str) -> str:
+    """Return the name of a barrier, from its key."""
+    return key.rpartition("/")[0]
 
 
 def _names(places: list[tuple[int, str]]) -> str:

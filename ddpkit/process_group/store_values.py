@@ -15,20 +15,22 @@ from ..errors import LaunchError
 from .polling import call_with_timeout
 
 _VALUE_BYTES = 8 << 20  # bytes that the store takes at once; it has more only if somebody appends
+_PIECE = 1 << 20  # characters of a long text under one key
 
 
-def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any]) -> dict[str, Any]:
+def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any], values: int = 1) -> dict[str, Any]:
     """Read a JSON object that came from the store.
 
     Args:
         text: Bytes that the store gave.
         key: Their key, for the error.
         *shapes: Name and type of each field, one mapping for each form that is right; `[int]` is a list of ints.
+        values: Number of values that the text may be as long as.
 
     Raises:
         LaunchError: If the text has none of these forms.
     """
-    if len(text) > _VALUE_BYTES:
+    if len(text) > _VALUE_BYTES * values:
         refuse_text(text, key)
     try:
         found = json.loads(text)
@@ -45,7 +47,44 @@ def read_text(store: dist.Store, key: str) -> str:
     Raises:
         LaunchError: If it is none.
     """
-    data = store.get(key)
+    return _decode(store.get(key), key)
+
+
+def read_texts(store: dist.Store, keys: list[str]) -> list[str]:
+    """Read several texts in one call.
+
+    Raises:
+        LaunchError: If one of them is none.
+    """
+    return [_decode(data, key) for key, data in zip(keys, store.multi_get(keys), strict=True)]
+
+
+def write_long(store: dist.Store, key: str, text: str) -> list[str]:
+    """Write a text of any length; return the keys that this takes. It can be read once the first is there."""
+    more = []
+    for number, start in enumerate(range(_PIECE, len(text), _PIECE)):
+        more.append(f"{key}/{number}")
+        store.set(more[-1], text[start : start + _PIECE])
+    store.set(key, f"{len(more)} {text[:_PIECE]}")
+    return [key, *more]
+
+
+def read_long(store: dist.Store, key: str) -> str:
+    """Read a text that `write_long` wrote.
+
+    Raises:
+        LaunchError: If it is none.
+    """
+    found = read_text(store, key)
+    more, space, text = found.partition(" ")
+    if not space or not re.fullmatch("[0-9]{1,4}", more):
+        refuse_text(found, key)
+    if more == "0":
+        return text
+    return text + "".join(read_texts(store, [f"{key}/{number}" for number in range(int(more))]))
+
+
+def _decode(data: bytes, key: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:

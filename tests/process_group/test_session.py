@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddpkit.errors import BarrierTimeoutError, PeerError
+from ddpkit.errors import BarrierTimeoutError, LaunchError, PeerError
+from ddpkit.process_group import session as session_module
 from ddpkit.process_group import store_barrier
 from ddpkit.process_group.failures import Failure, record_failure
 from ddpkit.process_group.session import Session
+from ddpkit.process_group.store_values import read_texts
 
 
 def on_threads(world_size: int, fn: Callable[[Session], Any]) -> tuple[list[Any], dist.TCPStore]:
@@ -132,6 +134,60 @@ def test_meetings_and_exchanges_leave_a_bounded_number_of_keys() -> None:
     results, server = on_threads(3, meet)
     assert results == [None] * 3
     assert server.num_keys() < 10
+
+
+def test_rank_zero_alone_reads_what_all_have_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers = []
+
+    def meet(session: Session) -> list[list[str]]:
+        return [session.exchange("the same"), session.exchange(f"{session.rank // 2}")]
+
+    def note(store: dist.Store, keys: list[str]) -> list[str]:
+        readers.append(len(keys))
+        return read_texts(store, keys)
+
+    monkeypatch.setattr(session_module, "read_texts", note)
+    results, _ = on_threads(70, meet)
+    assert results == [[["the same"] * 70, [f"{rank // 2}" for rank in range(70)]]] * 70
+    assert readers == [70, 70]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_texts_of_any_length_are_exchanged_and_leave_no_keys(world_size: int) -> None:
+    texts = [character * 1_500_000 for character in ("é", "b", "")][:world_size]
+
+    def meet(session: Session) -> list[list[str]]:
+        return [session.exchange(texts[session.rank]), session.exchange("short")]
+
+    results, server = on_threads(world_size, meet)
+    assert results == [[texts, ["short"] * world_size]] * world_size
+    assert server.num_keys() < 10
+
+
+def test_a_rank_zero_that_comes_but_says_nothing_is_named() -> None:
+    def meet(session: Session) -> None:
+        if session.rank == 0:
+            session.meet("exchange/1")
+        else:
+            session.exchange("one", timeout=timedelta(seconds=0.3))
+
+    (_, error), _ = on_threads(2, meet)
+    assert isinstance(error, BarrierTimeoutError) and error.missing == [(0, "host0")]
+
+
+@pytest.mark.parametrize(
+    "garbage", ["", "x", "0", "0 {}", '0 {"runs": [["a", 1]]}', '0 {"runs": [["a", 3], ["b", -1]]}']
+)
+def test_an_answer_that_rank_zero_did_not_write_is_refused(garbage: str) -> None:
+    def meet(session: Session) -> None:
+        if session.rank == 0:
+            session.store.set("exchange/1/answer", garbage)
+            session.meet("exchange/1")
+        else:
+            session.exchange("one")
+
+    (_, error), _ = on_threads(2, meet)
+    assert isinstance(error, LaunchError) and "exchange" in str(error)
 
 
 def test_names_that_are_used_once_leave_no_keys_once_nobody_can_read_them() -> None:
