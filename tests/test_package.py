@@ -89,7 +89,7 @@ def test_what_pytest_loads_at_its_start_imports_neither_torch_nor_ddpkit() -> No
 
 def test_no_module_needs_more_than_the_three_dependencies() -> None:
     outside = set().union(*(imports(module)[1] for module in LIBRARY))
-    assert outside <= sys.stdlib_module_names | {"torch", "numpy", "packaging"}
+    assert outside <= sys.stdlib_module_names | {"torch", "numpy"}
 
 
 def test_every_module_says_what_it_is_for() -> None:

@@ -7,7 +7,6 @@ all its keys.
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,9 +18,11 @@ from .failures import Failure, first_failure, record_failure
 from .member import Member, claim_key
 from .members import Members
 from .monitor_messages import encode
+from .sockets import connect
 from .store_values import add, refuse_text
 
 _NUMBER = "ddpkit/generation"  # key of the newest generation's number
+_CHANGES = "ddpkit/changes"  # counts what those who join wait for, so that they need not look for each of it
 
 
 class Generation:
@@ -29,18 +30,29 @@ class Generation:
 
     def __init__(self, store: dist.Store, number: int) -> None:
         self.number = number
+        self._all = store
         self.store = dist.PrefixStore(f"ddpkit/{number}", store)
 
     @classmethod
     def new(cls, store: dist.Store) -> Generation:
         """Begin a generation that no process has joined."""
-        return cls(store, add(store, _NUMBER, 1))
+        generation = cls(store, add(store, _NUMBER, 1))
+        generation._count_change()
+        return generation
 
     @classmethod
     def latest(cls, store: dist.Store) -> Generation | None:
         """Return the newest generation, None if there is none."""
         number = add(store, _NUMBER, 0)
         return cls(store, number) if number else None
+
+    @staticmethod
+    def changes(store: dist.Store) -> int:
+        """Return how often a generation has begun, was completed or given up."""
+        return add(store, _CHANGES, 0)
+
+    def _count_change(self) -> None:
+        add(self._all, _CHANGES, 1)
 
     # Claims and members
 
@@ -68,6 +80,7 @@ class Generation:
     def publish(self, members: Members) -> None:
         """Write down who is in the job: from now on, it is complete."""
         self.store.set("members", members.to_json())
+        self._count_change()
 
     def is_complete(self) -> bool:
         """Return whether rank 0 has written down who is in the job."""
@@ -104,6 +117,7 @@ class Generation:
         """Write down why this job cannot be; the first reason stands. Ranks that have joined hear of it, too."""
         failure = Failure.of(-1, LaunchError(reason))
         record_failure(self.store, failure)
+        self._count_change()
         if self.is_complete():  # only their monitors can tell those who have joined
             _tell_monitor(self.members(), failure)
 
@@ -157,5 +171,5 @@ def _tell_monitor(members: Members, failure: Failure) -> None:
     if members.monitor_address is None:
         return
     line = encode(token=members.token, failure=failure)
-    with suppress(OSError), socket.create_connection(members.monitor_address, timeout=2) as connection:
+    with suppress(OSError), connect(*members.monitor_address, 2) as connection:
         connection.sendall(line)

@@ -25,7 +25,7 @@ class Pause:
 
 def longest_pause(ranks: int) -> float:
     """Return the seconds that a rank pauses at most, so that the polls of so many ranks leave the store time."""
-    return min(max(0.02, 0.5e-3 * ranks), 1.0)
+    return min(max(0.02, 1e-3 * ranks), 1.0)
 
 
 def _nothing() -> None:

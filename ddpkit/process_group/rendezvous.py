@@ -143,17 +143,20 @@ def _claim_until_accepted(
     store: dist.Store, me: Member, deadline: float, timeout: timedelta
 ) -> tuple[dist.Store, Members]:
     """Claim this rank in the newest generation, again if there is a newer one, until rank 0 publishes its members."""
-    seen = 0
+    known = seen = -1
     claimed = None
     pause = Pause(longest_pause(me.world_size))
     while True:
-        latest = Generation.latest(store)
-        if latest and latest.number > seen:  # those before it belong to dead attempts
-            seen = latest.number
-            claimed = latest if _claim(latest, me) else None
-        members = _accepted(claimed, me) if claimed else None
-        if claimed and members:
-            return claimed.store, members
+        changes = Generation.changes(store)
+        if changes != known:
+            known = changes
+            latest = Generation.latest(store)
+            if latest and latest.number > seen:  # those before it belong to dead attempts
+                seen = latest.number
+                claimed = latest if _claim(latest, me) else None
+            members = _accepted(claimed, me) if claimed else None
+            if claimed and members:
+                return claimed.store, members
         if time.monotonic() > deadline:
             if claimed is None:
                 raise LaunchError(

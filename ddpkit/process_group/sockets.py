@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from typing import Any
 
 from ..errors import LaunchError
 
@@ -44,7 +45,7 @@ def listen(address: str, one_node: bool) -> tuple[socket.socket, tuple[str, int]
 
 
 def _listen_on(interface: str) -> socket.socket:
-    numeric = socket.getaddrinfo(interface, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    numeric = socket.getaddrinfo(encoded(interface), 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     family, _, _, _, address = numeric[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -54,6 +55,16 @@ def _listen_on(interface: str) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def connect(address: str, port: int, timeout: float) -> socket.socket:
+    """Connect to a host, by its name or address."""
+    return socket.create_connection((encoded(address), port), timeout)
+
+
+def encoded(address: str) -> Any:
+    """Encode a host's name for the resolver; for a `str` Python loads a codec, which takes milliseconds."""
+    return address.encode() if address.isascii() else address
 
 
 def is_loopback(address: str | None) -> bool:
@@ -71,7 +82,7 @@ def is_loopback(address: str | None) -> bool:
 def connect_to_monitor(address: str, port: int, timeout: float) -> socket.socket:
     """Connect to the monitor of rank 0; raise `LaunchError` if it cannot be reached."""
     try:
-        return socket.create_connection((address, port), timeout=timeout)
+        return connect(address, port, timeout)
     except OSError as error:
         raise LaunchError(
             f"The watch cannot connect to rank 0 at {address}:{port}: {error}. Open the ports between the nodes, which "

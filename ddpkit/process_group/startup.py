@@ -64,9 +64,8 @@ def close_stores() -> None:
 
 def check_torch(version: str = torch.__version__) -> None:
     """Raise if torch is too old: vendors' builds of it are often installed past pip's own check."""
-    from packaging.version import Version
-
-    if Version(version).release < _OLDEST_TORCH:
+    release = [int(number) for number in re.findall("[0-9]+", version)[:2]]
+    if tuple(release) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         raise LaunchError(f"ddpkit needs torch {oldest} or newer, found {version}.")
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..errors import LaunchError
 from ..launch.launch import Launch
 from ..launch.reading import derive_port
-from . import pmi
+from . import pmi, sockets
 from .polling import Pause, call_with_timeout
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def wait_for_listener(address: str, port: int, deadline: float) -> None:
     while True:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection((address, port), timeout=max(0.1, min(left, 5.0))).close()
+            sockets.connect(address, port, max(0.1, min(left, 5.0))).close()
             return
         except OSError as error:
             waited = time.monotonic() - start
@@ -139,7 +139,7 @@ def _resolve(address: str, patience: float) -> None:
     deadline = time.monotonic() + patience
     while True:
         try:
-            socket.getaddrinfo(address, None)
+            socket.getaddrinfo(sockets.encoded(address), None)
             return
         except socket.gaierror as error:
             if time.monotonic() > deadline:
@@ -154,7 +154,7 @@ def reachable(address: str | None, port: int | None) -> str:
     """Return this host's address as the other ranks reach it: that of its end of a connection to the store."""
     if address is None or port is None:
         return socket.gethostname()
-    with socket.create_connection((address, port), timeout=10) as connection:
+    with sockets.connect(address, port, 10) as connection:
         mine = str(connection.getsockname()[0])
     if mine == "::1" or mine.startswith("127."):
         return address
