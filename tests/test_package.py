@@ -87,7 +87,7 @@ def test_what_pytest_loads_at_its_start_imports_neither_torch_nor_ddpkit() -> No
     assert not any(isinstance(node, ast.ImportFrom) and node.level for node in top)
 
 
-def test_no_module_needs_more_than_the_three_dependencies() -> None:
+def test_no_module_needs_more_than_the_two_dependencies() -> None:
     outside = set().union(*(imports(module)[1] for module in LIBRARY))
     assert outside <= sys.stdlib_module_names | {"torch", "numpy"}
 
@@ -102,7 +102,7 @@ def test_importing_is_small_and_touches_nothing() -> None:
     added, touched = json.loads(done.stdout)
     assert "ddpkit" in added
     others = [name for name in added if name.partition(".")[0] != "ddpkit"]
-    assert len(others) < 5 and len(added) < 105, added
+    assert len(others) < 5 and len(added) < 110, added
     assert touched == []
 
 

@@ -134,7 +134,7 @@ def _join(asked: Options) -> Job:
         launch = ranks.launch_of_group()
         _check_origin(asked.origin, launch)
     else:
-        launch = checked_launch(asked.origin)
+        launch = checked_launch(asked)
     job = Job(launch, asked, context_of(launch, torch.device("cpu")))
     try:
         if launch.world_size == 1 and launch.master_addr is None and not dist.is_initialized():

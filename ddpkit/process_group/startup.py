@@ -27,7 +27,8 @@ from .job import Job, context_of
 from .member import Member, usable_cores
 from .members import Members
 from .monitor import Monitor
-from .options import Origin
+from .open_files import check_open_files
+from .options import Options
 from .own_failure import fill_error_file
 from .polling import call_with_timeout
 from .rendezvous import complete_launch, join, raise_if_orphaned
@@ -70,15 +71,16 @@ def check_torch(version: str = torch.__version__) -> None:
         raise LaunchError(f"ddpkit needs torch {oldest} or newer, found {version}.")
 
 
-def checked_launch(origin: Origin) -> Launch:
+def checked_launch(asked: Options) -> Launch:
     """Return the launch that the caller or the environment describes; if it is refused, tell peers that may wait."""
+    launch, warning = asked.origin.launch, ""
     try:
         check_torch()
-        if origin.launch is not None:
-            return origin.launch
-        launch, warning = unnested_launch()
+        if launch is None:
+            launch, warning = unnested_launch()
+        check_open_files(launch, asked)
     except LaunchError as error:
-        tell_peers(error, origin)
+        tell_peers(error, asked.origin)
         raise
     if warning:
         log.warning("%s", warning)
