@@ -13,19 +13,19 @@ T = TypeVar("T")
 class Pause:
     """Sleeps between polls: by default 50 microseconds at first, 20 milliseconds in the end."""
 
-    def __init__(self, longest: float = 0.02, *, first: float = 50e-6) -> None:
+    def __init__(self, first: float = 50e-6, longest: float = 0.02) -> None:
         self._seconds = first
         self._longest = longest
+
+    @classmethod
+    def among(cls, ranks: int) -> Pause:
+        """Return pauses that leave the store time for the polls of so many ranks."""
+        return cls(max(50e-6, 5e-6 * ranks), min(max(0.02, 1e-3 * ranks), 1.0))
 
     def __call__(self) -> None:
         """Sleep, a little longer than the last time."""
         time.sleep(self._seconds)
         self._seconds = min(1.3 * self._seconds, self._longest)
-
-
-def longest_pause(ranks: int) -> float:
-    """Return the seconds that a rank pauses at most, so that the polls of so many ranks leave the store time."""
-    return min(max(0.02, 1e-3 * ranks), 1.0)
 
 
 def _nothing() -> None:

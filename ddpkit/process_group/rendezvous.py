@@ -21,7 +21,7 @@ from ..launch.launch import Launch
 from .generation import Generation
 from .member import Member, claim_key
 from .members import Members
-from .polling import Pause, call_with_timeout, longest_pause
+from .polling import Pause, call_with_timeout
 from .store_values import refuse_text
 
 _STORE_GRACE = 5.0  # seconds beyond the time-out in which the store must say that it is up
@@ -108,7 +108,7 @@ def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: tim
     claims = {0: me}
     seen = 0
     readers = 0 if me.store_outlives_ranks else me.world_size
-    pause = Pause(longest_pause(me.world_size))
+    pause = Pause.among(me.world_size)
     while len(claims) < me.world_size:
         for claim in generation.claims_after(seen):
             seen += 1
@@ -145,7 +145,7 @@ def _claim_until_accepted(
     """Claim this rank in the newest generation, again if there is a newer one, until rank 0 publishes its members."""
     known = seen = -1
     claimed = None
-    pause = Pause(longest_pause(me.world_size))
+    pause = Pause.among(me.world_size)
     while True:
         changes = Generation.changes(store)
         if changes != known:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..errors import BarrierTimeoutError
 from .failures import Failure
-from .polling import Pause, call_with_timeout, longest_pause
+from .polling import Pause, call_with_timeout
 from .store_barrier import StoreBarrier, UsedKeys, name_of
 from .store_values import add, parse, printable, read_long, read_texts, refuse_text, write_long
 from .waits import Waits
@@ -192,7 +192,7 @@ class Session(Waits):
         failure = self.failures.known
         if failure is not None and failure.type == "lost":  # it counts itself out no more
             expected -= 1
-        pause = Pause(longest_pause(len(self.hosts)))
+        pause = Pause.among(len(self.hosts))
         deadline = time.monotonic() + _LINGER
         while left < expected and time.monotonic() < deadline:
             pause()

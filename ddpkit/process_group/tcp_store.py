@@ -112,7 +112,7 @@ def connect(address: str, port: int, timeout: timedelta) -> dist.Store:
 def wait_for_listener(address: str, port: int, deadline: float) -> None:
     """Wait until somebody listens there; torch's own client would log C++ stacks and wait for twice the time-out."""
     start = time.monotonic()
-    pause = Pause(1.0, first=0.02)
+    pause = Pause(0.02, 1.0)
     logged = False
     while True:
         left = deadline - time.monotonic()

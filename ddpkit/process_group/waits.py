@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..errors import DdpkitError, PeerError
 from .failures import Failures
-from .polling import Pause, longest_pause
+from .polling import Pause
 
 T = TypeVar("T")
 _CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time in which the monitor learns why a connection broke
@@ -43,7 +43,7 @@ class Waits:
 
     def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
         """Poll until `ready()` is not None and return that; raise a peer's failure; let `late()` decide after that."""
-        pause = Pause(longest_pause(len(self.hosts)))
+        pause = Pause.among(len(self.hosts))
         deadline = time.monotonic() + timeout.total_seconds()
         failure = None
         while True:
