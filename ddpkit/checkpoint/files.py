@@ -1,12 +1,11 @@
 """Files that are whole or not there: written under another name, then renamed, with a checksum.
 
 They are `torch.save`'s zip archives, so plain `torch.load` reads them, and one more line with their
-SHA-256, which reading verifies.
+checksum, which reading verifies.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 from collections.abc import Callable, Mapping
@@ -18,12 +17,13 @@ import torch
 
 from ..errors import CheckpointError, DdpkitError
 from . import views
+from .checksum import LENGTH, Checksum
 from .leaves import has_names
 
 _ADVICE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
-_DIGEST_MARK = b"\nsha256:"
-_LAST_LINE = len(_DIGEST_MARK) + 64 + 1  # bytes: the mark, the digest in hexadecimal, a newline
-_BLOCK = 1 << 20  # bytes that are hashed at a time
+_MARK = b"\nchecksum:"
+_LAST_LINE = len(_MARK) + LENGTH + 1  # bytes: the mark, the checksum, a newline
+_PIECE = 1 << 20  # bytes that are read at a time
 
 
 def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -57,16 +57,16 @@ def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
         CheckpointError: If loading `content` would need code from the file; the message names the
             key.
     """
-    hashed = _HashedFile(file)
+    summed = _SummedFile(file)
     try:
-        views.save(content, hashed)  # type: ignore[arg-type]
+        views.save(content, summed)  # type: ignore[arg-type]
     except (OSError, DdpkitError):
         raise
     except Exception as error:
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None  # torch made a RuntimeError of what write() raised
         raise _unsaveable(content, error) from error
-    file.write(_last_line(hashed.sha256.hexdigest()))
+    file.write(_last_line(summed.checksum.text()))
     file.flush()
     try:
         # mapped: reads no tensor's bytes
@@ -79,15 +79,15 @@ def read(file: BinaryIO) -> tuple[Any, str]:
     """Read what `dump()` wrote from a file open for reading, tensors to the CPU.
 
     Returns:
-        The content, and its SHA-256 in hexadecimal.
+        The content, and its checksum.
 
     Raises:
         CheckpointError: If the file was truncated or changed, or holds pickled code.
     """
     try:
-        digest = _verify(file)
+        checksum = _verify(file)
         file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True), digest
+        return torch.load(file, map_location="cpu", weights_only=True), checksum
     except DdpkitError:
         raise
     except Exception as error:
@@ -111,49 +111,49 @@ def from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-class _HashedFile:
-    """A file to write to, with the SHA-256 of all that was written."""
+class _SummedFile:
+    """A file to write to, with the checksum of all that was written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
-        self.sha256 = hashlib.sha256()
+        self.checksum = Checksum()
 
     def write(self, data: bytes) -> int:
-        self.sha256.update(data)
+        self.checksum.update(data)
         return self.file.write(data)
 
     def flush(self) -> None:
         self.file.flush()
 
 
-def _last_line(digest: str) -> bytes:
-    return _DIGEST_MARK + digest.encode() + b"\n"
+def _last_line(checksum: str) -> bytes:
+    return _MARK + checksum.encode() + b"\n"
 
 
 def _verify(file: BinaryIO) -> str:
     """Compare a file with its checksum, and return that; raise ValueError if they differ."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    digest = _hash(file, max(0, size - _LAST_LINE))
+    checksum = _sum(file, max(0, size - _LAST_LINE))
     last_line = file.read()
-    if not last_line.startswith(_DIGEST_MARK):
+    if not last_line.startswith(_MARK):
         problem = "its checksum is missing: it was truncated, or a Checkpointer did not write it."
         raise ValueError(problem)
-    if last_line != _last_line(digest):
+    if last_line != _last_line(checksum):
         raise ValueError("its checksum does not match: it was damaged.")
-    return digest
+    return checksum
 
 
-def _hash(file: BinaryIO, length: int) -> str:
-    """Return the SHA-256 of the next `length` bytes of a file, in hexadecimal."""
-    sha256 = hashlib.sha256()
+def _sum(file: BinaryIO, length: int) -> str:
+    """Return the checksum of the next `length` bytes of a file."""
+    checksum = Checksum()
     while length > 0:
-        block = file.read(min(length, _BLOCK))
-        if not block:  # somebody truncates the file
+        piece = file.read(min(length, _PIECE))
+        if not piece:  # somebody truncates the file
             break
-        sha256.update(block)
-        length -= len(block)
-    return sha256.hexdigest()
+        checksum.update(piece)
+        length -= len(piece)
+    return checksum.text()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -28,7 +28,7 @@ from ddpkit.seeding.generator_states import get_rng_state
 def test_if_all_are_broken_each_is_listed_with_its_reason(tmp_path: Path) -> None:
     save_one(tmp_path, 1).write_bytes(b"")
     save_one(tmp_path, 2)
-    (path := save_one(tmp_path, 3)).write_bytes(path.read_bytes().replace(b"sha256:", b"sha256:0"))
+    (path := save_one(tmp_path, 3)).write_bytes(path.read_bytes().replace(b"checksum:", b"checksum:0"))
     os.truncate(tmp_path / "step-000000002.pt", 500)
     with pytest.raises(
         CheckpointError, match=r"No checkpoint in .*\n  .*3\.pt: its.*\n  .*2\.pt: its.*\n  .*1\.pt: its"
