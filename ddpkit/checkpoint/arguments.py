@@ -31,6 +31,17 @@ def as_named_values(values: Any) -> dict[str, Any]:
     return dict(values)
 
 
+def as_bool(value: Any, name: str) -> bool:
+    """Return a value that is True or False.
+
+    Raises:
+        TypeError: If it is anything else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
 def check_disjoint(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Raise ValueError if a name stands in `per_rank` and among the states of all ranks."""
     both = sorted(own.keys() & state.keys())

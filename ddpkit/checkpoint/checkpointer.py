@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_e
 from ..errors import CheckpointError
 from . import arguments
 from .all_or_none import try_on_all, try_on_main
-from .files import dump, write_durably
+from .comparison import check_equal
+from .files import check_saveable, dump, write_durably
 from .folder import (
     delete_left_overs,
     find_best,
@@ -21,9 +23,13 @@ from .folder import (
     name_of,
     step_of,
 )
-from .folder_lock import FolderLock, lock_folder
+from .folder_lock import FolderLock, lock_folder, wait_for_writing
 from .loading import load_file, load_first
 from .saving import collect_content
+from .snapshot import SnapshotMemory
+from .writing import Writing
+
+_log = logging.getLogger(__name__)
 
 
 class Checkpointer:
@@ -50,9 +56,13 @@ class Checkpointer:
         ...     print(checkpoints.load_latest(model=model))
         ...     print(checkpoints.save(100, model=model, best=0.5).name)
         ...     print(checkpoints.load_latest(model=model), checkpoints.steps())
+        ...     _ = checkpoints.save(200, model=model, wait=False)  # a thread writes
+        ...     checkpoints.wait()
+        ...     print(checkpoints.steps())
         None
         step-000000100.pt
         {'step': 100, 'best': 0.5} [100]
+        [100, 200]
     """
 
     def __init__(
@@ -66,6 +76,8 @@ class Checkpointer:
         self.keep = as_integer(keep, "keep")
         self.keep_best = as_integer(keep_best, "keep_best", least=0)
         self._lock: FolderLock | None = None
+        self._memory = SnapshotMemory()
+        self._writing: Writing | None = None  # what rank 0 writes, until its error was raised
         if self.folder.exists() and not self.folder.is_dir():
             problem = f"The checkpoint folder {self.folder} is a file."
             raise ValueError(f"{problem} Pass a folder, or a path not yet in use.")
@@ -89,6 +101,7 @@ class Checkpointer:
         *,
         score: float | None = None,
         per_rank: Mapping[str, Any] | None = None,
+        wait: bool = True,
         **state: Any,
     ) -> Path:
         """Write a checkpoint; delete all but the last `keep` and the best `keep_best`. Collective.
@@ -105,6 +118,11 @@ class Checkpointer:
             per_rank: What each rank has its own of, by name, but not "step" or "score": kinds of
                 values as in `state`, which may be others on each rank. All are written, and loading
                 takes as many ranks.
+            wait: Whether to wait until the checkpoint is complete. If not, rank 0 copies the states
+                into memory of its own, which it keeps for the next time, and a thread writes them;
+                they may be changed at once. The next call that saves, loads or waits begins when
+                the checkpoint is complete, and raises what went wrong. The process does not end
+                before it either, unless it is killed. The same on every rank.
             **state: What to save: anything with `state_dict()` (modules, wrapped, compiled or not;
                 optimizers, schedulers, loaders), or plain data (numbers, strings, tensors, and
                 dicts, lists and tuples of them). Each rank's random number generators are added:
@@ -112,7 +130,7 @@ class Checkpointer:
                 accelerator.
 
         Returns:
-            The file's path.
+            The file's path. Without waiting, the file is not there yet.
 
         Raises:
             CheckpointError: On every rank, if the ranks' states differ, if a tensor is sharded
@@ -120,9 +138,10 @@ class Checkpointer:
                 a `Checkpointer` of this one that has another `keep` or `keep_best`, if rank 0
                 cannot write, or if loading a value would need code from the file. The checkpoints
                 written before stay as they are. If only `latest` cannot be written, the message
-                says that the checkpoint itself is complete.
-            MismatchError: If the ranks pass other steps, scores or names; if another rank passes a
-                bad argument.
+                says that the checkpoint itself is complete. If it is the error of a save before,
+                which was not waited for, the message says so, and nothing was saved.
+            MismatchError: If the ranks pass other steps, scores, names or `wait`; if another rank
+                passes a bad argument.
             ValueError, TypeError: If an argument cannot be used.
         """
         call = "Checkpointer.save"
@@ -133,10 +152,12 @@ class Checkpointer:
             step = as_integer(step, "step", least=0)
             if score is not None:
                 score = float(score)
+            wait = arguments.as_bool(wait, "wait")
             arguments.check_disjoint(own, state)
         passed = {
             "step": f"{step}",
             "score": f"{score}",
+            "wait": f"{wait}",
             "names": ", ".join(state),
             "names in per_rank": ", ".join(own),
         }
@@ -144,8 +165,29 @@ class Checkpointer:
         try_on_all(lambda: arguments.check_unsharded(call, state | own))
         content = collect_content(step, score, state, own)
         path = self.folder / name_of(step)
-        try_on_main(lambda: self._write(path, score, content))
+        try:
+            # rank 0 writes while the ranks compare their states
+            try_on_main(lambda: self._begin_writing(path, score, content, wait))
+            check_equal(state, content["state"])
+            self._keep_written()
+            if wait:
+                try_on_main(self._finish_writing)
+        except BaseException:
+            self._give_up_writing()
+            raise
         return path
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete that `save(wait=False)` has begun. Collective.
+
+        Call it where the training ends: an error of the last save has no other call to raise it,
+        and is only logged.
+
+        Raises:
+            CheckpointError: On every rank, if the checkpoint could not be written.
+        """
+        check_fingerprint(fingerprint_of("Checkpointer.wait"))
+        try_on_main(self._finish_writing)
 
     def load_latest(self, **objects: Any) -> dict[str, Any] | None:
         """Restore the last complete checkpoint, as `load()` does. Collective.
@@ -163,6 +205,7 @@ class Checkpointer:
             TypeError: As `load()` does.
         """
         _check_objects("Checkpointer.load_latest", objects)
+        try_on_main(self._finish_writing)
         return load_first(self.folder, find_checkpoints, objects)
 
     def load_best(self, **objects: Any) -> dict[str, Any] | None:
@@ -171,6 +214,7 @@ class Checkpointer:
         In everything else it is `load_latest()`; None if no checkpoint has a score.
         """
         _check_objects("Checkpointer.load_best", objects)
+        try_on_main(self._finish_writing)
         return load_first(self.folder, find_best, objects)
 
     def load(self, path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
@@ -200,20 +244,102 @@ class Checkpointer:
         with raise_everywhere("Checkpointer.load"):
             file = Path(path)
         _check_objects("Checkpointer.load", objects)
+        try_on_main(self._finish_writing)
         return load_file(file, objects)
 
-    def _write(self, path: Path, score: float | None, content: Mapping[str, Any]) -> None:
-        """Write a checkpoint, list it in `latest`, and delete those that are not kept any more."""
+    def _begin_writing(
+        self,
+        path: Path,
+        score: float | None,
+        content: Mapping[str, Any],
+        wait: bool,
+    ) -> None:
+        """Let a thread write a checkpoint, which waits for the word to keep it. On rank 0."""
+        step = content["step"]
+        self._finish_before(step)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock_folder()
+            wait_for_writing(self.folder)  # by another Checkpointer
             delete_left_overs(self.folder)
-            write_durably(path, lambda file: dump(content, file))
         except OSError as error:
-            raise CheckpointError(
-                f"Cannot write to {self.folder}: {error}. Earlier checkpoints are complete."
-            ) from error
+            raise self._cannot_write(error) from error
+
+        def get_content() -> Mapping[str, Any]:
+            return content
+
+        if not wait:
+            check_saveable(content)
+            get_content = self._memory.copy(content).content
+
+        def write(writing: Writing) -> None:
+            self._write(path, score, get_content, writing)
+
+        # known before it starts, so that it is given up if this is interrupted
+        self._writing = self._lock.writing = Writing(step, write, is_awaited=wait)
+        self._writing.start()
+
+    def _write(
+        self,
+        path: Path,
+        score: float | None,
+        get_content: Callable[[], Mapping[str, Any]],
+        writing: Writing,
+    ) -> None:
+        """Write a checkpoint, list it in `latest`, and delete those that are not kept any more."""
+        try:
+            write_durably(
+                path,
+                lambda file: dump(get_content(), file, writing.check),
+                writing.confirm,
+            )
+        except OSError as error:
+            raise self._cannot_write(error) from error
         list_and_prune(path, score, self.keep, self.keep_best)
+
+    def _cannot_write(self, error: OSError) -> CheckpointError:
+        problem = f"Cannot write to {self.folder}: {error}."
+        return CheckpointError(f"{problem} Earlier checkpoints are complete.")
+
+    def _keep_written(self) -> None:
+        if self._writing is not None:
+            self._writing.keep()
+
+    def _give_up_writing(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.give_up()
+
+    def _finish_before(self, step: int) -> None:
+        """Wait for the checkpoint before this step's; raise its error."""
+        writing = self._writing
+        if writing is not None and writing.is_running():
+            _log.warning(
+                "Step %d is not saved before step %d is written, which takes longer than the steps "
+                "between them: save less often.",
+                step,
+                writing.step,
+            )
+        try:
+            self._finish_writing()
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} Step {step} was not saved, either.") from error
+
+    def _finish_writing(self) -> None:
+        """Wait until this process writes nothing into the folder; raise this object's error."""
+        wait_for_writing(self.folder)
+        writing = self._writing
+        if writing is None:
+            return
+        writing.join()
+        self._writing = None
+        try:
+            writing.raise_error()
+        except CheckpointError as error:
+            if writing.is_awaited:
+                raise
+            problem = f"Saving step {writing.step} without waiting failed: {error}"
+            raise CheckpointError(problem) from error
 
     def _lock_folder(self) -> FolderLock:
         """Lock the folder for this process, and for the rule by which checkpoints are kept."""

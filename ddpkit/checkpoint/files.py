@@ -26,12 +26,25 @@ _LAST_LINE = len(_MARK) + LENGTH + 1  # bytes: the mark, the checksum, a newline
 _PIECE = 1 << 20  # bytes that are read at a time
 
 
-def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+class NotWanted(Exception):
+    """Raised where a file is being written that nobody wants any more."""
+
+
+def go_on() -> None:
+    """Object to nothing."""
+
+
+def write_durably(
+    path: Path,
+    write: Callable[[BinaryIO], Any],
+    confirm: Callable[[], None] = go_on,
+) -> None:
     """Write a file so that a crash at any moment leaves either the old one or the new one.
 
     Args:
         path: The file's name in an existing folder; `<path>.tmp` is used meanwhile.
         write: Gets the file, open for writing bytes.
+        confirm: Called when all is on the disk, before the file gets its name; may raise.
 
     Raises:
         OSError: If it cannot be written, for example on a full disk; the old file is untouched.
@@ -43,27 +56,37 @@ def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        confirm()
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
 
 
-def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
+def dump(
+    content: Mapping[str, Any],
+    file: BinaryIO,
+    check: Callable[[], None] = go_on,
+) -> None:
     """Write `content` and its checksum to a file on the disk.
+
+    Args:
+        content: What to write.
+        file: Open for writing bytes.
+        check: Called now and then; what it raises ends the writing.
 
     Raises:
         OSError: If the disk does not take it.
         CheckpointError: If loading `content` would need code from the file; the message names the
             key.
     """
-    summed = _SummedFile(file)
+    summed = _SummedFile(file, check)
     try:
         views.save(content, summed)  # type: ignore[arg-type]
-    except (OSError, DdpkitError):
+    except (OSError, DdpkitError, NotWanted):
         raise
     except Exception as error:
-        if isinstance(error.__context__, OSError):
+        if isinstance(error.__context__, OSError | NotWanted):
             raise error.__context__ from None  # torch made a RuntimeError of what write() raised
         raise _unsaveable(content, error) from error
     file.write(_last_line(summed.checksum.text()))
@@ -71,6 +94,16 @@ def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
     try:
         # mapped: reads no tensor's bytes
         torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise _unsaveable(content, error) from error
+
+
+def check_saveable(content: Mapping[str, Any]) -> None:
+    """Raise the CheckpointError that `dump()` would, but for the tensors; it takes little time."""
+    buffer = io.BytesIO()
+    try:
+        views.save_without_tensors(content, buffer)
+        from_bytes(buffer.getvalue())
     except Exception as error:
         raise _unsaveable(content, error) from error
 
@@ -114,11 +147,13 @@ def from_bytes(data: bytes) -> Any:
 class _SummedFile:
     """A file to write to, with the checksum of all that was written."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, check: Callable[[], None]) -> None:
         self.file = file
         self.checksum = Checksum()
+        self._check = check
 
     def write(self, data: bytes) -> int:
+        self._check()
         self.checksum.update(data)
         return self.file.write(data)
 

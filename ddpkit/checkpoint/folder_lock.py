@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .lock_holder import describe_this_job, is_running, name_job
+from .writing import Writing
 
 _NAME = ".writer"
 _FRESH = 300.0  # seconds since its last save in which a job on another machine counts as running
@@ -46,17 +47,26 @@ def lock_folder(folder: Path) -> FolderLock:
     return lock
 
 
+def wait_for_writing(folder: Path) -> None:
+    """Wait until this process writes no checkpoint into a folder any more."""
+    lock = _locks.get(os.path.realpath(folder))
+    if lock is not None and lock.writing is not None:
+        lock.writing.join()
+
+
 class FolderLock:
     """A folder that this process may write into.
 
     Attributes:
         pid: The process that made it.
         writers: The objects of this process that write into the folder.
+        writing: The checkpoint that is being written, or was the last.
     """
 
     def __init__(self, folder: Path) -> None:
         self.pid = os.getpid()
         self.writers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.writing: Writing | None = None
         self._folder = folder
         self._path = folder / _NAME
         self._me = describe_this_job()

@@ -12,7 +12,6 @@ from ..launch.ranks import is_main_process
 from ..process_group import lifecycle
 from ..seeding.generator_states import get_rng_state
 from .all_or_none import try_on_all
-from .comparison import check_equal
 from .files import from_bytes, to_bytes
 from .format import FORMAT
 from .leaves import tensors_of
@@ -27,6 +26,8 @@ def collect_content(
 ) -> dict[str, Any]:
     """Put together the content of a checkpoint, for rank 0 to write. Collective.
 
+    Whether the ranks' states are equal is not looked at.
+
     Args:
         step: Optimiser steps done.
         score: How good the checkpoint is, if known.
@@ -34,12 +35,10 @@ def collect_content(
         own: Those of which each rank's are saved, by name.
 
     Raises:
-        CheckpointError: On every rank, if the ranks' states differ or some cannot be saved.
+        CheckpointError: On every rank, if some states cannot be saved.
     """
     _consolidate(values)
     content, part = try_on_all(lambda: _take_states(step, score, values, own))
-    if lifecycle.joined():
-        check_equal(values, content["state"])
     parts = [from_bytes(data) for data in all_gather_object(part)]
     content["rng"] = [each.pop("rng") for each in parts]
     if own:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..collectives.pickling import reduce_to_own_elements
 from ..collectives.tensors import is_dense
@@ -22,9 +22,27 @@ def save(content: Any, file: IO[bytes]) -> None:
 
     Tensors that overlap keep their memory, so that they share it again when they are loaded.
     """
+    torch.save(content, file, pickle_module=_module_with(pickler_for(content)))
+
+
+def save_without_tensors(content: Any, file: IO[bytes]) -> None:
+    """Save like `torch.save`, with something empty in the place of each tensor: to try what is left."""
+    torch.save(content, file, pickle_module=_module_with(_TensorlessPickler))
+
+
+def pickler_for(content: Any) -> type[pickle.Pickler]:
+    """Make a class of pickler that writes of the views in a content their own elements only."""
     survey = _Survey()
     survey.dump(content)
-    torch.save(content, file, pickle_module=_pickle_module(survey.storages_to_cut()))
+    to_cut = survey.storages_to_cut()
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if not _is_plain(obj) or _address(obj) not in to_cut:
+                return NotImplemented
+            return reduce_to_own_elements(obj)
+
+    return Pickler
 
 
 class _Survey(pickle.Pickler):
@@ -70,16 +88,16 @@ def _are_apart(tensors: list[Tensor]) -> bool:
     return size < tensors[0].untyped_storage().nbytes() and not sharing_memory(tensors)
 
 
-def _pickle_module(to_cut: set[int]) -> Any:
-    """Make what `torch.save` takes for a module like `pickle`: the class of its pickler."""
+class _TensorlessPickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) not in (Tensor, nn.Parameter) or vars(obj):
+            return NotImplemented
+        return torch.Size, ((),)  # which may be a key, as a tensor may
 
-    class Pickler(pickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if not _is_plain(obj) or _address(obj) not in to_cut:
-                return NotImplemented
-            return reduce_to_own_elements(obj)
 
-    return SimpleNamespace(__name__="pickle", Pickler=Pickler)  # all that torch.save looks at
+def _module_with(pickler: type[pickle.Pickler]) -> Any:
+    """Make what `torch.save` takes for a module like `pickle`, with a class of pickler."""
+    return SimpleNamespace(__name__="pickle", Pickler=pickler)  # all that torch.save looks at
 
 
 def _address(tensor: Tensor) -> int:

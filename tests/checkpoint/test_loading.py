@@ -65,7 +65,10 @@ def write_alone(folder: str, pipe: int) -> None:
         checkpoints = Checkpointer(folder, keep=1)
         for step in range(1, 10**9):
             content = {"format": 1, "step": step, "score": None, "kinds": {}, "shapes": {}, "rng": [get_rng_state()]}
-            checkpoints._write(Path(folder, f"step-{step:09d}.pt"), None, content | {"state": {}})
+            path = Path(folder, f"step-{step:09d}.pt")
+            checkpoints._begin_writing(path, None, content | {"state": {}}, True)
+            checkpoints._keep_written()
+            checkpoints._finish_writing()
             os.write(pipe, b"." if step == 1 else b"")
     finally:
         os._exit(1)
