@@ -39,7 +39,7 @@ from snakes.game import SNAKES, Game
 from snakes.opponents import OPPONENTS, Player, get
 from snakes.policy import load_policy
 from snakes.rating import elo
-from snakes.search import load_search
+from snakes.search import DEPTH, load_search
 from tqdm import tqdm
 
 AT_ONCE = 128  # games between two moves of the progress bar
@@ -59,9 +59,8 @@ def read_settings() -> argparse.Namespace:
     )
     add("--games", type=int, default=400, help="to play per pair, half of them on either side (default: %(default)s)")
     add("--seed", type=int, default=0, help="of all games (default: %(default)s)")
-    add(
-        "--plain", action="store_true", help="trained models play as their actor alone does, without the step of search"
-    )
+    text = "steps that trained models look ahead; 0: play as their actor alone does (default: %(default)s)"
+    add("--depth", type=int, default=DEPTH, help=text)
     add("--watch", action="store_true", help="show the first game in the terminal; Ctrl-C ends it")
     add("--fps", type=float, default=12, help="steps per second to watch, and in the GIF (default: %(default)s)")
     add("--gif", type=Path, metavar="FILE", help="write the first game as an animated GIF")
@@ -94,10 +93,10 @@ def fail(message: object) -> NoReturn:
     sys.exit(2)
 
 
-def player(name: str, plain: bool = False) -> Player:
+def player(name: str, depth: int = DEPTH) -> Player:
     """Find the player of a name: a scripted opponent by its name or difficulty, or a trained model, see `runs.parse()`.
 
-    A model plays with a step of search, unless it is to be plain.
+    A model plays with a search of this depth, at 0 without.
 
     Raises:
         ValueError: If there is none; the message lists those there are.
@@ -109,7 +108,7 @@ def player(name: str, plain: bool = False) -> Player:
     try:
         path = runs.parse(name)
         print(f"{name} is {path}", file=sys.stderr)
-        return load_policy(path) if plain else load_search(path)
+        return load_search(path, depth) if depth else load_policy(path)
     except FileNotFoundError as error:
         raise ValueError(f"{error}; the scripted players are: {', '.join(OPPONENTS)}") from error
 
@@ -234,7 +233,7 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # more only get in each other's way with networks this small
     names = args.players if len(args.players) > 1 else [*args.players, "greedy"]
     try:
-        players = [(name, player(name, args.plain)) for name in names]
+        players = [(name, player(name, args.depth)) for name in names]
     except ValueError as error:
         fail(error)
 

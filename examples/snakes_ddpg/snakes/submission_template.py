@@ -30,8 +30,11 @@ LAST = FIRST << (COLUMNS - 1)
 State = namedtuple("State", "rows columns beans bodies snake started")
 
 ACTOR = []  # (weights, biases) of each layer, float32
-CRITIC = []  # the same; without it there is no search
-GAMMA = 0.97  # as in search.py
+CRITIC = []  # the same
+STEPS = 0  # that the search looks ahead; 0: play as the actor prefers
+GAMMA = 0.97  # this and the next as in search.py
+LAMBDA = 0.5
+DOUBT = 0.1
 MARGIN = 0.15
 failures = {}  # the first error of each function that failed, which export.py looks at
 _seen = {"bodies": None, "before": None}  # of all snakes, when last asked for and a step before
@@ -105,34 +108,62 @@ def remember(bodies, started):
 
 def search(bodies, headings, beans, team):
     """Find the way of each snake as `search.py` does: the actor's, or another after which its team stands better."""
-    ways = [int(think(ACTOR, look(bodies, beans, s, headings[s])).argmax()) for s in range(SNAKES)]
-    if not CRITIC:
+    ranks = [rank(look(bodies, beans, s, headings[s])) for s in range(SNAKES)]
+    ways = [best for best, _, _ in ranks]
+    if STEPS == 0:
         return ways
-    standing = value(bodies, headings, beans, team, ways)
+    second = [next_best for _, next_best, _ in ranks]
+    standing = value(bodies, headings, beans, team, ways, second)
     for s in range(3 * team, 3 * team + 3):
         preferred = ways[s]
         bar = standing + MARGIN
         for turn in (1, 2):
             other = list(ways)
             other[s] = (preferred + turn) % 3
-            found = value(bodies, headings, beans, team, other)
+            found = value(bodies, headings, beans, team, other, second)
             if found > bar:
                 ways, bar, standing = other, found, found
     return ways
 
 
-def value(bodies, headings, beans, team, ways):
-    """Value a board for a team once all snakes have gone their ways."""
-    directions = [TURNS[heading][way] for heading, way in zip(headings, ways)]  # noqa: B905
-    bodies, headings, beans, gains = foresee(bodies, beans, directions)
-    expected = 0
-    for s in range(3 * team, 3 * team + 3):
-        seen = look(bodies, beans, s, headings[s])
-        preferences = think(ACTOR, seen)
-        chances = np.exp(preferences - preferences.max())
-        expected += (chances * think(CRITIC, seen)).sum() / chances.sum() / 3
-    lead = sum(gains[:3]) - sum(gains[3:])
-    return (lead if team == 0 else -lead) + GAMMA * expected
+def rank(seen):
+    """Sort the ways of a snake, the most probable first."""
+    return np.argsort(-think(ACTOR, seen), kind="stable").tolist()
+
+
+def value(bodies, headings, beans, team, ways, second):
+    """Value a board for a team if all snakes go their ways, or one rival its second way."""
+    found = (1 - 3 * DOUBT) * play_on(bodies, headings, beans, team, ways)
+    for rival in range(3 - 3 * team, 6 - 3 * team):
+        other = list(ways)
+        other[rival] = second[rival]
+        found += DOUBT * play_on(bodies, headings, beans, team, other)
+    return found
+
+
+def play_on(bodies, headings, beans, team, ways):
+    """Value a board for a team if all snakes go these ways, and then as the actor prefers."""
+    own = range(3 * team, 3 * team + 3)
+    total = 0
+    weight = 1
+    for step in range(STEPS):
+        directions = [TURNS[heading][way] for heading, way in zip(headings, ways)]  # noqa: B905
+        bodies, headings, beans, gains = foresee(bodies, beans, directions)
+        lead = sum(gain if s in own else -gain for s, gain in enumerate(gains))
+        seen = [look(bodies, beans, s, headings[s]) for s in range(SNAKES)]
+        expected = sum(expect(seen[s]) for s in own) / 3
+        is_last = step == STEPS - 1
+        total += weight * (lead + GAMMA * (1 if is_last else 1 - LAMBDA) * expected)
+        weight *= GAMMA * LAMBDA
+        ways = [rank(features)[0] for features in seen]
+    return total
+
+
+def expect(seen):
+    """Find what the critic expects of a snake that goes its ways with the actor's probabilities."""
+    preferences = think(ACTOR, seen)
+    chances = np.exp(preferences - preferences.max())
+    return float((chances * think(CRITIC, seen)).sum() / chances.sum())
 
 
 def foresee(bodies, beans, directions):

@@ -1,4 +1,4 @@
-"""One step of search: what it values, when it leaves the actor's way, and that it foresees no new beans."""
+"""Search: what it values, when it leaves the actor's way, and that it foresees no new beans."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from snakes.features import DIRECTION, FEATURES, observe
 from snakes.game import BEAN, LEFT, NONE, Boards, Game, foresee
 from snakes.networks import Actor, Critic
 from snakes.policy import Policy
-from snakes.search import GAMMA, MARGIN, Search, load_search
+from snakes.search import DOUBT, GAMMA, LAMBDA, MARGIN, Search, load_search
 
 
 @pytest.fixture(scope="module")
 def search() -> Search:
     torch.manual_seed(3)
-    found = Search(Actor(16), Critic(16))
+    found = Search(Actor(16), Critic(16), depth=3)
     with torch.no_grad():
         for parameter in [*found.actor.parameters(), *found.critic.parameters()]:
             parameter *= 3
@@ -31,19 +31,44 @@ def played(count: int, steps: int) -> Game:
     return game
 
 
-def value(search: Search, game: Game, team: int, b: int, ways: list[int]) -> float:
-    """A board's value, one snake at a time, by a game of its own."""
-    after = Boards(*(array[b : b + 1].copy() for array in game.boards))
-    before = after.lengths[0].astype(int)
-    rewards, died = np.zeros((1, 6), np.int16), np.zeros((1, 6), np.bool_)
-    foresee(after, DIRECTION[after.headings, [ways]], rewards, died)
-    gained = after.lengths[0].astype(int) - before
-    seen = np.empty((1, 3, FEATURES), np.float32)
-    observe(after, team, seen)
+def looks(search: Search, boards: Boards) -> tuple[np.ndarray, np.ndarray]:
+    """The actor's logits and what the critic expects of each snake of one board: (6, 3) and (6,)."""
+    seen = np.empty((2, 1, 3, FEATURES), np.float32)
+    observe(boards, 0, seen[0])
+    observe(boards, 1, seen[1])
     with torch.no_grad():
-        expected = [float(search.actor(row) @ search.critic(row)) for row in torch.from_numpy(seen[0])]
-    lead = sum(gained[:3]) - sum(gained[3:])
-    return (lead if team == 0 else -lead) + GAMMA * sum(expected) / 3
+        rows = torch.from_numpy(seen.reshape(6, FEATURES))
+        expected = [float(search.actor(row) @ search.critic(row)) for row in rows]
+        return search.actor.layers(rows).numpy(), np.array(expected)
+
+
+def play_on(search: Search, game: Game, team: int, b: int, ways: list[int]) -> float:
+    """A board's value, by a game of its own: the mean of what n steps and then the critic say, for all n."""
+    after = Boards(*(array[b : b + 1].copy() for array in game.boards))
+    own, others = np.r_[3 * team : 3 * team + 3], np.r_[3 - 3 * team : 6 - 3 * team]
+    gained, answers = 0.0, []
+    for step in range(search.depth):
+        before = after.lengths[0].astype(int)
+        rewards, died = np.zeros((1, 6), np.int16), np.zeros((1, 6), np.bool_)
+        foresee(after, DIRECTION[after.headings, [ways]], rewards, died)
+        gains = after.lengths[0].astype(int) - before
+        gained += GAMMA**step * (gains[own].sum() - gains[others].sum())
+        logits, expected = looks(search, after)
+        answers.append(gained + GAMMA ** (step + 1) * expected[own].mean())
+        ways = logits.argmax(1).tolist()
+    weights = [(1 - LAMBDA) * LAMBDA**step for step in range(search.depth)]
+    weights[-1] /= 1 - LAMBDA
+    return float(np.dot(weights, answers))
+
+
+def value(search: Search, game: Game, team: int, b: int, ways: list[int]) -> float:
+    """A board's value, with one rival at a time that takes its second way."""
+    logits, _ = looks(search, Boards(*(array[b : b + 1] for array in game.boards)))
+    total = (1 - 3 * DOUBT) * play_on(search, game, team, b, ways)
+    for rival in np.r_[3 - 3 * team : 6 - 3 * team]:
+        second = int(np.argsort(-logits[rival])[1])
+        total += DOUBT * play_on(search, game, team, b, [*ways[:rival], second, *ways[rival + 1 :]])
+    return total
 
 
 @pytest.mark.parametrize("team", [0, 1])
@@ -95,5 +120,10 @@ def test_a_search_is_loaded_from_an_actor_and_the_critic_beside_it(search: Searc
     game = played(10, 40)
     actions = np.zeros((2, 10, 6), np.uint8)
     search(game.boards, 0, actions[0])
-    load_search(tmp_path / "actor_best.pth")(game.boards, 0, actions[1])
+    load_search(tmp_path / "actor_best.pth", depth=3)(game.boards, 0, actions[1])
     np.testing.assert_array_equal(actions[0], actions[1])
+
+
+def test_a_search_looks_at_least_a_step_ahead(search: Search) -> None:
+    with pytest.raises(ValueError, match="at least one step ahead, not -1"):
+        Search(search.actor, search.critic, depth=-1)
