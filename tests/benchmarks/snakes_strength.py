@@ -2,7 +2,7 @@
 
     python tests/benchmarks/snakes_strength.py --seeds 1 2 3 --curve curve.png -- --total_episodes 20000
 
-What follows `--` goes to the trainer. The models play with their step of search. Prints a Markdown table: for each
+What follows `--` goes to the trainer. The models play with their search. Prints a Markdown table: for each
 training seed the seconds that training took, and the win rates of its best model in games that it was not chosen by, on
 both sides, against every scripted player.
 """
