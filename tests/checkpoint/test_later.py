@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import resource
 import signal
 import sys
@@ -347,44 +346,6 @@ def test_a_rank_that_is_lost_meanwhile_does_not_cost_the_checkpoint(tmp_path: Pa
     assert ended[1].code == 3 and ended[0].code not in (0, None), ended
     assert "PeerError" in ended[0].output
     assert newest_step(folder) == 2, ended[0].output
-
-
-def save_forever(folder: str, step: int, pipe: int) -> None:
-    try:
-        checkpoints = Checkpointer(folder)
-        while True:
-            step += 1
-            checkpoints.save(step, fill=torch.full((100_000,), step), wait=False)
-            os.write(pipe, f"{step - 1} ".encode())  # which is complete, for this one could begin
-    finally:
-        os._exit(1)
-
-
-def kill_fifty_writers(folder: str) -> int:
-    torch.set_num_threads(1)  # a process with OpenMP threads must not fork
-    rng, last, caught = random.Random(0), 0, 0
-    for _ in range(50):
-        ours, theirs = os.pipe()
-        if (writer := os.fork()) == 0:
-            save_forever(folder, last, theirs)
-        os.close(theirs)
-        os.read(ours, 10)
-        time.sleep(rng.uniform(0, 0.03))
-        os.kill(writer, signal.SIGKILL)
-        os.waitpid(writer, 0)
-        told = [int(text) for text in os.read(ours, 100_000).split()]
-        os.close(ours)
-        caught += bool(list(Path(folder).glob("*.tmp")))
-        newest = newest_step(Path(folder)) or 0
-        assert newest >= max([last, *told[:-1]])
-        last = newest
-    return caught
-
-
-@pytest.mark.storm
-def test_fifty_sigkills_leave_the_last_complete_one(tmp_path: Path) -> None:
-    caught = ddpkit.spawn(kill_fifty_writers, 1, str(tmp_path))
-    assert caught[0], "no writer was killed while it wrote: this test showed nothing"
 
 
 def test_a_forked_child_has_nothing_to_wait_for(tmp_path: Path) -> None:
