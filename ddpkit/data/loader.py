@@ -80,11 +80,11 @@ def make_loader(
         sampler: A sampler of this rank's indices, instead of `shuffle`: any of ours, torch's
             DistributedSampler, or one with attributes `num_replicas` and `rank`; on one rank any
             sampler. Its `set_epoch` is called, if it has one.
-        num_replicas: Number of ranks among which the samples are dealt; the world size by default.
-            Where several ranks read the same samples, as those that share a model by tensor
-            parallelism do, it is smaller.
-        rank: This one's number among them, by default the process's own rank. All random numbers
-            follow from it: ranks of one number load equal batches.
+        num_replicas: Number of ranks among which the samples are dealt; by default all, or the
+            data-parallel ones (`set_data_parallel`). Where several ranks read the same samples, as
+            those that share a model by tensor parallelism do, it is smaller than the world size.
+        rank: This one's number among them, by default the process's own. All random numbers follow
+            from it: ranks of one number load equal batches.
         **options: More of torch's DataLoader's: `pin_memory`, `persistent_workers`,
             `prefetch_factor`, ...
 

@@ -30,13 +30,15 @@ class Place:
         """Take what the caller has chosen, and the rest from the job.
 
         Raises:
-            ValueError: If the rank is out of range.
-            TypeError: If a number is no integer.
+            ValueError: If a number is no integer, or the rank out of range.
         """
-        own_rank, world_size = get_data_parallel_rank(), get_data_parallel_world_size()
-        made_for = (own_rank, world_size) if num_replicas is None or rank is None else None
-        num_replicas = world_size if num_replicas is None else as_integer(num_replicas, "num_replicas")
-        rank = own_rank if rank is None else as_integer(rank, "rank", least=0)
+        made_for = None
+        if num_replicas is None or rank is None:
+            made_for = _own_place()
+            rank = made_for[0] if rank is None else rank
+            num_replicas = made_for[1] if num_replicas is None else num_replicas
+        num_replicas = as_integer(num_replicas, "num_replicas")
+        rank = as_integer(rank, "rank", least=0)
         if rank >= num_replicas:
             found = f"rank is {rank} and num_replicas is {num_replicas}"
             raise ValueError(f"rank must be in [0, num_replicas), but {found}.")
@@ -53,10 +55,15 @@ class Place:
         """
         if self.made_for is None or get_worker_info() is not None:  # a loader's worker may not know its rank
             return
-        now = get_data_parallel_rank(), get_data_parallel_world_size()
+        now = _own_place()
         if now != self.made_for:
             raise DdpkitError(
                 f"{name} was made for rank {self.made_for[0]} of {self.made_for[1]}, "
                 f"but this is rank {now[0]} of {now[1]} now: the process group was made, replaced or "
                 "left since. Create it again; it can load the old state_dict()."
             )
+
+
+def _own_place() -> tuple[int, int]:
+    """Return this process's data-parallel rank and their number, now."""
+    return get_data_parallel_rank(), get_data_parallel_world_size()

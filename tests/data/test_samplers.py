@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler as TorchSampler
 
+import ddpkit
 from ddpkit.data.samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
 
 WORLDS = (1, 2, 3)
@@ -314,3 +315,10 @@ def test_an_iterator_keeps_the_epoch_and_place_that_it_was_made_with(n):
         indices = iter(made)
         made.load_state_dict({**made.state_dict(), "epoch": 2, "consumed": 10})
         assert list(indices) == expected
+
+
+def test_a_place_that_is_given_asks_no_launcher(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # without the rest, which is an error where it is asked
+    assert list(DistributedEvalSampler(range(5), 2, 1)) == [1, 3]
+    with pytest.raises(ddpkit.LaunchError):
+        DistributedEvalSampler(range(5), 2)
