@@ -66,14 +66,23 @@ def is_dtensor(value: Any) -> bool:
     """Return whether this is a DTensor, which `fully_shard` and tensor parallelism make of parameters."""
     if type(value).__module__ in _ORDINARY_MODULES:
         return False
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(value, kind)
+    return _is_of(value, "torch.distributed.tensor", "DTensor")
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Return whether `fully_shard` was applied to this module itself."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and isinstance(module, kind)
+    return _is_of(module, "torch.distributed.fsdp", "FSDPModule")
+
+
+def is_mesh(value: Any) -> bool:
+    """Return whether this is a mesh of devices."""
+    return _is_of(value, "torch.distributed.device_mesh", "DeviceMesh")
+
+
+def _is_of(value: Any, module: str, name: str) -> bool:
+    """Return whether a value is of a class; its module is not imported, which takes long: until then there is none."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and isinstance(value, kind)
 
 
 def is_sharded(value: Any) -> bool:
@@ -86,11 +95,7 @@ def is_sharded(value: Any) -> bool:
         return True
     if type(value).__module__ in _ORDINARY_MODULES:
         return False
-    for module, name in _SHARDED_CLASSES.items():
-        kind = getattr(sys.modules.get(module), name, None)
-        if isinstance(kind, type) and isinstance(value, kind):
-            return True
-    return False
+    return any(_is_of(value, module, name) for module, name in _SHARDED_CLASSES.items())
 
 
 def has_no_memory(tensor: Tensor) -> bool:

@@ -12,9 +12,10 @@ from ..process_group import lifecycle
 from ..process_group.peers import Peers, ranks_of
 from ..process_group.sockets import sockets
 from ..process_group.store_values import parse
+from ..torch_internals import is_mesh
 from .consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from .differences import name_ranks
-from .groups import Group, is_mesh, peers_of
+from .groups import Group, peers_of
 
 
 def set_data_parallel(group: Group | None) -> None:
@@ -73,13 +74,10 @@ def _new_group(members: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def _ranks_in(group: Any) -> list[int]:
-    """Return the ranks of a group or of a mesh, in order."""
-    if group is None:
-        return list(range(ranks.get_world_size()))
+    """Return the ranks of a group or of a mesh, in order; None is all."""
     if is_mesh(group) and group.get_coordinate() is not None:
         return sorted(group.mesh.flatten().tolist())
-    peers = peers_of(group)
-    return sorted(ranks_of(peers))
+    return sorted(ranks_of(peers_of(group)))
 
 
 def _explain_no_partition(named: list[list[int]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from ..launch import ranks
 from ..process_group import lifecycle
 from ..process_group.peers import Peers
-from ..torch_internals import current_group
+from ..torch_internals import current_group, is_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,12 +64,6 @@ def _process_group(group: Any) -> dist.ProcessGroup:
         raise ValueError(_not_a_member(group))
     found: dist.ProcessGroup = group.get_group()
     return found
-
-
-def is_mesh(value: Any) -> bool:
-    """Return whether it is one; nobody has made one before its module was imported, which takes long."""
-    kind = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
-    return kind is not None and isinstance(value, kind)
 
 
 def _not_a_member(group: Any) -> str:
