@@ -29,7 +29,7 @@ def all_reduce_mean(
 ) -> Tensor: ...
 @overload
 def all_reduce_mean(
-    value: dict[K, int], weight: SupportsFloat | None = None, *, check: bool = True
+    value: dict[K, int], weight: SupportsFloat | None = None, *, check: bool = True, group: Group | None = None
 ) -> dict[K, float]: ...
 @overload
 def all_reduce_mean(
@@ -245,4 +245,5 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
             gather_exact({"loss": torch.tensor([1, 3])}, [0, 2], n=3)    # rank 0
             gather_exact({"loss": torch.tensor([2])}, [1], n=3)    # rank 1; both get {"loss": tensor([1, 2, 3])}
     """
-    return gather_in_order(values, indices, n, lifecycle.data_parallel() if group is None else peers_of(group))  # type: ignore[no-any-return]
+    peers = lifecycle.data_parallel() if group is None else peers_of(group)
+    return gather_in_order(values, indices, n, peers)  # type: ignore[no-any-return]

@@ -146,7 +146,7 @@ def gather_unless_equal(mine: Entries, peers: Peers | None) -> dict[int, Entries
     together = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(lifecycle.exchange(together, subset_of(peers)))) == 1:
         return {}
-    return dict(zip(ranks_of(peers), gather_objects("check_replicas()", mine, peers), strict=True))
+    return dict(zip(ranks_of(peers), gather_objects("all_gather_object(obj)", mine, peers), strict=True))
 
 
 def _explain(everyone: dict[int, Entries]) -> str:
