@@ -7,6 +7,7 @@ from typing import Any
 
 from ..collectives.sharded import explain_sharded
 from ..errors import CheckpointError
+from ..parallel.models import without_dtensors
 from .leaves import has_names, tensors_of
 from .states import is_fsdp
 
@@ -57,17 +58,29 @@ def check_loadable(objects: Mapping[str, Any]) -> None:
             raise TypeError(f"{problem} Plain data comes back in the returned dict.")
 
 
-def check_unsharded(call: str, values: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a tensor of these named values is spread over the ranks."""
-    tensors: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        tensors.extend(tensors_of(name, value))
+def check_tensors(call: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a tensor is spread over the ranks in a way that cannot be saved or loaded.
+
+    Args:
+        call: The call, for messages.
+        values: Objects and values of the job, by name; they may hold DTensors.
+        own: Those that each rank has its own of, by name; they may not.
+    """
+    tensors = without_dtensors(_tensors_of_all(values))
+    tensors += _tensors_of_all(own)
     problem = explain_sharded(call, tensors)
     if problem:
         raise CheckpointError(problem)
-    wrapped = [name for name, value in values.items() if is_fsdp(value)]
+    wrapped = [name for name, value in {**values, **own}.items() if is_fsdp(value)]
     if wrapped:
         raise CheckpointError(
             f"{call} does not handle sharded tensors, but {', '.join(wrapped)} is wrapped in FSDP: "
-            "each rank holds only its own part. Use torch.distributed.checkpoint for it."
+            "each rank holds only its own part. Use fully_shard, or torch.distributed.checkpoint."
         )
+
+
+def _tensors_of_all(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    tensors: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        tensors.extend(tensors_of(name, value))
+    return tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from ..arguments import as_integer
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..errors import CheckpointError
+from ..launch.ranks import get_rank, is_main_process
 from . import arguments
 from .all_or_none import try_on_all, try_on_main
 from .comparison import check_equal
@@ -25,7 +27,9 @@ from .folder import (
 )
 from .folder_lock import FolderLock, lock_folder, wait_for_writing
 from .loading import load_file, load_first
-from .saving import collect_content
+from .pieces import new_folder, wait_for_pieces, write_pieces
+from .saving import Collected, collect_content
+from .sharded import Pieces, files_of
 from .snapshot import SnapshotMemory
 from .writing import Writing
 
@@ -77,7 +81,8 @@ class Checkpointer:
         self.keep_best = as_integer(keep_best, "keep_best", least=0)
         self._lock: FolderLock | None = None
         self._memory = SnapshotMemory()
-        self._writing: Writing | None = None  # what rank 0 writes, until its error was raised
+        self._writing: Writing | None = None  # what this rank writes, until its error was raised
+        self._writes_pieces = False  # whether each rank writes, and not rank 0 alone
         if self.folder.exists() and not self.folder.is_dir():
             problem = f"The checkpoint folder {self.folder} is a file."
             raise ValueError(f"{problem} Pass a folder, or a path not yet in use.")
@@ -162,16 +167,21 @@ class Checkpointer:
             "names in per_rank": ", ".join(own),
         }
         check_fingerprint(fingerprint_of(call, passed))
-        try_on_all(lambda: arguments.check_unsharded(call, state | own))
-        content = collect_content(step, score, state, own)
+        try_on_all(lambda: arguments.check_tensors(call, state, own))
+        collected = collect_content(step, score, state, own)
         path = self.folder / name_of(step)
+        if self._writes_pieces:
+            self._finish_before_on_all(step)
         try:
             # rank 0 writes while the ranks compare their states
-            try_on_main(lambda: self._begin_writing(path, score, content, wait))
-            check_equal(state, content["state"])
+            folder = try_on_main(lambda: self._begin_writing(path, score, collected, wait))
+            if folder:
+                self._writes_pieces = True
+                try_on_all(lambda: self._begin_writing_pieces(Path(folder), step, collected, wait))
+            check_equal(state, collected.content["state"], collected.sharded)
             self._keep_written()
             if wait:
-                try_on_main(self._finish_writing)
+                self._finish_on_all()
         except BaseException:
             self._give_up_writing()
             raise
@@ -187,7 +197,7 @@ class Checkpointer:
             CheckpointError: On every rank, if the checkpoint could not be written.
         """
         check_fingerprint(fingerprint_of("Checkpointer.wait"))
-        try_on_main(self._finish_writing)
+        self._finish_on_all()
 
     def load_latest(self, **objects: Any) -> dict[str, Any] | None:
         """Restore the last complete checkpoint, as `load()` does. Collective.
@@ -205,7 +215,7 @@ class Checkpointer:
             TypeError: As `load()` does.
         """
         _check_objects("Checkpointer.load_latest", objects)
-        try_on_main(self._finish_writing)
+        self._finish_on_all()
         return load_first(self.folder, find_checkpoints, objects)
 
     def load_best(self, **objects: Any) -> dict[str, Any] | None:
@@ -214,7 +224,7 @@ class Checkpointer:
         In everything else it is `load_latest()`; None if no checkpoint has a score.
         """
         _check_objects("Checkpointer.load_best", objects)
-        try_on_main(self._finish_writing)
+        self._finish_on_all()
         return load_first(self.folder, find_best, objects)
 
     def load(self, path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
@@ -244,58 +254,120 @@ class Checkpointer:
         with raise_everywhere("Checkpointer.load"):
             file = Path(path)
         _check_objects("Checkpointer.load", objects)
-        try_on_main(self._finish_writing)
+        self._finish_on_all()
         return load_file(file, objects)
 
     def _begin_writing(
         self,
         path: Path,
         score: float | None,
-        content: Mapping[str, Any],
+        collected: Collected,
         wait: bool,
-    ) -> None:
-        """Let a thread write a checkpoint, which waits for the word to keep it. On rank 0."""
+    ) -> str:
+        """Let a thread write a checkpoint, which waits for the word to keep it. On rank 0.
+
+        Returns:
+            The folder for the pieces of sharded tensors; "" if there are none.
+        """
+        content = collected.content
         step = content["step"]
         self._finish_before(step)
+        folder = ""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock_folder()
             wait_for_writing(self.folder)  # by another Checkpointer
             delete_left_overs(self.folder)
+            if collected.layouts:
+                folder = self._make_folder_of_pieces(path, content)
         except OSError as error:
             raise self._cannot_write(error) from error
 
-        def get_content() -> Mapping[str, Any]:
-            return content
+        def get_saved() -> tuple[Mapping[str, Any], Pieces]:
+            return content, collected.pieces
 
         if not wait:
             check_saveable(content)
-            get_content = self._memory.copy(content).content
+            get_saved = self._memory.copy((content, collected.pieces)).content
 
         def write(writing: Writing) -> None:
-            self._write(path, score, get_content, writing)
+            self._write(path, score, get_saved, files_of(collected.layouts), writing)
 
         # known before it starts, so that it is given up if this is interrupted
         self._writing = self._lock.writing = Writing(step, write, is_awaited=wait)
+        self._writing.start()
+        return folder
+
+    def _make_folder_of_pieces(self, path: Path, content: dict[str, Any]) -> str:
+        folder = new_folder(path)
+        folder.mkdir()
+        content["sharded"]["folder"] = folder.name
+        return str(folder)
+
+    def _begin_writing_pieces(self, folder: Path, step: int, collected: Collected, wait: bool) -> None:
+        """Let a thread write this rank's pieces of sharded tensors; rank 0's does so already."""
+        if is_main_process() or not collected.pieces:
+            return
+
+        def get_pieces() -> Pieces:
+            return collected.pieces
+
+        if not wait:
+            get_pieces = self._memory.copy(collected.pieces).content
+
+        def write(writing: Writing) -> None:
+            write_pieces(folder, get_rank(), get_pieces(), writing.check, writing.confirm)
+
+        self._writing = Writing(step, write, is_awaited=wait)
         self._writing.start()
 
     def _write(
         self,
         path: Path,
         score: float | None,
-        get_content: Callable[[], Mapping[str, Any]],
+        get_saved: Callable[[], tuple[Mapping[str, Any], Pieces]],
+        writers: list[int],
         writing: Writing,
     ) -> None:
-        """Write a checkpoint, list it in `latest`, and delete those that are not kept any more."""
+        """Write a checkpoint, list it in `latest`, and delete those that are not kept any more.
+
+        Args:
+            path: The checkpoint.
+            score: How good it is, if known.
+            get_saved: Gives its content, and rank 0's pieces of sharded tensors.
+            writers: The ranks that write pieces.
+            writing: Says if the checkpoint is still wanted.
+        """
+        content, pieces = get_saved()
+        folder = self.folder
+        if writers:
+            folder = folder / content["sharded"]["folder"]
+
+        def confirm() -> None:
+            writing.confirm()
+            wait_for_pieces(folder, writers, writing.check, writing.is_ending)
+
         try:
-            write_durably(
-                path,
-                lambda file: dump(get_content(), file, writing.check),
-                writing.confirm,
-            )
+            if pieces:
+                write_pieces(folder, 0, pieces, writing.check)
+            self._write_file(path, content, writing.check, confirm)
+        except BaseException:
+            if writers:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        list_and_prune(path, score, self.keep, self.keep_best, folder.name if writers else "")
+
+    def _write_file(
+        self,
+        path: Path,
+        content: Mapping[str, Any],
+        check: Callable[[], None],
+        confirm: Callable[[], None],
+    ) -> None:
+        try:
+            write_durably(path, lambda file: dump(content, file, check), confirm)
         except OSError as error:
             raise self._cannot_write(error) from error
-        list_and_prune(path, score, self.keep, self.keep_best)
 
     def _cannot_write(self, error: OSError) -> CheckpointError:
         problem = f"Cannot write to {self.folder}: {error}."
@@ -309,6 +381,26 @@ class Checkpointer:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.give_up()
+
+    def _finish_before_on_all(self, step: int) -> None:
+        """Do what `_finish_before()` does, where each rank has written. Collective."""
+        try:
+            self._finish_on_all()
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} Step {step} was not saved, either.") from error
+
+    def _finish_on_all(self) -> None:
+        """Wait until no rank writes into the folder; raise its error on all. Collective."""
+        problem = None
+        try:
+            try_on_main(self._finish_writing)  # it waits for the others' files
+        except CheckpointError as error:
+            problem = error
+        if self._writes_pieces:
+            self._writes_pieces = False
+            try_on_all(self._finish_writing)  # an error there says more than that a file is missing
+        if problem is not None:
+            raise problem
 
     def _finish_before(self, step: int) -> None:
         """Wait for the checkpoint before this step's; raise its error."""
@@ -359,4 +451,4 @@ def _check_objects(call: str, objects: Mapping[str, Any]) -> None:
     with raise_everywhere(call):
         arguments.check_loadable(objects)
     check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
-    try_on_all(lambda: arguments.check_unsharded(call, objects))
+    try_on_all(lambda: arguments.check_tensors(call, objects, {}))

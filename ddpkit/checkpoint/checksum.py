@@ -21,7 +21,7 @@ class Checksum:
         self._crc = 0  # of the block that is not full yet
         self._filled = 0  # bytes of that block
 
-    def update(self, data: bytes) -> None:
+    def update(self, data: bytes | memoryview) -> None:
         """Add bytes."""
         rest = memoryview(data)
         while rest:

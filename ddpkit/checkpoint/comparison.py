@@ -9,10 +9,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..collectives.differences import differing_parts, list_lines
+from ..collectives.groups import peers_of
 from ..errors import CheckpointError
 from ..parallel.models import strip, wrapped_paths
-from ..parallel.replicas import gather_unless_equal
+from ..parallel.replicas import gather_unless_equal, replicated_parts
 from ..process_group import lifecycle
+from .all_or_none import try_on_all
 from .leaves import digest_leaves, path_to
 from .states import is_consolidated
 
@@ -23,12 +25,18 @@ _ADVICE = (
 )
 
 
-def check_equal(values: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+def check_equal(
+    values: Mapping[str, Any],
+    states: Mapping[str, Any],
+    sharded: Mapping[str, Any],
+) -> None:
     """Raise on every rank unless all ranks would write the same states. Collective.
 
     Args:
         values: The objects to save, by name.
         states: Their states; consolidated optimizers may lack one, for only rank 0 has it.
+        sharded: The sharded tensors, of which the states have the shapes only, by path. They are
+            compared among the ranks that hold the same part.
 
     Raises:
         CheckpointError: If some differ, with their names and the ranks.
@@ -36,13 +44,34 @@ def check_equal(values: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     if not lifecycle.joined():
         return
     digests = _digests(values, states)
-    everyone = gather_unless_equal(dict(sorted(digests.items())), None)
+    problem = _explain(gather_unless_equal(dict(sorted(digests.items())), None))
+    if problem:
+        raise CheckpointError(problem)
+    if sharded:  # on every rank
+        _check_replicated(sharded)
+
+
+def _check_replicated(sharded: Mapping[str, Any]) -> None:
+    """Raise on every rank unless those that hold the same part of a tensor hold equal ones. Collective."""
+    problem = ""
+    for group, digests in replicated_parts(sharded).items():
+        problem = problem or _explain(gather_unless_equal(digests, peers_of(group)))
+
+    def report() -> None:
+        if problem:
+            raise CheckpointError(problem)
+
+    try_on_all(report)
+
+
+def _explain(everyone: Mapping[int, Mapping[str, str]]) -> str:
+    """List the differing digests, given by rank; "" if there are none."""
     if not everyone:
-        return
+        return ""
     differing = differing_parts(everyone)
     headline = f"Nothing was saved: {len(differing)} entries differ between ranks:"
     lines = [f"{path}: {found}" for path, found in differing.items()]
-    raise CheckpointError(f"{list_lines(headline, lines)}\n{_ADVICE}")
+    return f"{list_lines(headline, lines)}\n{_ADVICE}"
 
 
 def _digests(values: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, str]:

@@ -9,8 +9,11 @@ from ..collectives.tensors import name_dtype
 
 
 def explain_loss(name: str, saved: Tensor, dtype: torch.dtype) -> str:
-    """Say that loading a tensor as this dtype would change it by more than rounding; "" if not."""
-    if saved.dtype == dtype or _holds(dtype, saved):
+    """Say that loading a tensor as this dtype would change it by more than rounding; "" if not.
+
+    Nothing is said of one on the meta device, whose values are not known yet.
+    """
+    if saved.dtype == dtype or saved.is_meta or _holds(dtype, saved):
         return ""
     there = name_dtype(saved.dtype)
     return f"has {name} of {there} there, of {name_dtype(dtype)} here, which does not hold its values"

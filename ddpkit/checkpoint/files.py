@@ -80,7 +80,7 @@ def dump(
         CheckpointError: If loading `content` would need code from the file; the message names the
             key.
     """
-    summed = _SummedFile(file, check)
+    summed = SummedFile(file, check)
     try:
         views.save(content, summed)  # type: ignore[arg-type]
     except (OSError, DdpkitError, NotWanted):
@@ -89,8 +89,7 @@ def dump(
         if isinstance(error.__context__, OSError | NotWanted):
             raise error.__context__ from None  # torch made a RuntimeError of what write() raised
         raise _unsaveable(content, error) from error
-    file.write(_last_line(summed.checksum.text()))
-    file.flush()
+    summed.end()
     try:
         # mapped: reads no tensor's bytes
         torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
@@ -108,8 +107,12 @@ def check_saveable(content: Mapping[str, Any]) -> None:
         raise _unsaveable(content, error) from error
 
 
-def read(file: BinaryIO) -> tuple[Any, str]:
+def read(file: BinaryIO, is_mapped: bool = False) -> tuple[Any, str]:
     """Read what `dump()` wrote from a file open for reading, tensors to the CPU.
+
+    Args:
+        file: The file.
+        is_mapped: Whether to leave the tensors' bytes in the file until they are used.
 
     Returns:
         The content, and its checksum.
@@ -118,8 +121,10 @@ def read(file: BinaryIO) -> tuple[Any, str]:
         CheckpointError: If the file was truncated or changed, or holds pickled code.
     """
     try:
-        checksum = _verify(file)
+        checksum = verify(file)
         file.seek(0)
+        if is_mapped:
+            return torch.load(file.name, map_location="cpu", weights_only=True, mmap=True), checksum
         return torch.load(file, map_location="cpu", weights_only=True), checksum
     except DdpkitError:
         raise
@@ -144,7 +149,7 @@ def from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-class _SummedFile:
+class SummedFile:
     """A file to write to, with the checksum of all that was written."""
 
     def __init__(self, file: BinaryIO, check: Callable[[], None]) -> None:
@@ -152,12 +157,19 @@ class _SummedFile:
         self.checksum = Checksum()
         self._check = check
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
+        """Write bytes."""
         self._check()
         self.checksum.update(data)
         return self.file.write(data)
 
     def flush(self) -> None:
+        """Flush the file."""
+        self.file.flush()
+
+    def end(self) -> None:
+        """Write the last line."""
+        self.file.write(_last_line(self.checksum.text()))
         self.file.flush()
 
 
@@ -165,7 +177,7 @@ def _last_line(checksum: str) -> bytes:
     return _MARK + checksum.encode() + b"\n"
 
 
-def _verify(file: BinaryIO) -> str:
+def verify(file: BinaryIO) -> str:
     """Compare a file with its checksum, and return that; raise ValueError if they differ."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from ..errors import CheckpointError
 from .files import write_durably
+from .pieces import delete_unused
 
 Scores = dict[str, float | None]  # by a checkpoint's name, the last written first
 
@@ -69,7 +70,7 @@ def _read_list(folder: Path) -> Scores:
     return listed
 
 
-def list_and_prune(path: Path, score: float | None, keep: int, keep_best: int) -> None:
+def list_and_prune(path: Path, score: float | None, keep: int, keep_best: int, pieces: str = "") -> None:
     """List a new checkpoint in `latest`, and delete the listed ones that are not kept any more.
 
     Args:
@@ -77,6 +78,7 @@ def list_and_prune(path: Path, score: float | None, keep: int, keep_best: int) -
         score: How good it is, if known.
         keep: Number of checkpoints to keep, the last written ones.
         keep_best: Number of checkpoints to keep besides, those with the greatest score.
+        pieces: The name of the folder of its pieces, if it has one.
 
     Raises:
         CheckpointError: If `latest` cannot be written; nothing is deleted then.
@@ -101,6 +103,7 @@ def list_and_prune(path: Path, score: float | None, keep: int, keep_best: int) -
             (folder / name).unlink(missing_ok=True)
         except OSError as error:
             _log.warning("Saved %s, but an old checkpoint stays: %s.", path, error)
+    delete_unused(folder, of=path.stem, used=pieces)
 
 
 def delete_left_overs(folder: Path) -> None:
@@ -109,6 +112,7 @@ def delete_left_overs(folder: Path) -> None:
         if _LEFT_OVER.fullmatch(name):
             with suppress(OSError):
                 os.unlink(folder / name)
+    delete_unused(folder)
 
 
 def _find_files(folder: Path) -> set[str]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..launch.ranks import get_rank
 from ..seeding.generator_states import check_rng_state
 from .leaves import has_names
 
 FORMAT = 1
+FORMAT_WITH_PIECES = 2  # of a checkpoint with sharded tensors, whose pieces are in a folder beside it
 
 
 def explain_unusable(content: Any, with_random_states: bool) -> str:
@@ -21,8 +24,8 @@ def explain_unusable(content: Any, with_random_states: bool) -> str:
     if not isinstance(content, dict):
         return f"it holds a {type(content).__name__}, which no Checkpointer wrote"
     version = content.get("format")
-    if type(version) is not int or version != FORMAT:
-        return f"its format is {version}, this ddpkit reads {FORMAT}"
+    if type(version) is not int or version not in (FORMAT, FORMAT_WITH_PIECES):
+        return f"its format is {version}, this ddpkit reads {FORMAT} and {FORMAT_WITH_PIECES}"
     is_right = {
         "step": _is_step(content.get("step")),
         "score": isinstance(content.get("score"), float | None),
@@ -31,6 +34,7 @@ def explain_unusable(content: Any, with_random_states: bool) -> str:
         "shapes": has_names(content.get("shapes")),
         "rng": _are_random_states(content.get("rng")),
         "per_rank": _are_parts(content.get("per_rank")),
+        "sharded": version == FORMAT or _is_sharded(content.get("sharded")),
     }
     wrong = [name for name, right in is_right.items() if not right]
     if wrong:
@@ -66,6 +70,35 @@ def _is_part(value: Any) -> bool:
     if not _are_kinds(value.get("kinds")):
         return False
     return has_names(value.get("per_rank")) and has_names(value.get("shapes"))
+
+
+def _is_sharded(value: Any) -> bool:
+    if not has_names(value) or not has_names(value.get("tensors")):
+        return False
+    layouts = value["tensors"].values()
+    return isinstance(value.get("folder"), str) and all(_is_layout(layout) for layout in layouts)
+
+
+def _is_layout(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("dtype"), torch.dtype):
+        return False
+    shape, pieces = value.get("shape"), value.get("pieces")
+    if not isinstance(shape, list) or not _are_counts(shape) or not isinstance(pieces, list):
+        return False
+    return all(_is_piece(piece, len(shape)) for piece in pieces)
+
+
+def _is_piece(value: Any, dimensions: int) -> bool:
+    if not isinstance(value, list) or len(value) != 4:
+        return False
+    offsets, sizes, file, start = value
+    if not _are_counts(offsets) or not _are_counts(sizes) or not _are_counts([file, start]):
+        return False
+    return len(offsets) == len(sizes) == dimensions
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
 def _explain_random_states(states: list[dict[str, Any]]) -> str:

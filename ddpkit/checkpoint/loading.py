@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,10 +20,14 @@ from ..parallel.lr_scaling import applied_scales
 from ..process_group.failures import message_of
 from ..process_group.lifecycle import exchange
 from ..seeding.generator_states import set_rng_states
+from ..torch_internals import is_dtensor
 from .all_or_none import merge_problems, try_on_all, try_on_main
 from .files import read, unreadable
 from .fit import Saved, explain_misfits
 from .format import explain_unusable
+from .leaves import tensors_of
+from .pieces import SavedPieces, is_folder_of, verify_pieces
+from .sharded import files_of, find_stand_ins, from_plain
 from .states import load_into
 from .undo import Undo
 
@@ -69,7 +74,7 @@ def load_first(
             break
         tries[name] += 1
         try:
-            content = _read_on_all(folder / name, bool(objects))
+            content = _read_on_all(folder / name, objects)
         except CheckpointError as error:  # the same on every rank
             if isinstance(error, FileChanged) and tries[name] < _TRIES:
                 time.sleep(_PAUSE)  # a job beside this one saves and deletes
@@ -91,12 +96,16 @@ def load_file(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: On every rank, if one cannot read it, or it does not fit.
     """
-    content = _read_on_all(path, bool(objects))
+    content = _read_on_all(path, objects)
     return _restore(path, content, objects)
 
 
-def _read_on_all(path: Path, with_random_states: bool) -> dict[str, Any]:
+def _read_on_all(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a file that every rank reads. Collective.
+
+    Args:
+        path: The file.
+        objects: The objects to restore, by name.
 
     Raises:
         CheckpointError: On every rank, if one cannot read it, or it is no checkpoint that could be
@@ -113,7 +122,7 @@ def _read_on_all(path: Path, with_random_states: bool) -> dict[str, Any]:
         if any(problems):
             raise FileChanged(merge_problems(problems))
         content, digest = try_on_all(
-            lambda: _read(path, file, with_random_states),
+            lambda: _read(path, file, bool(objects), is_mapped=_any_sharded(objects)),
             doing=f"Cannot read {path}: ",
         )
     files = len(set(exchange(digest)))
@@ -121,12 +130,34 @@ def _read_on_all(path: Path, with_random_states: bool) -> dict[str, Any]:
         raise FileChanged(
             f"The ranks see {files} different files at {path}. They must share the folder.",
         )
+    if "sharded" in content:
+        _verify_pieces_on_all(path, content)
     return content
 
 
-def _read(path: Path, file: BinaryIO, with_random_states: bool) -> tuple[dict[str, Any], str]:
-    content, digest = read(file)
+def _verify_pieces_on_all(path: Path, content: Mapping[str, Any]) -> None:
+    """Compare the files of a checkpoint's pieces with their checksums, some on each rank. Collective.
+
+    Raises:
+        CheckpointError: On every rank, if one is not there or damaged.
+    """
+    layouts = from_plain(content["sharded"]["tensors"])
+    files = files_of(layouts)
+    own = files[get_rank() :: get_world_size()]
+    folder = path.with_name(content["sharded"]["folder"])
+    try_on_all(lambda: verify_pieces(folder, own))
+
+
+def _read(
+    path: Path,
+    file: BinaryIO,
+    with_random_states: bool,
+    is_mapped: bool,
+) -> tuple[dict[str, Any], str]:
+    content, digest = read(file, is_mapped)
     problem = explain_unusable(content, with_random_states)
+    if not problem and "sharded" in content and not is_folder_of(path, content["sharded"]["folder"]):
+        problem = "the folder of its pieces is not one that a Checkpointer makes, or the file was renamed"
     if problem:
         raise CheckpointError(f"Cannot read {path}: {problem}.")
     return content, digest
@@ -142,9 +173,10 @@ def _restore(path: Path, content: dict[str, Any], objects: Mapping[str, Any]) ->
         lambda: _fitting_states(path, content, objects),
         doing=f"{path} does not fit; nothing was loaded: ",
     )
+    pieces = _pieces_of(path, content)
     undo = Undo()
     try:
-        try_on_all(lambda: _load_into_all(objects, states, content["rng"], undo))
+        try_on_all(lambda: _load_into_all(objects, states, pieces, content["rng"], undo))
     except CheckpointError as error:
         _undo_on_all(path, undo, error)
     except BaseException:
@@ -152,10 +184,29 @@ def _restore(path: Path, content: dict[str, Any], objects: Mapping[str, Any]) ->
             undo.put_back()
         raise
     rest = {name: state for name, state in states.items() if name not in objects}
+    if not objects:
+        rest = try_on_all(lambda: {name: pieces.fill(name, state) for name, state in rest.items()})
     result = {"step": content["step"]}
     if content.get("score") is not None:
         result["score"] = content["score"]
     return result | rest
+
+
+def _pieces_of(path: Path, content: Mapping[str, Any]) -> SavedPieces:
+    """Return the sharded tensors of a checkpoint, none if it has no such ones."""
+    entry = content.get("sharded")
+    if entry is None:
+        return SavedPieces(path.parent, {}, {})
+    stand_ins: dict[str, Any] = {}
+    for name, state in content["state"].items():
+        stand_ins.update(find_stand_ins(name, state))
+    return SavedPieces(path.with_name(entry["folder"]), from_plain(entry["tensors"]), stand_ins)
+
+
+def _any_sharded(objects: Mapping[str, Any]) -> bool:
+    """Return whether this rank holds only parts of some tensors of these objects."""
+    tensors = chain.from_iterable(tensors_of(name, value) for name, value in objects.items())
+    return any(is_dtensor(tensor) for _, tensor in tensors)
 
 
 def _fitting_states(
@@ -198,6 +249,7 @@ def _states_of_this_rank(path: Path, content: Mapping[str, Any]) -> Saved:
 def _load_into_all(
     objects: Mapping[str, Any],
     states: Mapping[str, Any],
+    pieces: SavedPieces,
     rng_states: list[dict[str, Any]],
     undo: Undo,
 ) -> None:
@@ -208,16 +260,16 @@ def _load_into_all(
     for name, target in objects.items():
         undo.remember(name, target)
         if isinstance(target, Optimizer):
-            _load_optimizer(name, target, states[name])
+            _load_optimizer(name, target, states[name], pieces)
         else:
-            load_into(target, states[name])
+            load_into(name, target, states[name], pieces)
     set_rng_states(rng_states)
 
 
-def _load_optimizer(name: str, optimizer: Optimizer, state: Any) -> None:
+def _load_optimizer(name: str, optimizer: Optimizer, state: Any, pieces: SavedPieces) -> None:
     """Load an optimizer's state; warn where its learning rates are those of another global batch."""
     here = applied_scales(optimizer)
-    load_into(optimizer, state)
+    load_into(name, optimizer, state, pieces)
     if not is_main_process():
         return
     for old, new in zip(applied_scales(optimizer), here, strict=True):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..collectives.digest import digest
 from ..parallel.models import sharing_memory
+from ..torch_internals import is_dtensor
 from .leaves import path_to
 from .states import match_names, module_state
 
@@ -39,14 +40,19 @@ def explain_conflicts(modules: Mapping[str, tuple[nn.Module, Any]]) -> list[str]
 
 
 def _pairs(modules: Mapping[str, tuple[nn.Module, Any]]) -> dict[str, _Pair]:
-    """Pair the models' tensors with the saved ones, by path, in the order of loading."""
+    """Pair the models' tensors with the saved ones, by path, in the order of loading.
+
+    Without sharded ones, here or there.
+    """
     pairs = {}
     for name, (module, saved) in modules.items():
         state = module_state(module)
         matched = match_names(saved, list(state))
         for key, here in state.items():
             there = matched[key]
-            if isinstance(here, Tensor) and isinstance(there, Tensor):
+            if is_dtensor(here) or not isinstance(here, Tensor) or not isinstance(there, Tensor):
+                continue
+            if not there.is_meta:
                 pairs[path_to(name, key)] = _Pair(here, there)
     return pairs
 

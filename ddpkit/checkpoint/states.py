@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..parallel.models import strip, unwrap_model, wrapped_paths
 from ..parallel.wrap import clean_state_dict
-from ..torch_internals import module_versions, set_module_versions
+from ..torch_internals import is_dtensor, module_versions, set_module_versions
+from .leaves import path_to
+from .pieces import SavedPieces
 
 # a state of another class of these loads without an error, and fails later
 CHECKED_CLASSES = (Optimizer, LRScheduler)
@@ -45,22 +48,53 @@ def module_state(model: nn.Module) -> dict[str, Any]:
     return renamed
 
 
-def load_into(target: Any, saved: Any) -> None:
-    """Load a state into an object that it fits."""
-    if not isinstance(target, nn.Module):
-        target.load_state_dict(saved)
-        return
+def load_into(name: str, target: Any, saved: Any, pieces: SavedPieces) -> None:
+    """Load a state into an object that it fits.
+
+    Args:
+        name: The object's, for messages.
+        target: The object.
+        saved: The state.
+        pieces: The sharded tensors of the state.
+    """
+    if isinstance(target, nn.Module):
+        _load_into_module(name, target, saved, pieces)
+    elif isinstance(target, Optimizer):
+        target.load_state_dict(_for_optimizer(name, target, saved, pieces))
+    else:
+        target.load_state_dict(pieces.fill(name, saved, target.state_dict()))
+
+
+def _load_into_module(name: str, target: nn.Module, saved: Any, pieces: SavedPieces) -> None:
     model = unwrap_model(target)
     here = model.state_dict()  # its keys still name the wrappers inside the model
     wrapped = wrapped_paths(model)
     names = {key: strip(key, wrapped) for key in here}
     matched = match_names(saved, list(names.values()))
-    state = OrderedDict((key, matched[name]) for key, name in names.items())
+    state = OrderedDict()
+    for key, clean in names.items():
+        state[key] = matched[clean]
+        if is_dtensor(here[key]) or pieces.holds(matched[clean]):
+            # in place, so that no other copy is needed; then it is loaded from itself
+            pieces.read_into(path_to(name, clean), here[key], matched[clean])
+            state[key] = here[key]
     versions = module_versions(saved)
     if versions and matched is saved:
         by_path = {path: versions.get(strip(path, wrapped), {}) for path in module_versions(here)}
         set_module_versions(state, by_path)
     model.load_state_dict(state)
+
+
+def _for_optimizer(name: str, optimizer: Optimizer, saved: Any, pieces: SavedPieces) -> Any:
+    """Return a saved state with each parameter's tensors spread over the ranks as the parameter is."""
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    states = dict(saved["state"])
+    for key, parameter in zip(keys, parameters, strict=True):
+        if key in states:
+            likeness = {kind: parameter for kind in states[key] if kind != "step"}
+            states[key] = pieces.fill(f"{name}.state[{key!r}]", states[key], likeness)
+    return {**saved, "state": states}
 
 
 def match_names(saved: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..process_group.failures import describe_error
 from ..seeding.generator_states import get_rng_state, set_rng_state
+from ..torch_internals import is_dtensor
 from .leaves import digest_leaves
 from .states import is_consolidated
 
@@ -102,6 +103,8 @@ class _Former:
 
 def _copy(state: Any) -> Any:
     """Copy a state, its tensors to the CPU, so that no accelerator must hold them twice."""
+    if is_dtensor(state):
+        return state.detach().clone()  # on its own device, on which this rank holds a part only
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, OrderedDict):

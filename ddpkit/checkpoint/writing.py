@@ -33,6 +33,7 @@ class Writing:
         self._ended = threading.Event()
         self._ended.set()
         self._wanted = True
+        self._process_ends = False
         self._error: BaseException | None = None
         # the interpreter waits for threads that are no daemons, but a child of multiprocessing lets
         # go of the folder before it does
@@ -70,6 +71,10 @@ class Writing:
             if not threading.main_thread().is_alive():  # it was interrupted before it could decide
                 raise NotWanted
         self.check()
+
+    def is_ending(self) -> bool:
+        """Return whether the process waits for this thread, to end."""
+        return self._process_ends
 
     def is_running(self) -> bool:
         """Return whether there is still something to write; a forked child has no such thread."""
@@ -110,6 +115,7 @@ class Writing:
 
     def _end_with_process(self) -> None:
         """Wait for the end, without a decision if there is none yet."""
+        self._process_ends = True
         if not self._decided.is_set():
             self._wanted = False
         self._decided.set()

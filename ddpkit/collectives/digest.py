@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .tensors import flat_bytes, is_dense, name_dtype
+from .tensors import flat_bytes, is_dense, local_part, name_dtype
 
 _SHOWN_AS_TEXT = 100  # characters that are shown as they are
 _PLAIN = (Number, str, bytes, bytearray, Enum, torch.dtype, torch.device, type(None))
@@ -24,8 +24,9 @@ _PLAIN = (Number, str, bytes, bytearray, Enum, torch.dtype, torch.device, type(N
 def digest(value: Any) -> str:
     """Describe a value in a short text: equal for equal values, and another if one bit is.
 
-    Tensors and arrays are shown by dtype, shape and CRC-32, containers by their elements, sequences all alike. Of other
-    objects only the class is known, for their own text may hold an address.
+    Tensors and arrays are shown by dtype, shape and CRC-32 (of a DTensor, that of this rank's part), containers by
+    their elements, sequences all alike. Of other objects only the class is known, for their own text may hold an
+    address.
     """
     text = _describe(value)
     if len(text) <= _SHOWN_AS_TEXT:
@@ -54,7 +55,9 @@ def _describe(value: Any) -> str:
 
 
 def _describe_tensor(tensor: Tensor) -> str:
-    plain = tensor.detach().cpu()
+    if tensor.is_meta:
+        return f"{name_dtype(tensor.dtype)}{list(tensor.shape)} on the meta device"
+    plain = local_part(tensor.detach()).cpu()
     if is_dense(plain):
         data = flat_bytes(plain).numpy().data
     else:

@@ -45,6 +45,12 @@ def whole(tensor: Tensor) -> Tensor:
     return found
 
 
+def local_part(tensor: Any) -> Tensor:
+    """Return the part of a DTensor that is on this rank; any other tensor as it is."""
+    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return part
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Return whether a tensor's elements are those in its memory, one after the other or strided."""
     return not explain_not_dense(tensor)

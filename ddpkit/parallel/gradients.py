@@ -30,7 +30,7 @@ from ..collectives.consistency import (
 from ..collectives.groups import control_device
 from ..collectives.packing import normalise
 from ..collectives.reduce import reduce_tree
-from ..collectives.tensors import explain_not_dense, name_dtype
+from ..collectives.tensors import explain_not_dense, local_part, name_dtype
 from ..errors import MismatchError
 from ..process_group import lifecycle
 from ..process_group.failures import describe_error
@@ -41,7 +41,6 @@ from ..torch_internals import is_fully_sharded, is_sharded, untraced
 from .models import (
     check_module,
     check_tensors,
-    local_part,
     named_tensors,
     sharing_memory,
     unwrap_model,

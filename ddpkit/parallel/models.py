@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,12 +101,6 @@ def check_module(call: str, model: object) -> None:
 def without_dtensors(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """Leave out the tensors that `fully_shard` and tensor parallelism have made."""
     return [(name, tensor) for name, tensor in tensors if not is_dtensor(tensor)]
-
-
-def local_part(tensor: Any) -> Tensor:
-    """Return the part of a DTensor that is on this rank; any other tensor as it is."""
-    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return part
 
 
 def check_tensors(call: str, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from ..collectives.gather import gather_objects
 from ..collectives.groups import peers_of
 from ..collectives.reduce import reduce_tree
 from ..collectives.sharded import explain_sharded
-from ..collectives.tensors import name_dtype
+from ..collectives.tensors import local_part, name_dtype
 from ..errors import ReplicaMismatchError
 from ..process_group import lifecycle
 from ..process_group.peers import Peers, ranks_of, subset_of
@@ -27,7 +28,6 @@ from .models import (
     check_tensors,
     check_writable,
     describe_tensors,
-    local_part,
     named_buffers,
     named_parameters,
     named_tensors,
@@ -93,7 +93,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         mine = {name: _describe(value) for name, value in values.items()} | _modes(model)
     check_fingerprint(fingerprint_of(call), peers)
     _compare(mine, peers)
-    for group, parts in _replicated_parts(values).items():
+    for group, parts in replicated_parts(values).items():
         _compare(parts, peers_of(group))
 
 
@@ -104,7 +104,7 @@ def _compare(mine: Entries, peers: Peers | None) -> None:
         raise ReplicaMismatchError(_explain(everyone))
 
 
-def _replicated_parts(values: dict[str, Any]) -> dict[dist.ProcessGroup, Entries]:
+def replicated_parts(values: Mapping[str, Any]) -> dict[dist.ProcessGroup, Entries]:
     """Describe this rank's parts of DTensors for each group of ranks that should hold the same ones."""
     groups: dict[dist.ProcessGroup, Entries] = {}
     for name, value in values.items():
