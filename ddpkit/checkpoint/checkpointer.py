@@ -27,7 +27,7 @@ from .folder import (
 )
 from .folder_lock import FolderLock, lock_folder, wait_for_writing
 from .loading import load_file, load_first
-from .pieces import new_folder, wait_for_pieces, write_pieces
+from .pieces import PiecesMissingError, new_folder, wait_for_pieces, write_pieces
 from .saving import Collected, collect_content
 from .sharded import Pieces, files_of
 from .snapshot import SnapshotMemory
@@ -378,6 +378,7 @@ class Checkpointer:
             self._writing.keep()
 
     def _give_up_writing(self) -> None:
+        self._writes_pieces = False
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.give_up()
@@ -391,16 +392,28 @@ class Checkpointer:
 
     def _finish_on_all(self) -> None:
         """Wait until no rank writes into the folder; raise its error on all. Collective."""
-        problem = None
         try:
-            try_on_main(self._finish_writing)  # it waits for the others' files
-        except CheckpointError as error:
-            problem = error
+            problem = try_on_main(self._finish_with_others)
+        except CheckpointError:
+            self._give_up_writing()
+            raise
         if self._writes_pieces:
             self._writes_pieces = False
-            try_on_all(self._finish_writing)  # an error there says more than that a file is missing
-        if problem is not None:
-            raise problem
+            try_on_all(self._finish_writing)
+        if problem:
+            raise CheckpointError(problem)
+
+    def _finish_with_others(self) -> str:
+        """Wait until this rank has written, and the others their pieces.
+
+        Returns:
+            What is wrong if those are missing; the ranks that should have written them know more.
+        """
+        try:
+            self._finish_writing()
+        except PiecesMissingError as error:
+            return str(error)
+        return ""
 
     def _finish_before(self, step: int) -> None:
         """Wait for the checkpoint before this step's; raise its error."""
@@ -428,7 +441,7 @@ class Checkpointer:
         try:
             writing.raise_error()
         except CheckpointError as error:
-            if writing.is_awaited:
+            if writing.is_awaited or isinstance(error, PiecesMissingError):
                 raise
             problem = f"Saving step {writing.step} without waiting failed: {error}"
             raise CheckpointError(problem) from error

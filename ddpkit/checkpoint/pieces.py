@@ -32,6 +32,10 @@ _PATIENCE = 300.0  # seconds in which those must have grown
 _PATIENCE_AT_END = 10.0  # the same, when this process is ending: a rank may have been killed
 
 
+class PiecesMissingError(CheckpointError):
+    """Other ranks have not written their pieces."""
+
+
 def new_folder(path: Path) -> Path:
     """Name a folder for the pieces of a checkpoint, as no other is named."""
     return path.with_name(f"{path.stem}.{os.urandom(8).hex()}")
@@ -116,7 +120,7 @@ def wait_for_pieces(
         is_ending: Whether this process is about to end, and should not wait long for ranks that write nothing.
 
     Raises:
-        CheckpointError: If one could not write it, or writes nothing for too long.
+        PiecesMissingError: If one could not write it, or writes nothing for too long.
     """
     sizes: dict[str, int] = {}
     since = time.monotonic()
@@ -128,13 +132,15 @@ def wait_for_pieces(
             return
         failed = [rank for rank in missing if _failed_name_of(rank) in now]
         if failed:
-            raise CheckpointError(f"{_ranks(failed)} could not write into {folder}. Earlier checkpoints are complete.")
+            raise PiecesMissingError(
+                f"{_ranks(failed)} could not write into {folder}. Earlier checkpoints are complete."
+            )
         if now != sizes:
             sizes = now
             since = time.monotonic()
         patience = _PATIENCE_AT_END if is_ending() else _PATIENCE
         if time.monotonic() - since > patience:
-            raise CheckpointError(
+            raise PiecesMissingError(
                 f"{_ranks(missing)} wrote nothing into {folder} for {patience:g} s. Earlier checkpoints are complete."
             )
         time.sleep(_PAUSE)

@@ -30,8 +30,8 @@ from ddpkit.errors import CheckpointError
 
 def test_a_checkpoint_of_another_format_says_so(tmp_path: Path) -> None:
     with open(tmp_path / "step-000000001.pt", "wb") as file:
-        dump({"format": 2}, file)
-    with pytest.raises(CheckpointError, match="its format is 2, this ddpkit reads 1"):
+        dump({"format": 3}, file)
+    with pytest.raises(CheckpointError, match="its format is 3, this ddpkit reads 1 and 2"):
         Checkpointer(tmp_path).load_latest()
 
 

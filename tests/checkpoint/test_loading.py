@@ -20,6 +20,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
+from ddpkit.checkpoint.saving import Collected
 from ddpkit.errors import CheckpointError
 from ddpkit.launch import ranks
 from ddpkit.seeding.generator_states import get_rng_state
@@ -66,7 +67,7 @@ def write_alone(folder: str, pipe: int) -> None:
         for step in range(1, 10**9):
             content = {"format": 1, "step": step, "score": None, "kinds": {}, "shapes": {}, "rng": [get_rng_state()]}
             path = Path(folder, f"step-{step:09d}.pt")
-            checkpoints._begin_writing(path, None, content | {"state": {}}, True)
+            checkpoints._begin_writing(path, None, Collected(content | {"state": {}}, {}, {}, []), True)
             checkpoints._keep_written()
             checkpoints._finish_writing()
             os.write(pipe, b"." if step == 1 else b"")
