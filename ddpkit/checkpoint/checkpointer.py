@@ -40,9 +40,11 @@ class Checkpointer:
     """Saves and restores a run in one folder that every rank can read.
 
     A checkpoint is one file that plain `torch.load` reads, too:
-    `torch.load(path)["state"]["model"]`. It becomes visible when it is complete and on the disk;
-    then the text file `latest` lists it, the last written first. While a `Checkpointer` that has
-    saved exists, no other job can save into its folder, nor one of this job that keeps others.
+    `torch.load(path)["state"]["model"]`. Of sharded tensors (`fully_shard`, HSDP, tensor
+    parallelism) the file has the shapes, and each rank writes its own pieces beside it. A checkpoint
+    becomes visible when it is complete and on the disk; then the text file `latest` lists it, the
+    last written first. While a `Checkpointer` that has saved exists, no other job can save into its
+    folder, nor one of this job that keeps others.
 
     Args:
         folder: Where the checkpoints live; made by the first `save()`.
@@ -112,8 +114,9 @@ class Checkpointer:
         """Write a checkpoint; delete all but the last `keep` and the best `keep_best`. Collective.
 
         Only rank 0's state is written, so it must be that of every rank, to the last bit; each rank
-        computes a digest of its own to make sure. Not compared are buffers of a model in DDP that
-        sends rank 0's to all before the next forward, and optimizers with
+        computes a digest of its own to make sure. Of a DTensor each rank writes its own piece; pieces
+        that several ranks hold are compared among these, and written once. Not compared are buffers
+        of a model in DDP that sends rank 0's to all before the next forward, and optimizers with
         `consolidate_state_dict()`, which is called.
 
         Args:
@@ -124,10 +127,11 @@ class Checkpointer:
                 values as in `state`, which may be others on each rank. All are written, and loading
                 takes as many ranks.
             wait: Whether to wait until the checkpoint is complete. If not, rank 0 copies the states
-                into memory of its own, which it keeps for the next time, and a thread writes them;
-                they may be changed at once. The next call that saves, loads or waits begins when
-                the checkpoint is complete, and raises what went wrong. The process does not end
-                before it either, unless it is killed. The same on every rank.
+                (every rank its own pieces) into memory of its own, which it keeps for the next
+                time, and a thread writes them; they may be changed at once. The next call that
+                saves, loads or waits begins when the checkpoint is complete, and raises what went
+                wrong. The process does not end before it either, unless it is killed. The same on
+                every rank.
             **state: What to save: anything with `state_dict()` (modules, wrapped, compiled or not;
                 optimizers, schedulers, loaders), or plain data (numbers, strings, tensors, and
                 dicts, lists and tuples of them). Each rank's random number generators are added:
@@ -138,11 +142,11 @@ class Checkpointer:
             The file's path. Without waiting, the file is not there yet.
 
         Raises:
-            CheckpointError: On every rank, if the ranks' states differ, if a tensor is sharded
-                (`fully_shard`, FSDP, tensor parallelism), if another job writes into the folder, or
-                a `Checkpointer` of this one that has another `keep` or `keep_best`, if rank 0
-                cannot write, or if loading a value would need code from the file. The checkpoints
-                written before stay as they are. If only `latest` cannot be written, the message
+            CheckpointError: On every rank, if the ranks' states differ, if a tensor is sharded in
+                another way than DTensors are (torch's first FSDP), or in `per_rank`, if another job
+                writes into the folder, or a `Checkpointer` of this one that has another `keep` or
+                `keep_best`, if a rank cannot write, or if loading a value would need code from the
+                file. The checkpoints written before stay as they are. If only `latest` cannot be written, the message
                 says that the checkpoint itself is complete. If it is the error of a save before,
                 which was not waited for, the message says so, and nothing was saved.
             MismatchError: If the ranks pass other steps, scores, names or `wait`; if another rank
@@ -237,12 +241,14 @@ class Checkpointer:
         Args:
             path: A file that `save()` wrote.
             **objects: What to restore, by the names given to `save()`: anything with `state_dict()`
-                and `load_state_dict()`. A module may be wrapped or compiled differently now. The
-                state of each is copied to the CPU meanwhile, to undo a load that fails.
+                and `load_state_dict()`. A module may be wrapped, compiled or sharded differently now.
+                The state of each is copied meanwhile, to undo a load that fails: sharded tensors on
+                their device, others to the CPU.
 
         Returns:
             `step`, `score` if there is one, and whatever else was saved and not restored into an
-            object, tensors on the CPU.
+            object, tensors on the CPU; but sharded tensors are read only if there are no `objects`,
+            else they are on the meta device.
 
         Raises:
             TypeError: If an object has no `load_state_dict()`.
