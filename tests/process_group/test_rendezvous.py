@@ -42,14 +42,24 @@ def join_or_end_early(folder: str) -> None:
     claimed = Path(folder, "claimed")
 
     def end(generation: Generation, readers: int = 0) -> None:
-        claimed.symlink_to(f"/proc/{os.getpid()}/exe")
+        claimed.symlink_to(f"/proc/{os.getpid()}/stat")
         os.kill(os.getpid(), signal.SIGKILL)
 
     if os.environ["ROLE"] == "ends":
         Generation.raise_if_failed = end  # which a rank calls when it has claimed its number
-    while os.environ["ROLE"] == "follows" and (not claimed.is_symlink() or claimed.exists()):
+    while os.environ["ROLE"] == "follows" and not has_ended(claimed):
         time.sleep(0.01)
     join_and_stay()
+
+
+def has_ended(stat: Path) -> bool:
+    """Whether the process with this file in /proc has ended; a killed one takes a while, and then is a zombie."""
+    if not stat.is_symlink():  # it has not begun
+        return False
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def all_name(ended: list[Ended], text: str) -> None:
