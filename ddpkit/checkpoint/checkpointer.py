@@ -146,9 +146,10 @@ class Checkpointer:
                 another way than DTensors are (torch's first FSDP), or in `per_rank`, if another job
                 writes into the folder, or a `Checkpointer` of this one that has another `keep` or
                 `keep_best`, if a rank cannot write, or if loading a value would need code from the
-                file. The checkpoints written before stay as they are. If only `latest` cannot be written, the message
-                says that the checkpoint itself is complete. If it is the error of a save before,
-                which was not waited for, the message says so, and nothing was saved.
+                file. The checkpoints written before stay as they are. If only `latest` cannot be
+                written, the message says that the checkpoint itself is complete. If it is the error
+                of a save before, which was not waited for, the message says so, and nothing was
+                saved.
             MismatchError: If the ranks pass other steps, scores, names or `wait`; if another rank
                 passes a bad argument.
             ValueError, TypeError: If an argument cannot be used.
@@ -391,6 +392,8 @@ class Checkpointer:
 
     def _finish_before_on_all(self, step: int) -> None:
         """Do what `_finish_before()` does, where each rank has written. Collective."""
+        if is_main_process():
+            self._warn_of_running(step)
         try:
             self._finish_on_all()
         except CheckpointError as error:
@@ -423,6 +426,13 @@ class Checkpointer:
 
     def _finish_before(self, step: int) -> None:
         """Wait for the checkpoint before this step's; raise its error."""
+        self._warn_of_running(step)
+        try:
+            self._finish_writing()
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} Step {step} was not saved, either.") from error
+
+    def _warn_of_running(self, step: int) -> None:
         writing = self._writing
         if writing is not None and writing.is_running():
             _log.warning(
@@ -431,10 +441,6 @@ class Checkpointer:
                 step,
                 writing.step,
             )
-        try:
-            self._finish_writing()
-        except CheckpointError as error:
-            raise CheckpointError(f"{error} Step {step} was not saved, either.") from error
 
     def _finish_writing(self) -> None:
         """Wait until this process writes nothing into the folder; raise this object's error."""

@@ -99,9 +99,11 @@ def write_pieces(
     path = folder / _name_of(rank)
     try:
         write_durably(path, write, confirm)
-    except OSError as error:
+    except BaseException as error:
         with suppress(OSError):
-            (folder / _failed_name_of(rank)).touch()
+            (folder / _failed_name_of(rank)).touch()  # rank 0 waits for one of the two
+        if not isinstance(error, OSError):
+            raise
         raise CheckpointError(f"Cannot write {path}: {error}. Earlier checkpoints are complete.") from error
 
 
@@ -173,7 +175,7 @@ class SavedPieces:
     def __init__(self, folder: Path, layouts: Mapping[str, Layout], stand_ins: Mapping[str, Tensor]) -> None:
         self._folder = folder
         self._stand_ins = stand_ins  # which live as long as their numbers are used
-        self._layouts = {id(tensor): layouts[name] for name, tensor in stand_ins.items()}
+        self._layouts = {id(tensor): layouts[name] for name, tensor in stand_ins.items() if name in layouts}
 
     def holds(self, saved: Any) -> bool:
         """Return whether a value of the states stands for a tensor in the files."""
