@@ -109,17 +109,25 @@ def boxes_of(tensor: Any) -> list[Box]:
     """Return the part of a tensor that this rank holds, as boxes of the whole; at most one.
 
     Raises:
-        CheckpointError: If it is no such box.
+        CheckpointError: If it is no such box, or the ranks hold terms of a sum.
     """
     if not is_dtensor(tensor):
         return [([0] * tensor.dim(), list(tensor.shape))]
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointError(
+            f"The ranks hold terms of a sum, a DTensor of {_placements(tensor)}, not parts of a tensor: "
+            "pass tensor.redistribute(placements=...) or tensor.full_tensor()."
+        )
     if tensor.device_mesh.get_coordinate() is None or local_part(tensor).numel() == 0:
         return []
     boxes = [(list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
     if [sizes for _, sizes in boxes] != [list(local_part(tensor).shape)]:
-        placements = ", ".join(map(str, tensor.placements))
-        raise CheckpointError(f"This rank's part of a DTensor of {placements} is not one piece of it.")
+        raise CheckpointError(f"This rank's part of a DTensor of {_placements(tensor)} is not one piece of it.")
     return boxes
+
+
+def _placements(tensor: Any) -> str:
+    return ", ".join(map(str, tensor.placements))
 
 
 def lay_out(by_rank: list[dict[str, dict[str, Any]]]) -> dict[str, Layout]:
