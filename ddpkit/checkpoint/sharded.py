@@ -108,6 +108,8 @@ def describe(tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def boxes_of(tensor: Any) -> list[Box]:
     """Return the part of a tensor that this rank holds, as boxes of the whole; at most one.
 
+    (A DTensor is asked as `torch.distributed.checkpoint` asks it, in the same way from torch 2.6 to 2.15.)
+
     Raises:
         CheckpointError: If it is no such box, or the ranks hold terms of a sum.
     """

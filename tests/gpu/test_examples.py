@@ -45,6 +45,27 @@ def test_the_digits_are_trained_on_all_devices(device: str, tmp_path: Path) -> N
     run_digits(several(), device, tmp_path)
 
 
+def run_gpt(nprocs: int, device: str, folder: Path) -> None:
+    """Begin in parts, and go on with the whole model on each rank."""
+    flags = ["--layers", "1", "--width", "32", "--generate", "10", "--log-every", "5", "--folder", str(folder)]
+    program = [*start_with(nprocs), str(EXAMPLES / "gpt.py"), *flags]
+    first = run([*program, "--parallel", "fsdp", "--bf16", "--stop-after", "10"])
+    assert "step 10: loss" in first
+    assert f"device: {device}" in first
+    resumed = run([*program, "--resume", "--stop-after", "20"])
+    assert "training from step 10 to " in resumed
+    assert "step 20: loss" in resumed
+
+
+def test_the_gpt_is_trained_in_parts_and_resumed_whole(device: str, tmp_path: Path) -> None:
+    run_gpt(1, device, tmp_path)
+
+
+@pytest.mark.gpus(2)
+def test_the_gpt_is_trained_in_parts_on_all_devices(device: str, tmp_path: Path) -> None:
+    run_gpt(several(), device, tmp_path)
+
+
 def run_snakes(nprocs: int, device: str, folder: Path) -> None:
     flags = "--boards 8 --hidden 16 --batch_size 32 --updates 1 --episode_length 20 --total_episodes 24"
     flags += f" --eval_games 4 --log_interval 12 --save_interval 24 --eval_interval 24 --runs_folder {folder}"
