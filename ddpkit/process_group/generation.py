@@ -18,6 +18,7 @@ from .failures import Failure, first_failure, record_failure
 from .member import Member, claim_key
 from .members import Members
 from .monitor_messages import encode
+from .monitor_tree import monitor_key
 from .sockets import connect
 from .store_values import add, refuse_text
 
@@ -156,7 +157,7 @@ class Generation:
             return list(self.store.list_keys())
         names = ["claims", "left"]
         for rank in range(self.members().world_size):
-            names += [claim_key(rank), _claimant_key(rank), f"group//cpu//0/{rank}"]
+            names += [claim_key(rank), _claimant_key(rank), monitor_key(rank), f"group//cpu//0/{rank}"]
         names.append("members")
         return names
 

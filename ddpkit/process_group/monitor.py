@@ -1,9 +1,9 @@
 """Notice at once when a rank dies or fails, also while the others compute or sit in a collective.
 
-Every rank holds one plain TCP connection to rank 0, silent while all is well. A rank that fails says so on it; for one
-that dies the kernel does (keep-alive finds a cut link in about 9 s). Rank 0 passes the news on. A rank that hears it
-raises in its main thread; if that cannot be, the failure is printed and the process ends. There is no heartbeat: a
-thread cannot send one while a C call holds the interpreter lock.
+Plain TCP connections, silent while all is well, make a tree of the ranks. A rank that fails says so on its own; for one
+that dies the kernel does (keep-alive finds a cut link in about 9 s). Every rank passes on what it hears, to all but the
+one that said it. A rank that hears of a failure raises in its main thread; if that cannot be, the failure is printed
+and the process ends. There is no heartbeat: a thread cannot send one while a C call holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from ..errors import (
 )
 from .failures import Failure, describe_error
 from .main_thread import GRACE, MainThread
-from .monitor_connections import Event, Star
+from .monitor_connections import Connections, Event
 from .monitor_messages import encode
+from .monitor_tree import parent_of
 from .polling import call_with_timeout
 from .session import Session
 from .sockets import cut, send_exit_code
@@ -53,7 +54,7 @@ _LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
 class Monitor(threading.Thread):
     """The thread by which this rank hears of failures.
 
-    Rank 0 relays to all others what it hears of one rank; what each then does:
+    What each rank does that hears of another:
 
     | heard of a rank           | what each rank does                                                |
     |---------------------------|--------------------------------------------------------------------|
@@ -66,74 +67,77 @@ class Monitor(threading.Thread):
     Args:
         session: The job, whose `failures` are kept up to date.
         token: A secret of this start of the job; strangers, who do not know it, are ignored.
-        sock: Rank 0's listening socket; on the other ranks their connection to it.
+        listener: The socket to which this rank's children connect, if it has some.
         before_kill: Called with the failure before the process is ended.
     """
 
     def __init__(
-        self, session: Session, token: str, sock: socket.socket, before_kill: Callable[[DdpkitError], None]
+        self, session: Session, token: str, listener: socket.socket | None, before_kill: Callable[[DdpkitError], None]
     ) -> None:
         super().__init__(name="ddpkit monitor", daemon=True)
         self._session = session
         self._failures = session.failures
         self._before_kill = before_kill
-        self._star = Star(session.rank, len(session.hosts), token, sock, _warn)
-        self._main_thread = MainThread(session, self._star.wake)
+        self._connections = Connections(session.rank, len(session.hosts), token, listener, _warn)
+        self._main_thread = MainThread(session, self._connections.wake)
         self._closing = False
         self._keeps = False  # whether the connections outlive the thread
         self._exit_reasons: dict[int, Failure | None] = {}  # of processes that are exiting, as far as they know
         self._failure_sent = False  # whether this rank has told the others of a failure
         self._logged = False  # whether it has logged one
-        _stars().add(self._star)
+        _all_connections().add(self._connections)
         self.start()
 
-    def wait(self, timeout: timedelta) -> None:
-        """Wait on rank 0 until all ranks are connected: from then on, every end of a connection means something."""
-        if self._session.rank != 0:
-            return
+    def wait_for_children(self, timeout: timedelta) -> None:
+        """Wait until the ranks below this one are connected; from then on, each end of a connection means something."""
 
         def is_full() -> bool | None:
-            return self._star.full.is_set() or None
+            return self._connections.full.is_set() or None
 
         def late() -> bool:
-            raise LaunchError(f"Ranks {self._star.absent()} did not connect to the watch of rank 0 within {timeout}.")
+            absent, rank = self._connections.absent(), self._session.rank
+            raise LaunchError(f"Ranks {absent} did not connect to the watch of rank {rank} within {timeout}.")
 
         self._session.until(is_full, timeout, late)
+
+    def connect(self, sock: socket.socket) -> None:
+        """Take this socket for the connection to the rank above this one."""
+        self._connections.connect(sock)
 
     def tell(self, failure: Failure) -> None:
         """Tell the other ranks that this one has failed."""
         self._failures.known = failure
         self._failures.settled = True
         self._tell_others(failure)
-        self._star.settle(_LAST_WORDS)
+        self._connections.settle(_LAST_WORDS)
 
     def depart(self, reason: Failure | None) -> None:
         """Leave while an exception is being handled, which may be this rank's failure.
 
         The others hear at once that it leaves, and from `close_at_exit()` whether it has failed.
         """
-        self._star.post(_line(left=self._session.rank, reason=reason))
+        self._connections.post(_line(left=self._session.rank, reason=reason))
         self._main_thread.close()
 
     def close_at_exit(self, reason: Failure | None) -> None:
         """Leave as the process ends, by this failure if there is one; call `hand_over()` last of all."""
-        self._star.post(_line(exiting=self._session.rank, reason=reason))
+        self._connections.post(_line(exiting=self._session.rank, reason=reason))
         self._keeps = True
         self._end_thread()
 
     def hand_over(self) -> None:
         """Let the end of the process say its exit code: it has failed unless that is 0."""
         if self._keeps and not self.is_alive():
-            send_exit_code(self._star.give_away())
+            send_exit_code(self._connections.give_away())
 
     def close(self) -> None:
         """Leave in good order: after this, no end of a connection is a failure. First set `failures.settled`."""
-        self._star.post(_line(left=self._session.rank, failure=self._failures.known))
+        self._connections.post(_line(left=self._session.rank, failure=self._failures.known))
         self._end_thread()
 
     def _end_thread(self) -> None:
         self._closing = True  # only now: the thread then parts from all connections
-        self._star.wake()
+        self._connections.wake()
         self.join(_LAST_WORDS)
         self._main_thread.close()
 
@@ -144,18 +148,18 @@ class Monitor(threading.Thread):
                 self._listen()
             if self._keeps:
                 return
-            for event in self._star.part(1.0):
+            for event in self._connections.part(1.0):
                 self._hear(event)
         except BaseException as error:
             if not self._closing:
                 self._break_down(error)
-        self._star.close()
+        self._connections.close()
 
     def _listen(self) -> None:
         """Hear what comes until the next look at this rank itself."""
-        for event in self._star.poll(self._pause()):
+        for event in self._connections.poll(self._pause()):
             self._hear(event)
-        if self._failures.known is not None and self._session.rank == 0:
+        if self._failures.known is not None:
             self._tell_others(self._failures.known)  # the main thread may have found it in the store
         if self._failures.known is None:
             orphan = self._failures.orphan()
@@ -163,7 +167,7 @@ class Monitor(threading.Thread):
                 self._on_failure(Failure.of(self._session.rank, orphan))
         for rank, deadline in list(self._failures.exiting.items()):
             if time.monotonic() > deadline:
-                self._on_departure(rank, self._exit_reasons.get(rank))
+                self._on_departure(rank, self._exit_reasons.get(rank), rank)
         self._look_after_main_thread()
 
     def _pause(self) -> float:
@@ -175,39 +179,43 @@ class Monitor(threading.Thread):
 
     def _hear(self, event: Event) -> None:
         message, sender = event.message, event.rank
+        if sender is None:  # no rank: whoever says that the job is wrong
+            if message is not None and message.failure is not None:
+                self._on_failure(message.failure)
+            return
         if message is None:
-            self._on_closed(sender or 0)
+            self._on_closed(sender)
             return
         if message.exiting is not None:
-            self._on_exiting(message.exiting, message.reason)
-        if message.code is not None and sender is not None:
+            self._on_exiting(message.exiting, message.reason, sender)
+        if message.code is not None:
             self._on_exit_code(sender, message.code)
         if message.left is not None:
-            self._on_departure(message.left, message.reason)
+            self._on_departure(message.left, message.reason, sender)
         if message.failure is not None:
             self._on_failure(message.failure, sender)
 
-    def _on_exiting(self, rank: int, reason: Failure | None) -> None:
+    def _on_exiting(self, rank: int, reason: Failure | None, sender: int) -> None:
         self._exit_reasons[rank] = reason
         self._failures.exiting[rank] = time.monotonic() + _EXITING
-        self._relay(rank, exiting=rank, reason=reason)
+        self._connections.post(_line(exiting=rank, reason=reason), exclude=sender)
 
     def _on_exit_code(self, rank: int, code: int) -> None:
         reason = self._exit_reasons.pop(rank, None) or self._failures.reasons.get(rank)
         if code == 0:
-            self._on_departure(rank, None)
+            self._on_departure(rank, None, rank)
         elif self._failures.known is None:
             words = f"it ended with exit code {code}, without teardown()"
             self._fail_for(reason or self._failure_of(rank, "SystemExit", words))
 
-    def _on_departure(self, rank: int, reason: Failure | None) -> None:
+    def _on_departure(self, rank: int, reason: Failure | None, sender: int) -> None:
         self._failures.exiting.pop(rank, None)
         if rank in self._failures.left:
             return
         if reason is not None:
             self._failures.reasons[rank] = reason
         self._failures.left.append(rank)
-        self._relay(rank, left=rank, reason=reason)
+        self._connections.post(_line(left=rank, reason=reason), exclude=sender)
 
     def _on_closed(self, rank: int) -> None:
         if self._failures.known or self._closing:
@@ -217,15 +225,14 @@ class Monitor(threading.Thread):
             self._fail_for(reason)
             return
         if rank in self._failures.exiting:
-            self._on_departure(rank, None)
+            self._on_departure(rank, None, rank)
         if rank in self._failures.left:
             return
         words = "its connection closed unexpectedly: the process was killed or crashed, or the network was cut"
         self._fail_for(self._failure_of(rank, "lost", words))
 
     def _on_failure(self, failure: Failure, sender: int | None = None) -> None:
-        if self._session.rank == 0 or sender is None:
-            self._tell_others(failure, exclude=sender)  # first of all: the main thread may leave when it hears of it
+        self._tell_others(failure, exclude=sender)  # first of all: the main thread may leave when it hears of it
         if self._failures.known is None:
             self._failures.known = failure
 
@@ -233,22 +240,17 @@ class Monitor(threading.Thread):
         """Take note of the failure of a rank that cannot tell the others any more."""
         self._on_failure(failure)
         self._failures.exiting.pop(failure.rank, None)
-        if self._session.rank == 0:
+        if failure.rank > 0 and parent_of(failure.rank) == self._session.rank:
             self._failures.announce(failure, patience=0.0)  # for those that come later
 
     def _failure_of(self, rank: int, kind: str, words: str) -> Failure:
         return Failure(rank, self._session.hosts[rank], kind, words, "")
 
-    def _relay(self, rank: int, **fields: Any) -> None:
-        """Tell, as rank 0, the others what one of them has said."""
-        if self._session.rank == 0:
-            self._star.post(_line(**fields), exclude=rank)
-
     def _tell_others(self, failure: Failure, exclude: int | None = None) -> None:
         """Tell the other ranks of the first failure, and of no other."""
         if not self._failure_sent:
             self._failure_sent = True
-            self._star.post(encode(failure=failure), exclude)
+            self._connections.post(encode(failure=failure), exclude)
 
     # The main thread
 
@@ -349,13 +351,13 @@ def _warn(text: str) -> None:
 
 
 @functools.cache
-def _stars() -> weakref.WeakSet[Star]:
-    """Return those whose connections a forked child closes, for it would hold them open after this process's death."""
-    stars: weakref.WeakSet[Star] = weakref.WeakSet()
+def _all_connections() -> weakref.WeakSet[Connections]:
+    """Return those that a forked child closes, for it would hold them open after this process's death."""
+    everywhere: weakref.WeakSet[Connections] = weakref.WeakSet()
 
     def close_all() -> None:
-        for star in list(stars):
-            star.close()
+        for connections in list(everywhere):
+            connections.close()
 
     os.register_at_fork(after_in_child=close_all)
-    return stars
+    return everywhere

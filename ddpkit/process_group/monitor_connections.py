@@ -1,4 +1,4 @@
-"""The connections of the monitor: a star around rank 0, open to its ranks and shut to everybody else.
+"""The connections of the monitor: a tree with rank 0 at its top, open to its ranks and shut to everybody else.
 
 Nothing here blocks, so that no peer, slow, stopped or hostile, keeps the others from being heard. A stranger, which is
 a connection that has not shown the token in its first line, has little time and memory, and nothing that it sends is
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from .monitor_messages import Lines, Message, encode, parse, shows_token
+from .monitor_tree import children_of, is_below, parent_of
 from .sockets import keep_alive
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -60,8 +61,8 @@ def _last_events(connection: _Connection) -> list[Event]:
     return events
 
 
-class Star:
-    """This rank's part of the star: on rank 0 all connections, elsewhere the one to rank 0.
+class Connections:
+    """This rank's connections in the tree: to its children, and to its parent.
 
     One thread polls; any thread may post.
 
@@ -69,12 +70,16 @@ class Star:
         rank: This process's rank.
         world_size: Number of ranks in the job.
         token: The secret of this start of the job.
-        sock: Rank 0's listening socket; on the other ranks their connection to it. It is closed with the star.
+        listener: The socket to which the children connect, if this rank has some. It is closed with the connections.
         say: Called with a text for the log.
     """
 
-    def __init__(self, rank: int, world_size: int, token: str, sock: socket.socket, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, rank: int, world_size: int, token: str, listener: socket.socket | None, say: Callable[[str], None]
+    ) -> None:
+        self._rank = rank
         self._world_size = world_size
+        self._children = children_of(rank, world_size)
         self._token = token
         self._say = say
         self._ranks: dict[int, _Connection] = {}
@@ -82,7 +87,7 @@ class Star:
         self._behind: set[_Connection] = set()  # with something unsent
         self._writing: set[_Connection] = set()  # for which the selector waits until there is room
         self._lock = threading.Lock()  # around what is sent
-        self._listener = sock if rank == 0 else None
+        self._listener = listener
         self._accepts = False
         self._accept_again = 0.0
         self._second = 0.0  # when the present second began
@@ -90,24 +95,29 @@ class Star:
         self._complained = False  # that nothing can be accepted
         self._refused: set[int] = set()  # ranks that somebody else has claimed to be
         self._leaving = False
-        self.full = threading.Event()  # set when all ranks hold their connections
+        self.full = threading.Event()  # set when all children are connected
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, _READ)
-        sock.setblocking(False)
-        if rank == 0:
+        if listener is not None:
+            listener.setblocking(False)
             self._accept_or_not(time.monotonic())
-        else:
-            self._adopt(self._open(sock), 0)
-            self._send(self._ranks[0], encode(token=token, rank=rank))
-        if world_size == 1:
+        if not self._children:
             self.full.set()
 
+    def connect(self, sock: socket.socket) -> None:
+        """Take this socket for the connection to the parent."""
+        sock.setblocking(False)
+        parent = parent_of(self._rank)
+        self._adopt(self._open(sock), parent)
+        self._send(self._ranks[parent], encode(token=self._token, rank=self._rank))
+        self.wake()
+
     def absent(self) -> list[int]:
-        """Return the ranks that are not connected to rank 0."""
-        return [rank for rank in range(1, self._world_size) if rank not in self._ranks]
+        """Return the children that are not connected."""
+        return [rank for rank in self._children if rank not in self._ranks]
 
     def post(self, line: bytes, exclude: int | None = None) -> None:
         """Send a line to all ranks that are connected here: at once what the kernel takes, the rest later."""
@@ -162,7 +172,7 @@ class Star:
             yield from self.poll(deadline - time.monotonic())
 
     def give_away(self) -> list[int]:
-        """Close this star, but for the connections to the ranks; return their descriptors."""
+        """Close all but the connections to the ranks; return the descriptors of these."""
         kept = [connection.socket.detach() for connection in self._ranks.values()]
         self._ranks.clear()
         self.close()
@@ -199,7 +209,7 @@ class Star:
             self._second = now
             self._accepted = 0
         self._accepted += 1
-        if self._accepted > _MAX_ACCEPTED + self._world_size:
+        if self._accepted > _MAX_ACCEPTED + len(self._children):
             return self._stop_listening(self._second + _ACCEPT_PAUSE)
         try:
             sock, _ = self._listener.accept()
@@ -231,7 +241,7 @@ class Star:
         late = time.monotonic() - _TOKEN_SECONDS
         while self._strangers:
             oldest = next(iter(self._strangers))
-            if oldest.since > late and len(self._strangers) <= _MAX_STRANGERS + self._world_size:
+            if oldest.since > late and len(self._strangers) <= _MAX_STRANGERS + len(self._children):
                 break
             self._drop(oldest)
 
@@ -279,11 +289,15 @@ class Star:
         message = parse(line, self._world_size)
         if message is None or message.rank is not None:
             return None
-        of_others = {message.left, message.exiting} - {None, connection.rank}
-        if of_others and connection.rank != 0:  # only rank 0 passes on what others say
+        if not self._comes_from(connection.rank, message):
             return None
         connection.exiting = connection.exiting or message.exiting == connection.rank
         return Event(connection.rank, message)
+
+    def _comes_from(self, sender: int, message: Message) -> bool:
+        """Return whether this is the way of a message about its ranks: from below if they are, else from the parent."""
+        ranks = [rank for rank in (message.left, message.exiting) if rank is not None]
+        return sender < self._rank or all(is_below(rank, sender) for rank in ranks)
 
     def _admit(self, connection: _Connection, line: bytes) -> Event | None:
         """Read a stranger's first line: it is a rank's connection from now on, or closed."""
@@ -313,7 +327,7 @@ class Star:
         self._ranks[rank] = connection
         with contextlib.suppress(OSError):  # it may have gone already; reading will tell
             keep_alive(connection.socket)
-        if len(self._ranks) == self._world_size - 1:
+        if not self.absent():
             self.full.set()
 
     def _drop(self, connection: _Connection) -> None:

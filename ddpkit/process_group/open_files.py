@@ -7,6 +7,7 @@ import resource
 
 from ..errors import LaunchError
 from ..launch.launch import Launch
+from .monitor_tree import children_of
 from .options import Options
 from .tcp_store import store_outlives_ranks
 
@@ -33,8 +34,8 @@ def _connections(launch: Launch, asked: Options) -> int:
     count = 0
     if asked.backend is None or "gloo" in asked.backend:  # which connects each rank to all others
         count += others
-    if launch.rank == 0 and asked.watch:
-        count += others
+    if asked.watch:
+        count += len(children_of(launch.rank, launch.world_size))
     if launch.rank == 0 and asked.origin.store is None and not store_outlives_ranks(launch):
         count += others
     return count

@@ -25,7 +25,7 @@ SETTLE = 0.5  # seconds in which collectives that can still end do
 
 
 def listen(address: str, one_node: bool) -> tuple[socket.socket, tuple[str, int]]:
-    """Open the listener to which the monitors of all other ranks connect; return it and its address.
+    """Open the listener to which the monitors of other ranks connect; return it and its address.
 
     On one node it listens on the loopback interface, which nobody else reaches. On several it listens on the interface
     of `address` alone, and on all of them only if that is a name, so that the interface is not known.
@@ -79,14 +79,15 @@ def is_loopback(address: str | None) -> bool:
         return False
 
 
-def connect_to_monitor(address: str, port: int, timeout: float) -> socket.socket:
-    """Connect to the monitor of rank 0; raise `LaunchError` if it cannot be reached."""
+def connect_to_monitor(rank: int, address: tuple[str, int], timeout: float) -> socket.socket:
+    """Connect to the monitor of a rank; raise `LaunchError` if it cannot be reached."""
+    host, port = address
     try:
-        return connect(address, port, timeout)
+        return connect(host, port, timeout)
     except OSError as error:
         raise LaunchError(
-            f"The watch cannot connect to rank 0 at {address}:{port}: {error}. Open the ports between the nodes, which "
-            "the group needs as well, or do without the watch: setup(watch=False)."
+            f"The watch cannot connect to rank {rank} at {host}:{port}: {error}. Open the ports between the nodes, "
+            "which the group needs as well, or do without the watch: setup(watch=False)."
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -27,6 +28,7 @@ from .job import Job, context_of
 from .member import Member, usable_cores
 from .members import Members
 from .monitor import Monitor
+from .monitor_tree import children_of, monitor_key, parent_of
 from .open_files import check_open_files
 from .options import Options
 from .own_failure import fill_error_file
@@ -34,7 +36,7 @@ from .polling import call_with_timeout
 from .rendezvous import complete_launch, join, raise_if_orphaned
 from .session import Session
 from .sockets import LOOPBACKS, connect_to_monitor, is_loopback, listen, sockets
-from .store_values import without_prefixes
+from .store_values import parse, without_prefixes
 from .tcp_store import PortTaken, find_master, open_store, reachable, store_outlives_ranks
 
 log = logging.getLogger(__name__)
@@ -129,7 +131,7 @@ def assemble(job: Job) -> None:
     session, members, listener = _join(job, opened, orphaned)
     job.hosts_store = is_host and not adopted
     if asked.watch:
-        _start_monitor(job, session, members, listener)
+        _start_monitor(job, session, members, listener, opened)
     backend_asked = _backend_of_group() if adopted else asked.backend
     device, backend = choose_together(session, job.launch, asked.device, backend_asked)
     bind_device(device)
@@ -210,13 +212,39 @@ def _listen_for_monitors(launch: Launch, opened: OpenStore) -> tuple[socket.sock
     return listen(reachable(address, port), one_node or is_loopback(address))
 
 
-def _start_monitor(job: Job, session: Session, members: Members, listener: socket.socket | None) -> None:
+def _start_monitor(
+    job: Job, session: Session, members: Members, listener: socket.socket | None, opened: OpenStore
+) -> None:
+    """Connect this rank to those below it, then to the one above it."""
     if members.monitor_address is None:
         return
+    rank = session.rank
     timeout = job.asked.timeout
-    sock = listener or connect_to_monitor(*members.monitor_address, timeout.total_seconds())
-    job.monitor = Monitor(session, members.token, sock, fill_error_file)
-    job.monitor.wait(timeout)
+    if rank > 0 and children_of(rank, members.world_size):
+        listener, address = _listen_for_monitors(job.launch, opened)
+        session.store.set(monitor_key(rank), json.dumps({"address": address}))
+    job.monitor = Monitor(session, members.token, listener, fill_error_file)
+    job.monitor.wait_for_children(timeout)
+    if rank > 0:
+        parent = parent_of(rank)
+        address = members.monitor_address if parent == 0 else _monitor_address(session, parent, timeout)
+        job.monitor.connect(connect_to_monitor(parent, address, timeout.total_seconds()))
+
+
+def _monitor_address(session: Session, rank: int, timeout: timedelta) -> tuple[str, int]:
+    """Wait until a rank other than rank 0 has said where its monitor listens."""
+    key = monitor_key(rank)
+
+    def is_there() -> bool | None:
+        return session.store.check([key]) or None
+
+    def late() -> bool:
+        raise LaunchError(f"Rank {rank} ({session.hosts[rank]}) did not open its watch within {timeout}.")
+
+    session.until(is_there, timeout, late)
+    found = parse(session.store.get(key), key, {"address": tuple[str, int]})
+    address, port = found["address"]
+    return address, port
 
 
 def set_threads(asked: int | None, sharers: int, cores: int) -> None:

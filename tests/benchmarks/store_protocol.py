@@ -1,7 +1,8 @@
-"""Measure what ranks say to each other in the store, for more ranks than a machine can run: threads play them.
+"""Measure what ranks say to each other beside torch, for more ranks than a machine can run: threads play them.
 
 Each rank is a thread with a connection of its own to the store, spread over a few processes. It claims its rank, waits
-for the members, meets the others, and exchanges a text with them. There is no process group and no monitor.
+for the members, meets the others, and exchanges a text with them. Then it takes its place in the tree of the watch, and
+hears that the last rank has failed. There is no process group.
 
     python tests/benchmarks/store_protocol.py [--ranks 64 250 1000] [--processes 4]
 """
@@ -13,19 +14,26 @@ import itertools
 import multiprocessing
 import os
 import resource
+import socket
 import threading
 import time
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from ddpkit.process_group.failures import Failure
 from ddpkit.process_group.member import Member
+from ddpkit.process_group.monitor_connections import Connections
+from ddpkit.process_group.monitor_messages import encode
+from ddpkit.process_group.monitor_tree import children_of, monitor_key, parent_of
 from ddpkit.process_group.rendezvous import join
 from ddpkit.process_group.session import Session
+from ddpkit.process_group.sockets import listen
 
 _TIMEOUT = timedelta(minutes=5)
-_STEPS = ("connect", "join", "first barrier", "barrier", "exchange")
+_STEPS = ("connect", "join", "first barrier", "barrier", "exchange", "watch", "news of a failure")
 
 
 def _play(rank: int, ranks: int, port: int, start: Any, ends: list[float]) -> None:
@@ -42,8 +50,43 @@ def _play(rank: int, ranks: int, port: int, start: Any, ends: list[float]) -> No
     for step in (lambda: session.meet(session.count("barrier")),) * 2 + (lambda: session.exchange("fine"),):
         step()
         marks.append(time.time())
+    with closing(_watch(session, ranks, members.token)) as connections:
+        session.meet(session.count("watch"))
+        marks.append(time.time())
+        _hear_of_failure(connections, rank, ranks)
+        marks.append(time.time())
+        session.meet(session.count("end"))
     for number, mark in enumerate(marks):
         ends[number] = max(ends[number], mark)
+
+
+def _watch(session: Session, ranks: int, token: str) -> Connections:
+    """Connect this rank to those below it in the tree, and then to the one above it."""
+    rank, store = session.rank, session.store
+    listener = None
+    if children_of(rank, ranks):
+        listener, (_, port) = listen("127.0.0.1", one_node=True)
+        store.set(monitor_key(rank), f"{port}")
+    connections = Connections(rank, ranks, token, listener, print)
+    while not connections.full.is_set():
+        connections.poll(1.0)
+    if rank > 0:
+        port = int(store.get(monitor_key(parent_of(rank))))
+        connections.connect(socket.create_connection(("127.0.0.1", port)))
+    return connections
+
+
+def _hear_of_failure(connections: Connections, rank: int, ranks: int) -> None:
+    """Pass on that the last rank has failed."""
+    line = encode(failure=Failure.of(ranks - 1, ValueError("boom")))
+    if rank == ranks - 1:
+        connections.post(line)
+        return
+    while True:
+        for event in connections.poll(1.0):
+            if event.message is not None and event.message.failure is not None:
+                connections.post(line, exclude=event.rank)
+                return
 
 
 def _run_some(some: range, ranks: int, port: int, start: Any, results: Any) -> None:

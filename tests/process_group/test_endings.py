@@ -130,6 +130,23 @@ def test_a_rank_that_fails_without_distributed_is_known_to_those_who_compute(tmp
         assert ended[f"{name} {faulty}"][0] == code
 
 
+def test_the_ranks_on_both_sides_hear_how_the_one_between_them_ends(tmp_path: Path) -> None:
+    chain = "from ddpkit.process_group import monitor_tree\nmonitor_tree.CHILDREN = 1\n"
+    scripts = {}
+    for name in ("exits", "leaves in except"):
+        port = free_port()
+        for rank in range(3):
+            script = chain + BEGIN + (FAILURES[name][0] if rank == 1 else HEAR)
+            scripts[f"{name} {rank}"] = platform_env(rank, 3, port), script
+    ended = ends(scripts, tmp_path)
+    for name in ("exits", "leaves in except"):
+        _, code, words = FAILURES[name]
+        assert ended[f"{name} 1"][0] == code
+        for rank in (0, 2):
+            assert ended[f"{name} {rank}"][0] == 0
+            assert "1 rank 1 (" in ended[f"{name} {rank}"][1] and f"failed: {words}" in ended[f"{name} {rank}"][1]
+
+
 GOOD = {  # ends that are no failure, and their exit codes
     "falls off the end": ("", 0),
     "exits": ("sys.exit(0)", 0),

@@ -433,7 +433,7 @@ def lose_the_watch() -> None:
     with ddpkit.distributed(timeout=LONG) as context:
         ddpkit.barrier()
         if context.rank == 1:
-            os.close(lifecycle._job.monitor._star._selector.fileno())
+            os.close(lifecycle._job.monitor._connections._selector.fileno())
         time.sleep(HANG)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ddpkit.process_group import monitor_connections
 from ddpkit.process_group.failures import Failure
-from ddpkit.process_group.monitor_connections import Event, Star
+from ddpkit.process_group.monitor_connections import Connections, Event
 from ddpkit.process_group.monitor_messages import Message, encode, parse
 from ddpkit.process_group.sockets import is_loopback, listen
 
@@ -21,21 +21,22 @@ PATIENCE = 60.0  # seconds, which only a hang needs
 
 
 class Hub:
-    """Rank 0's star of three ranks, and how others come to it."""
+    """Rank 0's connections to three ranks, and how others come to it."""
 
     def __init__(self, world_size: int = 3) -> None:
         listener, self.address = listen("127.0.0.1", one_node=True)
         self.said: list[str] = []
-        self.star = Star(0, world_size, TOKEN, listener, self.said.append)
+        self.connections = Connections(0, world_size, TOKEN, listener, self.said.append)
         self.world_size = world_size
 
     def knock(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=PATIENCE)
 
-    def join(self, rank: int) -> Star:
-        spoke = Star(rank, self.world_size, TOKEN, self.knock(), self.said.append)
-        while rank in self.star.absent():
-            assert not self.star.poll(1.0)
+    def join(self, rank: int) -> Connections:
+        spoke = Connections(rank, self.world_size, TOKEN, None, self.said.append)
+        spoke.connect(self.knock())
+        while rank in self.connections.absent():
+            assert not self.connections.poll(1.0)
         return spoke
 
     def hear(self, number: int = 1, seconds: float = PATIENCE) -> list[Event]:
@@ -43,14 +44,14 @@ class Hub:
         events: list[Event] = []
         end = time.monotonic() + seconds
         while len(events) < number and time.monotonic() < end:
-            events += self.star.poll(0.05)
+            events += self.connections.poll(0.05)
         return events
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     hub = Hub()
-    with contextlib.closing(hub.star):
+    with contextlib.closing(hub.connections):
         yield hub
 
 
@@ -67,7 +68,7 @@ def is_closed(wire: socket.socket) -> bool:
 def closes(hub: Hub, wire: socket.socket, seconds: float = PATIENCE) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        hub.star.poll(0.01)
+        hub.connections.poll(0.01)
         if is_closed(wire):
             return True
     return False
@@ -75,10 +76,10 @@ def closes(hub: Hub, wire: socket.socket, seconds: float = PATIENCE) -> bool:
 
 def test_ranks_are_heard_by_their_numbers_and_an_end_is_an_event(hub: Hub) -> None:
     with contextlib.closing(hub.join(1)) as one, contextlib.closing(hub.join(2)) as two:
-        assert hub.star.full.is_set() and hub.star.absent() == []
+        assert hub.connections.full.is_set() and hub.connections.absent() == []
         one.post(encode(left=1))
         assert hub.hear() == [Event(1, Message(left=1))]
-        hub.star.post(encode(left=1), exclude=1)
+        hub.connections.post(encode(left=1), exclude=1)
         assert two.poll(PATIENCE) == [Event(0, Message(left=1))]
         assert one.poll(0.0) == []
     assert set(hub.hear(2)) == {Event(1, None), Event(2, None)}
@@ -103,7 +104,7 @@ def test_whoever_does_not_belong_to_the_job_is_shown_out(hub: Hub, line: bytes) 
     with hub.knock() as wire:
         wire.sendall(line)
         assert closes(hub, wire)
-    assert hub.star.absent() == [1, 2] and not hub.hear(seconds=0.2)
+    assert hub.connections.absent() == [1, 2] and not hub.hear(seconds=0.2)
 
 
 def test_whoever_knows_the_token_may_say_that_the_job_is_wrong(hub: Hub) -> None:
@@ -160,7 +161,7 @@ def test_a_line_is_understood_wherever_it_is_split(hub: Hub) -> None:
     with hub.knock() as wire:
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in line:
-            assert not hub.star.poll(0.0)
+            assert not hub.connections.poll(0.0)
             wire.sendall(bytes([byte]))
         assert hub.hear() == [Event(1, Message(left=1))]
 
@@ -173,7 +174,7 @@ def test_a_stranger_has_little_room(hub: Hub) -> None:
             while sent < 50_000_000:
                 with contextlib.suppress(TimeoutError):
                     sent += wire.send(b"x" * 65536)
-                hub.star.poll(0.0)
+                hub.connections.poll(0.0)
         assert sent < 50_000_000
 
 
@@ -188,12 +189,12 @@ def test_a_flood_of_strangers_keeps_no_rank_out(hub: Hub) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(300):
             stack.enter_context(hub.knock())
-            hub.star.poll(0.0)
+            hub.connections.poll(0.0)
         before = len(list(Path("/proc/self/fd").iterdir()))
         stack.enter_context(contextlib.closing(hub.join(1)))
         stack.enter_context(contextlib.closing(hub.join(2)))
-        hub.star.poll(0.0)
-        assert hub.star.full.is_set()
+        hub.connections.poll(0.0)
+        assert hub.connections.full.is_set()
         assert len(list(Path("/proc/self/fd").iterdir())) < before + 80, "of 300 strangers a few are let wait"
 
 
@@ -201,19 +202,19 @@ def test_a_peer_that_does_not_read_keeps_nobody_waiting(hub: Hub) -> None:
     line = encode(failure=replace(Failure.of(0, ValueError("x" * 10_000)), traceback="\U0001f600" * 50_000))
     with hub.knock() as deaf, contextlib.closing(hub.join(2)) as two:
         deaf.sendall(encode(token=TOKEN, rank=1))
-        while hub.star.absent():
-            hub.star.poll(0.05)
+        while hub.connections.absent():
+            hub.connections.poll(0.05)
         for _ in range(10):
-            hub.star.post(line)
+            hub.connections.post(line)
         heard: list[Event] = []
         while len(heard) < 10:
-            hub.star.poll(0.01)
+            hub.connections.poll(0.01)
             heard += two.poll(0.01)
-        hub.star.settle(0.1)  # returns although the other does not read
+        hub.connections.settle(0.1)  # returns although the other does not read
         received = b""
         deaf.settimeout(0.01)
         while received.count(b"\n") < 10:
-            hub.star.poll(0.0)
+            hub.connections.poll(0.0)
             with contextlib.suppress(TimeoutError):
                 received += deaf.recv(1_000_000)
         assert all(parse(line, 3) for line in received.splitlines()), "in the end it has got everything"
@@ -228,8 +229,8 @@ def test_last_words_arrive_however_long_they_are(hub: Hub) -> None:
         leaving.start()
         heard = hub.hear()
         while heard[-1].message is not None:
-            heard += hub.star.poll(0.01)
-        hub.star.close()
+            heard += hub.connections.poll(0.01)
+        hub.connections.close()
         leaving.join()
         assert len(heard) == 11
         assert heard[-1] == Event(1, None)

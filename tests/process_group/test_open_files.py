@@ -54,16 +54,18 @@ def test_what_a_rank_is_said_to_need_is_enough(world_size: int) -> None:
 @pytest.mark.parametrize(
     ("rank", "asked", "kind", "connections"),
     [
-        (0, Options(), "platform", 3 * 999),
-        (1, Options(), "platform", 999),
+        (0, Options(), "platform", 2 * 999 + 63),
+        (1, Options(), "platform", 999 + 63),
+        (16, Options(), "platform", 999),
         (0, Options(watch=False), "platform", 2 * 999),
-        (0, Options(backend="cpu:gloo,cuda:nccl"), "platform", 3 * 999),
-        (0, Options(backend="nccl"), "platform", 2 * 999),
-        (1, Options(backend="nccl"), "platform", 0),
-        (0, Options(), "spawn", 2 * 999),
+        (0, Options(backend="cpu:gloo,cuda:nccl"), "platform", 2 * 999 + 63),
+        (0, Options(backend="nccl"), "platform", 999 + 63),
+        (1, Options(backend="nccl"), "platform", 63),
+        (16, Options(backend="nccl"), "platform", 0),
+        (0, Options(), "spawn", 999 + 63),
     ],
 )
-def test_rank_zero_needs_the_connections_of_its_store_its_watch_and_its_group(
+def test_a_rank_needs_the_connections_of_its_store_its_watch_and_its_group(
     rank: int, asked: Options, kind: str, connections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = Launch(kind, rank, 1000)
