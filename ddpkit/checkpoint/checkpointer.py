@@ -13,6 +13,7 @@ from ..arguments import as_integer
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..errors import CheckpointError
 from ..launch.ranks import get_rank, is_main_process
+from ..process_group import lifecycle
 from . import arguments
 from .all_or_none import try_on_all, try_on_main
 from .comparison import check_equal
@@ -187,6 +188,8 @@ class Checkpointer:
             self._keep_written()
             if wait:
                 self._finish_on_all()
+            else:
+                lifecycle.finish_before_leaving(self, self.wait)
         except BaseException:
             self._give_up_writing()
             raise
@@ -195,8 +198,8 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the checkpoint is complete that `save(wait=False)` has begun. Collective.
 
-        Call it where the training ends: an error of the last save has no other call to raise it,
-        and is only logged.
+        `distributed()` calls it where its block ends. Without that, call it where the training ends: an
+        error of the last save has no other call to raise it, and is only logged.
 
         Raises:
             CheckpointError: On every rank, if the checkpoint could not be written.
@@ -401,6 +404,7 @@ class Checkpointer:
 
     def _finish_on_all(self) -> None:
         """Wait until no rank writes into the folder; raise its error on all. Collective."""
+        lifecycle.finish_before_leaving(self, None)
         try:
             problem = try_on_main(self._finish_with_others)
         except CheckpointError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -80,6 +80,7 @@ class Job:
         interrupted: Whether it was left while a KeyboardInterrupt was handled.
         finalizer: Runs where a child of multiprocessing ends.
         data_parallel: The ranks among which the samples are shared out, this one among them; None for all.
+        unfinished: By whom it was begun, what all ranks have to wait for before they leave in good order.
     """
 
     launch: Launch
@@ -96,6 +97,7 @@ class Job:
     interrupted: bool = False
     finalizer: Any = None
     data_parallel: Peers | None = None
+    unfinished: dict[object, Callable[[], None]] = field(default_factory=dict)
 
     def is_current(self) -> bool:
         """Return whether the group that it belongs to is the one that exists; one process needs none."""

@@ -8,7 +8,7 @@ import logging
 import multiprocessing.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -313,9 +313,10 @@ def distributed(
 ) -> Iterator[Context]:
     """Call `setup()` and `teardown()` around a block; takes the arguments of `setup()`. Collective.
 
-    When the block raises, the other ranks are told first, torchrun's error file is filled, and nothing waits for the
-    group. When it raises because a peer failed, a `PeerError` that names the peer takes the place of the connection
-    error.
+    When the block ends, so do the checkpoints that `save(wait=False)` has begun, and what went wrong with one is raised
+    on every rank. When the block raises, the other ranks are told first, torchrun's error file is filled, and nothing
+    waits for the group. When it raises because a peer failed, a `PeerError` that names the peer takes the place of the
+    connection error.
 
     Example:
         >>> with distributed() as context:
@@ -336,6 +337,8 @@ def distributed(
     )
     try:
         yield context
+        if outermost:
+            _finish()
     except BaseException as error:
         cause = report(error) if outermost else error  # else the block around it may handle it
         if cause is not error:
@@ -344,6 +347,22 @@ def distributed(
     finally:
         if outermost:
             _leave()
+
+
+def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> None:
+    """Let `distributed()` call a collective function where its block ends well; with None, no more."""
+    if _job is None:
+        return
+    _job.unfinished.pop(owner, None)
+    if finish is not None:
+        _job.unfinished[owner] = finish
+
+
+def _finish() -> None:
+    """Do, in the order in which it was begun, what was to be finished before this job ends. Collective then."""
+    while _job is not None and _job.unfinished:
+        owner = next(iter(_job.unfinished))
+        _job.unfinished.pop(owner)()
 
 
 def get_device() -> torch.device:

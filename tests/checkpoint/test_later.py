@@ -348,6 +348,32 @@ def test_a_rank_that_is_lost_meanwhile_does_not_cost_the_checkpoint(tmp_path: Pa
     assert newest_step(folder) == 2, ended[0].output
 
 
+def leave_with_a_save(folder: str, most: int) -> None:
+    with ddpkit.distributed():
+        checkpoints = Checkpointer(folder)
+        checkpoints.save(1, fill=torch.full((10,), 1))
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+        checkpoints.save(2, fill=torch.full((100_000,), 2), wait=False)
+        del checkpoints
+    print(f"left with {Checkpointer(folder).steps()}")
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_block_ends_with_the_last_save_or_its_error(tmp_path: Path, nprocs: int, fails: bool) -> None:
+    (folder := tmp_path / "folder").mkdir()
+    port = free_port()
+    envs = [platform_env(rank, nprocs, port) for rank in range(nprocs)]
+    for end in run(leave_with_a_save, envs, str(folder), 100_000 if fails else 10_000_000):
+        if fails:
+            assert end.code == 1, end
+            assert "CheckpointError: Saving step 2 without waiting failed: Cannot write" in end.output, end.output
+        else:
+            assert end.code == 0 and "left with [1, 2]" in end.output, end.output
+    assert newest_step(folder) == (1 if fails else 2)
+
+
 def test_a_forked_child_has_nothing_to_wait_for(tmp_path: Path) -> None:
     checkpoints = Checkpointer(tmp_path)
     with slow_disk() as opened:
