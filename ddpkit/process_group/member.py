@@ -30,7 +30,7 @@ def usable_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def as_ranges(numbers: Iterable[int]) -> str:
     """Write ascending numbers as ranges, such as "0-95,192"."""
     ranges: list[list[int]] = []
     for number in numbers:
@@ -42,7 +42,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _cores() -> str:
-    return _ranges(usable_cores())
+    return as_ranges(usable_cores())
 
 
 def _nonce() -> str:

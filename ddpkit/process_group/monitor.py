@@ -30,6 +30,7 @@ from ..errors import (
     MismatchError,
     ReplicaMismatchError,
 )
+from .activity import Activity, MainThreadWatcher, Picture
 from .failures import Failure, describe_error
 from .main_thread import GRACE, MainThread
 from .monitor_connections import Connections, Event
@@ -48,6 +49,7 @@ _ELSEWHERE = 0.05  # where torchrun's SIGTERM may come first
 _TOGETHER = 3.0  # for an error that all ranks find, which a busy one finds later
 _OF_ALL = {kind.__name__ for kind in (BarrierTimeoutError, CheckpointError, MismatchError, ReplicaMismatchError)}
 _EXITING = 4.0  # seconds that a process may take from its exit hooks to its end, before those who wait raise
+_ANSWERS = 1.0  # seconds in which the ranks answer what they are doing
 _LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
 
 
@@ -85,6 +87,8 @@ class Monitor(threading.Thread):
         self._exit_reasons: dict[int, Failure | None] = {}  # of processes that are exiting, as far as they know
         self._failure_sent = False  # whether this rank has told the others of a failure
         self._logged = False  # whether it has logged one
+        self._watcher = MainThreadWatcher(session.rank)
+        self._picture = Picture(len(session.hosts))
         _all_connections().add(self._connections)
         self.start()
 
@@ -168,6 +172,8 @@ class Monitor(threading.Thread):
         for rank, deadline in list(self._failures.exiting.items()):
             if time.monotonic() > deadline:
                 self._on_departure(rank, self._exit_reasons.get(rank), rank)
+        self._watcher.look()
+        self._show_picture()
         self._look_after_main_thread()
 
     def _pause(self) -> float:
@@ -179,7 +185,9 @@ class Monitor(threading.Thread):
 
     def _hear(self, event: Event) -> None:
         message, sender = event.message, event.rank
-        if sender is None:  # no rank: whoever says that the job is wrong
+        if message is not None and message.asks:
+            self._on_question(sender)
+        if sender is None:  # no rank: whoever says that the job is wrong, or asks
             if message is not None and message.failure is not None:
                 self._on_failure(message.failure)
             return
@@ -194,6 +202,8 @@ class Monitor(threading.Thread):
             self._on_departure(message.left, message.reason, sender)
         if message.failure is not None:
             self._on_failure(message.failure, sender)
+        if message.activity is not None and sender > self._session.rank:
+            self._on_activity(message.activity)
 
     def _on_exiting(self, rank: int, reason: Failure | None, sender: int) -> None:
         self._exit_reasons[rank] = reason
@@ -251,6 +261,52 @@ class Monitor(threading.Thread):
         if not self._failure_sent:
             self._failure_sent = True
             self._connections.post(encode(failure=failure), exclude)
+
+    # What the ranks are doing
+
+    def show_ranks(self) -> None:
+        """Let rank 0 log, once, what all ranks are doing, because a wait of this one was too long."""
+        if self._failures.known is not None:
+            return
+        if self._session.rank > 0:
+            self._connections.post_up(_line(asks=True))
+            time.sleep(_ANSWERS / 2)  # in which this rank is still seen in its wait
+            return
+        self._picture.is_wanted = True
+        self._connections.wake()
+        self._picture.was_shown.wait(2 * _ANSWERS)
+
+    def _on_question(self, sender: int | None) -> None:
+        """Pass on the question what the ranks are doing; rank 0 answers one from below by a picture in its log."""
+        rank = self._session.rank
+        if sender is None or sender < rank:
+            self._ask()
+        elif rank > 0:
+            self._connections.post_up(_line(asks=True))
+        else:
+            self._picture.is_wanted = True
+
+    def _ask(self) -> None:
+        """Ask the ranks below this one, and answer for it."""
+        self._on_activity(self._watcher.describe())
+        self._connections.post(_line(asks=True), exclude=parent_of(self._session.rank))
+
+    def _on_activity(self, activity: Activity) -> None:
+        """Pass on what a rank is doing: rank 0 to those who have asked, and into the picture."""
+        if self._session.rank > 0:
+            self._connections.post_up(_line(activity=activity))
+            return
+        self._connections.answer(_line(activity=activity))
+        self._picture.add(activity)
+
+    def _show_picture(self) -> None:
+        if self._picture.is_wanted and not self._picture.has_begun():
+            self._picture.begin(_ANSWERS)
+            self._ask()
+        if self._picture.is_due():
+            lines = ["A wait took too long. What the ranks are doing:", *self._picture.lines()]
+            _log(logging.ERROR, "\n".join(lines))
+            self._picture.was_shown.set()
 
     # The main thread
 

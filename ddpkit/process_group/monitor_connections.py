@@ -46,6 +46,7 @@ class _Connection:
     taken: int = 0  # bytes
     unsent: bytearray = field(default_factory=bytearray)
     open: bool = True
+    asks: bool = False  # whether it has shown the token to ask what the ranks are doing
     exiting: bool = False  # whether its process is about to end, and its exit code to come
 
 
@@ -126,6 +127,20 @@ class Connections:
                 self._send(connection, line)
         if self._behind:
             self.wake()
+
+    def post_up(self, line: bytes) -> None:
+        """Send a line to the parent, if there is one."""
+        for rank in list(self._ranks):
+            if rank < self._rank:
+                self._send(self._ranks[rank], line)
+        if self._behind:
+            self.wake()
+
+    def answer(self, line: bytes) -> None:
+        """Send a line to those who are no ranks, and have asked."""
+        for stranger in list(self._strangers):
+            if stranger.asks:
+                self._send(stranger, line)
 
     def settle(self, seconds: float) -> None:
         """Wait until all that was posted is on its way, at most so long; another thread must be polling."""
@@ -297,6 +312,8 @@ class Connections:
     def _comes_from(self, sender: int, message: Message) -> bool:
         """Return whether this is the way of a message about its ranks: from below if they are, else from the parent."""
         ranks = [rank for rank in (message.left, message.exiting) if rank is not None]
+        if message.activity is not None:
+            ranks.append(message.activity.rank)
         return sender < self._rank or all(is_below(rank, sender) for rank in ranks)
 
     def _admit(self, connection: _Connection, line: bytes) -> Event | None:
@@ -305,6 +322,9 @@ class Connections:
         if message is not None and message.rank is not None:
             self._admit_rank(connection, message.rank)
             return None
+        if message is not None and message.asks:
+            connection.asks = True
+            return Event(None, message)
         self._drop(connection)
         if message is None or message.failure is None:
             return None

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hmac
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .activity import ACTIVITY, Activity
 from .failures import FAILURE, Failure
 from .store_values import fits
 
 LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped
-_RANKS, _FAILURES = {"rank", "left", "exiting"}, {"failure", "reason"}  # names of a message's fields
 
 
 @dataclass(frozen=True)
 class Message:
     """What one line says: who is speaking, who has left, whose process is about to end, or what has failed.
 
-    The last byte of a process that is about to end is its exit code.
+    Or it asks what the ranks are doing, or answers that for one of them. The last byte of a process that is about to
+    end is its exit code.
     """
 
     rank: int | None = None
@@ -27,6 +29,8 @@ class Message:
     failure: Failure | None = None
     reason: Failure | None = None  # the failure that a rank handled when it left, or by which it ends
     code: int | None = None
+    asks: bool = False
+    activity: Activity | None = None
 
 
 class Lines:
@@ -86,18 +90,20 @@ def parse(line: bytes, world_size: int) -> Message | None:
         return None
     if not isinstance(fields, dict):
         return None
-    everyone = range(world_size)
-    known: dict[str, Any] = {name: fields[name] for name in (*_RANKS, *_FAILURES) if name in fields}
-    for name in known.keys() & _RANKS:
-        if not _is_one_of(known[name], everyone):
-            return None
-    for name in known.keys() & _FAILURES:
-        known[name] = _read_failure(known[name], world_size)
+    known = {}
+    for name in _READERS.keys() & fields.keys():
+        known[name] = _READERS[name](fields[name], world_size)
         if known[name] is None:
             return None
     if not known:
         return None
     return Message(**known)
+
+
+def _read_rank(value: object, world_size: int) -> int | None:
+    if type(value) is int and value in range(world_size):  # not a bool, and not 1.0
+        return value
+    return None
 
 
 def _read_failure(fields: Any, world_size: int) -> Failure | None:
@@ -109,5 +115,22 @@ def _read_failure(fields: Any, world_size: int) -> Failure | None:
     return failure
 
 
-def _is_one_of(value: object, ranks: range) -> bool:
-    return type(value) is int and value in ranks  # not a bool, and not 1.0
+def _read_question(value: object, _: int) -> bool | None:
+    return True if value is True else None
+
+
+def _read_activity(fields: Any, world_size: int) -> Activity | None:
+    if not fits(fields, ACTIVITY) or fields["rank"] not in range(world_size):
+        return None
+    return Activity.from_fields(fields)
+
+
+_READERS: dict[str, Callable[[Any, int], Any]] = {  # of each field; they return None for what it cannot be
+    "rank": _read_rank,
+    "left": _read_rank,
+    "exiting": _read_rank,
+    "failure": _read_failure,
+    "reason": _read_failure,
+    "asks": _read_question,
+    "activity": _read_activity,
+}

@@ -31,6 +31,7 @@ _BROKEN = re.compile(  # torch raises plain RuntimeErrors, too
 _BY_PEERS = re.compile("timed? ?out|connection|closed|reset|remote|abort|pipe", re.IGNORECASE)
 # in which all ranks notice that a collective broke: its end closes their connections
 _ALL_NOTICE = timedelta(seconds=3)
+_TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 _REPORT_LENGTH = 100_000  # characters of a message in torchrun's report: a peer's holds its traceback
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = (_PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
@@ -62,6 +63,8 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
     if not _is_of_broken_collective(error):
         return None
     session.failures.explained = error
+    if _TIMED_OUT.search(message_of(error)):
+        session.show_ranks()
     call, place, group = _called(error)
     ranks = _participants(error, call, group)
     if session.rank not in ranks or session.failures.known or session.failures.compared:

@@ -229,6 +229,7 @@ def _start_monitor(
         parent = parent_of(rank)
         address = members.monitor_address if parent == 0 else _monitor_address(session, parent, timeout)
         job.monitor.connect(connect_to_monitor(parent, address, timeout.total_seconds()))
+    session.show_ranks = job.monitor.show_ranks
 
 
 def _monitor_address(session: Session, rank: int, timeout: timedelta) -> tuple[str, int]:

@@ -19,6 +19,10 @@ T = TypeVar("T")
 _CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time in which the monitor learns why a connection broke
 
 
+def _show_nothing() -> None:
+    """Show no picture of what the ranks are doing, for there is no monitor that could ask them."""
+
+
 class Waits:
     """Waits of one rank, by any of its threads, for values that others write into the store.
 
@@ -27,6 +31,9 @@ class Waits:
         rank: This process's.
         hosts: The host name of each rank.
         orphaned: Returns what became of the process that must outlive this one, "" while it lives.
+
+    Attributes:
+        show_ranks: Called where a wait has been too long.
     """
 
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], orphaned: Callable[[], str]) -> None:
@@ -34,6 +41,7 @@ class Waits:
         self.rank = rank
         self.hosts = hosts
         self.failures = Failures(store, rank, hosts, orphaned)
+        self.show_ranks: Callable[[], None] = _show_nothing
         self._deadlines: dict[int, float] = {}  # of the wait that each thread is in
 
     @property
@@ -56,6 +64,7 @@ class Waits:
             if failure:  # of a peer that may have come here before it failed
                 continue
             if time.monotonic() > deadline:
+                self.show_ranks()
                 return late()
             pause()
 

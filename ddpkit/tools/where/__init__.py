@@ -1,0 +1,1 @@
+"""The command `ddpkit where`: what each rank of a running job is doing."""

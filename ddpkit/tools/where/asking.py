@@ -1,0 +1,82 @@
+"""Asking a running job what its ranks are doing, over the store where they have met and the watch of rank 0."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+from ...errors import LaunchError
+from ...process_group.activity import Activity
+from ...process_group.generation import Generation
+from ...process_group.members import Members
+from ...process_group.monitor_messages import Lines, encode, parse
+from ...process_group.sockets import connect
+from ...process_group.tcp_store import connect as connect_to_store
+from ...process_group.tcp_store import wait_for_listener
+
+_STORE_SECONDS = 5.0  # in which the store must answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the ranks of a job have answered.
+
+    Attributes:
+        members: The ranks of the job.
+        activities: Of those that have answered.
+    """
+
+    members: Members
+    activities: list[Activity]
+
+
+def ask(address: str, port: int, seconds: float) -> Answer:
+    """Ask all ranks of the job that has met at this address; wait at most so many seconds for answers.
+
+    Raises:
+        LaunchError: If no job runs there, it has no watch, or rank 0's cannot be reached from here.
+    """
+    members = _find_members(address, port)
+    if members.monitor_address is None:
+        raise LaunchError("The job runs without the watch, setup(watch=False), so its ranks cannot be asked.")
+    try:
+        connection = connect(*members.monitor_address, seconds)
+    except OSError as error:
+        host, number = members.monitor_address
+        raise LaunchError(
+            f"The watch of rank 0 at {host}:{number} cannot be reached from here: {error}. Ask on the node of rank 0, "
+            f"{members.nodes[members.runs[0].node]}; if that is here, the process may have ended."
+        ) from None
+    activities: dict[int, Activity] = {}
+    lines = Lines()
+    deadline = time.monotonic() + seconds
+    with connection:
+        connection.sendall(encode(token=members.token, asks=True))
+        while len(activities) < members.world_size:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                data = connection.recv(1 << 16)
+            except OSError:  # late, or cut
+                break
+            if not data:
+                break
+            for line in lines.feed(data):
+                message = parse(line, members.world_size)
+                if message is not None and message.activity is not None:
+                    activities[message.activity.rank] = message.activity
+    return Answer(members, list(activities.values()))
+
+
+def _find_members(address: str, port: int) -> Members:
+    """Read in the store who the ranks of the job are that meets there now."""
+    wait_for_listener(address, port, time.monotonic())
+    store = connect_to_store(address, port, timedelta(seconds=_STORE_SECONDS))
+    generation = Generation.latest(store)
+    if generation is None:
+        raise LaunchError(f"No job has joined with ddpkit.setup() at {address}:{port}.")
+    if not generation.is_complete():
+        raise LaunchError(f"The ranks at {address}:{port} are still joining.")
+    if generation.is_over():
+        raise LaunchError(f"The job at {address}:{port} has ended.")
+    return generation.members()

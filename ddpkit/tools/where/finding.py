@@ -1,0 +1,29 @@
+"""Finding the jobs of which ranks run on this machine, by the environments of its processes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from ...errors import LaunchError
+from ...launch.detection import detect_launch
+
+
+def jobs_here(processes: Path = Path("/proc")) -> list[tuple[str, int]]:
+    """Return the address of each job, MASTER_ADDR and MASTER_PORT; Linux shows those of one's own processes."""
+    jobs = set()
+    for folder in processes.glob("[0-9]*"):
+        with suppress(OSError, LaunchError):  # another user's; ended; hints that contradict each other
+            env = _environment(folder)
+            if env.get("MASTER_PORT") is None:
+                continue
+            launch = detect_launch(env)
+            if launch.world_size > 1 and launch.master_addr and launch.master_port:
+                jobs.add((launch.master_addr, launch.master_port))
+    return sorted(jobs)
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    pairs = [entry.partition("=") for entry in os.fsdecode((folder / "environ").read_bytes()).split("\0")]
+    return {name: value for name, sign, value in pairs if sign}

@@ -1,0 +1,208 @@
+"""Asking a running job what its ranks are doing: real ranks that wait, sleep, are stopped or are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import begin, free_port, platform_env, run
+
+import ddpkit
+from ddpkit.errors import LaunchError
+from ddpkit.process_group import monitor_tree
+from ddpkit.process_group.activity import Activity, MainThreadWatcher, fold
+from ddpkit.tools.where.asking import Answer, ask
+from ddpkit.tools.where.finding import jobs_here
+
+PATIENCE = 120.0  # seconds, which only a hang needs
+
+
+def load_image() -> None:
+    time.sleep(1000)
+
+
+def work(chain: bool, watch: bool) -> None:
+    if chain:
+        monitor_tree.CHILDREN = 1
+    with ddpkit.distributed(watch=watch) as context:
+        Path(os.environ["READY"], f"{context.rank}").touch()
+        if context.rank == context.world_size - 1:
+            load_image()
+        dist.all_reduce(torch.ones(1))
+
+
+@contextmanager
+def job(ranks: int, folder: Path, chain: bool = False, watch: bool = True) -> Iterator[tuple[int, list[Any]]]:
+    """Run a job whose last rank does not come; yield its port and processes."""
+    port = free_port()
+    envs = [platform_env(rank, ranks, port, READY=f"{folder}") for rank in range(ranks)]
+    crew = [begin(work, env, chain, watch, output=f"{folder}/log{env['RANK']}") for env in envs]
+    try:
+        until(lambda: all((folder / f"{rank}").exists() for rank in range(ranks)))
+        yield port, crew
+    finally:
+        for process in crew:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def ask_until_there(port: int, ranks: int) -> Answer:
+    """Ask until the first ranks are in their collective."""
+    answers: list[Answer] = []
+
+    def are_there() -> bool:
+        answers.append(ask("127.0.0.1", port, PATIENCE))
+        return [each.call for each in answers[-1].activities].count("all_reduce") == ranks - 1
+
+    until(are_there)
+    return answers[-1]
+
+
+@pytest.mark.parametrize(("ranks", "chain"), [(2, False), (3, True)])
+def test_each_rank_says_where_it_is(tmp_path: Path, ranks: int, chain: bool) -> None:
+    with job(ranks, tmp_path, chain) as (port, crew):
+        answer = ask_until_there(port, ranks)
+        assert {each.rank: each.pid for each in answer.activities} == {
+            rank: process.pid for rank, process in enumerate(crew)
+        }
+        last = next(each for each in answer.activities if each.rank == ranks - 1)
+        assert (last.call, last.place.partition(":")[0]) == ("load_image", "test_where.py")
+        time.sleep(2.5)
+        lines = fold(ask("127.0.0.1", port, PATIENCE).activities, ranks)
+        waiting = "rank 0 (" if ranks == 2 else "ranks 0-1: all_reduce at test_where.py:"
+        assert lines[0].startswith(waiting) and ", for " in lines[0], lines
+        assert any("load_image" in line and ", for " in line for line in lines if line.startswith(f"rank {ranks - 1}"))
+
+        tool = [sys.executable, "-m", "ddpkit", "where", "--timeout", "60", "--job", f"127.0.0.1:{port}"]
+        shown = subprocess.run(tool, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert shown.returncode == 0 and shown.stdout.startswith(f"{ranks} ranks on 1 node, at "), shown
+        found = json.loads(subprocess.run([*tool, "--json"], capture_output=True, check=True).stdout)
+        assert found["world_size"] == len(found["ranks"]) == ranks
+        assert all(process.is_alive() for process in crew)
+
+
+def test_a_stopped_rank_is_one_that_does_not_answer_and_the_job_goes_on(tmp_path: Path) -> None:
+    with job(3, tmp_path) as (port, crew):
+        os.kill(crew[2].pid, signal.SIGSTOP)
+        tool = [sys.executable, "-m", "ddpkit", "where", "--job", f"127.0.0.1:{port}"]
+        shown = subprocess.run(tool, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert shown.returncode == 1 and "rank 2: no answer" in shown.stdout, shown
+        os.kill(crew[2].pid, signal.SIGCONT)
+        assert len(ask("127.0.0.1", port, PATIENCE).activities) == 3
+
+
+def test_where_there_is_no_job_to_ask_the_reason_is_said(tmp_path: Path) -> None:
+    port = free_port()
+    with pytest.raises(LaunchError, match="Nobody answers"):
+        ask("127.0.0.1", port, 1.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(LaunchError, match="No job has joined"):
+        ask("127.0.0.1", store.port, 1.0)
+    with job(2, tmp_path, watch=False) as (port, _), pytest.raises(LaunchError, match="without the watch"):
+        ask("127.0.0.1", port, 1.0)
+
+
+def wait_in_vain(call: str) -> None:
+    short = timedelta(seconds=4)
+    with ddpkit.distributed(timeout=timedelta(seconds=PATIENCE)) as context:
+        group = dist.new_group(timeout=short)
+        if context.rank == 1:
+            load_image()
+        elif call == "barrier":
+            ddpkit.barrier(timeout=short)
+        else:
+            dist.all_reduce(torch.ones(1), group=group)
+
+
+@pytest.mark.parametrize(("ranks", "call"), [(2, "barrier"), (3, "barrier"), (3, "all_reduce")])
+def test_a_wait_that_takes_too_long_shows_once_what_all_ranks_are_doing(ranks: int, call: str) -> None:
+    port = free_port()
+    ended = run(wait_in_vain, [platform_env(rank, ranks, port) for rank in range(ranks)], call)
+    for rank, end in enumerate(ended):
+        assert end.code == 1
+        assert end.output.count("A wait took too long") == int(rank == 0), end.output
+    shown = ended[0].output
+    assert "load_image at test_where.py:" in shown, shown
+    if call == "barrier":  # ranks that have raised torch's own time-out are out of it
+        assert "barrier at test_where.py:" in shown and "BarrierTimeoutError" in shown, shown
+
+
+def test_equal_stacks_are_shown_once_and_the_silent_are_named() -> None:
+    def at(rank: int, call: str, seconds: float) -> Activity:
+        return Activity(
+            rank, "node", 100 + rank, call, "train.py:8", seconds, ("train.py:8 main", f"{call}.py:1 {call}")
+        )
+
+    activities = [at(rank, "all_reduce", 10.0 + rank) for rank in (3, 0, 1, 6)] + [at(2, "sleep", 0.3)]
+    assert fold(activities, 8) == [
+        "ranks 0-1,3,6: all_reduce at train.py:8, for 10 s",
+        "    train.py:8 main",
+        "    all_reduce.py:1 all_reduce",
+        "rank 2 (node, pid 102): sleep at train.py:8",
+        "    train.py:8 main",
+        "    sleep.py:1 sleep",
+        "ranks 4-5,7: no answer; the process is stopped, or in a C call that holds the interpreter",
+    ]
+
+
+def looks(number: int, pause: float) -> list[Activity]:
+    """What another thread sees of this one, which goes on meanwhile."""
+    watcher = MainThreadWatcher(0)
+    seen: list[Activity] = []
+
+    def look() -> None:
+        for _ in range(number):
+            time.sleep(pause)
+            seen.append(watcher.describe())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    short_calls_until(thread)
+    thread.join()
+    return seen
+
+
+def short_calls_until(thread: threading.Thread) -> None:
+    """Spend all time in one call on one line, again and again: each of them is another call."""
+    while thread.is_alive():
+        thread.join(0.05)
+
+
+def test_calls_that_follow_each_other_on_one_line_are_not_taken_for_one() -> None:
+    seen = looks(10, 0.2)
+    assert {each.call for each in seen} == {"join"}
+    assert max(each.seconds for each in seen) < 1.0
+
+
+def test_jobs_are_found_by_the_environments_of_their_ranks(tmp_path: Path) -> None:
+    for pid, env in {
+        "1": "RANK=0\0WORLD_SIZE=2\0MASTER_ADDR=10.0.0.1\0MASTER_PORT=29500\0",
+        "2": "RANK=1\0WORLD_SIZE=2\0MASTER_ADDR=10.0.0.1\0MASTER_PORT=29500\0",
+        "3": "RANK=0\0WORLD_SIZE=1\0MASTER_ADDR=10.0.0.2\0MASTER_PORT=29500\0",
+        "4": "RANK=0\0MASTER_PORT=29500\0",
+        "5": "HOME=/\0",
+    }.items():
+        (tmp_path / pid).mkdir()
+        (tmp_path / pid / "environ").write_text(env)
+    (tmp_path / "6").mkdir()
+    assert jobs_here(tmp_path) == [("10.0.0.1", 29500)]
