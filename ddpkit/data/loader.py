@@ -9,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, count, islice
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from ..arguments import as_integer
 from ..errors import DdpkitError
+from ..process_group import lifecycle
 from ..seeding.generator_states import get_rng_state, set_rng_state
 from ..seeding.hashing import hash_seeds
 from ..seeding.seeds import seed_cpu
@@ -341,7 +342,7 @@ class Loader(DataLoader[Any]):
     def _handed_out(self, batches: Iterator[Any], loop: _Loop) -> Iterator[Any]:
         resumable = self.sampler if isinstance(self.sampler, ResumableSampler) else None
         read_here = _with_set_epoch(self.dataset) if self.num_workers == 0 else []
-        while True:
+        for number in count(1):
             if self.persistent_workers and self._loop is not loop:
                 raise DdpkitError(
                     f"This loop over epoch {loop.epoch} cannot go on, since another one over the "
@@ -356,6 +357,7 @@ class Loader(DataLoader[Any]):
                 break
             if resumable is not None and self._is_counted(loop):
                 resumable.advance(self._global_batch)
+            lifecycle.tell(epoch=loop.epoch, batch=number)
             yield batch
         if self._is_counted(loop):
             self.set_epoch(loop.epoch + 1)

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from types import FrameType
 from typing import Any, get_type_hints
 
@@ -23,6 +24,7 @@ _PYTHON = os.path.dirname(os.__file__)
 _LIBRARIES = tuple(path + os.sep for path in (_PACKAGE, os.path.dirname(torch.__file__)))
 _WRAPPERS = {"wrapper", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl"}  # torch's, around what is meant
 _MOST_FRAMES = 60  # of a stack that are told, the innermost
+_MOST_TOLD = 5  # numbers that say how far a script is
 _LONGEST = 300  # characters of a text that is told
 
 
@@ -37,6 +39,7 @@ class Activity:
         call: The function that it is in: of a library that its script has called, or of the script.
         place: The script's line.
         seconds: For how long it has been at one place, as far as looks once a second tell; 0 if it moves.
+        told: How far its script is, as far as that is known: the epoch and batch of the loader that it reads.
         stack: Its calls, the outermost first, as "file:line function".
     """
 
@@ -46,6 +49,7 @@ class Activity:
     call: str
     place: str
     seconds: float
+    told: dict[str, int]
     stack: tuple[str, ...]
 
     @classmethod
@@ -53,7 +57,8 @@ class Activity:
         """Make it of fields that have the form `ACTIVITY`, and shorten their texts."""
         texts = {name: _short(fields[name]) for name in ("host", "call", "place")}
         stack = tuple(map(_short, fields["stack"][-_MOST_FRAMES:]))
-        return cls(**(fields | texts | {"stack": stack}))
+        told = {_short(name): number for name, number in islice(fields["told"].items(), _MOST_TOLD)}
+        return cls(**(fields | texts | {"stack": stack, "told": told}))
 
 
 ACTIVITY = get_type_hints(Activity)  # the form of its JSON
@@ -74,8 +79,8 @@ class MainThreadWatcher:
         if frame is None or not self._was_there(frame):
             self._since = time.monotonic()
 
-    def describe(self) -> Activity:
-        """Say where the main thread is."""
+    def describe(self, told: dict[str, int]) -> Activity:
+        """Say where the main thread is, and what it has told of how far its script is."""
         self.look()
         seconds = time.monotonic() - self._since
         innermost = self._innermost()
@@ -85,7 +90,7 @@ class MainThreadWatcher:
         if innermost is not None and call is not None:
             name, place = _name_call(call)
             stack = _stack(call if call.f_code.co_filename.startswith(_LIBRARIES) else innermost)
-        return Activity(self._rank, socket.gethostname(), os.getpid(), name, place, seconds, stack)
+        return Activity(self._rank, socket.gethostname(), os.getpid(), name, place, seconds, told, stack)
 
     def _innermost(self) -> FrameType | None:
         return None if self._main is None else sys._current_frames().get(self._main)
@@ -217,7 +222,17 @@ def _headline(some: list[Activity]) -> str:
     doing = f"{first.call} at {first.place}" if first.place else "its main thread has ended"
     seconds = min(each.seconds for each in some)
     since = f", for {seconds:.0f} s" if seconds >= 1 else ""
-    return f"{who}: {doing}{since}"
+    return f"{who}: {doing}{since}{_progress(some)}"
+
+
+def _progress(some: list[Activity]) -> str:
+    """Write how far these ranks are, from the one that is behind to the one ahead."""
+    text = ""
+    for name in some[0].told:
+        numbers = [each.told[name] for each in some if name in each.told]
+        least, most = min(numbers), max(numbers)
+        text += f", {name} {least}" if least == most else f", {name} {least} to {most}"
+    return text
 
 
 def _name(ranks: list[int]) -> str:

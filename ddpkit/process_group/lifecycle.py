@@ -349,6 +349,12 @@ def distributed(
             _leave()
 
 
+def tell(**progress: int) -> None:
+    """Say how far the script is, for those who ask what the ranks are doing."""
+    if _job is not None and _job.session is not None:
+        _job.session.told = progress
+
+
 def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> None:
     """Let `distributed()` call a collective function where its block ends well; with None, no more."""
     if _job is None:

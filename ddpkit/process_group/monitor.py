@@ -288,7 +288,7 @@ class Monitor(threading.Thread):
 
     def _ask(self) -> None:
         """Ask the ranks below this one, and answer for it."""
-        self._on_activity(self._watcher.describe())
+        self._on_activity(self._watcher.describe(self._session.told))
         self._connections.post(_line(asks=True), exclude=parent_of(self._session.rank))
 
     def _on_activity(self, activity: Activity) -> None:

@@ -66,6 +66,7 @@ class Session(Waits):
         super().__init__(store, rank, hosts, orphaned)
         self.timeout = timeout
         self.nodes = nodes
+        self.told: dict[str, int] = {}  # how far the script is
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self._pid = os.getpid()
         self._counts: dict[Ranks | None, _Counts] = {}

@@ -38,6 +38,11 @@ def work(chain: bool, watch: bool) -> None:
     if chain:
         monitor_tree.CHILDREN = 1
     with ddpkit.distributed(watch=watch) as context:
+        loader = ddpkit.make_loader(range(20 * context.world_size), batch_size=1)
+        loader.set_epoch(3)
+        batches = iter(loader)
+        for _ in range(5 + context.rank):
+            next(batches)
         Path(os.environ["READY"], f"{context.rank}").touch()
         if context.rank == context.world_size - 1:
             load_image()
@@ -91,6 +96,7 @@ def test_each_rank_says_where_it_is(tmp_path: Path, ranks: int, chain: bool) -> 
         lines = fold(ask("127.0.0.1", port, PATIENCE).activities, ranks)
         waiting = "rank 0 (" if ranks == 2 else "ranks 0-1: all_reduce at test_where.py:"
         assert lines[0].startswith(waiting) and ", for " in lines[0], lines
+        assert lines[0].endswith(", epoch 3, batch 5" if ranks == 2 else ", epoch 3, batch 5 to 6"), lines
         assert any("load_image" in line and ", for " in line for line in lines if line.startswith(f"rank {ranks - 1}"))
 
         tool = [sys.executable, "-m", "ddpkit", "where", "--timeout", "60", "--job", f"127.0.0.1:{port}"]
@@ -149,16 +155,15 @@ def test_a_wait_that_takes_too_long_shows_once_what_all_ranks_are_doing(ranks: i
 
 def test_equal_stacks_are_shown_once_and_the_silent_are_named() -> None:
     def at(rank: int, call: str, seconds: float) -> Activity:
-        return Activity(
-            rank, "node", 100 + rank, call, "train.py:8", seconds, ("train.py:8 main", f"{call}.py:1 {call}")
-        )
+        stack = ("train.py:8 main", f"{call}.py:1 {call}")
+        return Activity(rank, "node", 100 + rank, call, "train.py:8", seconds, {"batch": rank // 2}, stack)
 
     activities = [at(rank, "all_reduce", 10.0 + rank) for rank in (3, 0, 1, 6)] + [at(2, "sleep", 0.3)]
     assert fold(activities, 8) == [
-        "ranks 0-1,3,6: all_reduce at train.py:8, for 10 s",
+        "ranks 0-1,3,6: all_reduce at train.py:8, for 10 s, batch 0 to 3",
         "    train.py:8 main",
         "    all_reduce.py:1 all_reduce",
-        "rank 2 (node, pid 102): sleep at train.py:8",
+        "rank 2 (node, pid 102): sleep at train.py:8, batch 1",
         "    train.py:8 main",
         "    sleep.py:1 sleep",
         "ranks 4-5,7: no answer; the process is stopped, or in a C call that holds the interpreter",
@@ -173,7 +178,7 @@ def looks(number: int, pause: float) -> list[Activity]:
     def look() -> None:
         for _ in range(number):
             time.sleep(pause)
-            seen.append(watcher.describe())
+            seen.append(watcher.describe({}))
 
     thread = threading.Thread(target=look)
     thread.start()
