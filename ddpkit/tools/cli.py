@@ -1,4 +1,4 @@
-"""The command line: `ddpkit doctor` and `ddpkit bench`, also as `python -m ddpkit`."""
+"""The command line: `ddpkit doctor`, `ddpkit check` and `ddpkit bench`, also as `python -m ddpkit`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .. import __version__
 
 _TOOLS = {
     "doctor": "checks this machine or, under a launcher, the whole job; says how to fix it",
+    "check": "runs a training script for a few steps, and finds its silent distributed bugs",
     "bench": "measures collectives, metric reduction, barriers and steps, here or in a job",
 }
 _INTERRUPTED = 130  # exit codes as a shell reports them
@@ -70,7 +71,7 @@ def _parser(words: Sequence[str]) -> _Parser:
     parser = _Parser(prog=prog, description="Tools for jobs on many ranks.")
     parser.add_argument("--version", action="version", version=f"ddpkit {__version__}")
     parser.known = [*_TOOLS, "--version"]
-    tools = parser.add_subparsers(dest="tool", required=True, metavar="doctor|bench")
+    tools = parser.add_subparsers(dest="tool", required=True, metavar="|".join(_TOOLS))
     chosen = next((word for word in words if not word.startswith("-")), None)
     for name, text in _TOOLS.items():
         description = f"{text[0].upper()}{text[1:]}."

@@ -1,0 +1,106 @@
+"""Observe collectives: each rank tells which one it enters, before it does."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from ..places import stack
+from ..recorder import Recorder
+from .modules import Modules
+from .patching import Function, replace
+
+_WITH_TENSORS = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all_single",
+)
+_OTHERS = (
+    "barrier",
+    "monitored_barrier",
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "new_group",
+)
+_SMALL = 8  # elements of a tensor that are told
+
+
+class Collectives:
+    """Observes `torch.distributed` from the moment of `install`."""
+
+    def __init__(self, recorder: Recorder, modules: Modules) -> None:
+        self._recorder = recorder
+        self._modules = modules
+        self._depth = 0
+
+    def install(self) -> None:
+        """Begin."""
+        for name in (*_WITH_TENSORS, *_OTHERS):
+            original = getattr(dist, name, None)
+            if original is None:
+                continue
+            replace(dist, name, self._observed)
+            setattr(distributed_c10d, name, getattr(dist, name))
+
+    def _observed(self, original: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._depth or not self._recorder.is_main:
+                return original(*args, **kwargs)
+            self._depth += 1
+            try:
+                self._tell(original.__name__, args, kwargs)
+                return original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return call
+
+    def _tell(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
+        fields: dict[str, Any] = {"op": name, "group": _name_of(group), "where": stack()[:4]}
+        if tensor is not None and name in _WITH_TENSORS:
+            fields["dtype"] = str(tensor.dtype).removeprefix("torch.")
+            fields["shape"] = list(tensor.shape)
+            if tensor.numel() <= _SMALL and not tensor.is_meta:
+                fields["values"] = tensor.detach().reshape(-1).to("cpu").tolist()
+        reduction = kwargs.get("op") or next((a for a in args if isinstance(a, dist.ReduceOp.RedOpType)), None)
+        if "reduce" in name:
+            fields["reduction"] = str(reduction or "SUM").rpartition(".")[2]
+        fields["samples"] = self._modules.samples
+        fields["library"] = _library()
+        self._recorder.tell("collective", **fields)
+
+
+def _name_of(group: Any) -> str:
+    if group is None or group is getattr(dist.group, "WORLD", None):
+        return "0"
+    return str(getattr(group, "group_name", id(group)))
+
+
+def _library() -> str:
+    """Name the function outside of the script that calls the collective, if the script does not itself."""
+    frame = sys._getframe(3)
+    names = []
+    while frame is not None and len(names) < 12:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(("accelerate", "lightning", "ddpkit.collectives")):
+            names.append(f"{module}.{frame.f_code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return names[-1] if names else ""

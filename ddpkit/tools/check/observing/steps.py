@@ -1,0 +1,222 @@
+"""Observe optimiser steps: gradients, parameters, buffers, states and learning rates of each rank."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..ending import Ending
+from ..places import Stack, stack
+from ..recorder import Recorder
+from .losses import Losses
+from .modules import Modules, Wrapped, inner_of, roots, variables
+from .patching import Function, after, before
+from .random_numbers import Windows
+from .tensors import crc, sample, whole
+
+
+class _Seen:
+    """What is known of one optimiser: its number, its parameters' names, and where it was made."""
+
+    def __init__(self, number: int, made: Stack) -> None:
+        self.number = number
+        self.made = made
+        self.names: list[str] = []
+        self.parameters: list[Tensor] = []
+        self.steps = 0
+
+
+class Steps:
+    """Observes each optimiser from the moment of `install`."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        ending: Ending,
+        modules: Modules,
+        losses: Losses,
+        windows: Windows,
+    ) -> None:
+        self._recorder = recorder
+        self._ending = ending
+        self._modules = modules
+        self._losses = losses
+        self._windows = windows
+        self._made: weakref.WeakKeyDictionary[Optimizer, Stack] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._depth = 0
+        self._loaded: Stack = []
+        self.on_step: list[Function] = []
+
+    def install(self) -> None:
+        """Begin."""
+        after(Optimizer, "__init__", self._note_made)
+        before(Optimizer, "load_state_dict", self._note_loaded)
+        register_optimizer_step_pre_hook(self._begins)
+        register_optimizer_step_post_hook(self._ended)
+
+    def _note_made(self, _: None, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        self._made[optimizer] = stack()
+
+    def _note_loaded(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        self._loaded = stack()
+
+    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:  # an optimiser that is part of another
+            return
+        seen = self._seen.get(optimizer)
+        if seen is None:
+            seen = _Seen(len(self._seen), self._made.get(optimizer, []))
+            self._seen[optimizer] = seen
+        self._ending.before_step(seen.steps)
+        seen.steps += 1
+        self._recorder.step = max(self._recorder.step, seen.steps)
+        has_closure = len(args) > 1 or "closure" in kwargs
+        if not has_closure:
+            self._record(optimizer, seen)
+
+    def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        seen = self._seen[optimizer]
+        if len(args) > 1 or "closure" in kwargs:
+            self._record(optimizer, seen)
+        self._ending.after_step()
+        for look in self.on_step:
+            look()
+        self._modules.begin_step()
+        self._losses.begin_step()
+        self._windows.begin_step()
+
+    @torch.no_grad()
+    def _record(self, optimizer: Optimizer, seen: _Seen) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if list(map(id, parameters)) != list(map(id, seen.parameters)):
+            seen.parameters = parameters
+            self._introduce(seen)
+        whole_ones = [whole(p) for p in parameters]
+        gradients = [_whole_gradient(p) for p in parameters]
+        self._recorder.tell(
+            "step",
+            optimizer=seen.number,
+            number=seen.steps,
+            where=stack(),
+            gradients=[None if g is None else [crc(g), sample(g)] for g in gradients],
+            parameters=[None if p is None else crc(p) for p in whole_ones],
+            causes=self._causes(parameters),
+            state=_state_of(optimizer, seen),
+            rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            others=self._others(seen.steps, parameters),
+            buffers=self._buffers(),
+            calls=self._modules.calls,
+            losses=self._losses.of_this_step(),
+            random=self._windows.close(),
+            loaded=self._loaded,
+            cut=self._ending.was_cut,
+        )
+
+    def _introduce(self, seen: _Seen) -> None:
+        """Tell the names of an optimiser's parameters, and where they come from."""
+        names = _names_of(seen.parameters)
+        described = []
+        for parameter, name in zip(seen.parameters, names, strict=True):
+            wrapped, is_managed = self._modules.wrapper_of(parameter)
+            described.append(
+                {
+                    "name": name,
+                    "shape": list(parameter.shape),
+                    "made": self._modules.made(parameter),
+                    "ddp": wrapped.made if wrapped else None,
+                    "managed": is_managed,
+                    "whole": whole(parameter) is not None,
+                }
+            )
+        seen.names = names
+        self._recorder.tell("optimizer", optimizer=seen.number, made=seen.made, parameters=described)
+
+    def _causes(self, parameters: list[Tensor]) -> list[dict[str, Any]]:
+        """Describe what could keep a DDP from averaging the gradients of this step."""
+        causes = []
+        for wrapped in self._modules.wrapped.values():
+            causes.append({"made": wrapped.made, **_describe(wrapped)})
+        return causes
+
+    def _others(self, number: int, parameters: list[Tensor]) -> dict[str, list[Any]]:
+        """Hash the parameters of networks that this optimiser does not train, at its first step."""
+        if number > 1:
+            return {}
+        trained = set(map(id, parameters))
+        found = {}
+        for name, root in roots():
+            others = [p for p in root.parameters() if id(p) not in trained and whole(p) is not None]
+            if others and not any(id(p) in trained for p in root.parameters()):
+                found[name] = [[crc(p) for p in others], self._modules.made(others[0])]
+        return found
+
+    def _buffers(self) -> dict[str, list[Any]]:
+        """Hash the running statistics of networks, and tell if DDP sends them out."""
+        found = {}
+        for name, root in roots():
+            buffers = {n: b for n, b in root.named_buffers() if b.is_floating_point() and whole(b) is not None}
+            if buffers:
+                sent = self._are_sent(root)
+                found[name] = [{n: crc(b) for n, b in buffers.items()}, sent]
+        return found
+
+    def _are_sent(self, root: nn.Module) -> bool:
+        for wrapped in self._modules.wrapped.values():
+            module = wrapped.ref()
+            if module is not None and any(m is inner_of(module) for m in root.modules()):
+                return bool(module.broadcast_buffers)
+        return False
+
+
+def _describe(wrapped: Wrapped) -> dict[str, Any]:
+    return {
+        "bypassed": wrapped.bypassed,
+        "taken_out": wrapped.taken_out,
+        "unsynced": wrapped.unsynced,
+        "forwards": wrapped.forwards[-8:],
+        "thawed": wrapped.thawed,
+        "cast": wrapped.cast,
+    }
+
+
+def _whole_gradient(parameter: Tensor) -> Tensor | None:
+    gradient = parameter.grad
+    if gradient is None or whole(parameter) is None or gradient.is_sparse:
+        return None
+    return whole(gradient)
+
+
+def _state_of(optimizer: Optimizer, seen: _Seen) -> dict[str, int]:
+    """Hash the state of an optimiser, by parameter and name."""
+    found: dict[str, int] = {}
+    if seen.steps > 3:  # what differs differs by then
+        return found
+    for name, parameter in zip(seen.names, seen.parameters, strict=True):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and (plain := whole(value)) is not None:
+                found[f"{name}: {key}"] = crc(plain)
+    return found
+
+
+def _names_of(parameters: list[Tensor]) -> list[str]:
+    """Name parameters as the script would: by its variables, and by modules."""
+    names: dict[int, str] = {}
+    networks = list(roots())
+    for variable, root in networks:
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            known = name if len(networks) == 1 else f"{variable}.{name}"
+            names.setdefault(id(parameter), known)
+    for variable, value in variables():
+        if isinstance(value, Tensor):
+            names.setdefault(id(value), variable)
+    return [names.get(id(p), f"parameter {number}") for number, p in enumerate(parameters)]

@@ -1,0 +1,112 @@
+"""Tell which line of the script a call comes from."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import lru_cache
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+_DDPKIT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_FOLDERS = (sysconfig.get_path("stdlib"), os.path.dirname(torch.__file__), _DDPKIT)
+_FOREIGN = tuple(os.path.realpath(folder) + os.sep for folder in _FOLDERS)
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_DEEPEST = 8  # lines of a stack that are recorded
+
+
+class Place(NamedTuple):
+    """A line of the script.
+
+    Attributes:
+        file: Its absolute path.
+        line: The number of the line.
+        function: The name of the function that it is in, "<module>" outside of any.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.shown}:{self.line}"
+
+    @property
+    def shown(self) -> str:
+        """Shorten the path where it is below the working directory."""
+        near = os.path.relpath(self.file)
+        return self.file if near.startswith(os.pardir) else near
+
+
+Stack = list[Place]  # the nearest line first
+
+
+@lru_cache(maxsize=None)
+def is_own(file: str) -> bool:
+    """Return whether a file is the script's, not one of Python, an installed package or ddpkit."""
+    if file.startswith("<") or any(part in file for part in _PACKAGES):
+        return False
+    path = os.path.realpath(file)
+    return not path.startswith(_FOREIGN) and not path.startswith(_installed())
+
+
+@lru_cache(maxsize=None)
+def _installed() -> tuple[str, ...]:
+    """List the folders of the module path into which packages were installed."""
+    found = []
+    for folder in filter(os.path.isdir, sys.path):
+        if any(name.endswith(".dist-info") for name in os.listdir(folder)):
+            found.append(os.path.realpath(folder) + os.sep)
+    return tuple(found)
+
+
+def own_frames(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """Yield the frames of the script's own functions, the innermost first."""
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        if is_own(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+def place_of(frame: FrameType) -> Place:
+    """Return the line that a frame is at."""
+    return Place(os.path.abspath(frame.f_code.co_filename), frame.f_lineno, frame.f_code.co_name)
+
+
+def stack() -> Stack:
+    """List the script's lines that led to this call, the nearest first."""
+    places = []
+    for frame in own_frames(sys._getframe(1)):
+        places.append(place_of(frame))
+        if len(places) == _DEEPEST:
+            break
+    return places
+
+
+@lru_cache(maxsize=None)
+def syntax_of(file: str) -> ast.Module:
+    """Parse a file, an empty one if it cannot be read."""
+    try:
+        with open(file, "rb") as source:
+            return ast.parse(source.read())
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def enclosing(file: str, line: int) -> list[ast.AST]:
+    """List the statements that a line is in, the outermost first."""
+    found = []
+    for node in ast.walk(syntax_of(file)):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            found.append(node)
+    return sorted(found, key=_first_line)
+
+
+def _first_line(node: ast.AST) -> int:
+    return int(getattr(node, "lineno", 0))
