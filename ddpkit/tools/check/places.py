@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from functools import lru_cache
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -106,6 +106,30 @@ def enclosing(file: str, line: int) -> list[ast.AST]:
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
             found.append(node)
     return sorted(found, key=_first_line)
+
+
+_DECIDING = frozenset("range arange randperm permutation shuffle sample choice choices randint islice ceil floor".split())
+
+
+def deciding_lines(function: Any) -> list[Place]:
+    """List the lines of a function of the script that loop, slice, or make an order."""
+    code = getattr(function, "__code__", None)
+    if code is None or not is_own(code.co_filename):
+        return []
+    found = []
+    for node in ast.walk(syntax_of(code.co_filename)):
+        if isinstance(node, ast.FunctionDef) and node.lineno <= code.co_firstlineno <= (node.end_lineno or 0):
+            if node.name == code.co_name:
+                found += [child.lineno for child in ast.walk(node) if _decides(child)]
+    file = os.path.abspath(code.co_filename)
+    return [Place(file, line, code.co_name) for line in sorted(set(found))]
+
+
+def _decides(node: ast.AST) -> TypeGuard[ast.expr | ast.For]:
+    if isinstance(node, ast.Call):
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        return name in _DECIDING
+    return isinstance(node, ast.For) or isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
 
 
 def _first_line(node: ast.AST) -> int:

@@ -22,7 +22,7 @@ from .observing.collectives import Collectives
 from .observing.files import Files
 from .observing.losses import Losses
 from .observing.modules import Modules
-from .observing.patching import Function, before, replace
+from .observing.patching import Function, before, replace, report_to
 from .observing.random_numbers import Windows
 from .observing.samples import Samples
 from .observing.scaling import Scaling
@@ -95,19 +95,21 @@ def run_as_main(script: Script) -> None:
 
 def observe(recorder: Recorder, ending: Ending) -> None:
     """Install all observers."""
+    report_to(recorder)
     modules = Modules(recorder)
     losses = Losses(recorder, modules)
     windows = Windows(recorder)
     samples = Samples(recorder, ending, windows)
-    steps = Steps(recorder, ending, modules, losses, windows)
+    collectives = Collectives(recorder, modules)
+    steps = Steps(recorder, ending, modules, losses, windows, collectives)
     losses.on_backward += [samples.begin_backward, ending.begin_backward]
     steps.on_step += [samples.begin_step]
-    others = (Collectives(recorder, modules), Files(recorder), Schedules(recorder), Scaling(recorder))
+    others = (collectives, Files(recorder), Schedules(recorder), Scaling(recorder))
     for observer in (modules, losses, windows, samples, steps, *others):
         observer.install()
     replace(dist, "init_process_group", _joining)
     dist.distributed_c10d.init_process_group = dist.init_process_group
-    before(torch.multiprocessing, "spawn", _refuse_to_spawn(recorder, ending))
+    before(torch.multiprocessing, "spawn", _refuse_to_spawn(recorder, ending))  # which never returns
 
 
 def _joining(original: Function) -> Function:

@@ -25,6 +25,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self.step = 0
+        self._positions: dict[str, int] = {}
 
     @property
     def is_main(self) -> bool:
@@ -42,3 +43,9 @@ class Recorder:
             view = memoryview(line)
             while view:
                 view = view[os.write(self._descriptor, view) :]
+
+    def tell_collective(self, fields: Record) -> None:
+        """Tell that this rank enters a collective, and how many of its group came before."""
+        position = self._positions.get(fields["group"], 0)
+        self._positions[fields["group"]] = position + 1
+        self.tell("collective", position=position, **fields)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import gradients
+from . import gradients, losses, metrics, order, random_numbers, samples, writing
 from .facts import SEVERITIES, Facts, Finding
 
-_SUBJECTS = (gradients,)
+_SUBJECTS = (gradients, losses, samples, random_numbers, metrics, order, writing)
 
 
 def find_all(facts: Facts) -> list[Finding]:

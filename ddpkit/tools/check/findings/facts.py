@@ -119,3 +119,14 @@ def in_function_of(stack: Sequence[Any], other: Sequence[Any]) -> Place | None:
 def all_equal(values: Sequence[Any]) -> bool:
     """Return whether all values are equal."""
     return all(value == values[0] for value in values)
+
+
+def say_ranks(ranks: list[int]) -> str:
+    """Name ranks.
+
+    >>> say_ranks([0, 1, 2])
+    'ranks 0, 1 and 2'
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..places import Place
 from ..recorder import Record
-from .facts import Facts, Finding, all_equal, in_function_of, place, places
+from .facts import Facts, Finding, all_equal, in_function_of, place, places, say_ranks
 
 _ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have
 
@@ -116,7 +116,7 @@ def _unaveraged(
     largest = max(differing.values())
     names = _name_some(list(differing))
     evidence = (
-        f"{names}: at optimizer step {number} the gradients of {_say(facts.ranks)} differ by {largest:.0%}"
+        f"{names}: at optimizer step {number} the gradients of {say_ranks(facts.ranks)} differ by {largest:.0%}"
     )
     also = [line for line in also if line != where]
     return Finding("gradients-not-averaged", "wrong", where, facts.ranks, evidence, why, fix, also)
@@ -126,10 +126,6 @@ def _name_some(names: list[str]) -> str:
     if len(names) == 1:
         return f"`{names[0]}`"
     return f"`{names[0]}` and {len(names) - 1} more"
-
-
-def _say(ranks: list[int]) -> str:
-    return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
 
 
 def _cause(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ..places import stack
 from ..recorder import Recorder
+from .expressions import cuts, divides_by_ranks
 from .modules import Modules
-from .patching import Function, replace
+from .patching import Function, guarded, replace
 
 _WITH_TENSORS = (
     "all_reduce",
@@ -38,6 +40,7 @@ _OTHERS = (
     "scatter_object_list",
     "new_group",
 )
+_MANY = 4096  # sums that are kept for a step
 _SMALL = 8  # elements of a tensor that are told
 
 
@@ -48,6 +51,7 @@ class Collectives:
         self._recorder = recorder
         self._modules = modules
         self._depth = 0
+        self.sums: list[dict[str, Any]] = []
 
     def install(self) -> None:
         """Begin."""
@@ -59,17 +63,35 @@ class Collectives:
             setattr(distributed_c10d, name, getattr(dist, name))
 
     def _observed(self, original: Function) -> Function:
+        tell = guarded(self._tell)
+        reduced = guarded(self._note_reduced)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._depth or not self._recorder.is_main:
                 return original(*args, **kwargs)
             self._depth += 1
             try:
-                self._tell(original.__name__, args, kwargs)
-                return original(*args, **kwargs)
+                tell(original.__name__, args, kwargs)
+                result = original(*args, **kwargs)
+                if original.__name__ == "all_reduce" and result is None:
+                    reduced(args, kwargs)
+                return result
             finally:
                 self._depth -= 1
 
         return call
+
+    def _note_reduced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the size of a sum, which may be that of the gradients."""
+        tensor = args[0] if args else kwargs["tensor"]
+        if tensor.is_floating_point() and _reduction(args, kwargs) == "SUM" and len(self.sums) < _MANY:
+            square = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) ** 2
+            self.sums.append({"numel": tensor.numel(), "square": square, "where": stack()[:4], "divides": divides_by_ranks(4)})
+
+    def take_sums(self) -> list[dict[str, Any]]:
+        """Return the sums since the last call."""
+        sums, self.sums = self.sums, []
+        return sums
 
     def _tell(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
@@ -80,12 +102,20 @@ class Collectives:
             fields["shape"] = list(tensor.shape)
             if tensor.numel() <= _SMALL and not tensor.is_meta:
                 fields["values"] = tensor.detach().reshape(-1).to("cpu").tolist()
-        reduction = kwargs.get("op") or next((a for a in args if isinstance(a, dist.ReduceOp.RedOpType)), None)
         if "reduce" in name:
-            fields["reduction"] = str(reduction or "SUM").rpartition(".")[2]
+            fields["reduction"] = _reduction(args, kwargs)
         fields["samples"] = self._modules.samples
         fields["library"] = _library()
-        self._recorder.tell("collective", **fields)
+        fields["cuts"] = cuts()
+        fields["divides"] = divides_by_ranks()
+        self._recorder.tell_collective(fields)
+
+
+def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    given = kwargs.get("op") or next((a for a in args if isinstance(a, dist.ReduceOp.RedOpType)), None)
+    if given is None:
+        return "SUM"
+    return str(given).rpartition(".")[2]
 
 
 def _name_of(group: Any) -> str:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..places import Stack, stack
+from ..places import Place, Stack, stack
 from ..recorder import Recorder
+from .expressions import divides_by_ranks, dividing_lines
 from .modules import Modules
-from .patching import Function, before, replace
+from .patching import Function, before, guarded, replace
 
 _LOSSES = (
     "cross_entropy",
@@ -36,6 +37,9 @@ class Losses:
         self._backwards = 0
         self._depth = 0
         self.on_backward: list[Function] = []
+        self.places: Stack = []
+        self.divides = False
+        self.divided: list[Place] = []
 
     def install(self) -> None:
         """Begin."""
@@ -51,16 +55,21 @@ class Losses:
 
     def of_this_step(self) -> list[dict[str, Any]]:
         """List the losses that were differentiated in this step."""
-        return [loss for loss in self._found if "weight" in loss]
+        return [loss for loss in self._found if "backward" in loss]
 
     def _begin_backward(self, *args: Any, **kwargs: Any) -> None:
         self._backwards += 1
         for look in self.on_backward:
             look()
         if self._modules.will_synchronise():
-            self._recorder.tell("collective", group="0", op="backward of DDP", where=stack()[:4])
+            self._recorder.tell_collective({"group": "0", "op": "backward of DDP", "where": stack()[:4]})
+        self.places = stack()[:4]
+        self.divides = divides_by_ranks(4)
+        self.divided = dividing_lines()
 
     def _observed(self, original: Function) -> Function:
+        watch = guarded(self._watch)
+
         def call(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._depth += 1
             try:
@@ -69,26 +78,26 @@ class Losses:
                 self._depth -= 1
             is_whole = self._depth == 0 and isinstance(result, Tensor)
             if is_whole and result.requires_grad and len(self._found) < _MANY:
-                self._watch(result, original.__name__, input, target, kwargs)
+                watch(result, original.__name__, input, target, kwargs)
             return result
 
         return call
 
     def _watch(self, result: Tensor, name: str, input: Tensor, target: Tensor, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("reduction", "mean") != "mean" or result.ndim:
-            return
-        loss: dict[str, Any] = {"where": _without_class_of_loss(stack()), "count": _count(name, input, target, kwargs)}
+        reduction = kwargs.get("reduction", "mean")
+        loss: dict[str, Any] = {"where": stack()[:3], "count": _count(name, input, target, kwargs), "total": 0.0}
         self._found.append(loss)
 
         def arrived(gradient: Tensor) -> None:
-            loss["weight"] = loss.get("weight", 0.0) + float(gradient)
+            share = float(gradient.sum())
+            if reduction == "sum":
+                share *= loss["count"]
+            elif reduction == "none":
+                loss["count"] = int(gradient.count_nonzero())
+            loss["total"] += share
             loss["backward"] = self._backwards
 
-        result.register_hook(arrived)
-
-
-def _without_class_of_loss(places: Stack) -> Stack:
-    return places[:3]
+        result.register_hook(guarded(arrived))
 
 
 def _count(name: str, input: Tensor, target: Tensor, kwargs: dict[str, Any]) -> int:

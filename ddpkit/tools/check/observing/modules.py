@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..places import Stack, is_own, own_frames, place_of, stack
 from ..recorder import Recorder
-from .patching import after, before, replace
+from .patching import after, before, guarded, replace
 from .tensors import content, size_of
 
 _MANY_CALLS = 16  # calls of networks that are kept for a step
@@ -67,9 +67,9 @@ class Modules:
 
     def install(self) -> None:
         """Begin."""
-        hooks.register_module_parameter_registration_hook(self._registered)
-        hooks.register_module_forward_pre_hook(self._entered)
-        hooks.register_module_forward_hook(self._left, always_call=True)
+        hooks.register_module_parameter_registration_hook(guarded(self._registered))
+        hooks.register_module_forward_pre_hook(guarded(self._entered))
+        hooks.register_module_forward_hook(guarded(self._left), always_call=True)
         after(DistributedDataParallel, "__init__", self._made)
         before(DistributedDataParallel, "no_sync", self._no_sync)
         before(DistributedDataParallel, "__setattr__", self._set)
@@ -115,8 +115,8 @@ class Modules:
         if isinstance(parameter, Tensor):
             self._parameters[id(parameter)] = (weakref.ref(parameter), stack())
 
-    def _made(self, _: None, module: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        self.wrapped[id(module)] = Wrapped(module)
+    def _made(self, _: None, made: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        self.wrapped[id(made)] = Wrapped(made)
 
     def _comm_hook(self, _: None, module: Any, state: Any, hook: Any) -> None:
         self.hooked = self.hooked or "localSGD" in getattr(hook, "__name__", "")

@@ -3,40 +3,110 @@
 from __future__ import annotations
 
 import random
+import sys
 import zlib
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..places import Stack, stack
+from ..places import Place, Stack, is_own, own_frames, place_of, stack
 from ..recorder import Recorder
 from .patching import before
 
 _MANY = 8  # windows that are kept for a step
+_LINES = 8  # of drawing that are kept
+GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
+_DRAWING = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial dropout "
+    "feature_dropout uniform_ normal_ bernoulli_ random_ exponential_ native_dropout".split()
+)
 State = dict[str, tuple[int, int]]  # hash and position of each generator
 
 
-def states() -> State:
-    """Hash the states of the global generators."""
+def states(others: tuple[Any, ...] = ()) -> State:
+    """Hash the states of the global generators, and of others."""
     python = random.getstate()[1]
-    _, keys, position, *_ = np.random.get_state()
     generator = torch.get_rng_state().numpy()
     found = {
         "torch": (zlib.crc32(generator.data), _position_of(generator)),
-        "numpy": (zlib.crc32(np.asarray(keys).data, int(position)), int(position)),
-        "random": (hash(python), int(python[-1])),
+        "numpy": _of_numpy(np.random.get_state(legacy=True)),
+        "random": (zlib.crc32(repr(python).encode()), int(python[-1])),
     }
     if torch.cuda.is_initialized():
         device = torch.cuda.get_rng_state()
         found["torch on the GPU"] = (zlib.crc32(device.numpy().data), -1)
+    for number, other in enumerate(others):
+        found[f"{type(other).__name__} {number}"] = (_hash_of(other), -1)
     return found
+
+
+def _of_numpy(state: Any) -> tuple[int, int]:
+    _, keys, position, *_ = state
+    return zlib.crc32(np.asarray(keys).data, int(position)), int(position)
+
+
+def _hash_of(generator: Any) -> int:
+    if isinstance(generator, torch.Generator):
+        return zlib.crc32(generator.get_state().cpu().numpy().data)
+    if isinstance(generator, random.Random):
+        return zlib.crc32(repr(generator.getstate()).encode())
+    if isinstance(generator, np.random.Generator):
+        return zlib.crc32(repr(generator.bit_generator.state).encode())
+    return _of_numpy(generator.get_state(legacy=True))[0]
 
 
 def _position_of(state: np.ndarray[Any, Any]) -> int:
     """Return how many words of a block torch's generator has used."""
     left = int(state[8:12].view(np.int32)[0])
     return 624 - left
+
+
+def generators_in(value: Any, depth: int = 4) -> Iterator[Any]:
+    """Yield the generators in the fields of an object."""
+    if isinstance(value, GENERATORS):
+        yield value
+    elif depth and isinstance(value, list | tuple) and len(value) <= 32:
+        for child in value:
+            yield from generators_in(child, depth - 1)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, type):
+        for child in list(vars(value).values()):
+            yield from generators_in(child, depth - 1)
+
+
+class Draws:
+    """Finds the lines that draw random numbers in a block, by a profile function."""
+
+    def __init__(self) -> None:
+        self.lines: list[Place] = []
+        self._former: Any = None
+
+    def begin(self) -> None:
+        """Look from here on, unless somebody else does."""
+        self._former = sys.getprofile()
+        if self._former is None:
+            sys.setprofile(self._look)
+
+    def end(self) -> None:
+        """Look no more."""
+        if self._former is None:
+            sys.setprofile(None)
+
+    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event != "c_call" or len(self.lines) >= _LINES:
+            return
+        owner = getattr(argument, "__self__", None)
+        if argument.__name__ in _DRAWING or isinstance(owner, GENERATORS):
+            self._note(frame)
+
+    def _note(self, frame: FrameType) -> None:
+        for own in own_frames(frame):
+            place = place_of(own)
+            if place not in self.lines and is_own(place.file):
+                self.lines.append(place)
+            return
 
 
 class Windows:
@@ -46,31 +116,40 @@ class Windows:
         self._recorder = recorder
         self._opened: State = {}
         self._drawn: list[dict[str, Any]] = []
-        self.seeded: dict[str, Stack] = {}
+        self._draws: Draws | None = None
 
     def install(self) -> None:
-        """Note where generators are seeded."""
+        """Note where generators are seeded, and where lists are shuffled."""
         before(torch, "manual_seed", self._note("torch"))
         before(np.random, "seed", self._note("numpy"))
         before(random, "seed", self._note("random"))
+        before(random, "shuffle", self._note("shuffle"))
+        before(np.random, "shuffle", self._note("shuffle"))
+        before(np.random, "permutation", self._note("shuffle"))
 
     def _note(self, kind: str) -> Any:
         def look(*args: Any, **kwargs: Any) -> None:
-            places = stack()
+            places: Stack = stack()
             if places:
-                self.seeded[kind] = places
                 self._recorder.tell("seeded", generator=kind, where=places)
 
         return look
 
     def open(self) -> None:
         """Begin to watch, after a batch was fetched or a step has ended."""
+        if self._draws:
+            self._draws.end()
         self._opened = states()
+        if 1 <= self._recorder.step <= 2:  # the lines are the same ones later
+            self._draws = self._draws or Draws()
+            self._draws.begin()
 
     def pause(self) -> None:
         """Note what was drawn since `open`, before a loader draws for itself."""
         if not self._opened:
             return
+        if self._draws:
+            self._draws.end()
         now = states()
         for kind, (hashed, position) in self._opened.items():
             if now[kind][0] != hashed and len(self._drawn) < _MANY:
@@ -78,10 +157,11 @@ class Windows:
                 self._drawn.append({"generator": kind, "state": hashed, "words": words})
         self._opened = {}
 
-    def close(self) -> list[dict[str, Any]]:
-        """Return what this step has drawn."""
+    def close(self) -> dict[str, Any]:
+        """Return what this step has drawn, and where."""
         self.pause()
-        return self._drawn
+        lines = self._draws.lines if self._draws else []
+        return {"drawn": self._drawn, "lines": lines}
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""

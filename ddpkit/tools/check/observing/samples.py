@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,15 +15,17 @@ from torch.utils.data._utils import fetch
 
 from ....collectives.digest import digest
 from ..ending import Ending
-from ..places import Stack, stack
+from ..places import Place, Stack, deciding_lines, stack
 from ..recorder import Recorder
+from .expressions import is_in_loop, mentions
 from .modules import is_own_object
-from .patching import Function, after, before, replace
-from .random_numbers import Windows, states
+from .patching import Function, after, before, guarded, replace
+from .random_numbers import GENERATORS, Draws, State, Windows, generators_in, states
 from .tensors import content, size_of
 
 _MANY = 2_000_000  # samples of an epoch that are listed
 _BATCHES = 64  # of an epoch that are described one by one
+_UNORDERED = 20_000  # elements of a field that are hashed one by one
 _FETCHES = 3  # of each process whose random numbers are looked at
 
 
@@ -93,17 +96,21 @@ class Samples:
         return known
 
     def _begin(self, original: Function) -> Function:
+        start = guarded(self._start_epoch)
+
         def call(iterator: Any, loader: Any) -> None:
             original(iterator, loader)
-            self._start_epoch(iterator, loader)
+            start(iterator, loader)
 
         return call
 
     def _reset(self, original: Function) -> Function:
+        start = guarded(self._start_epoch)
+
         def call(iterator: Any, loader: Any, first_iter: bool = False) -> None:
             original(iterator, loader, first_iter)
             if not first_iter:
-                self._start_epoch(iterator, loader)
+                start(iterator, loader)
 
         return call
 
@@ -133,10 +140,14 @@ class Samples:
             "made": known.made,
             "where": stack(),
             "sampler": type(sampler).__name__,
+            "lines": self._own_lines(loader, sampler),
+            "iterable": isinstance(loader.dataset, IterableDataset),
             "sampler_made": self._made.get(sampler, []) if _is_weakly_known(sampler) else [],
             "has_epoch": hasattr(sampler, "set_epoch"),
             "epochs_set": self._epochs_set.get(sampler, 0) if _is_weakly_known(sampler) else 0,
             "shuffles": bool(getattr(sampler, "shuffle", False)),
+            "repeats": is_in_loop(),
+            "names_epoch": mentions("set_epoch"),
             "replaces": bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
             "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
@@ -144,12 +155,22 @@ class Samples:
             "base_seed": int(iterator._base_seed) if loader.num_workers else None,
         }
 
+    @staticmethod
+    def _own_lines(loader: Any, sampler: Any) -> list[Place]:
+        """List the lines of the script's own sampler or stream that decide which samples come."""
+        if isinstance(loader.dataset, IterableDataset):
+            sampler = loader.dataset
+        return deciding_lines(getattr(type(sampler), "__iter__", None))
+
     def _next(self, original: Function) -> Function:
+        pause, note = guarded(self._windows.pause), guarded(self._note_batch)
+        open_window = guarded(self._windows.open)
+
         def call(iterator: Any) -> Any:
             known = self._iterators.get(iterator)
             if known is None:
                 return original(iterator)
-            self._windows.pause()
+            pause()
             if known.trains and self._ending.cut_epoch():
                 self._end_epoch(known, was_cut=True)
                 raise StopIteration
@@ -158,8 +179,8 @@ class Samples:
             except StopIteration:
                 self._end_epoch(known, was_cut=False)
                 raise
-            self._note_batch(known, batch)
-            self._windows.open()
+            note(known, batch)
+            open_window()
             return batch
 
         return call
@@ -188,30 +209,38 @@ class Samples:
             )
 
     def _fetch(self, original: Function) -> Function:
+        look = guarded(self._tell_fetch)
+
         def call(fetcher: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._fetches >= _FETCHES:
+            if self._fetches >= _FETCHES or not torch.utils.data.get_worker_info() and not self._recorder.is_main:
                 return original(fetcher, *args, **kwargs)
             self._fetches += 1
-            old = states()
-            result = original(fetcher, *args, **kwargs)
-            new = states()
-            drawn = {kind: old[kind][0] for kind in old if new.get(kind, old[kind])[0] != old[kind][0]}
-            if drawn:
-                self._tell_fetch(fetcher, drawn)
+            others = tuple(generators_in(fetcher.dataset))
+            old = states(others)
+            draws = Draws()
+            draws.begin()
+            try:
+                result = original(fetcher, *args, **kwargs)
+            finally:
+                draws.end()
+            look(fetcher, old, states(others), draws)
             return result
 
         return call
 
-    def _tell_fetch(self, fetcher: Any, drawn: dict[str, int]) -> None:
+    def _tell_fetch(self, fetcher: Any, old: State, new: State, draws: Draws) -> None:
+        drawn = {kind: old[kind][0] for kind in old if new.get(kind, old[kind])[0] != old[kind][0]}
         info = torch.utils.data.get_worker_info()
         key = next((k.key for o, k in list(self._loaders.items()) if o.dataset is fetcher.dataset), "")
-        self._recorder.tell(
-            "fetch",
-            loader=key,
-            worker=info.id if info else None,
-            number=self._fetches,
-            drawn=drawn,
-        )
+        if drawn:
+            self._recorder.tell(
+                "fetch",
+                loader=key,
+                worker=info.id if info else None,
+                number=self._fetches,
+                drawn=drawn,
+                lines=draws.lines,
+            )
 
 
 def _is_weakly_known(value: Any) -> bool:
@@ -239,52 +268,56 @@ class _Planned:
         self._recorder = recorder
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        number: int = len(self._sampler)
+        return number
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._sampler)
-        try:
-            number = len(self._sampler)
-        except (TypeError, NotImplementedError):  # it may be endless
-            yield from batches
-            return
         ahead = []
+        samples = 0
         for batch in batches:
             ahead.append(batch)
-            if len(ahead) >= min(number, _MANY):
+            samples += _length(batch)
+            if samples >= _MANY or self._is_endless(samples):
                 break
-        self._tell(ahead)
+        else:
+            guarded(self._tell)(ahead)
         yield from ahead
         yield from batches
 
+    def _is_endless(self, samples: int) -> bool:
+        """Return whether a sampler has yielded so much more than the dataset has that it may never end."""
+        return samples > 8 * len(self._dataset) + 1024
+
     def _tell(self, ahead: list[Any]) -> None:
         flat = [index for batch in ahead for index in (batch if isinstance(batch, list | tuple) else [batch])]
+        base, mapping = _base_of(self._dataset)
         plan: list[int] | None = None
-        expected: list[int] | None = None
-        base: Any = self._dataset
-        if len(flat) <= _MANY and all(isinstance(i, int | np.integer) for i in flat):
-            base, known, mapping = _base_of(self._dataset)
-            plan = [int(i) if mapping is None else int(mapping[i]) for i in flat]
-            expected = None if mapping is None else sorted(set(map(int, mapping)))
-            total = len(known)
-        else:
-            total = len(flat)
+        if all(isinstance(i, int | np.integer) for i in flat):
+            plan = [int(i) if mapping is None else mapping[i] for i in flat]
+        ordered, unordered = _digest_of(base)
         self._recorder.tell(
             "epoch",
             batches=len(ahead),
+            sizes=[_length(batch) for batch in ahead[-2:]],
             plan=plan,
-            expected=expected,
-            total=total,
-            dataset=_digest_of(base),
+            expected=None if mapping is None else sorted(set(mapping)),
+            total=len(self._dataset),
+            dataset=ordered,
+            contents=unordered,
             **self._described,
         )
 
 
-def _base_of(dataset: Any) -> tuple[Any, Any, list[int] | None]:
+def _length(batch: Any) -> int:
+    return len(batch) if isinstance(batch, list | tuple) else 1
+
+
+def _base_of(dataset: Any) -> tuple[Any, list[int] | None]:
     """Follow subsets to the dataset that holds the samples.
 
     Returns:
-        That dataset; the one that was given; the index there of each sample of it, None if it is the same.
+        That dataset; and the index there of each sample of the given one, None if it is the same.
     """
     mapping: list[int] | None = None
     base = dataset
@@ -292,16 +325,29 @@ def _base_of(dataset: Any) -> tuple[Any, Any, list[int] | None]:
         indices = [int(i) for i in base.indices]
         mapping = indices if mapping is None else [indices[i] for i in mapping]
         base = base.dataset
-    return base, dataset, mapping
+    return base, mapping
 
 
-def _digest_of(dataset: Any, depth: int = 3) -> str:
-    """Describe the samples that a dataset holds, as far as its fields tell."""
-    fields = getattr(dataset, "__dict__", {})
-    known = {}
-    for name, value in fields.items():
+def _digest_of(dataset: Any, depth: int = 3) -> tuple[str, str]:
+    """Describe what a dataset's fields hold: as it is, and without regard to the order of lists."""
+    if not hasattr(dataset, "__dict__"):
+        return digest(dataset), _unordered(dataset)
+    ordered = {}
+    unordered = {}
+    for name, value in vars(dataset).items():
         if depth and (isinstance(value, Dataset) or is_own_object(value)):
-            known[name] = _digest_of(value, depth - 1)
-        else:
-            known[name] = digest(value)
-    return f"{type(dataset).__name__} {digest(known)}"
+            ordered[name], unordered[name] = _digest_of(value, depth - 1)
+        elif not isinstance(value, GENERATORS):
+            ordered[name], unordered[name] = digest(value), _unordered(value)
+    name = type(dataset).__name__
+    return f"{name} {digest(ordered)}", f"{name} {digest(unordered)}"
+
+
+def _unordered(value: Any) -> str:
+    if not isinstance(value, list | tuple | np.ndarray | torch.Tensor) or not _is_long(value):
+        return digest(value)
+    return f"{len(value)} {sum(zlib.crc32(digest(child).encode()) for child in value)}"
+
+
+def _is_long(value: Any) -> bool:
+    return getattr(value, "ndim", 1) > 0 and 2 <= len(value) <= _UNORDERED

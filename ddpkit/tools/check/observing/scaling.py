@@ -11,7 +11,7 @@ from torch.nn import utils
 
 from ..places import stack
 from ..recorder import Recorder
-from .patching import Function, before, replace
+from .patching import Function, before, guarded, replace
 from .tensors import crc, whole
 
 
@@ -29,11 +29,13 @@ class Scaling:
         before(torch.amp.GradScaler, "unscale_", self._unscale)
 
     def _clipping(self, original: Function) -> Function:
+        tell = guarded(self._tell)
+
         def call(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
             if isinstance(parameters, Tensor):
                 parameters = [parameters]
             parameters = list(parameters)  # it may be a generator
-            self._tell("clips", parameters)
+            tell("clips", parameters)
             return original(parameters, *args, **kwargs)
 
         return call

@@ -13,9 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..ending import Ending
 from ..places import Stack, stack
 from ..recorder import Recorder
+from .collectives import Collectives
+from .expressions import divides_by_ranks
 from .losses import Losses
 from .modules import Modules, Wrapped, inner_of, roots, variables
-from .patching import Function, after, before
+from .patching import Function, after, before, guarded
 from .random_numbers import Windows
 from .tensors import crc, sample, whole
 
@@ -41,12 +43,14 @@ class Steps:
         modules: Modules,
         losses: Losses,
         windows: Windows,
+        collectives: Collectives,
     ) -> None:
         self._recorder = recorder
         self._ending = ending
         self._modules = modules
         self._losses = losses
         self._windows = windows
+        self._collectives = collectives
         self._made: weakref.WeakKeyDictionary[Optimizer, Stack] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
         self._depth = 0
@@ -79,7 +83,7 @@ class Steps:
         self._recorder.step = max(self._recorder.step, seen.steps)
         has_closure = len(args) > 1 or "closure" in kwargs
         if not has_closure:
-            self._record(optimizer, seen)
+            guarded(self._record)(optimizer, seen)
 
     def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
@@ -87,7 +91,7 @@ class Steps:
             return
         seen = self._seen[optimizer]
         if len(args) > 1 or "closure" in kwargs:
-            self._record(optimizer, seen)
+            guarded(self._record)(optimizer, seen)
         self._ending.after_step()
         for look in self.on_step:
             look()
@@ -117,10 +121,26 @@ class Steps:
             buffers=self._buffers(),
             calls=self._modules.calls,
             losses=self._losses.of_this_step(),
+            backward=self._losses.places,
+            divided=self._losses.divided,
+            divides=self._losses.divides or divides_by_ranks(4),
+            summed=self._summed(gradients),
+            class_name=type(optimizer).__name__,
             random=self._windows.close(),
             loaded=self._loaded,
             cut=self._ending.was_cut,
         )
+
+    def _summed(self, gradients: list[Tensor | None]) -> dict[str, Any] | None:
+        """Compare the gradients with the sums that were reduced before this step, if these are of as many numbers."""
+        sums = self._collectives.take_sums()
+        present = [g for g in gradients if g is not None]
+        numel = sum(g.numel() for g in present)
+        if not sums or sum(entry["numel"] for entry in sums) != numel:
+            return None
+        square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in present)
+        ratio = (sum(entry["square"] for entry in sums) / square) ** 0.5 if square else 0.0
+        return {"ratio": ratio, "where": sums[0]["where"], "divides": sums[0]["divides"]}
 
     def _introduce(self, seen: _Seen) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""

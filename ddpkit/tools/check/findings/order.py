@@ -1,0 +1,111 @@
+"""Find ranks that part: in their collectives, in their numbers of batches, in what they decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..places import Place
+from ..recorder import Record
+from .facts import Facts, Finding, Parting, all_equal, place, places, say_ranks
+
+
+def find(facts: Facts) -> Iterator[Finding]:
+    """Explain where the ranks part, and find where they will."""
+    uneven = _find_uneven_epochs(facts)
+    if uneven is not None:
+        yield uneven
+    plateau = _find_plateau(facts)
+    if plateau is not None:
+        yield plateau
+    elif facts.parted and uneven is None:
+        yield _explain(facts, facts.parted)
+
+
+def _find_uneven_epochs(facts: Facts) -> Finding | None:
+    """Find a loader from which the ranks train with different numbers of batches."""
+    training = {record["loader"] for records in facts.of("trains").values() for record in records}
+    for (loader, number), records in facts.rows("epoch", "loader", "number"):
+        batches = [record["batches"] for record in records]
+        if loader not in training or None in batches or all_equal(batches) or _is_handled(facts):
+            continue
+        return _uneven(facts, records[0], batches)
+    for (loader, _), records in facts.rows("epoch end", "loader", "number"):
+        batches = [record["batches"] for record in records]
+        is_seen = not any(record["cut"] for record in records)
+        if loader in training and is_seen and not all_equal(batches) and not _is_handled(facts):
+            return _uneven(facts, _epoch_of(facts, loader), batches)
+    return None
+
+
+def _epoch_of(facts: Facts, loader: str) -> Record:
+    return next(r for r in facts.of("epoch")[facts.ranks[0]] if r["loader"] == loader)
+
+
+def _is_handled(facts: Facts) -> bool:
+    """Return whether the script deals with ranks that end earlier: by Join, or by telling each other."""
+    for records in facts.records.values():
+        for record in records:
+            if record["kind"] == "join":
+                return True
+            if record["kind"] == "collective" and record.get("reduction") in ("MIN", "MAX"):
+                return True
+            if record["kind"] == "collective" and record["op"] == "all_gather_object":
+                return True
+    return False
+
+
+def _uneven(facts: Facts, epoch: Record, batches: list[int]) -> Finding:
+    numbers = " and ".join(map(str, batches))
+    evidence = f"{say_ranks(facts.ranks)} have {numbers} batches in an epoch"
+    why = "the ranks that have more wait for ever, or meet the others in their next epoch: a hang to come"
+    fix = "give all ranks as many: `DistributedSampler(dataset)`, or train in `with Join([model]):`"
+    where = _counting(epoch["lines"]) or place(epoch["sampler_made"]) or place(epoch["made"])
+    also = [p for p in places(epoch["lines"], epoch["sampler_made"], epoch["made"], epoch["where"]) if p != where]
+    return Finding("batches-differ", "wrong", where, facts.ranks, evidence, why, fix, also)
+
+
+def _counting(lines: list[Any]) -> Place | None:
+    return place(lines)
+
+
+def _find_plateau(facts: Facts) -> Finding | None:
+    """Find learning rates that follow a number which each rank has measured on its own."""
+    steps = facts.of("plateau")
+    for records in zip(*steps.values(), strict=False):
+        if not all_equal([record["value"] for record in records]):
+            values = " and ".join(f"{record['value']:.4g}" for record in records)
+            evidence = f"{say_ranks(facts.ranks)} tell the schedule {values}"
+            return _about_plateau(facts, records[0], evidence)
+    counts = [len(records) for records in steps.values()]
+    if 0 in counts and any(counts):
+        rank = next(rank for rank, records in steps.items() if records)
+        evidence = f"rank {rank} steps the schedule, and others do not"
+        return _about_plateau(facts, steps[rank][0], evidence)
+    return None
+
+
+def _about_plateau(facts: Facts, record: Record, evidence: str) -> Finding:
+    why = "sooner or later the ranks lower their learning rates at different times, and the replicas drift apart"
+    fix = "average the metric over ranks before: `schedule.step(ddpkit.all_reduce_mean(loss, weight=count))`"
+    where = place(record["where"])
+    return Finding("one-rank-decides", "wrong", where, facts.ranks, evidence, why, fix, places(record["where"])[1:])
+
+
+def _explain(facts: Facts, parting: Parting) -> Finding:
+    one, other = parting.entered
+    rank, theirs = parting.ranks
+    said = [_say(rank, one), _say(theirs, other, parting.ends)]
+    evidence = "; ".join(said)
+    lines = places(one["where"] if one else [], other["where"] if other else [])
+    why = "each waits for the other, or they mix what does not belong together"
+    fix = "let all ranks call the same collectives in the same order: none under `if rank == 0:`"
+    return Finding("collective-order", "wrong", lines[0] if lines else None, sorted(parting.ranks), evidence, why, fix, lines[1:])
+
+
+def _say(rank: int, record: Record | None, ends: str = "") -> str:
+    if record is None:
+        return f"rank {rank} has ended ({ends})"
+    shape = f" of {record['shape']}" if record.get("shape") else ""
+    where = place(record["where"])
+    return f"rank {rank} enters {record['op']}{shape} at {where}"

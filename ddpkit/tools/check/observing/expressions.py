@@ -1,0 +1,146 @@
+"""Evaluate simple expressions of the script's running functions, without calling anything of its own."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from ..places import Place, enclosing, is_own, own_frames, syntax_of
+from .modules import is_own_object
+
+
+@lru_cache(maxsize=None)
+def _nodes_of(file: str, name: str, first_line: int) -> list[ast.AST]:
+    """List the nodes of a function, or those of a file outside of any."""
+    tree = syntax_of(file)
+    if name == "<module>":
+        body = [s for s in tree.body if not isinstance(s, ast.FunctionDef | ast.ClassDef)]
+        return [node for statement in body for node in ast.walk(statement)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            if node.lineno <= first_line + len(node.decorator_list) and first_line <= node.body[0].lineno:
+                return list(ast.walk(node))
+    return []
+
+
+def running(depth: int = 6) -> Iterator[tuple[FrameType, list[ast.AST]]]:
+    """Yield the script's running functions with their nodes, the innermost first."""
+    for number, frame in enumerate(own_frames(sys._getframe(1))):
+        if number == depth:
+            return
+        code = frame.f_code
+        yield frame, _nodes_of(code.co_filename, code.co_name, code.co_firstlineno)
+
+
+def cuts() -> list[int]:
+    """List the numbers at which the running functions cut sequences: the n of `[:n]`."""
+    found = []
+    for frame, nodes in running():
+        for node in nodes:
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) and node.slice.lower is None:
+                value = evaluate(node.slice.upper, frame)
+                if isinstance(value, int):
+                    found.append(value)
+    return found
+
+
+def divides_by_ranks(depth: int = 2) -> bool:
+    """Return whether a running function divides by the number of ranks."""
+    for frame, nodes in running(depth):
+        for node in nodes:
+            divisor = None
+            if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
+                divisor = node.right if isinstance(node, ast.BinOp) else node.value
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("div", "div_") and node.args:
+                divisor = node.args[0]
+            if divisor is not None and is_number_of_ranks(divisor, frame):
+                return True
+    return False
+
+
+def dividing_lines() -> list[Place]:
+    """List the lines of the function that calls backward which divide a loss."""
+    found = []
+    for frame, nodes in running(1):
+        for node in nodes:
+            if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
+                value = node.left if isinstance(node, ast.BinOp) else node.target
+                names = [str(getattr(part, "id", getattr(part, "attr", ""))) for part in ast.walk(value)]
+                if any("loss" in name.lower() for name in names):
+                    found.append(Place(os.path.abspath(frame.f_code.co_filename), node.lineno, frame.f_code.co_name))
+    return found
+
+
+def is_number_of_ranks(node: ast.expr, frame: FrameType) -> bool:
+    """Return whether an expression is the number of ranks, by its name and its value."""
+    for part in ast.walk(node):
+        name = str(getattr(part, "attr", getattr(part, "id", ""))).lower()
+        is_named = any(word in name for word in ("world", "ranks", "num_processes", "nproc", "gpus", "replicas"))
+        if is_named and (isinstance(part, ast.Name | ast.Attribute)):
+            if evaluate(part, frame) in (dist.get_world_size(), None) or "get_world_size" in name:
+                return True
+    return False
+
+
+def evaluate(node: ast.AST | None, frame: FrameType) -> Any:
+    """Return the value of a name, a field of an object or a length; None for anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        owner = evaluate(node.value, frame)
+        if is_own_object(owner) or isinstance(owner, argparse.Namespace):
+            return vars(owner).get(node.attr)
+        if node.attr == "dataset":
+            return getattr(owner, "dataset", None)
+        return None
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "len" and len(node.args) == 1:
+        value = evaluate(node.args[0], frame)
+        try:
+            return None if value is None else len(value)
+        except TypeError:
+            return None
+    return None
+
+
+def is_in_loop() -> bool:
+    """Return whether the running functions will come here again: a loop is around the present line of one."""
+    for number, frame in enumerate(own_frames(sys._getframe(1))):
+        line = frame.f_lineno
+        loops = []
+        for statement in enclosing(frame.f_code.co_filename, line):
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                loops = []
+            elif isinstance(statement, ast.For | ast.While):
+                loops.append(statement)
+        outer = [loop for loop in loops if number or isinstance(loop, ast.While) or loop.lineno != line]
+        if outer:
+            return True
+    return False
+
+
+def mentions(word: str) -> bool:
+    """Return whether a file of the script has a word in it."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and is_own(file) and os.path.isfile(file) and word in _text_of(file):
+            return True
+    return False
+
+
+@lru_cache(maxsize=None)
+def _text_of(file: str) -> str:
+    try:
+        with open(file, errors="replace") as source:
+            return source.read()
+    except OSError:
+        return ""
