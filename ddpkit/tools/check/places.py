@@ -17,6 +17,7 @@ _DDPKIT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _FOLDERS = (sysconfig.get_path("stdlib"), os.path.dirname(torch.__file__), _DDPKIT)
 _FOREIGN = tuple(os.path.realpath(folder) + os.sep for folder in _FOLDERS)
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_RUNNER = os.path.join(os.path.dirname(__file__), "rank.py")  # runs the script; what is beyond it is the command line's
 _DEEPEST = 8  # lines of a stack that are recorded
 
 
@@ -68,7 +69,7 @@ def _installed() -> tuple[str, ...]:
 def own_frames(frame: FrameType | None = None) -> Iterator[FrameType]:
     """Yield the frames of the script's own functions, the innermost first."""
     frame = frame or sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != _RUNNER:
         if is_own(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
@@ -108,7 +109,77 @@ def enclosing(file: str, line: int) -> list[ast.AST]:
     return sorted(found, key=_first_line)
 
 
-_DECIDING = frozenset("range arange randperm permutation shuffle sample choice choices randint islice ceil floor".split())
+def assigning_lines(owner: type, field: str) -> list[Place]:
+    """List the lines of a class of the script that change a field in place or anew, but for its constructor."""
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
+    if file is None or not is_own(file):
+        return []
+    found = []
+    for node in ast.walk(syntax_of(file)):
+        if isinstance(node, ast.ClassDef) and node.name == owner.__name__:
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name != "__init__":
+                    found += [(line, method.name) for line in _lines_that_set(method, field)]
+    return [Place(os.path.abspath(file), line, name) for line, name in found]
+
+
+def _lines_that_set(method: ast.FunctionDef, field: str) -> list[int]:
+    """Find `self.field = x`, `self.field += x` and `self.field.mul_(x)`; assignments come first."""
+    assigned = []
+    changed = []
+    for node in ast.walk(method):
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(t, ast.Attribute | ast.Subscript) and f".{field}" in ast.unparse(t) for t in targets):
+                assigned.append(node.lineno)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith(f"self.{field}.") and _is_in_place(node):
+            changed.append(node.lineno)
+    return assigned + changed
+
+
+def _is_in_place(call: ast.Call) -> bool:
+    name = getattr(call.func, "attr", "")
+    return name.endswith("_") and not name.startswith("_")
+
+
+def changing_lines(names: tuple[str, ...]) -> list[Place]:
+    """List the lines of the script that change parameters in place, by the ends of their names."""
+    found = []
+    ends = tuple("." + ".".join(name.split(".")[-2:]) for name in names if "." in name)
+    for file in own_files():
+        for node in ast.walk(syntax_of(file)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_in_place(node):
+                receiver = ast.unparse(node.func.value).removesuffix(".data")
+                if receiver.endswith(ends):
+                    found.append(Place(os.path.abspath(file), node.lineno, ""))
+    return found
+
+
+def own_files() -> list[str]:
+    """List the script's files that are loaded."""
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    return [file for file in files if isinstance(file, str) and is_own(file) and os.path.isfile(file)]
+
+
+def rank_condition(place: Place) -> Place | None:
+    """Return the `if` around a line, in its function, that asks for the rank."""
+    for statement in reversed(enclosing(place.file, place.line)):
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            return None
+        if isinstance(statement, ast.If) and asks_for_rank(statement.test):
+            return place._replace(line=statement.lineno)
+    return None
+
+
+def asks_for_rank(test: ast.expr) -> bool:
+    """Return whether an expression asks which rank this is."""
+    text = ast.unparse(test).lower()
+    return any(word in text for word in ("rank", "is_main", "master", "is_local_main", "process_index", "is_global_zero"))
+
+
+_DECIDING = frozenset(
+    "range arange randperm permutation shuffle sample choice choices randint islice ceil floor".split()
+)
 
 
 def deciding_lines(function: Any) -> list[Place]:

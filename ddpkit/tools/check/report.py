@@ -29,6 +29,8 @@ def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
         lines += [paint(f"ended early: {outcome.trouble}", "yellow")]
         lines += [f"    {line}" for line in outcome.details]
         lines += [""]
+    if outcome.unobserved:
+        lines += [f"not observed, for an error of the checker: {', '.join(outcome.unobserved)}", ""]
     lines.append(_tally(findings))
     return "\n".join(lines)
 
@@ -75,6 +77,7 @@ def as_json(script: str, outcome: Outcome, findings: list[Finding]) -> str:
         "seconds": round(outcome.seconds, 3),
         "trouble": outcome.trouble,
         "details": outcome.details,
+        "unobserved": outcome.unobserved,
         "findings": [_finding_as_json(finding) for finding in findings],
     }
     return json.dumps(report, indent=2)

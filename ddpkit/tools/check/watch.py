@@ -25,6 +25,7 @@ class Outcome:
         trouble: Why the script could not be checked as far as it should, "" if it could.
         details: The end of the script's output, or the stacks of ranks that hang.
         seconds: How long it took.
+        unobserved: The observers that have failed, with the error of each.
     """
 
     facts: Facts
@@ -32,6 +33,7 @@ class Outcome:
     trouble: str
     details: list[str]
     seconds: float
+    unobserved: dict[str, str]
 
 
 class Watch:
@@ -86,7 +88,8 @@ class Watch:
         facts = Facts({rank.number: rank.records for rank in self._ranks.all}, self._order.parted)
         steps = min(_steps(rank) for rank in self._ranks.all)
         trouble, details = self._describe_trouble(hanging, steps)
-        return Outcome(facts, steps, trouble, details, seconds)
+        failed = {r["name"]: r["error"] for records in facts.of("observer failed").values() for r in records}
+        return Outcome(facts, steps, trouble, details, seconds, failed)
 
     def _describe_trouble(self, hanging: bool, steps: int) -> tuple[str, list[str]]:
         for number, record in self._finished.items():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..places import Place
+from ..places import Place, rank_condition
 from ..recorder import Record
 from .facts import Facts, Finding, all_equal, in_function_of, place, places, say_ranks
 
@@ -189,4 +189,108 @@ def _never_wrapped(
 
 def _find_different(facts: Facts, steps: list[Any], is_explained: bool) -> Iterator[Finding]:
     """Find replicas that differ at the first step, or later although gradients were equal."""
-    return iter(())
+    started = _find_different_start(facts, steps)
+    if started is not None:
+        yield started
+    elif not is_explained:
+        drifted = _find_states(facts, steps) or _find_drift(facts, steps)
+        if drifted is not None:
+            yield drifted
+    buffers = _find_buffers(facts, steps)
+    if buffers is not None:
+        yield buffers
+
+
+def _find_different_start(facts: Facts, steps: list[Any]) -> Finding | None:
+    """Find parameters that differ before the first step, and fixed networks that differ."""
+    for (optimizer, number), records in steps:
+        described = _described(facts, optimizer)
+        if number > 1 or described is None:
+            continue
+        differing = _different(records, described)
+        if differing and not _become_equal(steps, optimizer, number, described):
+            made = next(p["made"] for p in described[0]["parameters"] if p["name"] == differing[0])
+            return _started_different(facts, differing, made, described[0]["made"])
+        for name, (hashes, made) in records[0]["others"].items():
+            others = [record["others"].get(name, [None])[0] for record in records]
+            if hashes and not all_equal(others) and all(other and len(other) == len(hashes) for other in others):
+                return _started_different(facts, [name], made, described[0]["made"])
+    return None
+
+
+def _different(records: list[Record], described: list[Any]) -> list[str]:
+    """Name the parameters that differ at a step."""
+    found = []
+    for name, index in _comparable(described).items():
+        if not all_equal([record["parameters"][i] for record, i in zip(records, index, strict=True)]):
+            found.append(name)
+    return found
+
+
+def _started_different(facts: Facts, names: list[str], made: list[Any], optimizer: list[Any]) -> Finding:
+    evidence = f"{_name_some(names)}: at the first optimizer step {say_ranks(facts.ranks)} hold different values"
+    why = "equal gradients keep replicas apart that begin apart: there is no one model, and rank 0's is saved"
+    fix = "send out rank 0's: `for t in model.state_dict().values(): dist.broadcast(t, src=0)`"
+    where = in_function_of(made, optimizer)
+    also = [line for line in places(made, optimizer) if line != where]
+    return Finding("replicas-differ-at-start", "wrong", where, facts.ranks, evidence, why, fix, also)
+
+
+def _find_states(facts: Facts, steps: list[Any]) -> Finding | None:
+    """Find optimisers whose states differ before a step."""
+    for (_, number), records in steps:
+        states = [record["state"] for record in records]
+        rates = [record["rates"] for record in records]
+        if not all_equal(rates):
+            found = " and ".join(str(rate[0]) for rate in rates)
+            evidence = f"at optimizer step {number} the learning rates of {say_ranks(facts.ranks)} are {found}"
+        elif number == 1 and not all_equal(states):
+            evidence = f"at the first step the optimizer states of {say_ranks(facts.ranks)} differ"
+        else:
+            continue
+        loaded = next((record["loaded"] for record in records if record["loaded"]), [])
+        condition = next(filter(None, map(rank_condition, places(loaded))), None)
+        where = condition or place(loaded) or place(records[0]["where"])
+        why = "equal gradients become different updates, and the replicas drift apart"
+        fix = "load the optimizer's state, or set its learning rate, on every rank"
+        also = [line for line in places(loaded, records[0]["where"]) if line != where]
+        return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return None
+
+
+def _find_drift(facts: Facts, steps: list[Any]) -> Finding | None:
+    """Find parameters that are equal at one step and differ at a later one."""
+    for (optimizer, number), records in steps:
+        described = _described(facts, optimizer)
+        if number == 1 or described is None:
+            continue
+        differing = _different(records, described)
+        if not differing or _become_equal(steps, optimizer, number, described):
+            continue
+        first = next(r for (o, n), r in steps if (o, n) == (optimizer, 1))[0]
+        lines = places(first["changing"])
+        where = next(iter(lines), None) or place(first["where"])
+        evidence = f"{_name_some(differing)}: equal at first, different on {say_ranks(facts.ranks)} before step {number}"
+        why = "something changes the weights by a number that each rank has for itself; gradients were equal"
+        fix = "reduce that number over ranks first: `dist.all_reduce(x, op=dist.ReduceOp.MAX)`"
+        also = [line for line in (*lines, *places(first["where"])) if line != where]
+        return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return None
+
+
+def _find_buffers(facts: Facts, steps: list[Any]) -> Finding | None:
+    """Find running statistics that differ and that nobody sends out."""
+    for (_, number), records in steps:
+        for name, entry in records[0]["buffers"].items():
+            hashes = [record["buffers"].get(name, {}).get("hashes") for record in records]
+            if number == 1 or entry["sent"] or None in hashes or all_equal(hashes):
+                continue
+            differing = [n for n in hashes[0] if not all_equal([h.get(n) for h in hashes])]
+            lines = next((entry["lines"][n] for n in differing if entry["lines"][n]), [])
+            where = place(lines) or place(entry["ddp"]) or place(records[0]["where"])
+            evidence = f"buffer {_name_some(differing)}: different on {say_ranks(facts.ranks)} at step {number}"
+            why = "the ranks evaluate different networks, and the one that is saved is rank 0's"
+            fix = "leave `broadcast_buffers=True`, use SyncBatchNorm, or call `ddpkit.sync_buffers(model)`"
+            also = [line for line in places(lines, entry["ddp"]) if line != where]
+            return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return None

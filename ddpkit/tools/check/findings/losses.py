@@ -116,8 +116,10 @@ def _find_divided_twice(facts: Facts, rows: list[Any]) -> Finding | None:
         if not records[0]["losses"] or not records[0]["causes"] or records[0]["summed"]:
             return None
         totals = [sum(loss["total"] for loss in record["losses"]) for record in records]
-        if all_equal([round(total, 6) for total in totals]) or not _near(sum(totals), 1.0):
+        if not _near(sum(totals), 1.0):
             return None
+        if all_equal([round(total, 4) for total in totals]):  # it may be a constant
+            continue
         shares = " and ".join(f"{total:.3f}" for total in totals)
         evidence = f"the losses of {say_ranks(facts.ranks)} enter their mean with weights {shares}, which add up to 1"
         step = records[0]

@@ -49,8 +49,10 @@ def _mean_of_means(facts: Facts, records: list[Record]) -> Finding:
     first = records[0]
     shares = " and ".join(str(record["samples"]) for record in records)
     evaluated: list[Any] = []
-    for record in facts.of("epoch")[facts.ranks[0]]:
-        if record["step"] == first["step"]:
+    for record in facts.records[facts.ranks[0]]:
+        if record is first:
+            break
+        if record["kind"] == "epoch":
             evaluated = record["where"]
     where = in_function_of(first["where"], evaluated) or place(first["where"])
     evidence = f"means over {shares} samples, of {say_ranks(facts.ranks)}, are averaged as equals"

@@ -5,21 +5,69 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..places import Place
+from ..places import Place, rank_condition
 from ..recorder import Record
 from .facts import Facts, Finding, Parting, all_equal, place, places, say_ranks
 
 
 def find(facts: Facts) -> Iterator[Finding]:
     """Explain where the ranks part, and find where they will."""
-    uneven = _find_uneven_epochs(facts)
-    if uneven is not None:
-        yield uneven
-    plateau = _find_plateau(facts)
-    if plateau is not None:
-        yield plateau
-    elif facts.parted and uneven is None:
-        yield _explain(facts, facts.parted)
+    found = [_find_uneven_epochs(facts), _find_plateau(facts) or _find_decision(facts)]
+    found.append(_find_other_keys(facts))
+    if facts.parted and not any(found):
+        found.append(_explain(facts, facts.parted))
+    yield from filter(None, found)
+
+
+def _find_decision(facts: Facts) -> Finding | None:
+    """Find a decision that each rank takes by a number of its own."""
+    for _, records in facts.rows("step", "optimizer", "number"):
+        tables = [{tuple(d["where"]): d["values"] for d in record["decisions"]} for record in records]
+        for where, values in tables[0].items():
+            if not all(where in table and len(table[where]) == len(values) for table in tables):
+                continue
+            columns = list(zip(*(table[where] for table in tables), strict=True))
+            differing = [column for column in columns if not all_equal(column)]
+            if differing:
+                numbers = " and ".join(f"{value:.4g}" for value in differing[0])
+                evidence = f"{say_ranks(facts.ranks)} decide by numbers of their own: {numbers}"
+                why = "one rank stops or saves when others do not: they wait for it, or rank 0's share decides for all"
+                fix = "average the number over ranks before: `loss = ddpkit.all_reduce_mean(loss, weight=count)`"
+                return Finding("one-rank-decides", "wrong", Place(*where), facts.ranks, evidence, why, fix)
+    return None
+
+
+def _find_other_keys(facts: Facts) -> Finding | None:
+    """Find collectives of one line that ranks call for the same keys in another order."""
+    sequences = []
+    for records in facts.of("collective").values():
+        by_line: dict[tuple[Any, ...], list[Any]] = {}
+        for record in records:
+            if record.get("keys") and record["where"]:
+                by_line.setdefault(tuple(record["where"][0]), []).append(record)
+        sequences.append(by_line)
+    for line, first in sequences[0].items():
+        if not all(line in other for other in sequences):
+            continue
+        rows = list(zip(*(other[line] for other in sequences), strict=False))
+        for row in rows:
+            keys = [record["keys"] for record in row]
+            if all_equal(keys) or not _are_names(rows):
+                continue
+            said = " and ".join(", ".join(key) for key in keys)
+            evidence = f"call {rows.index(row) + 1} of {first[0]['op']} here is for {said} on {say_ranks(facts.ranks)}"
+            why = "what belongs to one key is added to what belongs to another, and nothing fails"
+            fix = "go through the keys in one order: `for key in sorted(values):`"
+            also = places(first[0]["where"])[1:]
+            return Finding("collective-order", "wrong", Place(*line), facts.ranks, evidence, why, fix, also)
+    return None
+
+
+def _are_names(rows: list[Any]) -> bool:
+    """Return whether the keys are the same on all ranks, or words, so that their order has a meaning."""
+    by_rank = [sorted(map(str, (record["keys"] for record in column))) for column in zip(*rows, strict=False)]
+    words = all(any("'" in key for key in record["keys"]) for record in rows[0])
+    return all_equal(by_rank) or words
 
 
 def _find_uneven_epochs(facts: Facts) -> Finding | None:
@@ -60,13 +108,9 @@ def _uneven(facts: Facts, epoch: Record, batches: list[int]) -> Finding:
     evidence = f"{say_ranks(facts.ranks)} have {numbers} batches in an epoch"
     why = "the ranks that have more wait for ever, or meet the others in their next epoch: a hang to come"
     fix = "give all ranks as many: `DistributedSampler(dataset)`, or train in `with Join([model]):`"
-    where = _counting(epoch["lines"]) or place(epoch["sampler_made"]) or place(epoch["made"])
+    where = place(epoch["lines"]) or place(epoch["sampler_made"]) or place(epoch["made"])
     also = [p for p in places(epoch["lines"], epoch["sampler_made"], epoch["made"], epoch["where"]) if p != where]
     return Finding("batches-differ", "wrong", where, facts.ranks, evidence, why, fix, also)
-
-
-def _counting(lines: list[Any]) -> Place | None:
-    return place(lines)
 
 
 def _find_plateau(facts: Facts) -> Finding | None:
@@ -98,9 +142,12 @@ def _explain(facts: Facts, parting: Parting) -> Finding:
     said = [_say(rank, one), _say(theirs, other, parting.ends)]
     evidence = "; ".join(said)
     lines = places(one["where"] if one else [], other["where"] if other else [])
+    guarded = [line for line in lines if rank_condition(line)]
+    where = next(iter(guarded or lines), None)
     why = "each waits for the other, or they mix what does not belong together"
     fix = "let all ranks call the same collectives in the same order: none under `if rank == 0:`"
-    return Finding("collective-order", "wrong", lines[0] if lines else None, sorted(parting.ranks), evidence, why, fix, lines[1:])
+    also = [line for line in lines if line != where]
+    return Finding("collective-order", "wrong", where, sorted(parting.ranks), evidence, why, fix, also)
 
 
 def _say(rank: int, record: Record | None, ends: str = "") -> str:

@@ -60,7 +60,7 @@ def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -
     plans = [record.get("plan") for record in records]
     are_planned = plans[0] is not None and all_equal(plans) and all_equal([record["dataset"] for record in records])
     draws = _draws(facts, first["loader"])
-    if not (equal and equal == min(number, _COMPARED)) and not (are_planned and number and draws):
+    if not (equal and equal >= min(number, _COMPARED)) and not (are_planned and number and draws):
         return None
     where, also, fix = _cause_of_same(facts, first, draws, are_planned)
     batches = min(equal, number) or number
@@ -230,7 +230,7 @@ _GATHERS = (
 
 def _drops_padding(facts: Facts, reduced: Record, total: int) -> bool:
     """Return whether the script leaves out what was repeated: in a library, by a slice, or by its counts."""
-    if "gather_for_metrics" in reduced["library"] or reduced["cuts"] == total:
+    if "gather_for_metrics" in reduced["library"] or total in reduced["cuts"]:
         return True
     sums = []
     for (_, _), records in facts.rows("collective", "position", "group"):

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from ..places import stack
 from ..recorder import Recorder
-from .expressions import cuts, divides_by_ranks
+from .expressions import cuts, divides_by_ranks, loop_keys
 from .modules import Modules
 from .patching import Function, guarded, replace
 
@@ -107,6 +107,7 @@ class Collectives:
         fields["samples"] = self._modules.samples
         fields["library"] = _library()
         fields["cuts"] = cuts()
+        fields["keys"] = loop_keys()
         fields["divides"] = divides_by_ranks()
         self._recorder.tell_collective(fields)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from ..places import Place, enclosing, is_own, own_frames, syntax_of
+from ..places import Place, enclosing, own_files, own_frames, place_of, syntax_of
 from .modules import is_own_object
 
 
@@ -116,25 +118,82 @@ def is_in_loop() -> bool:
     """Return whether the running functions will come here again: a loop is around the present line of one."""
     for number, frame in enumerate(own_frames(sys._getframe(1))):
         line = frame.f_lineno
-        loops = []
-        for statement in enclosing(frame.f_code.co_filename, line):
-            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                loops = []
-            elif isinstance(statement, ast.For | ast.While):
-                loops.append(statement)
-        outer = [loop for loop in loops if number or isinstance(loop, ast.While) or loop.lineno != line]
-        if outer:
+        loops = _loops_around(frame.f_code.co_filename, line)
+        if any(number or isinstance(loop, ast.While) or loop.lineno != line for loop in loops):
             return True
     return False
+
+
+def decisions() -> list[dict[str, Any]]:
+    """List the `if`s around and after which the running loops end or save, with the fractions that they compare."""
+    found: dict[int, dict[str, Any]] = {}
+    for frame in own_frames(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        for loop in _loops_around(file, frame.f_lineno):
+            for statement in ast.walk(loop):
+                if isinstance(statement, ast.If) and _has_consequences(statement):
+                    values = _fractions(statement.test, frame)
+                    if values:
+                        place = place_of(frame)._replace(line=statement.lineno)
+                        found[statement.lineno] = {"where": place, "values": values}
+    return list(found.values())
+
+
+def _loops_around(file: str, line: int) -> list[ast.stmt]:
+    """List the loops around a line in its function."""
+    loops: list[ast.stmt] = []
+    for statement in enclosing(file, line):
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            loops = []
+        elif isinstance(statement, ast.For | ast.While):
+            loops.append(statement)
+    return loops
+
+
+def _has_consequences(statement: ast.If) -> bool:
+    """Return whether an `if` ends a loop or saves a file, and does not only look for broken numbers."""
+    test = ast.unparse(statement.test)
+    if any(word in test for word in ("isfinite", "isnan", "isinf")):
+        return False
+    for part in statement.body:
+        for node in ast.walk(part):
+            if isinstance(node, ast.Break | ast.Return):
+                return True
+            if isinstance(node, ast.Call) and "save" in ast.unparse(node.func).lower():
+                return True
+    return False
+
+
+def _fractions(test: ast.expr, frame: FrameType) -> list[float]:
+    """Evaluate what a test compares, as far as these are fractions."""
+    found = []
+    for node in ast.walk(test):
+        if isinstance(node, ast.Name | ast.Attribute):
+            value = evaluate(node, frame)
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point():
+                value = value.item()
+            if isinstance(value, float) and math.isfinite(value):
+                found.append(value)
+    return found
+
+
+def loop_keys() -> list[str]:
+    """List the names and numbers through which the innermost function's loops go, of the present round."""
+    frame = next(own_frames(sys._getframe(1)), None)
+    if frame is None:
+        return []
+    found = []
+    for loop in _loops_around(frame.f_code.co_filename, frame.f_lineno):
+        for node in ast.walk(loop.target) if isinstance(loop, ast.For) else ():
+            value = evaluate(node, frame) if isinstance(node, ast.Name) else None
+            if isinstance(value, str | int):
+                found.append(repr(value))
+    return found
 
 
 def mentions(word: str) -> bool:
     """Return whether a file of the script has a word in it."""
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and is_own(file) and os.path.isfile(file) and word in _text_of(file):
-            return True
-    return False
+    return any(word in _text_of(file) for file in own_files())
 
 
 @lru_cache(maxsize=None)

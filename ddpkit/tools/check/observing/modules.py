@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import Iterator
 from types import FrameType
@@ -17,6 +19,7 @@ from ..recorder import Recorder
 from .patching import after, before, guarded, replace
 from .tensors import content, size_of
 
+_HERE = os.path.dirname(__file__)
 _MANY_CALLS = 16  # calls of networks that are kept for a step
 _CASTS = ("to", "double", "float", "half", "bfloat16", "cuda", "cpu")
 
@@ -68,6 +71,7 @@ class Modules:
     def install(self) -> None:
         """Begin."""
         hooks.register_module_parameter_registration_hook(guarded(self._registered))
+        hooks.register_module_buffer_registration_hook(guarded(self._registered))
         hooks.register_module_forward_pre_hook(guarded(self._entered))
         hooks.register_module_forward_hook(guarded(self._left), always_call=True)
         after(DistributedDataParallel, "__init__", self._made)
@@ -113,7 +117,7 @@ class Modules:
 
     def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
-            self._parameters[id(parameter)] = (weakref.ref(parameter), stack())
+            self._parameters[id(parameter)] = (weakref.ref(parameter), _made_at())
 
     def _made(self, _: None, made: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         self.wrapped[id(made)] = Wrapped(made)
@@ -143,9 +147,9 @@ class Modules:
     @staticmethod
     def _direct() -> Stack:
         """Return the script's lines if one of them does this itself, not torch for it."""
-        import sys
-
-        frame: FrameType | None = sys._getframe(3)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
+            frame = frame.f_back
         if frame is None or not is_own(frame.f_code.co_filename):
             return []
         return stack()
@@ -184,6 +188,8 @@ class Modules:
         wrapped = self._of(module) if isinstance(module, DistributedDataParallel) else None
         if wrapped:
             self._in_ddp += 1
+            if module.will_sync_module_buffers():
+                self._recorder.tell_collective({"group": "0", "op": "forward of DDP", "where": stack()[:4]})
             if torch.is_grad_enabled():
                 synchronises = bool(module.require_backward_grad_sync)
                 wrapped.forwards.append(synchronises)
@@ -232,6 +238,13 @@ def _kinds(module: nn.Module) -> set[tuple[torch.dtype, torch.device]]:
     return {(p.dtype, p.device) for p in module.parameters()}
 
 
+def _made_at() -> Stack:
+    """List the script's lines that make a network, without those of its own constructors if there are others."""
+    frames = list(own_frames())
+    outside = [frame for frame in frames if not isinstance(frame.f_locals.get("self"), nn.Module)]
+    return [place_of(frame) for frame in outside or frames][:8]
+
+
 def _is_method_of(frame: FrameType, modules: set[int]) -> bool:
     return id(frame.f_locals.get("self")) in modules
 
@@ -270,8 +283,6 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def is_own_object(value: Any) -> bool:
     """Return whether a value is an object of a class that the script defines."""
-    import sys
-
     if not hasattr(value, "__dict__"):
         return False
     module = sys.modules.get(type(value).__module__)

@@ -19,10 +19,6 @@ from .patching import before
 _MANY = 8  # windows that are kept for a step
 _LINES = 8  # of drawing that are kept
 GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
-_DRAWING = frozenset(
-    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial dropout "
-    "feature_dropout uniform_ normal_ bernoulli_ random_ exponential_ native_dropout".split()
-)
 State = dict[str, tuple[int, int]]  # hash and position of each generator
 
 
@@ -77,36 +73,54 @@ def generators_in(value: Any, depth: int = 4) -> Iterator[Any]:
 
 
 class Draws:
-    """Finds the lines that draw random numbers in a block, by a profile function."""
+    """Finds the script's lines that draw random numbers, by a trace function which compares states line by line.
 
-    def __init__(self) -> None:
+    Args:
+        others: Generators to look at besides the global ones.
+    """
+
+    def __init__(self, others: tuple[Any, ...] = ()) -> None:
         self.lines: list[Place] = []
-        self._former: Any = None
+        self._others = others
+        self._state: State = {}
+        self._place: Place | None = None
+        self._is_tracing = False
 
     def begin(self) -> None:
-        """Look from here on, unless somebody else does."""
-        self._former = sys.getprofile()
-        if self._former is None:
-            sys.setprofile(self._look)
+        """Look from here on, unless somebody else traces."""
+        if sys.gettrace() is not None:
+            return
+        self._is_tracing = True
+        self._state = states(self._others)
+        for frame in own_frames(sys._getframe(1)):
+            frame.f_trace = self._look
+            self._place = self._place or place_of(frame)
+        sys.settrace(self._look)
 
     def end(self) -> None:
         """Look no more."""
-        if self._former is None:
-            sys.setprofile(None)
-
-    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event != "c_call" or len(self.lines) >= _LINES:
+        if not self._is_tracing:
             return
-        owner = getattr(argument, "__self__", None)
-        if argument.__name__ in _DRAWING or isinstance(owner, GENERATORS):
-            self._note(frame)
+        sys.settrace(None)
+        self._is_tracing = False
+        self._compare()
+        for frame in own_frames(sys._getframe(1)):
+            frame.f_trace = None
 
-    def _note(self, frame: FrameType) -> None:
-        for own in own_frames(frame):
-            place = place_of(own)
-            if place not in self.lines and is_own(place.file):
-                self.lines.append(place)
-            return
+    def _look(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not is_own(frame.f_code.co_filename):
+            return None
+        self._compare()
+        self._place = place_of(frame)
+        return self._look
+
+    def _compare(self) -> None:
+        """Blame the line before for a state that has changed."""
+        now = states(self._others)
+        if now != self._state and self._place and self._place not in self.lines:
+            if len(self.lines) < _LINES:
+                self.lines.append(self._place)
+        self._state = now
 
 
 class Windows:
@@ -140,7 +154,7 @@ class Windows:
         if self._draws:
             self._draws.end()
         self._opened = states()
-        if 1 <= self._recorder.step <= 2:  # the lines are the same ones later
+        if self._recorder.step == 1:  # the lines are the same ones in other steps
             self._draws = self._draws or Draws()
             self._draws.begin()
 

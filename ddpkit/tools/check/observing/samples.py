@@ -186,6 +186,7 @@ class Samples:
         return call
 
     def _end_epoch(self, known: _Loader, was_cut: bool) -> None:
+        known.fetched = False
         self._recorder.tell(
             "epoch end",
             loader=known.key,
@@ -217,7 +218,7 @@ class Samples:
             self._fetches += 1
             others = tuple(generators_in(fetcher.dataset))
             old = states(others)
-            draws = Draws()
+            draws = Draws(others)
             draws.begin()
             try:
                 result = original(fetcher, *args, **kwargs)
@@ -249,9 +250,9 @@ def _is_weakly_known(value: Any) -> bool:
 
 def _sampler_of(loader: Any) -> Any:
     """Find the sampler that decides the order: the innermost of batch samplers."""
-    sampler = loader.batch_sampler or loader.sampler
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     for _ in range(4):
-        inner = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        inner = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
         if inner is None:
             break
         sampler = inner

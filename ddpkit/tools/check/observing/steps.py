@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..ending import Ending
-from ..places import Stack, stack
+from ..places import Place, Stack, assigning_lines, changing_lines, stack
 from ..recorder import Recorder
 from .collectives import Collectives
-from .expressions import divides_by_ranks
+from .expressions import decisions, divides_by_ranks
 from .losses import Losses
 from .modules import Modules, Wrapped, inner_of, roots, variables
 from .patching import Function, after, before, guarded
@@ -109,6 +109,7 @@ class Steps:
         gradients = [_whole_gradient(p) for p in parameters]
         self._recorder.tell(
             "step",
+            decisions=decisions(),
             optimizer=seen.number,
             number=seen.steps,
             where=stack(),
@@ -128,6 +129,7 @@ class Steps:
             class_name=type(optimizer).__name__,
             random=self._windows.close(),
             loaded=self._loaded,
+            changing=changing_lines(tuple(seen.names)) if seen.steps == 1 else [],
             cut=self._ending.was_cut,
         )
 
@@ -175,27 +177,39 @@ class Steps:
         trained = set(map(id, parameters))
         found = {}
         for name, root in roots():
-            others = [p for p in root.parameters() if id(p) not in trained and whole(p) is not None]
-            if others and not any(id(p) in trained for p in root.parameters()):
-                found[name] = [[crc(p) for p in others], self._modules.made(others[0])]
+            tensors = [*root.parameters(), *root.buffers()]
+            others = [t for t in tensors if whole(t) is not None]
+            if others and not any(id(t) in trained for t in tensors):
+                found[name] = [[crc(t) for t in others], self._modules.made(others[0])]
         return found
 
-    def _buffers(self) -> dict[str, list[Any]]:
+    def _buffers(self) -> dict[str, dict[str, Any]]:
         """Hash the running statistics of networks, and tell if DDP sends them out."""
-        found = {}
+        found: dict[str, dict[str, Any]] = {}
         for name, root in roots():
             buffers = {n: b for n, b in root.named_buffers() if b.is_floating_point() and whole(b) is not None}
             if buffers:
-                sent = self._are_sent(root)
-                found[name] = [{n: crc(b) for n, b in buffers.items()}, sent]
+                sent, made = self._are_sent(root)
+                found[name] = {
+                    "hashes": {n: crc(b) for n, b in buffers.items()},
+                    "sent": sent,
+                    "ddp": made,
+                    "lines": {n: _changing_lines(root, n) for n in buffers},
+                }
         return found
 
-    def _are_sent(self, root: nn.Module) -> bool:
+    def _are_sent(self, root: nn.Module) -> tuple[bool, Stack]:
         for wrapped in self._modules.wrapped.values():
             module = wrapped.ref()
             if module is not None and any(m is inner_of(module) for m in root.modules()):
-                return bool(module.broadcast_buffers)
-        return False
+                return bool(module.broadcast_buffers), wrapped.made
+        return False, []
+
+
+def _changing_lines(root: nn.Module, name: str) -> list[Place]:
+    """List the lines of the script that change a buffer, if the class that has it is the script's."""
+    owner, _, leaf = name.rpartition(".")
+    return assigning_lines(type(root.get_submodule(owner)), leaf)
 
 
 def _describe(wrapped: Wrapped) -> dict[str, Any]:
