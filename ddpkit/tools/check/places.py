@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from functools import lru_cache
 from types import FrameType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 
@@ -155,6 +155,17 @@ def changing_lines(names: tuple[str, ...]) -> list[Place]:
     return found
 
 
+def calls_with(name: str, argument: str) -> list[Place]:
+    """List the lines of the script that call a method of this name with a variable whose name has this part."""
+    found = []
+    for file in own_files():
+        for node in ast.walk(syntax_of(file)):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == name:
+                if any(argument in ast.unparse(part).lower() for part in node.args):
+                    found.append(Place(os.path.abspath(file), node.lineno, ""))
+    return found
+
+
 def own_files() -> list[str]:
     """List the script's files that are loaded."""
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
@@ -177,30 +188,64 @@ def asks_for_rank(test: ast.expr) -> bool:
     return any(word in text for word in ("rank", "is_main", "master", "is_local_main", "process_index", "is_global_zero"))
 
 
-_DECIDING = frozenset(
-    "range arange randperm permutation shuffle sample choice choices randint islice ceil floor".split()
-)
+_ORDERS = frozenset("randperm permutation shuffle sample choice choices randint range arange".split())
+_SIZES = frozenset("ceil floor min max round".split())
 
 
-def deciding_lines(function: Any) -> list[Place]:
-    """List the lines of a function of the script that loop, slice, or make an order."""
+def deciding_lines(function: Any, first: str) -> list[Place]:
+    """List the lines of a function of the script that loop, make an order or a size, or slice.
+
+    Args:
+        function: The function.
+        first: What comes first: "loop", "order" or "size".
+    """
     code = getattr(function, "__code__", None)
     if code is None or not is_own(code.co_filename):
         return []
     found = []
     for node in ast.walk(syntax_of(code.co_filename)):
-        if isinstance(node, ast.FunctionDef) and node.lineno <= code.co_firstlineno <= (node.end_lineno or 0):
-            if node.name == code.co_name:
-                found += [child.lineno for child in ast.walk(node) if _decides(child)]
+        is_it = isinstance(node, ast.FunctionDef) and node.name == code.co_name
+        if is_it and node.lineno <= code.co_firstlineno <= (node.end_lineno or 0):
+            found += [(_what_decides(child), getattr(child, "lineno", 0)) for child in ast.walk(node)]
+    decided = sorted({(what != first, line) for what, line in found if what})
     file = os.path.abspath(code.co_filename)
-    return [Place(file, line, code.co_name) for line in sorted(set(found))]
+    lines = dict.fromkeys(line for _, line in decided)
+    return [Place(file, line, code.co_name) for line in lines]
 
 
-def _decides(node: ast.AST) -> TypeGuard[ast.expr | ast.For]:
+def _what_decides(node: ast.AST) -> str:
+    """Tell what a node of a sampler decides: "loop", "order", "size", "slice", or "" if nothing."""
     if isinstance(node, ast.Call):
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        return name in _DECIDING
-    return isinstance(node, ast.For) or isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
+        if name in _ORDERS:
+            return "order"
+        return "size" if name in _SIZES else ""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod):
+        return "size"
+    if isinstance(node, ast.For):
+        return "loop"
+    is_slice = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
+    return "slice" if is_slice else ""
+
+
+def condition_of(word: str, place: Place) -> Place | None:
+    """Return the `if` in a function whose body has an attribute of this name, unless the line has it itself."""
+    for node in ast.walk(syntax_of(place.file)):
+        if isinstance(node, ast.FunctionDef | ast.Module) and _holds(node, place):
+            for statement in ast.walk(node):
+                if isinstance(statement, ast.If) and any(_has_attribute(part, word) for part in statement.body):
+                    return place._replace(line=statement.lineno)
+    return None
+
+
+def _holds(node: ast.FunctionDef | ast.Module, place: Place) -> bool:
+    if isinstance(node, ast.Module):
+        return place.function == "<module>"
+    return node.name == place.function and node.lineno <= place.line <= (node.end_lineno or 0)
+
+
+def _has_attribute(statement: ast.stmt, word: str) -> bool:
+    return any(getattr(node, "attr", "") == word for node in ast.walk(statement))
 
 
 def _first_line(node: ast.AST) -> int:

@@ -104,6 +104,7 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     steps = Steps(recorder, ending, modules, losses, windows, collectives)
     losses.on_backward += [samples.begin_backward, ending.begin_backward]
     steps.on_step += [samples.begin_step]
+    steps.position = samples.position
     others = (collectives, Files(recorder), Schedules(recorder), Scaling(recorder))
     for observer in (modules, losses, windows, samples, steps, *others):
         observer.install()

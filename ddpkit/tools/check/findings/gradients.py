@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..places import Place, rank_condition
+from ..places import Place, condition_of, rank_condition
 from ..recorder import Record
 from .facts import Facts, Finding, all_equal, in_function_of, place, places, say_ranks
 
@@ -157,7 +157,9 @@ def _cause(
         return where, places(wrapped["bypassed"], wrapped["taken_out"]), why, fix
     if wrapped["unsynced"] and not all(wrapped["forwards"][-1:]):
         fix = "run forward and backward of the last micro-batch before `optimizer.step()` outside of `no_sync()`"
-        return place(wrapped["unsynced"]), places(wrapped["unsynced"], step["where"]), why, fix
+        where = place(wrapped["unsynced"])
+        condition = condition_of("no_sync", where) if where else None
+        return condition or where, places(wrapped["unsynced"], step["where"]), why, fix
     if wrapped["cast"]:
         fix = "convert or move a copy, `copy.deepcopy(model.module)`; else wrap the model anew"
         return place(wrapped["cast"]), places(wrapped["cast"], wrapped["made"]), why, fix
@@ -179,7 +181,7 @@ def _never_wrapped(
     lines = places(description["made"], parameters[0]["made"], step["where"])
     if len(parameters) < len(description["parameters"]):
         fix = "make them parameters of the module that DDP wraps, and use them in its `forward`"
-        return place(description["made"]), lines, part, fix
+        return place(step["where"]), lines, part, fix
     if step["causes"]:
         fix = "wrap this network, too: `net = DistributedDataParallel(net)`"
         return place(step["where"]), lines, part, fix

@@ -85,7 +85,7 @@ def _find_shorter_window(facts: Facts, rows: list[Any]) -> Finding | None:
     """Find accumulation over fewer batches than the loss is divided by."""
     seen: dict[tuple[Any, ...], list[tuple[int, float, Record]]] = {}
     for (optimizer, _), records in rows:
-        if records[0]["cut"]:
+        if records[0]["cut"] or not records[0]["divided"]:  # a library may divide
             continue
         for line, losses in _by_line(records[0]["losses"]).items():
             windows = _by_backward(losses)

@@ -12,7 +12,10 @@ from .facts import Facts, Finding, Parting, all_equal, place, places, say_ranks
 
 def find(facts: Facts) -> Iterator[Finding]:
     """Explain where the ranks part, and find where they will."""
-    found = [_find_uneven_epochs(facts), _find_plateau(facts) or _find_decision(facts)]
+    uneven = _find_uneven_epochs(facts)
+    found = [uneven, _find_plateau(facts) or _find_decision(facts)]
+    if uneven is None:
+        found.append(_find_skipping(facts))
     found.append(_find_other_keys(facts))
     if facts.parted and not any(found):
         found.append(_explain(facts, facts.parted))
@@ -34,6 +37,21 @@ def _find_decision(facts: Facts) -> Finding | None:
                 why = "one rank stops or saves when others do not: they wait for it, or rank 0's share decides for all"
                 fix = "average the number over ranks before: `loss = ddpkit.all_reduce_mean(loss, weight=count)`"
                 return Finding("one-rank-decides", "wrong", Place(*where), facts.ranks, evidence, why, fix)
+    return None
+
+
+def _find_skipping(facts: Facts) -> Finding | None:
+    """Find ranks that are at different batches at one step, because some have left one out."""
+    for (_, number), records in facts.rows("step", "optimizer", "number"):
+        positions = [record["position"] for record in records]
+        if all_equal(positions) or not records[0]["skips"] or _is_handled(facts):
+            continue
+        batches = " and ".join(str(position[-1][2]) for position in positions if position)
+        evidence = f"at optimizer step {number}, {say_ranks(facts.ranks)} are at batches {batches} of an epoch"
+        why = "gradients of different steps are averaged, and at the end somebody waits in vain"
+        fix = "let all ranks skip together: `skip = ddpkit.stop_together(skip)`"
+        lines = places(records[0]["skips"])
+        return Finding("one-rank-decides", "wrong", lines[0], facts.ranks, evidence, why, fix, lines[1:])
     return None
 
 
@@ -108,8 +126,8 @@ def _uneven(facts: Facts, epoch: Record, batches: list[int]) -> Finding:
     evidence = f"{say_ranks(facts.ranks)} have {numbers} batches in an epoch"
     why = "the ranks that have more wait for ever, or meet the others in their next epoch: a hang to come"
     fix = "give all ranks as many: `DistributedSampler(dataset)`, or train in `with Join([model]):`"
-    where = place(epoch["lines"]) or place(epoch["sampler_made"]) or place(epoch["made"])
-    also = [p for p in places(epoch["lines"], epoch["sampler_made"], epoch["made"], epoch["where"]) if p != where]
+    where = place(epoch["sizes"]) or place(epoch["sampler_made"]) or place(epoch["made"])
+    also = [p for p in places(epoch["sizes"], epoch["sampler_made"], epoch["made"], epoch["where"]) if p != where]
     return Finding("batches-differ", "wrong", where, facts.ranks, evidence, why, fix, also)
 
 

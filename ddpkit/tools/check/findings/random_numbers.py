@@ -68,8 +68,11 @@ def _common(records: list[Any]) -> set[str]:
 def _same(facts: Facts, evidence: str, lines: list[Any], kinds: list[str]) -> Finding:
     why = "noise, dropout masks or augmentations are those of one rank, used several times: less variety"
     fix = "after the model is made, seed each rank on its own: `torch.manual_seed(seed + rank)`"
-    seeds = [r["where"] for r in facts.of("seeded")[facts.ranks[0]] if r["generator"] in kinds]
-    seeded = seeds[-1] if seeds else []
+    seeds = [r for r in facts.of("seeded")[facts.ranks[0]] if r["generator"] in kinds]
+    seeded = seeds[-1]["where"] if seeds else []
     where = place(lines) or place(seeded)
+    if seeds and seeds[-1]["worker"]:
+        where = place(seeded)
+        fix = "leave the seeds of workers to torch, or derive them from its own: `torch.initial_seed() % 2**32`"
     also = [line for line in places(lines, seeded) if line != where]
     return Finding("same-random-numbers", "wrong", where, facts.ranks, evidence, why, fix, also)

@@ -150,6 +150,31 @@ def _loops_around(file: str, line: int) -> list[ast.stmt]:
     return loops
 
 
+def skips() -> list[Place]:
+    """List the `if`s by which the innermost running loop leaves out a batch."""
+    for frame in own_frames(sys._getframe(1)):
+        for loop in reversed(_loops_around(frame.f_code.co_filename, frame.f_lineno)):
+            lines = []
+            for statement in ast.walk(loop):
+                body = statement.body if isinstance(statement, ast.If) else []
+                if any(isinstance(part, ast.Continue) for part in body):
+                    lines.append(place_of(frame)._replace(line=getattr(statement, "lineno", 0)))
+            return lines
+    return []
+
+
+def numbers_of_rounds() -> list[int]:
+    """List how many rounds the running loops over `range(n)` make, the outermost first."""
+    found = []
+    for frame in reversed(list(own_frames(sys._getframe(1)))):
+        for loop in _loops_around(frame.f_code.co_filename, frame.f_lineno):
+            if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range":
+                bounds = [evaluate(argument, frame) for argument in loop.iter.args]
+                if bounds and all(isinstance(bound, int) for bound in bounds):
+                    found.append(len(range(*bounds)))
+    return found
+
+
 def _has_consequences(statement: ast.If) -> bool:
     """Return whether an `if` ends a loop or saves a file, and does not only look for broken numbers."""
     test = ast.unparse(statement.test)

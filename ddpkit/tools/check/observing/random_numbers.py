@@ -145,7 +145,7 @@ class Windows:
         def look(*args: Any, **kwargs: Any) -> None:
             places: Stack = stack()
             if places:
-                self._recorder.tell("seeded", generator=kind, where=places)
+                self._recorder.tell("seeded", generator=kind, where=places, worker=not self._recorder.is_main)
 
         return look
 

@@ -74,6 +74,10 @@ class Samples:
                 loader.trains = True
                 self._recorder.tell("trains", loader=loader.key)
 
+    def position(self) -> list[list[Any]]:
+        """Tell which batch of which epoch each loader that trains has yielded last."""
+        return [[loader.key, loader.epoch, loader.batches] for loader in list(self._loaders.values()) if loader.trains]
+
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
         for loader in list(self._loaders.values()):
@@ -141,6 +145,7 @@ class Samples:
             "where": stack(),
             "sampler": type(sampler).__name__,
             "lines": self._own_lines(loader, sampler),
+            "sizes": self._own_lines(loader, sampler, "size"),
             "iterable": isinstance(loader.dataset, IterableDataset),
             "sampler_made": self._made.get(sampler, []) if _is_weakly_known(sampler) else [],
             "has_epoch": hasattr(sampler, "set_epoch"),
@@ -156,11 +161,12 @@ class Samples:
         }
 
     @staticmethod
-    def _own_lines(loader: Any, sampler: Any) -> list[Place]:
+    def _own_lines(loader: Any, sampler: Any, first: str = "order") -> list[Place]:
         """List the lines of the script's own sampler or stream that decide which samples come."""
         if isinstance(loader.dataset, IterableDataset):
             sampler = loader.dataset
-        return deciding_lines(getattr(type(sampler), "__iter__", None))
+            first = "loop"
+        return deciding_lines(getattr(type(sampler), "__iter__", None), first)
 
     def _next(self, original: Function) -> Function:
         pause, note = guarded(self._windows.pause), guarded(self._note_batch)
@@ -300,7 +306,6 @@ class _Planned:
         self._recorder.tell(
             "epoch",
             batches=len(ahead),
-            sizes=[_length(batch) for batch in ahead[-2:]],
             plan=plan,
             expected=None if mapping is None else sorted(set(mapping)),
             total=len(self._dataset),

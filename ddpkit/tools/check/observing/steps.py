@@ -14,7 +14,7 @@ from ..ending import Ending
 from ..places import Place, Stack, assigning_lines, changing_lines, stack
 from ..recorder import Recorder
 from .collectives import Collectives
-from .expressions import decisions, divides_by_ranks
+from .expressions import decisions, divides_by_ranks, numbers_of_rounds, skips
 from .losses import Losses
 from .modules import Modules, Wrapped, inner_of, roots, variables
 from .patching import Function, after, before, guarded
@@ -56,6 +56,7 @@ class Steps:
         self._depth = 0
         self._loaded: Stack = []
         self.on_step: list[Function] = []
+        self.position: Function = list
 
     def install(self) -> None:
         """Begin."""
@@ -110,6 +111,9 @@ class Steps:
         self._recorder.tell(
             "step",
             decisions=decisions(),
+            skips=skips(),
+            position=self.position(),
+            epochs=numbers_of_rounds(),
             optimizer=seen.number,
             number=seen.steps,
             where=stack(),
