@@ -28,8 +28,13 @@ class Ending:
         self._control = control
         self._begun_at = 0
         self._epochs = 0
+        self._has_loader = False
         self._backwards = 0
         self.was_cut = False
+
+    def note_loader(self) -> None:
+        """Note that the script trains from a loader, which can be cut short."""
+        self._has_loader = True
 
     def begin_epoch(self) -> None:
         """Note that a loader from which the script trains begins anew."""
@@ -50,7 +55,7 @@ class Ending:
     def before_step(self, steps: int) -> None:
         """End this process if its optimiser has made enough steps."""
         allowed = self._steps
-        if self._epochs:  # a loader that fetches ahead yields one batch more after it was cut
+        if self._has_loader:  # a loader that fetches ahead yields one batch more after it was cut
             allowed += 1
         is_long = steps >= _LONGEST * self._steps or steps - self._begun_at >= allowed
         if is_long or self._epochs > _EPOCHS:

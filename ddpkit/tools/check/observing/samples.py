@@ -72,6 +72,7 @@ class Samples:
         for loader in list(self._loaders.values()):
             if loader.fetched and not loader.trains:
                 loader.trains = True
+                self._ending.note_loader()
                 self._recorder.tell("trains", loader=loader.key)
 
     def position(self) -> list[list[Any]]:
