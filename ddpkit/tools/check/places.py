@@ -185,7 +185,9 @@ def rank_condition(place: Place) -> Place | None:
 def asks_for_rank(test: ast.expr) -> bool:
     """Return whether an expression asks which rank this is."""
     text = ast.unparse(test).lower()
-    return any(word in text for word in ("rank", "is_main", "master", "is_local_main", "process_index", "is_global_zero"))
+    return any(
+        word in text for word in ("rank", "is_main", "master", "is_local_main", "process_index", "is_global_zero")
+    )
 
 
 _ORDERS = frozenset("randperm permutation shuffle sample choice choices randint range arange".split())

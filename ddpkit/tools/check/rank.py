@@ -32,6 +32,7 @@ from .places import is_own, place_of, stack
 from .recorder import Recorder
 
 STACK_SIGNAL = signal.SIGUSR2
+_kept: list[Any] = []  # process groups, whose destructors may hang
 
 
 @dataclass
@@ -123,7 +124,8 @@ def _joining(original: Function) -> Function:
             kwargs.pop("device_id", None)
         if os.environ.get("MASTER_PORT") != given:  # nobody serves a store there yet
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-        return original(backend, *args, **kwargs)
+        original(backend, *args, **kwargs)
+        _kept.append(dist.group.WORLD)
 
     return call
 

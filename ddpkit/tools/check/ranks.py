@@ -119,6 +119,11 @@ class Rank:
                 break
         return text
 
+    def tail(self) -> list[str]:
+        """Return the last lines of the output."""
+        text = self.output.read_text(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-6:]
+
     def kill(self) -> None:
         """Kill the process, and those of its session."""
         for end in (os.killpg, os.kill):
@@ -166,6 +171,10 @@ class Ranks:
         script: The script to run.
         environments: Of the ranks, by their number.
         serves: Host the store in which the ranks meet.
+
+    Attributes:
+        all: The ranks of this machine.
+        remote: The ranks that other processes watch.
     """
 
     def __init__(self, script: Script, environments: dict[int, dict[str, str]], serves: bool) -> None:
@@ -175,6 +184,12 @@ class Ranks:
         self._serves = serves
         self._not_ours = set(_children())
         self.all: list[Rank] = []
+        self.remote: list[Rank] = []
+
+    @property
+    def everywhere(self) -> list[Rank]:
+        """List the ranks here and those of other processes of the job."""
+        return [*self.all, *self.remote]
 
     def __enter__(self) -> Ranks:
         _prctl(_SET_CHILD_SUBREAPER, 1)
@@ -209,7 +224,7 @@ class Ranks:
         """Wait for records, at most so long, and yield them with their ranks."""
         running = {rank.reader: rank for rank in self.all if rank.ended is None}
         select.select([*running], [], [], seconds)
-        for rank in running.values():
+        for rank in [*running.values(), *self.remote]:
             rank.reap()
             for record in rank.read():
                 yield rank, record
@@ -237,4 +252,3 @@ def _children() -> list[int]:
         with suppress(OSError):
             found += map(int, file.read_text().split())
     return found
-

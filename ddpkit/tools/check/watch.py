@@ -47,7 +47,7 @@ class Watch:
     def __init__(self, ranks: Ranks, timeout: float) -> None:
         self._ranks = ranks
         self._timeout = timeout
-        self._order = Order([rank.number for rank in ranks.all])
+        self._order = Order([rank.number for rank in ranks.everywhere])
         self._finished: dict[int, Record] = {}
 
     def run(self) -> Outcome:
@@ -56,7 +56,7 @@ class Watch:
         deadline = begun + self._timeout
         last = begun + 1e9
         hanging = False
-        while len(self._finished) < len(self._ranks.all):
+        while len(self._finished) < len(self._ranks.everywhere):
             heard = False
             for rank, record in self._ranks.wait(_POLL):
                 heard = True
@@ -80,36 +80,36 @@ class Watch:
             self._finished.setdefault(rank.number, record)
 
     def _note_deaths(self) -> None:
-        for rank in self._ranks.all:
+        for rank in self._ranks.everywhere:
             if rank.ended is not None and rank.number not in self._finished:
                 self._finished[rank.number] = {"kind": "died", "how": rank.ended}
 
     def _outcome(self, hanging: bool, seconds: float) -> Outcome:
-        facts = Facts({rank.number: rank.records for rank in self._ranks.all}, self._order.parted)
-        steps = min(_steps(rank) for rank in self._ranks.all)
+        facts = Facts({rank.number: rank.records for rank in self._ranks.everywhere}, self._order.parted)
+        steps = min(_steps(rank) for rank in self._ranks.everywhere)
         trouble, details = self._describe_trouble(hanging, steps)
         failed = {r["name"]: r["error"] for records in facts.of("observer failed").values() for r in records}
         return Outcome(facts, steps, trouble, details, seconds, failed)
 
     def _describe_trouble(self, hanging: bool, steps: int) -> tuple[str, list[str]]:
         for number, record in self._finished.items():
-            rank = next(rank for rank in self._ranks.all if rank.number == number)
+            rank = next(rank for rank in self._ranks.everywhere if rank.number == number)
             if record["kind"] == "died":
-                return f"rank {number} {record['how']} after {steps} optimizer steps", _tail(rank)
+                return f"rank {number} {record['how']} after {steps} optimizer steps", rank.tail()
             if record["kind"] == "spawns":
                 return "the script starts processes of its own: check the function that they run, as one rank", []
             if record["kind"] == "end" and record["error"]:
-                return f"rank {number} failed after {steps} optimizer steps: {record['error']}", _tail(rank)
+                return f"rank {number} failed after {steps} optimizer steps: {record['error']}", rank.tail()
             if record["kind"] == "end" and record["code"]:
-                return f"rank {number} exited with code {record['code']} after {steps} optimizer steps", _tail(rank)
+                return f"rank {number} exited with code {record['code']} after {steps} optimizer steps", rank.tail()
         if hanging:
-            running = [rank for rank in self._ranks.all if rank.number not in self._finished]
+            running = [rank for rank in self._ranks.everywhere if rank.number not in self._finished]
             stacks = []
             for rank in running:
                 stacks += [f"rank {rank.number}:", *rank.read_stack().splitlines()[-8:]]
             return f"no rank told anything for {self._timeout:g} s", stacks
         if not steps:
-            return "the script ended without a step of a torch optimizer", _tail(self._ranks.all[0])
+            return "the script ended without a step of a torch optimizer", self._ranks.everywhere[0].tail()
         return "", []
 
 
@@ -119,9 +119,3 @@ def _has_failed(record: Record) -> bool:
 
 def _steps(rank: Rank) -> int:
     return sum(1 for record in rank.records if record["kind"] == "step" and record["optimizer"] == 0)
-
-
-def _tail(rank: Rank) -> list[str]:
-    """Return the last lines of a rank's output."""
-    text = rank.output.read_text(errors="replace")
-    return [line for line in text.splitlines() if line.strip()][-6:]

@@ -115,9 +115,7 @@ def _unaveraged(
     where, also, why, fix = _cause(facts, step, described[0], parameters)
     largest = max(differing.values())
     names = _name_some(list(differing))
-    evidence = (
-        f"{names}: at optimizer step {number} the gradients of {say_ranks(facts.ranks)} differ by {largest:.0%}"
-    )
+    evidence = f"{names}: at optimizer step {number} the gradients of {say_ranks(facts.ranks)} differ by {largest:.0%}"
     also = [line for line in also if line != where]
     return Finding("gradients-not-averaged", "wrong", where, facts.ranks, evidence, why, fix, also)
 
@@ -135,7 +133,9 @@ def _cause(
     parameters: list[dict[str, Any]],
 ) -> tuple[Place | None, list[Place], str, str]:
     """Find the line, more lines, the reason and the remedy."""
-    why = "each rank trains a model of its own; the one that is saved has seen 1/" + f"{facts.world_size} of the samples"
+    why = (
+        "each rank trains a model of its own; the one that is saved has seen 1/" + f"{facts.world_size} of the samples"
+    )
     part = "each rank trains these parameters on its own samples alone, and they drift apart"
     first = parameters[0]
     wrapped = next((cause for cause in step["causes"] if cause["made"] == first["ddp"]), None)
@@ -272,7 +272,9 @@ def _find_drift(facts: Facts, steps: list[Any]) -> Finding | None:
         first = next(r for (o, n), r in steps if (o, n) == (optimizer, 1))[0]
         lines = places(first["changing"])
         where = next(iter(lines), None) or place(first["where"])
-        evidence = f"{_name_some(differing)}: equal at first, different on {say_ranks(facts.ranks)} before step {number}"
+        evidence = (
+            f"{_name_some(differing)}: equal at first, different on {say_ranks(facts.ranks)} before step {number}"
+        )
         why = "something changes the weights by a number that each rank has for itself; gradients were equal"
         fix = "reduce that number over ranks first: `dist.all_reduce(x, op=dist.ReduceOp.MAX)`"
         also = [line for line in (*lines, *places(first["where"])) if line != where]

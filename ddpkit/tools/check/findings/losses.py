@@ -64,9 +64,7 @@ def _near(one: float, other: float) -> bool:
 
 
 def _uneven(facts: Facts, step: Record, number: int, line: tuple[Any, ...], counts: list[int]) -> Finding:
-    evidence = (
-        f"at optimizer step {number} means over {min(counts)} to {max(counts)} samples or tokens count as equals"
-    )
+    evidence = f"at optimizer step {number} means over {min(counts)} to {max(counts)} samples or tokens count as equals"
     why = "a sample in a small batch counts more than one in a large batch; the gradient is not that of their mean"
     fix = "divide the sum by the count of all: `n = ddpkit.all_reduce(n); (loss_sum * world_size / n).backward()`"
     where = Place(*line) if line else None

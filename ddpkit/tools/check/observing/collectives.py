@@ -86,7 +86,9 @@ class Collectives:
         tensor = args[0] if args else kwargs["tensor"]
         if tensor.is_floating_point() and _reduction(args, kwargs) == "SUM" and len(self.sums) < _MANY:
             square = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) ** 2
-            self.sums.append({"numel": tensor.numel(), "square": square, "where": stack()[:4], "divides": divides_by_ranks(4)})
+            self.sums.append(
+                {"numel": tensor.numel(), "square": square, "where": stack()[:4], "divides": divides_by_ranks(4)}
+            )
 
     def take_sums(self) -> list[dict[str, Any]]:
         """Return the sums since the last call."""

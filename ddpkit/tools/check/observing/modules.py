@@ -42,6 +42,7 @@ class Wrapped:
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self.ref = weakref.ref(module)
+        self.kept = module  # gloo's destructor may wait for a thread that waits for the interpreter's lock
         self.made = stack()
         inner = inner_of(module)
         self.managed = {id(p) for p in inner.parameters() if p.requires_grad}
