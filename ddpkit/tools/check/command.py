@@ -70,7 +70,7 @@ def _check_job(args: argparse.Namespace, script: Script, launch: Launch) -> int:
             return pass_on(ranks, link)
         ranks.remote += [RemoteRank(rank, link) for rank in range(1, launch.world_size)]
         code = _report(args, Watch(ranks, args.timeout).run())
-        end(link, code)
+        end(link)
         return code
 
 

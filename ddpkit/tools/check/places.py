@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 Stack = list[Place]  # the nearest line first
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_own(file: str) -> bool:
     """Return whether a file is the script's, not one of Python, an installed package or ddpkit."""
     if file.startswith("<") or any(part in file for part in _PACKAGES):
@@ -56,7 +56,7 @@ def is_own(file: str) -> bool:
     return not path.startswith(_FOREIGN) and not path.startswith(_installed())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _installed() -> tuple[str, ...]:
     """List the folders of the module path into which packages were installed."""
     found = []
@@ -90,7 +90,7 @@ def stack() -> Stack:
     return places
 
 
-@lru_cache(maxsize=None)
+@cache
 def syntax_of(file: str) -> ast.Module:
     """Parse a file, an empty one if it cannot be read."""
     try:
@@ -190,8 +190,8 @@ def asks_for_rank(test: ast.expr) -> bool:
     )
 
 
-_ORDERS = frozenset("randperm permutation shuffle sample choice choices randint range arange".split())
-_SIZES = frozenset("ceil floor min max round".split())
+_ORDERS = frozenset(["randperm", "permutation", "shuffle", "sample", "choice", "choices", "randint", "range", "arange"])
+_SIZES = frozenset(["ceil", "floor", "min", "max", "round"])
 
 
 def deciding_lines(function: Any, first: str) -> list[Place]:
@@ -206,8 +206,9 @@ def deciding_lines(function: Any, first: str) -> list[Place]:
         return []
     found = []
     for node in ast.walk(syntax_of(code.co_filename)):
-        is_it = isinstance(node, ast.FunctionDef) and node.name == code.co_name
-        if is_it and node.lineno <= code.co_firstlineno <= (node.end_lineno or 0):
+        if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
+            continue
+        if node.lineno <= code.co_firstlineno <= (node.end_lineno or 0):
             found += [(_what_decides(child), getattr(child, "lineno", 0)) for child in ast.walk(node)]
     decided = sorted({(what != first, line) for what, line in found if what})
     file = os.path.abspath(code.co_filename)

@@ -145,7 +145,8 @@ def _take_over(env: dict[str, str], output: int) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     for stream, number in (("stdout", 1), ("stderr", 2)):
-        setattr(sys, stream, open(number, "w", buffering=1, errors="backslashreplace", closefd=False))
+        text = os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False)
+        setattr(sys, stream, text)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -114,7 +114,7 @@ class Watch:
 
 
 def _has_failed(record: Record) -> bool:
-    return record["kind"] != "done"
+    return bool(record["kind"] != "done")
 
 
 def _steps(rank: Rank) -> int:

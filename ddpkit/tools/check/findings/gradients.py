@@ -250,7 +250,7 @@ def _find_states(facts: Facts, steps: list[Any]) -> Finding | None:
             evidence = f"at the first step the optimizer states of {say_ranks(facts.ranks)} differ"
         else:
             continue
-        loaded = next((record["loaded"] for record in records if record["loaded"]), [])
+        loaded: list[Any] = next((record["loaded"] for record in records if record["loaded"]), [])
         condition = next(filter(None, map(rank_condition, places(loaded))), None)
         where = condition or place(loaded) or place(records[0]["where"])
         why = "equal gradients become different updates, and the replicas drift apart"
@@ -290,7 +290,7 @@ def _find_buffers(facts: Facts, steps: list[Any]) -> Finding | None:
             if number == 1 or entry["sent"] or None in hashes or all_equal(hashes):
                 continue
             differing = [n for n in hashes[0] if not all_equal([h.get(n) for h in hashes])]
-            lines = next((entry["lines"][n] for n in differing if entry["lines"][n]), [])
+            lines: list[Any] = next((entry["lines"][n] for n in differing if entry["lines"][n]), [])
             where = place(lines) or place(entry["ddp"]) or place(records[0]["where"])
             evidence = f"buffer {_name_some(differing)}: different on {say_ranks(facts.ranks)} at step {number}"
             why = "the ranks evaluate different networks, and the one that is saved is rank 0's"

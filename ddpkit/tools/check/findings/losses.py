@@ -157,7 +157,7 @@ def _counts_travel(facts: Facts) -> bool:
     for records in facts.of("collective").values():
         for record in records:
             values = record.get("values") or []
-            if any(isinstance(v, int) or float(v).is_integer() and v > 1 for v in values):
+            if any(isinstance(v, int) or (float(v).is_integer() and v > 1) for v in values):
                 return True
     return False
 

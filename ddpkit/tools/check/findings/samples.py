@@ -302,8 +302,8 @@ def _find_same_orders(facts: Facts, training: set[str], done: set[str]) -> Itera
 
 def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
     """Find ranks that give their networks the same inputs at each step, where no loader is used."""
-    rows = facts.rows("step", "optimizer", "number")
-    rows = [records for _, records in rows if all(record["calls"] for record in records)]
+    steps = facts.rows("step", "optimizer", "number")
+    rows = [records for _, records in steps if all(record["calls"] for record in records)]
     if not rows:
         return
     for records in rows[:_COMPARED]:

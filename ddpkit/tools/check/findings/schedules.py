@@ -38,7 +38,7 @@ def _planned_steps(facts: Facts, rank: int) -> float:
     by_epoch = _calls_after(facts, rank, finished)
     if not calls and by_epoch:
         return float(rounds[0])
-    return float(rounds[0]) * epochs[0]["batches"] * calls / seen
+    return float(rounds[0] * epochs[0]["batches"] * calls / seen)
 
 
 def _training(facts: Facts, rank: int) -> set[str]:

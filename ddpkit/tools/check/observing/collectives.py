@@ -130,7 +130,7 @@ def _name_of(group: Any) -> str:
 def _library() -> str:
     """Name the function outside of the script that calls the collective, if the script does not itself."""
     frame = sys._getframe(3)
-    names = []
+    names: list[str] = []
     while frame is not None and len(names) < 12:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(("accelerate", "lightning", "ddpkit.collectives")):

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..places import Place, enclosing, own_files, own_frames, place_of, syntax_o
 from .modules import is_own_object
 
 
-@lru_cache(maxsize=None)
+@cache
 def _nodes_of(file: str, name: str, first_line: int) -> list[ast.AST]:
     """List the nodes of a function, or those of a file outside of any."""
     tree = syntax_of(file)
@@ -221,7 +221,7 @@ def mentions(word: str) -> bool:
     return any(word in _text_of(file) for file in own_files())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _text_of(file: str) -> str:
     try:
         with open(file, errors="replace") as source:

@@ -97,7 +97,7 @@ class Losses:
             loss["total"] += share
             loss["backward"] = self._backwards
 
-        result.register_hook(guarded(arrived))
+        result.register_hook(guarded(arrived))  # type: ignore[no-untyped-call]
 
 
 def _count(name: str, input: Tensor, target: Tensor, kwargs: dict[str, Any]) -> int:

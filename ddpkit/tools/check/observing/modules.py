@@ -186,8 +186,8 @@ class Modules:
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
-        wrapped = self._of(module) if isinstance(module, DistributedDataParallel) else None
-        if wrapped:
+        wrapped = self._of(module)
+        if wrapped and isinstance(module, DistributedDataParallel):
             self._in_ddp += 1
             if module.will_sync_module_buffers():
                 self._recorder.tell_collective({"group": "0", "op": "forward of DDP", "where": stack()[:4]})

@@ -31,7 +31,7 @@ def states(others: tuple[Any, ...] = ()) -> State:
         "numpy": _of_numpy(np.random.get_state(legacy=True)),
         "random": (zlib.crc32(repr(python).encode()), int(python[-1])),
     }
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         device = torch.cuda.get_rng_state()
         found["torch on the GPU"] = (zlib.crc32(device.numpy().data), -1)
     for number, other in enumerate(others):

@@ -220,7 +220,7 @@ class Samples:
         look = guarded(self._tell_fetch)
 
         def call(fetcher: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._fetches >= _FETCHES or not torch.utils.data.get_worker_info() and not self._recorder.is_main:
+            if self._fetches >= _FETCHES or (not torch.utils.data.get_worker_info() and not self._recorder.is_main):
                 return original(fetcher, *args, **kwargs)
             self._fetches += 1
             others = tuple(generators_in(fetcher.dataset))

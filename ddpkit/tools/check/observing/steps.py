@@ -179,6 +179,8 @@ class Steps:
         if number > 1:
             return {}
         trained = set(map(id, parameters))
+        for optimizer in list(self._made):
+            trained |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         found = {}
         for name, root in roots():
             tensors = [*root.parameters(), *root.buffers()]
