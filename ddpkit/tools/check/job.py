@@ -70,7 +70,7 @@ class RemoteRank(Rank):
 
 
 def pass_on(ranks: Ranks, link: Link) -> int:
-    """Pass this rank's records to rank 0 until that says that all is over; return the exit code, 0 unless rank 0 is lost."""
+    """Pass this rank's records to rank 0 until that says that all is over; return 0, or 1 if that is lost."""
     (rank,) = ranks.all
     number = 0
     has_ended = False

@@ -160,9 +160,9 @@ def calls_with(name: str, argument: str) -> list[Place]:
     found = []
     for file in own_files():
         for node in ast.walk(syntax_of(file)):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == name:
-                if any(argument in ast.unparse(part).lower() for part in node.args):
-                    found.append(Place(os.path.abspath(file), node.lineno, ""))
+            is_it = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == name
+            if is_it and any(argument in ast.unparse(part).lower() for part in node.args):
+                found.append(Place(os.path.abspath(file), node.lineno, ""))
     return found
 
 

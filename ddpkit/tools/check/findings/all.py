@@ -9,7 +9,12 @@ _SUBJECTS = (gradients, losses, samples, random_numbers, metrics, order, writing
 _FOLLOW = {  # what another finding explains
     "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
     "same-samples": ("same-random-numbers", "samples-repeated"),
-    "gradients-not-averaged": ("replicas-drift", "clipped-before-averaging", "collective-order"),
+    "gradients-not-averaged": (
+        "replicas-differ-at-start",
+        "replicas-drift",
+        "clipped-before-averaging",
+        "collective-order",
+    ),
     "replicas-differ-at-start": ("replicas-drift",),
     "one-rank-decides": ("collective-order",),
     "shuffle-differs": ("samples-missing", "samples-repeated", "wrong-divisor"),

@@ -27,9 +27,10 @@ def _nodes_of(file: str, name: str, first_line: int) -> list[ast.AST]:
         body = [s for s in tree.body if not isinstance(s, ast.FunctionDef | ast.ClassDef)]
         return [node for statement in body for node in ast.walk(statement)]
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            if node.lineno <= first_line + len(node.decorator_list) and first_line <= node.body[0].lineno:
-                return list(ast.walk(node))
+        if not isinstance(node, ast.FunctionDef) or node.name != name:
+            continue
+        if node.lineno <= first_line + len(node.decorator_list) and first_line <= node.body[0].lineno:
+            return list(ast.walk(node))
     return []
 
 
@@ -85,11 +86,15 @@ def is_number_of_ranks(node: ast.expr, frame: FrameType) -> bool:
     """Return whether an expression is the number of ranks, by its name and its value."""
     for part in ast.walk(node):
         name = str(getattr(part, "attr", getattr(part, "id", ""))).lower()
-        is_named = any(word in name for word in ("world", "ranks", "num_processes", "nproc", "gpus", "replicas"))
-        if is_named and (isinstance(part, ast.Name | ast.Attribute)):
-            if evaluate(part, frame) in (dist.get_world_size(), None) or "get_world_size" in name:
-                return True
+        if not isinstance(part, ast.Name | ast.Attribute) or not any(word in name for word in _RANKS):
+            continue
+        if "get_world_size" in name or evaluate(part, frame) in (_world_size(), None):
+            return True
     return False
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def evaluate(node: ast.AST | None, frame: FrameType) -> Any:

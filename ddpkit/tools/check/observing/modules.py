@@ -189,7 +189,7 @@ class Modules:
         wrapped = self._of(module)
         if wrapped and isinstance(module, DistributedDataParallel):
             self._in_ddp += 1
-            if module.will_sync_module_buffers():
+            if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
                 self._recorder.tell_collective({"group": "0", "op": "forward of DDP", "where": stack()[:4]})
             if torch.is_grad_enabled():
                 synchronises = bool(module.require_backward_grad_sync)

@@ -117,9 +117,9 @@ class Draws:
     def _compare(self) -> None:
         """Blame the line before for a state that has changed."""
         now = states(self._others)
-        if now != self._state and self._place and self._place not in self.lines:
-            if len(self.lines) < _LINES:
-                self.lines.append(self._place)
+        is_new = self._place not in self.lines and len(self.lines) < _LINES
+        if now != self._state and self._place and is_new:
+            self.lines.append(self._place)
         self._state = now
 
 
