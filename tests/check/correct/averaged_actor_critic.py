@@ -13,7 +13,7 @@ with ddpkit.distributed() as context:
     ddpkit.check_replicas(actor)
     ddpkit.seed_everything(1, per_rank=True)  # other states and actions on each rank
 
-    for step in range(12):
+    for _ in range(12):
         states = torch.randn(32, 6)
         policy = torch.distributions.Categorical(logits=actor(states))
         actions = policy.sample()
@@ -27,5 +27,5 @@ with ddpkit.distributed() as context:
         nn.utils.clip_grad_norm_(actor.parameters(), 0.5)
         optimizer.step()
         reward = ddpkit.all_reduce_mean(rewards.mean().item())
-    if context.is_main_process:
+    if context.rank == 0:
         print(f"mean reward {reward:.3f}")

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 class EarlyStopping:
-    def __init__(self, patience=1):
+    def __init__(self, patience=0):
         self.patience, self.best, self.waited = patience, float("inf"), 0
 
     def __call__(self, loss):
@@ -29,7 +29,7 @@ def main(max_epochs=8):
     sampler = DistributedSampler(train)
     loader = DataLoader(train, batch_size=8, sampler=sampler)
     model = DDP(nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 1)))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-2)
     stopper = EarlyStopping()
     stop = torch.zeros(1, dtype=torch.int64)
     for epoch in range(max_epochs):

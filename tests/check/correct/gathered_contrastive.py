@@ -1,4 +1,4 @@
-"""Train a two-tower model contrastively: the features of all ranks are gathered, with gradients, for one global loss."""
+"""Train two towers contrastively: the features of all ranks are gathered, with gradients, for one global loss."""
 
 import torch
 import torch.distributed as dist

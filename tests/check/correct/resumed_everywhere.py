@@ -22,14 +22,14 @@ class Run:
         self.epoch = 0
 
     def train(self, epochs):
-        for self.epoch in range(self.epoch, self.epoch + epochs):
+        for _ in range(epochs):
             self.sampler.set_epoch(self.epoch)
             for (x,) in self.loader:
                 self.optimizer.zero_grad()
                 nn.functional.mse_loss(self.model(x), x).backward()
                 self.optimizer.step()
             self.scheduler.step()
-        self.epoch += 1
+            self.epoch += 1
 
     def save(self, path):
         if dist.get_rank() == 0:
