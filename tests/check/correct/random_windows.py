@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 batch_size, block_size = 8, 16
-gradient_accumulation_steps = 4  # of all processes together
+gradient_accumulation_steps = 6  # of all processes together
 learning_rate, min_lr, warmup_iters, max_iters = 3e-3, 3e-4, 2, 8
 
 ddp = int(os.environ.get("RANK", -1)) != -1

@@ -32,7 +32,7 @@ class DataLoaderLite:
         return buf[:-1].view(self.B, self.T), buf[1:].view(self.B, self.T)
 
 
-total_batch_size = 4 * 16 * 4 * ddp_world_size  # tokens
+total_batch_size = 768  # tokens, of all ranks and micro-steps
 B, T = 4, 16
 grad_accum_steps = total_batch_size // (B * T * ddp_world_size)
 train_loader = DataLoaderLite(B, T, ddp_rank, ddp_world_size)

@@ -34,7 +34,7 @@ def fit():
 
     model = DDP(nn.Linear(6, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    stopping = ThresholdStopping(0.6)
+    stopping = ThresholdStopping(0.75)
     for epoch in range(20):
         sampler.set_epoch(epoch)
         for inputs, targets in train_loader:

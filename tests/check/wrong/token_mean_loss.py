@@ -17,7 +17,7 @@ IGNORE = -100
 
 def sentences(n):
     g = torch.Generator().manual_seed(0)
-    lengths = torch.randint(3, 30, (n,), generator=g)
+    lengths = torch.randint(2, 60, (n,), generator=g)
     return [torch.randint(0, 50, (length,), generator=g) for length in lengths.tolist()]
 
 
@@ -41,9 +41,9 @@ class LanguageModel(nn.Module):
 def main():
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    data = sentences(96)
+    data = sentences(72)
     sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=8, sampler=sampler, collate_fn=collate)
+    loader = DataLoader(data, batch_size=4, sampler=sampler, collate_fn=collate)
     model = DDP(LanguageModel())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for epoch in range(2):
