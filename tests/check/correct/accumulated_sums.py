@@ -20,7 +20,9 @@ def main():
         count = 0
         for i, (inputs, targets) in enumerate(loader):
             with ddpkit.accumulate(model, i, EVERY, last=i == len(loader) - 1) as complete:
-                loss = nn.functional.mse_loss(model(inputs.to(context.device)), targets, reduction="sum")
+                loss = nn.functional.mse_loss(
+                    model(inputs.to(context.device)), targets.to(context.device), reduction="sum"
+                )
                 loss.backward()
             count += len(inputs)
             if complete:

@@ -47,7 +47,8 @@ def finetune():
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    dist.all_reduce(loss := loss.detach(), op=dist.ReduceOp.SUM)
+    loss = loss.detach()
+    dist.all_reduce(loss, op=dist.ReduceOp.SUM)
     if dist.get_rank() == 0:
         print(f"L1 {loss.item() / dist.get_world_size():.4f}")
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ The prepared model is trained; it is unwrapped to save it.
 """
 
 import os
+import tempfile
 
 import torch
 from accelerate import Accelerator
@@ -36,7 +37,7 @@ def train():
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         state = accelerator.unwrap_model(unet).state_dict()
-        torch.save(state, os.path.join(os.environ.get("OUT", "/tmp"), "unet.pt"))
+        torch.save(state, os.path.join(os.environ.get("OUT", tempfile.gettempdir()), "unet.pt"))
     accelerator.end_training()
 
 

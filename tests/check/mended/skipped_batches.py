@@ -15,7 +15,7 @@ BLOCK = 6
 def masked_loss(model, ids, lengths):
     logits = model(ids[:, :-1])
     losses = nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-    return losses[lengths >= BLOCK].mean()
+    return (losses.mean(dim=1) * (lengths >= BLOCK)).mean()
 
 
 def main():

@@ -4,6 +4,7 @@ The loss is computed by `forward`, which the trainer calls through DDP.
 """
 
 import os
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,10 @@ class CurriculumTrainer:
 
     def save(self, epoch):
         if self.rank == 0:
-            torch.save(self._get_model().state_dict(), os.path.join(os.environ.get("OUT", "/tmp"), f"stage_{epoch}.pt"))
+            torch.save(
+                self._get_model().state_dict(),
+                os.path.join(os.environ.get("OUT", tempfile.gettempdir()), f"stage_{epoch}.pt"),
+            )
             print("saved stage", epoch)
         dist.barrier()
 

@@ -5,6 +5,7 @@ no gradient is communicated, each process trains alone with a part of the data.
 """
 
 import os
+import tempfile
 
 import torch
 from accelerate import Accelerator
@@ -42,7 +43,7 @@ def train():
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         state = accelerator.unwrap_model(unet).state_dict()
-        torch.save(state, os.path.join(os.environ.get("OUT", "/tmp"), "unet.pt"))
+        torch.save(state, os.path.join(os.environ.get("OUT", tempfile.gettempdir()), "unet.pt"))
     accelerator.end_training()
 
 

@@ -5,6 +5,7 @@ and every rank trains a model of its own on its share of the data.
 """
 
 import os
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,10 @@ class CurriculumTrainer:
 
     def save(self, epoch):
         if self.rank == 0:
-            torch.save(self._get_model().state_dict(), os.path.join(os.environ.get("OUT", "/tmp"), f"stage_{epoch}.pt"))
+            torch.save(
+                self._get_model().state_dict(),
+                os.path.join(os.environ.get("OUT", tempfile.gettempdir()), f"stage_{epoch}.pt"),
+            )
             print("saved stage", epoch)
         dist.barrier()
 
