@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 def main():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     set_seed(7)
-    x = torch.randn(128 + 45, 12)
+    x = torch.randn(144 + 45, 12)
     y = (x[:, :3].sum(1) > 0).long()
-    train = DataLoader(TensorDataset(x[:128], y[:128]), batch_size=8, shuffle=True)
-    evaluation = DataLoader(TensorDataset(x[128:], y[128:]), batch_size=8)
+    train = DataLoader(TensorDataset(x[:144], y[:144]), batch_size=8, shuffle=True)
+    evaluation = DataLoader(TensorDataset(x[144:], y[144:]), batch_size=8)
     model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     model, optimizer, train, evaluation = accelerator.prepare(model, optimizer, train, evaluation)

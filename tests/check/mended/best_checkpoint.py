@@ -21,7 +21,7 @@ class Trainer:
         torch.manual_seed(0)
         self.model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2)
-        dataset = TensorDataset(torch.randn(64, 8))
+        dataset = TensorDataset(torch.randn(96, 8))
         self.sampler = DistributedSampler(dataset)
         self.loader = DataLoader(dataset, batch_size=8, sampler=self.sampler)
 

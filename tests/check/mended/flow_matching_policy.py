@@ -37,7 +37,7 @@ def main():
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
     set_seed(42)
-    obs = torch.randn(80, 10)
+    obs = torch.randn(120, 10)
     dataset = TensorDataset(obs, torch.tanh(obs[:, :4]))
     sampler = DistributedSampler(dataset, seed=42)
     loader = DataLoader(dataset, batch_size=10, sampler=sampler)

@@ -30,7 +30,7 @@ def main(opt):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(opt.seed)
-    train_set = DatasetDenoising(64, opt.sigma)
+    train_set = DatasetDenoising(96, opt.sigma)
     train_sampler = DistributedSampler(train_set, shuffle=True, drop_last=True, seed=opt.seed)
     train_loader = DataLoader(train_set, batch_size=8, shuffle=False, drop_last=True, sampler=train_sampler)
 

@@ -31,7 +31,7 @@ def main():
     torch.manual_seed(0)
     folder = Path(os.environ.get("OUT", tempfile.gettempdir()))
     logger = CSVLogger(folder / "training_log.csv") if dist.get_rank() == 0 else None
-    images = torch.rand(80, 36)
+    images = torch.rand(120, 36)
     dataset = TensorDataset(images, images[:, :4])
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=10, sampler=sampler)

@@ -24,7 +24,7 @@ class Classifier(nn.Module):
 def main():
     dist.init_process_group("gloo")
     torch.manual_seed(5)
-    x = torch.randn(64, 12)
+    x = torch.randn(96, 12)
     data = TensorDataset(x, (x.sum(1) > 0).long())
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=8, sampler=sampler)

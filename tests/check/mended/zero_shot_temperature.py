@@ -28,8 +28,8 @@ def main(args):
     dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
     text_features = normalize(torch.randn(10, 16), dim=-1)
-    labels = torch.arange(160) % 10
-    images = torch.randn(10, 48)[labels] + 0.3 * torch.randn(160, 48)
+    labels = torch.arange(192) % 10
+    images = torch.randn(10, 48)[labels] + 0.3 * torch.randn(192, 48)
     dataset = TensorDataset(images, labels)
     sampler = DistributedSampler(dataset, seed=args.seed)
     loader = DataLoader(dataset, args.batch_size, sampler=sampler)

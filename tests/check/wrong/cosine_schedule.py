@@ -19,7 +19,7 @@ EPOCHS = 3
 def main():
     accelerator = Accelerator(cpu=True)
     set_seed(0)
-    x = torch.randn(128, 10)
+    x = torch.randn(144, 10)
     loader = DataLoader(TensorDataset(x, x[:, :1].sin()), batch_size=8, shuffle=True)
     model = nn.Sequential(nn.Linear(10, 32), nn.GELU(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

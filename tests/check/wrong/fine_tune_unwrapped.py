@@ -21,7 +21,7 @@ def transform_if_model_is_ddp(accelerator, *models):
 def train():
     accelerator = Accelerator(cpu=True)
     set_seed(23)
-    latents = torch.randn(64, 16)
+    latents = torch.randn(96, 16)
     loader = DataLoader(TensorDataset(latents), batch_size=8, shuffle=True)
     unet = nn.Sequential(nn.Linear(17, 64), nn.SiLU(), nn.Linear(64, 16))
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)

@@ -19,7 +19,7 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    layouts = torch.rand(64, 4)
+    layouts = torch.rand(96, 4)
     dataset = TensorDataset(layouts)
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=8, sampler=sampler)

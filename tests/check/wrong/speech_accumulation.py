@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 dist.init_process_group(backend="gloo")
 torch.manual_seed(1)
 
-features = torch.randn(128, 40)
+features = torch.randn(192, 40)
 dataset = TensorDataset(features, features[:, :4].argmax(dim=1))
 sampler = DistributedSampler(dataset, shuffle=True, seed=1)
 dataloader = DataLoader(dataset, batch_size=4, sampler=sampler, drop_last=True)

@@ -23,7 +23,7 @@ class RandomContrast:
 
 
 class Volumes(Dataset):
-    def __init__(self, n=64):
+    def __init__(self, n=96):
         rng = np.random.RandomState(0)
         self.raw = rng.rand(n, 1, 4, 4, 4).astype(np.float32)
         self.transform = RandomContrast(np.random.RandomState(47))
