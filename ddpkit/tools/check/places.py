@@ -160,8 +160,9 @@ def calls_with(name: str, argument: str) -> list[Place]:
     found = []
     for file in own_files():
         for node in ast.walk(syntax_of(file)):
-            is_it = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == name
-            if is_it and any(argument in ast.unparse(part).lower() for part in node.args):
+            if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != name:
+                continue
+            if any(argument in ast.unparse(part).lower() for part in node.args):
                 found.append(Place(os.path.abspath(file), node.lineno, ""))
     return found
 

@@ -19,6 +19,9 @@ from ..places import Place, enclosing, own_files, own_frames, place_of, syntax_o
 from .modules import is_own_object
 
 
+_RANKS = ("world", "ranks", "num_processes", "nproc", "gpus", "replicas")  # in names of the number of ranks
+
+
 @cache
 def _nodes_of(file: str, name: str, first_line: int) -> list[ast.AST]:
     """List the nodes of a function, or those of a file outside of any."""
