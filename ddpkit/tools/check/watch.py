@@ -106,7 +106,7 @@ class Watch:
             running = [rank for rank in self._ranks.everywhere if rank.number not in self._finished]
             stacks = []
             for rank in running:
-                stacks += [f"rank {rank.number}:", *rank.read_stack().splitlines()[-8:]]
+                stacks += [f"rank {rank.number}:", *rank.read_stack().splitlines()[1:7]]
             return f"no rank told anything for {self._timeout:g} s", stacks
         if not steps:
             return "the script ended without a step of a torch optimizer", self._ranks.everywhere[0].tail()

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ..places import Place, enclosing, own_files, own_frames, place_of, syntax_of
 from .modules import is_own_object
 
-
 _RANKS = ("world", "ranks", "num_processes", "nproc", "gpus", "replicas")  # in names of the number of ranks
 
 
