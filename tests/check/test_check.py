@@ -191,9 +191,8 @@ def test_inside_a_job_of_torchrun_rank_0_reports_for_all(tmp_path: Path) -> None
 
 def test_ctrl_c_ends_a_check_and_its_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(
-        "import os, time\nopen(os.environ['OUT'] + '/' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(3600)\n"
-    )
+    tell = "open(os.environ['OUT'] + '/' + os.environ['RANK'], 'w').write(str(os.getpid()))"
+    script.write_text(f"import os, time\n{tell}\ntime.sleep(3600)\n")
     command = [sys.executable, "-m", "ddpkit", "check", str(script)]
     env = {**CLEAN, "OMP_NUM_THREADS": "1", "OUT": str(tmp_path)}
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -100,6 +100,7 @@ def syntax_of(file: str) -> ast.Module:
         return ast.Module([], [])
 
 
+@cache
 def enclosing(file: str, line: int) -> list[ast.AST]:
     """List the statements that a line is in, the outermost first."""
     found = []

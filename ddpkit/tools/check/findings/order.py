@@ -42,15 +42,17 @@ def _find_decision(facts: Facts) -> Finding | None:
 
 def _find_skipping(facts: Facts) -> Finding | None:
     """Find ranks that are at different batches at one step, because some have left one out."""
+    skips: list[Any] = []
     for (_, number), records in facts.rows("step", "optimizer", "number"):
         positions = [record["position"] for record in records]
-        if all_equal(positions) or not records[0]["skips"] or _is_handled(facts):
+        skips = skips or records[0]["skips"]
+        if all_equal(positions) or not skips or _is_handled(facts):
             continue
         batches = " and ".join(str(position[-1][2]) for position in positions if position)
         evidence = f"at optimizer step {number}, {say_ranks(facts.ranks)} are at batches {batches} of an epoch"
         why = "gradients of different steps are averaged, and at the end somebody waits in vain"
         fix = "let all ranks skip together: `skip = ddpkit.stop_together(skip)`"
-        lines = places(records[0]["skips"])
+        lines = places(skips)
         return Finding("one-rank-decides", "wrong", lines[0], facts.ranks, evidence, why, fix, lines[1:])
     return None
 

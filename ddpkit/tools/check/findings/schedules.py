@@ -28,7 +28,7 @@ def _planned_steps(facts: Facts, rank: int) -> float:
     ends = [e for e in facts.of("epoch end")[rank] if e["loader"] in _training(facts, rank)]
     epochs = [e for e in facts.of("epoch")[rank] if e["loader"] in _training(facts, rank)]
     steps = facts.of("step")[rank]
-    rounds = steps[-1]["epochs"] if steps else []
+    rounds = steps[0]["epochs"] if steps else []
     if not ends or len(rounds) != 1 or not epochs[0]["batches"]:
         return 0.0
     records = facts.records[rank]

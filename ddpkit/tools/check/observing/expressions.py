@@ -9,7 +9,8 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import cache
-from types import FrameType
+from itertools import islice
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from ..places import Place, enclosing, own_files, own_frames, place_of, syntax_of
 from .modules import is_own_object
 
+_dividing: dict[tuple[Any, ...], bool] = {}
 _RANKS = ("world", "ranks", "num_processes", "nproc", "gpus", "replicas")  # in names of the number of ranks
 
 
@@ -58,29 +60,41 @@ def cuts() -> list[int]:
 
 
 def divides_by_ranks(depth: int = 2) -> bool:
-    """Return whether a running function divides by the number of ranks."""
-    for frame, nodes in running(depth):
-        for node in nodes:
-            divisor = None
-            if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
-                divisor = node.right if isinstance(node, ast.BinOp) else node.value
-            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("div", "div_") and node.args:
-                divisor = node.args[0]
-            if divisor is not None and is_number_of_ranks(divisor, frame):
-                return True
+    """Return whether a running function divides by the number of ranks; looked up once for each line."""
+    frames = list(islice(own_frames(sys._getframe(1)), depth))
+    lines = tuple((frame.f_code, frame.f_lineno) for frame in frames)
+    if lines not in _dividing:
+        _dividing[lines] = any(_divides(frame, nodes) for frame, nodes in running(depth))
+    return _dividing[lines]
+
+
+def _divides(frame: FrameType, nodes: list[ast.AST]) -> bool:
+    for node in nodes:
+        divisor = None
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
+            divisor = node.right if isinstance(node, ast.BinOp) else node.value
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("div", "div_") and node.args:
+            divisor = node.args[0]
+        if divisor is not None and is_number_of_ranks(divisor, frame):
+            return True
     return False
 
 
 def dividing_lines() -> list[Place]:
     """List the lines of the function that calls backward which divide a loss."""
+    frame = next(own_frames(sys._getframe(1)), None)
+    return [] if frame is None else _dividing_lines(frame.f_code)
+
+
+@cache
+def _dividing_lines(code: CodeType) -> list[Place]:
     found = []
-    for frame, nodes in running(1):
-        for node in nodes:
-            if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
-                value = node.left if isinstance(node, ast.BinOp) else node.target
-                names = [str(getattr(part, "id", getattr(part, "attr", ""))) for part in ast.walk(value)]
-                if any("loss" in name.lower() for name in names):
-                    found.append(Place(os.path.abspath(frame.f_code.co_filename), node.lineno, frame.f_code.co_name))
+    for node in _nodes_of(code.co_filename, code.co_name, code.co_firstlineno):
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
+            value = node.left if isinstance(node, ast.BinOp) else node.target
+            names = [str(getattr(part, "id", getattr(part, "attr", ""))) for part in ast.walk(value)]
+            if any("loss" in name.lower() for name in names):
+                found.append(Place(os.path.abspath(code.co_filename), node.lineno, code.co_name))
     return found
 
 
@@ -131,19 +145,26 @@ def is_in_loop() -> bool:
     return False
 
 
+@cache
+def _decisions_around(file: str, line: int) -> list[ast.If]:
+    """List the `if`s in the loops around a line that have consequences."""
+    found: dict[int, ast.If] = {}
+    for loop in _loops_around(file, line):
+        for statement in ast.walk(loop):
+            if isinstance(statement, ast.If) and _has_consequences(statement):
+                found[statement.lineno] = statement
+    return list(found.values())
+
+
 def decisions() -> list[dict[str, Any]]:
     """List the `if`s around and after which the running loops end or save, with the fractions that they compare."""
-    found: dict[int, dict[str, Any]] = {}
+    found = []
     for frame in own_frames(sys._getframe(1)):
-        file = frame.f_code.co_filename
-        for loop in _loops_around(file, frame.f_lineno):
-            for statement in ast.walk(loop):
-                if isinstance(statement, ast.If) and _has_consequences(statement):
-                    values = _fractions(statement.test, frame)
-                    if values:
-                        place = place_of(frame)._replace(line=statement.lineno)
-                        found[statement.lineno] = {"where": place, "values": values}
-    return list(found.values())
+        for statement in _decisions_around(frame.f_code.co_filename, frame.f_lineno):
+            values = _fractions(statement.test, frame)
+            if values:
+                found.append({"where": place_of(frame)._replace(line=statement.lineno), "values": values})
+    return found
 
 
 def _loops_around(file: str, line: int) -> list[ast.stmt]:

@@ -29,7 +29,7 @@ def states(others: tuple[Any, ...] = ()) -> State:
     found = {
         "torch": (zlib.crc32(generator.data), _position_of(generator)),
         "numpy": _of_numpy(np.random.get_state(legacy=True)),
-        "random": (zlib.crc32(repr(python).encode()), int(python[-1])),
+        "random": (hash(python), int(python[-1])),
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         device = torch.cuda.get_rng_state()

@@ -21,6 +21,8 @@ from .patching import Function, after, before, guarded
 from .random_numbers import Windows
 from .tensors import crc, sample, whole
 
+_LOOKED_AT = 6  # steps of an optimiser at which running statistics are compared
+
 
 class _Seen:
     """What is known of one optimiser: its number, its parameters' names, and where it was made."""
@@ -111,9 +113,9 @@ class Steps:
         self._recorder.tell(
             "step",
             decisions=decisions(),
-            skips=skips(),
+            skips=skips() if seen.steps == 1 else [],
             position=self.position(),
-            epochs=numbers_of_rounds(),
+            epochs=numbers_of_rounds() if seen.steps == 1 else [],
             optimizer=seen.number,
             number=seen.steps,
             where=stack(),
@@ -123,7 +125,7 @@ class Steps:
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             others=self._others(seen.steps, parameters),
-            buffers=self._buffers(),
+            buffers=self._buffers() if seen.steps <= _LOOKED_AT else {},
             calls=self._modules.calls,
             losses=self._losses.of_this_step(),
             backward=self._losses.places,
