@@ -44,6 +44,9 @@ def _find_uneven(facts: Facts, rows: list[Any]) -> Finding | None:
             totals = [total for total, _ in every]
             counts = [count for _, count in every]
             is_uneven = min(counts) > 0 and max(counts) > _UNEVEN * min(counts)
+            is_meant = any(loss["masked"] for loss in tables[0][line]) or len(losses[0]) > 1
+            if not is_meant:  # the last batch of an epoch may be uneven
+                continue
             if not is_uneven or not _near(min(totals), max(totals)) or max(totals) <= 0:
                 continue
             return _uneven(facts, records[0], number, line, counts)

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.join import Join
 
 from ..places import stack
 from ..recorder import Recorder
 from .expressions import cuts, divides_by_ranks, loop_keys
 from .modules import Modules
-from .patching import Function, guarded, replace
+from .patching import Function, before, guarded, replace
 
 _WITH_TENSORS = (
     "all_reduce",
@@ -55,12 +56,16 @@ class Collectives:
 
     def install(self) -> None:
         """Begin."""
+        before(Join, "__enter__", self._note_join)
         for name in (*_WITH_TENSORS, *_OTHERS):
             original = getattr(dist, name, None)
             if original is None:
                 continue
             replace(dist, name, self._observed)
             setattr(distributed_c10d, name, getattr(dist, name))
+
+    def _note_join(self, *args: Any) -> None:
+        self._recorder.tell("join", where=stack()[:1])
 
     def _observed(self, original: Function) -> Function:
         tell = guarded(self._tell)
