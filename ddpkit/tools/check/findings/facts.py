@@ -74,7 +74,10 @@ class Facts:
             by_rank.append({tuple(record[key] for key in keys): record for record in records})
         first, *others = by_rank
         common = [values for values in first if all(values in other for other in others)]
-        return [(values, [table[values] for table in by_rank]) for values in common]
+        rows = [(values, [table[values] for table in by_rank]) for values in common]
+        if kind == "step" and any(self.of("join").values()):  # then ranks make other numbers of steps
+            rows = [row for row in rows if all_equal([record["position"] for record in row[1]])]
+        return rows
 
 
 @dataclass
