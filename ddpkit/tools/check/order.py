@@ -19,11 +19,14 @@ class Order:
         self._ranks = ranks
         self._entered: dict[tuple[str, int], list[Record]] = {}
         self._ended: dict[int, str] = {}
+        self._has_join = False
         self.parted: Parting | None = None
 
     def take(self, rank: int, record: Record) -> None:
         """Take in what a rank tells."""
-        if record["kind"] in ("done", "end"):
+        if record["kind"] == "join" or self._has_join:  # ranks that have ended shadow the others' collectives
+            self._has_join = True
+        elif record["kind"] in ("done", "end"):
             self._ended[rank] = record.get("error") or record.get("reason") or "the end of the script"
             self._compare_ends()
         elif record["kind"] == "collective":
