@@ -1,4 +1,4 @@
-"""The command line: `ddpkit doctor`, `ddpkit where` and `ddpkit bench`, also as `python -m ddpkit`."""
+"""The command line: `ddpkit doctor`, `check`, `where` and `bench`, also as `python -m ddpkit`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .. import __version__
 
 _TOOLS = {
     "doctor": "checks this machine or, under a launcher, the whole job; says how to fix it",
+    "check": "runs a training script for a few steps, and finds its silent distributed bugs",
     "where": "asks a running job what each rank is doing, and for how long",
     "bench": "measures collectives, metric reduction, barriers and steps, here or in a job",
 }

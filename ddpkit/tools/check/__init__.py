@@ -1,0 +1,1 @@
+"""Find the silent bugs of a distributed training script."""

@@ -1,0 +1,300 @@
+"""Find gradients that are not averaged, and replicas that are not equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..places import Place, condition_of, rank_condition
+from ..recorder import Record
+from .facts import Facts, Finding, all_equal, in_function_of, place, places, say_ranks
+
+_ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have
+
+
+def find(facts: Facts) -> Iterator[Finding]:
+    """Compare what the ranks' optimisers hold at each step."""
+    steps = facts.rows("step", "optimizer", "number")
+    unaveraged = list(_find_unaveraged(facts, steps))
+    yield from unaveraged
+    yield from _find_different(facts, steps, bool(unaveraged))
+
+
+def _find_unaveraged(facts: Facts, steps: list[Any]) -> Iterator[Finding]:
+    """Find the first step of each optimiser at which gradients differ."""
+    done: set[int] = set()
+    for (optimizer, number), records in steps:
+        if optimizer in done:
+            continue
+        described = _described(facts, optimizer)
+        if described is None:
+            continue
+        differing = {}
+        for name, index in _comparable(described).items():
+            gradients = [record["gradients"][i] for record, i in zip(records, index, strict=True)]
+            difference = _difference(gradients)
+            if difference > _ROUNDING:
+                differing[name] = difference
+        if not differing or _become_equal(steps, optimizer, number, described):
+            continue
+        done.add(optimizer)
+        yield _unaveraged(facts, optimizer, number, records[0], described, differing)
+
+
+def _described(facts: Facts, optimizer: int) -> list[dict[str, Any]] | None:
+    """Return for each rank how an optimiser and its parameters were described."""
+    found = []
+    for records in facts.of("optimizer").values():
+        own = [record for record in records if record["optimizer"] == optimizer]
+        if not own:
+            return None
+        found.append(own[-1])
+    return found
+
+
+def _comparable(described: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Give the positions, on each rank, of the parameters that all ranks hold whole."""
+    tables = []
+    for description in described:
+        table = {}
+        for index, parameter in enumerate(description["parameters"]):
+            if parameter["whole"]:
+                table[parameter["name"], tuple(parameter["shape"])] = index
+        tables.append(table)
+    common = [key for key in tables[0] if all(key in table for table in tables)]
+    return {key[0]: [table[key] for table in tables] for key in common}
+
+
+def _difference(gradients: Sequence[Any]) -> float:
+    """Return the relative difference of gradients, 0 if they are equal."""
+    if all_equal(gradients):
+        return 0.0
+    if any(gradient is None for gradient in gradients):
+        zeros = all(gradient is None or not any(gradient[1]) for gradient in gradients)
+        return 0.0 if zeros else 1.0
+    first = gradients[0][1]
+    largest = 0.0
+    for _, other in gradients[1:]:
+        norm = max(_norm(first), _norm(other))
+        difference = _norm([a - b for a, b in zip(first, other, strict=True)])
+        if math.isfinite(difference) and norm:
+            largest = max(largest, difference / norm)
+    return largest
+
+
+def _norm(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value * value for value in values))
+
+
+def _become_equal(steps: list[Any], optimizer: int, number: int, described: list[Any]) -> bool:
+    """Return whether the parameters are equal at a later step: then they are averaged themselves."""
+    for (other, later), records in steps:
+        if other == optimizer and later > number:
+            hashes = [[record["parameters"][i] for i in index] for record, index in _by_rank(records, described)]
+            if all_equal(hashes):
+                return True
+    return False
+
+
+def _by_rank(records: list[Record], described: list[Any]) -> list[tuple[Record, list[int]]]:
+    table = list(_comparable(described).values())
+    return [(record, [index[rank] for index in table]) for rank, record in enumerate(records)]
+
+
+def _unaveraged(
+    facts: Facts,
+    optimizer: int,
+    number: int,
+    step: Record,
+    described: list[Any],
+    differing: dict[str, float],
+) -> Finding:
+    table = {p["name"]: p for p in described[0]["parameters"]}
+    parameters = [table[name] for name in differing]
+    where, also, why, fix = _cause(facts, step, described[0], parameters)
+    largest = max(differing.values())
+    names = _name_some(list(differing))
+    evidence = f"{names}: at optimizer step {number} the gradients of {say_ranks(facts.ranks)} differ by {largest:.0%}"
+    also = [line for line in also if line != where]
+    return Finding("gradients-not-averaged", "wrong", where, facts.ranks, evidence, why, fix, also)
+
+
+def _name_some(names: list[str]) -> str:
+    if len(names) == 1:
+        return f"`{names[0]}`"
+    return f"`{names[0]}` and {len(names) - 1} more"
+
+
+def _cause(
+    facts: Facts,
+    step: Record,
+    description: dict[str, Any],
+    parameters: list[dict[str, Any]],
+) -> tuple[Place | None, list[Place], str, str]:
+    """Find the line, more lines, the reason and the remedy."""
+    why = (
+        "each rank trains a model of its own; the one that is saved has seen 1/" + f"{facts.world_size} of the samples"
+    )
+    part = "each rank trains these parameters on its own samples alone, and they drift apart"
+    first = parameters[0]
+    wrapped = next((cause for cause in step["causes"] if cause["made"] == first["ddp"]), None)
+    if wrapped is None:
+        return _never_wrapped(step, description, parameters, part, why)
+    if not first["managed"]:
+        if wrapped["thawed"]:
+            fix = "wrap the model anew after it is unfrozen: `model = DistributedDataParallel(model.module)`"
+            return place(wrapped["thawed"]), places(wrapped["made"]), part, fix
+        where = in_function_of(first["made"], wrapped["made"])
+        fix = "add all parameters before the model is wrapped: `model = DistributedDataParallel(net)` comes last"
+        return where, places(first["made"], wrapped["made"]), part, fix
+    if wrapped["bypassed"]:
+        called = place(wrapped["bypassed"])
+        where = called
+        if called not in places(wrapped["taken_out"]):
+            where = in_function_of(wrapped["taken_out"], wrapped["bypassed"]) or called
+        fix = "call the wrapped model, `model(x)`, not `model.module(x)` nor a method of it"
+        return where, places(wrapped["bypassed"], wrapped["taken_out"]), why, fix
+    if wrapped["unsynced"] and not all(wrapped["forwards"][-1:]):
+        fix = "run forward and backward of the last micro-batch before `optimizer.step()` outside of `no_sync()`"
+        where = place(wrapped["unsynced"])
+        condition = condition_of("no_sync", where) if where else None
+        return condition or where, places(wrapped["unsynced"], step["where"]), why, fix
+    if wrapped["cast"]:
+        fix = "convert or move a copy, `copy.deepcopy(model.module)`; else wrap the model anew"
+        return place(wrapped["cast"]), places(wrapped["cast"], wrapped["made"]), why, fix
+    if wrapped["unsynced"]:
+        fix = "set the flag, or enter `no_sync()`, before forward: DDP looks at it there"
+        return place(wrapped["unsynced"]), places(wrapped["unsynced"], step["where"]), why, fix
+    fix = "call `model(x)` of the wrapped model once for each `backward()`, and leave its gradients alone"
+    return place(step["where"]), places(wrapped["made"], wrapped["taken_out"]), why, fix
+
+
+def _never_wrapped(
+    step: Record,
+    description: dict[str, Any],
+    parameters: list[dict[str, Any]],
+    part: str,
+    why: str,
+) -> tuple[Place | None, list[Place], str, str]:
+    """Explain parameters that are in no DDP."""
+    lines = places(description["made"], parameters[0]["made"], step["where"])
+    if len(parameters) < len(description["parameters"]):
+        fix = "make them parameters of the module that DDP wraps, and use them in its `forward`"
+        return place(step["where"]), lines, part, fix
+    if step["causes"]:
+        fix = "wrap this network, too: `net = DistributedDataParallel(net)`"
+        return place(step["where"]), lines, part, fix
+    fix = "wrap the model, `model = DistributedDataParallel(model)`, or average its gradients before the step"
+    return place(step["where"]), lines, why, fix
+
+
+def _find_different(facts: Facts, steps: list[Any], is_explained: bool) -> Iterator[Finding]:
+    """Find replicas that differ at the first step, or later although gradients were equal."""
+    started = _find_different_start(facts, steps)
+    if started is not None:
+        yield started
+    elif not is_explained:
+        drifted = _find_states(facts, steps) or _find_drift(facts, steps)
+        if drifted is not None:
+            yield drifted
+    buffers = _find_buffers(facts, steps)
+    if buffers is not None:
+        yield buffers
+
+
+def _find_different_start(facts: Facts, steps: list[Any]) -> Finding | None:
+    """Find parameters that differ before the first step, and fixed networks that differ."""
+    for (optimizer, number), records in steps:
+        described = _described(facts, optimizer)
+        if number > 1 or described is None:
+            continue
+        differing = _different(records, described)
+        if differing and not _become_equal(steps, optimizer, number, described):
+            made = next(p["made"] for p in described[0]["parameters"] if p["name"] == differing[0])
+            return _started_different(facts, differing, made, described[0]["made"])
+        for name, (hashes, made) in records[0]["others"].items():
+            others = [record["others"].get(name, [None])[0] for record in records]
+            if hashes and not all_equal(others) and all(other and len(other) == len(hashes) for other in others):
+                return _started_different(facts, [name], made, described[0]["made"])
+    return None
+
+
+def _different(records: list[Record], described: list[Any]) -> list[str]:
+    """Name the parameters that differ at a step."""
+    found = []
+    for name, index in _comparable(described).items():
+        if not all_equal([record["parameters"][i] for record, i in zip(records, index, strict=True)]):
+            found.append(name)
+    return found
+
+
+def _started_different(facts: Facts, names: list[str], made: list[Any], optimizer: list[Any]) -> Finding:
+    evidence = f"{_name_some(names)}: at the first optimizer step {say_ranks(facts.ranks)} hold different values"
+    why = "equal gradients keep replicas apart that begin apart: there is no one model, and rank 0's is saved"
+    fix = "send out rank 0's: `for t in model.state_dict().values(): dist.broadcast(t, src=0)`"
+    where = in_function_of(made, optimizer)
+    also = [line for line in places(made, optimizer) if line != where]
+    return Finding("replicas-differ-at-start", "wrong", where, facts.ranks, evidence, why, fix, also)
+
+
+def _find_states(facts: Facts, steps: list[Any]) -> Finding | None:
+    """Find optimisers whose states differ before a step."""
+    for (_, number), records in steps:
+        states = [record["state"] for record in records]
+        rates = [record["rates"] for record in records]
+        if not all_equal(rates):
+            found = " and ".join(str(rate[0]) for rate in rates)
+            evidence = f"at optimizer step {number} the learning rates of {say_ranks(facts.ranks)} are {found}"
+        elif number == 1 and not all_equal(states):
+            evidence = f"at the first step the optimizer states of {say_ranks(facts.ranks)} differ"
+        else:
+            continue
+        loaded: list[Any] = next((record["loaded"] for record in records if record["loaded"]), [])
+        condition = next(filter(None, map(rank_condition, places(loaded))), None)
+        where = condition or place(loaded) or place(records[0]["where"])
+        why = "equal gradients become different updates, and the replicas drift apart"
+        fix = "load the optimizer's state, or set its learning rate, on every rank"
+        also = [line for line in places(loaded, records[0]["where"]) if line != where]
+        return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return None
+
+
+def _find_drift(facts: Facts, steps: list[Any]) -> Finding | None:
+    """Find parameters that are equal at one step and differ at a later one."""
+    for (optimizer, number), records in steps:
+        described = _described(facts, optimizer)
+        if number == 1 or described is None:
+            continue
+        differing = _different(records, described)
+        if not differing or _become_equal(steps, optimizer, number, described):
+            continue
+        first = next(r for (o, n), r in steps if (o, n) == (optimizer, 1))[0]
+        lines = places(first["changing"])
+        where = next(iter(lines), None) or place(first["where"])
+        evidence = (
+            f"{_name_some(differing)}: equal at first, different on {say_ranks(facts.ranks)} before step {number}"
+        )
+        why = "something changes the weights by a number that each rank has for itself; gradients were equal"
+        fix = "reduce that number over ranks first: `dist.all_reduce(x, op=dist.ReduceOp.MAX)`"
+        also = [line for line in (*lines, *places(first["where"])) if line != where]
+        return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return None
+
+
+def _find_buffers(facts: Facts, steps: list[Any]) -> Finding | None:
+    """Find running statistics that differ and that nobody sends out."""
+    for (_, number), records in steps:
+        for name, entry in records[0]["buffers"].items():
+            hashes = [record["buffers"].get(name, {}).get("hashes") for record in records]
+            if number == 1 or entry["sent"] or None in hashes or all_equal(hashes):
+                continue
+            differing = [n for n in hashes[0] if not all_equal([h.get(n) for h in hashes])]
+            lines: list[Any] = next((entry["lines"][n] for n in differing if entry["lines"][n]), [])
+            where = place(lines) or place(entry["ddp"]) or place(records[0]["where"])
+            evidence = f"buffer {_name_some(differing)}: different on {say_ranks(facts.ranks)} at step {number}"
+            why = "the ranks evaluate different networks, and the one that is saved is rank 0's"
+            fix = "leave `broadcast_buffers=True`, use SyncBatchNorm, or call `ddpkit.sync_buffers(model)`"
+            also = [line for line in places(lines, entry["ddp"]) if line != where]
+            return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return None

@@ -1,0 +1,188 @@
+"""Find losses that are divided by the wrong number, and gradients that are clipped before they are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..places import Place
+from ..recorder import Record
+from .facts import Facts, Finding, all_equal, place, places, say_ranks
+
+_EXACT = 1e-3  # relative difference of numbers that are meant to be equal
+_UNEVEN = 1.02  # ratio of counts that are not
+_SCALE_FREE = ("Adam", "Rprop", "Adagrad", "RMSprop", "Lion", "Adadelta")  # a factor of the gradient changes little
+_Losses = dict[tuple[Any, ...], list[dict[str, Any]]]
+
+
+def find(facts: Facts) -> Iterator[Finding]:
+    """Look at how losses enter the gradients of each step."""
+    rows = facts.rows("step", "optimizer", "number")
+    found = _find_uneven(facts, rows) or _find_shorter_window(facts, rows) or _find_divided_twice(facts, rows)
+    if found is not None:
+        yield found
+    yield from _find_sums(facts, rows)
+    yield from _find_clipped(facts, rows)
+
+
+def _by_line(losses: list[dict[str, Any]]) -> _Losses:
+    found: _Losses = {}
+    for loss in losses:
+        found.setdefault(tuple(loss["where"][0]) if loss["where"] else (), []).append(loss)
+    return found
+
+
+def _find_uneven(facts: Facts, rows: list[Any]) -> Finding | None:
+    """Find means over different numbers of samples that count as equals in one step."""
+    for (_, number), records in rows:
+        tables = [_by_line(record["losses"]) for record in records]
+        for line in tables[0]:
+            if not all(line in table for table in tables):
+                continue
+            losses = [_by_backward(table[line]) for table in tables]
+            every = [loss for rank in losses for loss in rank]
+            totals = [total for total, _ in every]
+            counts = [count for _, count in every]
+            is_uneven = min(counts) > 0 and max(counts) > _UNEVEN * min(counts)
+            is_meant = any(loss["masked"] for loss in tables[0][line]) or len(losses[0]) > 1
+            if not is_meant:  # the last batch of an epoch may be uneven
+                continue
+            if not is_uneven or not _near(min(totals), max(totals)) or max(totals) <= 0:
+                continue
+            return _uneven(facts, records[0], number, line, counts)
+    return None
+
+
+def _by_backward(losses: list[dict[str, Any]]) -> list[tuple[float, int]]:
+    """Give for each backward pass the weight of its losses, and over how many samples they are means."""
+    found: dict[int, tuple[float, int]] = {}
+    for loss in losses:
+        total, count = found.get(loss["backward"], (0.0, 0))
+        found[loss["backward"]] = total + loss["total"], count + loss["count"]
+    return list(found.values())
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(one - other) <= _EXACT * max(abs(one), abs(other))
+
+
+def _uneven(facts: Facts, step: Record, number: int, line: tuple[Any, ...], counts: list[int]) -> Finding:
+    evidence = f"at optimizer step {number} means over {min(counts)} to {max(counts)} samples or tokens count as equals"
+    why = "a sample in a small batch counts more than one in a large batch; the gradient is not that of their mean"
+    fix = "divide the sum by the count of all: `n = ddpkit.all_reduce(n); (loss_sum * world_size / n).backward()`"
+    where = Place(*line) if line else None
+    where, also = _at_backward(step, where)
+    return Finding("wrong-divisor", "wrong", where, facts.ranks, evidence, why, fix, also)
+
+
+def _at_backward(step: Record, loss: Place | None) -> tuple[Place | None, list[Place]]:
+    """Choose the line that divides: between the loss and backward."""
+    where = place(step["divided"]) or place(step["backward"]) or loss
+    also = [loss] if loss else []
+    return where, [line for line in (*also, *places(step["divided"], step["backward"])) if line != where]
+
+
+def _find_shorter_window(facts: Facts, rows: list[Any]) -> Finding | None:
+    """Find accumulation over fewer batches than the loss is divided by."""
+    seen: dict[tuple[Any, ...], list[tuple[int, float, Record]]] = {}
+    for (optimizer, _), records in rows:
+        if records[0]["cut"] or not records[0]["divided"]:  # a library may divide
+            continue
+        for line, losses in _by_line(records[0]["losses"]).items():
+            windows = _by_backward(losses)
+            total = sum(total for total, _ in windows)
+            seen.setdefault((optimizer, *line), []).append((len(windows), total, records[0]))
+    for line, steps in seen.items():
+        number, total, _ = max(steps, key=_number_of)
+        fewest, less, record = min(steps, key=_number_of)
+        if fewest == number or not _near(total, 1.0) or not _near(less * number, total * fewest):
+            continue
+        evidence = f"{fewest} of {number} batches are accumulated at the end of an epoch, and divided by {number}"
+        why = f"the last step of each epoch is {less:.0%} of what it should be"
+        fix = "divide by the number of batches in this window: `loss / min(steps, len(loader) - start)`"
+        where, also = _at_backward(record, Place(*line[1:]) if line[1:] else None)
+        return Finding("wrong-divisor", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return None
+
+
+def _number_of(entry: tuple[int, float, Record]) -> int:
+    return entry[0]
+
+
+def _find_divided_twice(facts: Facts, rows: list[Any]) -> Finding | None:
+    """Find sums that are divided by the count of all ranks, and then averaged over ranks."""
+    evidence = ""
+    step: Record = {}
+    for _, records in rows:
+        if not records[0]["losses"] or not records[0]["causes"] or records[0]["summed"]:
+            return None
+        totals = [sum(loss["total"] for loss in record["losses"]) for record in records]
+        if not _near(sum(totals), 1.0):
+            return None
+        if all_equal([round(total, 4) for total in totals]):  # it may be a constant
+            continue
+        shares = " and ".join(f"{total:.3f}" for total in totals)
+        evidence = f"the losses of {say_ranks(facts.ranks)} enter their mean with weights {shares}, which add up to 1"
+        step = records[0]
+    if not evidence or len(rows) < 2:
+        return None
+    why = f"DDP averages over ranks, so the gradient is 1/{facts.world_size} of that of the mean"
+    fix = "multiply by the number of ranks: `loss = loss_sum / total * dist.get_world_size()`"
+    first = step["losses"][0]["where"]
+    where, also = _at_backward(step, place(first))
+    return Finding("wrong-divisor", "wrong", where, facts.ranks, evidence, why, fix, also)
+
+
+def _find_sums(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
+    """Find gradients that are added up over ranks, and never divided."""
+    for (_, number), records in rows:
+        summed = records[0]["summed"]
+        if not summed or not _near(summed["ratio"], 1.0):
+            continue
+        if any(record["divides"] or record["summed"]["divides"] for record in records if record["summed"]):
+            continue
+        if _counts_travel(facts):
+            continue
+        name = records[0]["class_name"]
+        is_free = any(name.startswith(word) or name.endswith(word) for word in _SCALE_FREE)
+        evidence = f"at optimizer step {number} the gradients are the sum of those of {say_ranks(facts.ranks)}"
+        why = f"a step is {facts.world_size} times as long, and grows with the number of ranks"
+        fix = "divide after the sum: `grad /= dist.get_world_size()`"
+        severity = "suspicious" if is_free else "wrong"
+        where = place(summed["where"])
+        also = places(summed["where"])[1:]
+        yield Finding("wrong-divisor", severity, where, facts.ranks, evidence, why, fix, also)
+        return
+
+
+def _counts_travel(facts: Facts) -> bool:
+    """Return whether the ranks add up counts, by which they may have divided before."""
+    for records in facts.of("collective").values():
+        for record in records:
+            values = record.get("values") or []
+            if any(isinstance(v, int) or (float(v).is_integer() and v > 1) for v in values):
+                return True
+    return False
+
+
+def _find_clipped(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
+    """Find clipping of gradients that differ between ranks and are equal at the step."""
+    equal = set()
+    for (_, number), records in rows:
+        gradients = [[g and g[0] for g in record["gradients"]] for record in records]
+        if all_equal(gradients) and any(gradients[0]):
+            equal.add(number)
+    clips = list(facts.of("clip").values())
+    for records in zip(*clips, strict=False):
+        first = records[0]
+        if all_equal([record["gradients"] for record in records]) or first["step"] + 1 not in equal:
+            continue
+        norms = " and ".join(f"{record['norm']:.3g}" for record in records)
+        evidence = f"before optimizer step {first['step'] + 1}, {say_ranks(facts.ranks)} clip gradients of norm {norms}"
+        if first["does"] == "unscales":
+            evidence = f"{say_ranks(facts.ranks)} look for infinities in gradients of norm {norms}, not yet averaged"
+        why = "each rank scales its share of the gradient by another factor; their mean is not the clipped gradient"
+        fix = "average first, then clip: move this line behind the all-reduce, or outside of `no_sync()`"
+        also = places(first["where"])[1:]
+        yield Finding("clipped-before-averaging", "wrong", place(first["where"]), facts.ranks, evidence, why, fix, also)
+        return

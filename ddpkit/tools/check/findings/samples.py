@@ -1,0 +1,320 @@
+"""Find samples that are the same on every rank, missing, repeated, or dealt in orders that do not fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from ..places import Place
+from ..recorder import Record
+from .facts import Facts, Finding, all_equal, place, places, say_ranks
+
+_COMPARED = 3  # batches that must be equal on all ranks, if there are as many
+
+
+def find(facts: Facts) -> Iterator[Finding]:
+    """Look at each loader once, at its first epochs."""
+    training = {record["loader"] for records in facts.of("trains").values() for record in records}
+    done: set[str] = set()
+    for (loader, number), records in facts.rows("epoch", "loader", "number"):
+        trains = loader in training
+        found = None
+        if loader not in done:
+            found = _examine(facts, records, number, trains)
+        if found is not None:
+            done.add(loader)
+            yield found
+    if not training:
+        yield from _find_equal_inputs(facts)
+    yield from _find_same_orders(facts, training, done)
+
+
+def _examine(facts: Facts, records: list[Record], number: int, trains: bool) -> Finding | None:
+    """Look at one epoch of one loader."""
+    contents = _contents(facts, records[0]["loader"], number)
+    if trains and (found := _find_same(facts, records, contents)):
+        return found
+    if records[0]["iterable"]:
+        return _find_repeated_batches(facts, records, contents)
+    if all(record.get("plan") is not None for record in records):
+        return _examine_plans(facts, records, trains)
+    return None
+
+
+def _contents(facts: Facts, loader: str, number: int) -> list[list[int]]:
+    """List what each rank's batches of an epoch held, as hashes."""
+    found = []
+    for batches in facts.of("batch").values():
+        found.append([b["content"] for b in batches if (b["loader"], b["number"]) == (loader, number)])
+    return found
+
+
+def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -> Finding | None:
+    """Find ranks that train on the same samples."""
+    first = records[0]
+    number = min(map(len, contents))
+    equal = 0
+    while equal < number and contents[0][equal] and all_equal([batches[equal] for batches in contents]):
+        equal += 1
+    plans = [record.get("plan") for record in records]
+    are_planned = plans[0] is not None and all_equal(plans) and all_equal([record["dataset"] for record in records])
+    draws = _draws(facts, first["loader"])
+    if not (equal and equal >= min(number, _COMPARED)) and not (are_planned and number and draws):
+        return None
+    where, also, fix = _cause_of_same(facts, first, draws, are_planned)
+    batches = min(equal, number) or number
+    evidence = f"the first {batches} batches are the same on {say_ranks(facts.ranks)}"
+    why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
+    return Finding("same-samples", "wrong", where, facts.ranks, evidence, why, fix, [p for p in also if p != where])
+
+
+def _draws(facts: Facts, loader: str) -> dict[str, Any]:
+    """Return a record of a fetch that drew the same numbers on all ranks, {} if there is none."""
+    for (_, _, _), records in facts.rows("fetch", "loader", "worker", "number"):
+        common = set(records[0]["drawn"].items())
+        for record in records:
+            common &= set(record["drawn"].items())
+        if common and records[0]["loader"] == loader:
+            return {"kinds": [kind for kind, _ in common], "lines": records[0]["lines"]}
+    return {}
+
+
+def _cause_of_same(
+    facts: Facts,
+    epoch: Record,
+    draws: dict[str, Any],
+    are_planned: bool,
+) -> tuple[Place | None, list[Place], str]:
+    made = places(epoch["sampler_made"], epoch["made"])
+    if draws and not are_planned:
+        seeded = _seeded(facts, draws["kinds"])
+        fix = "give each rank a seed of its own: `seed + rank`"
+        return place(seeded or draws["lines"]), [*places(seeded), *places(draws["lines"]), *made], fix
+    if epoch["lines"]:
+        fix = "let each rank take its share: `[rank::world_size]`"
+        return place(epoch["lines"]), [*places(epoch["lines"]), *made], fix
+    fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
+    return place(epoch["made"]), made, fix
+
+
+def _seeded(facts: Facts, kinds: list[str]) -> list[Any]:
+    """Return where the first of some generators was last seeded by the script."""
+    for record in reversed(facts.of("seeded")[facts.ranks[0]]):
+        if record["generator"] in kinds:
+            stack: list[Any] = record["where"]
+            return stack
+    return []
+
+
+def _find_repeated_batches(facts: Facts, records: list[Record], contents: list[list[int]]) -> Finding | None:
+    """Find batches that come several times in an epoch of one rank."""
+    epoch = records[0]
+    counts = Counter(content for content in contents[0] if content)
+    repeated = sum(number - 1 for number in counts.values())
+    if not repeated or epoch["workers"] < 2:
+        return None
+    evidence = f"{repeated} of the first {len(contents[0])} batches of rank 0 came before in the same epoch"
+    why = f"each of the {epoch['workers']} workers reads all samples of its rank, so an epoch has them several times"
+    fix = "share the samples out among workers, too: `get_worker_info().id` and `.num_workers`"
+    where = place(epoch["lines"]) or place(epoch["made"])
+    also = [p for p in places(epoch["lines"], epoch["made"]) if p != where]
+    return Finding("samples-repeated", "wrong", where, facts.ranks, evidence, why, fix, also)
+
+
+def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding | None:
+    """Compare the samples that a sampler deals with those that there are."""
+    epoch = records[0]
+    if any(record["replaces"] for record in records):
+        return None
+    if not all_equal([record["dataset"] for record in records]):
+        if all_equal([record["contents"] for record in records]) and trains:
+            return _differently_ordered(facts, epoch)
+        return None
+    plans = [record["plan"] for record in records]
+    expected: set[int] = set()
+    for record in records:
+        expected |= set(record["expected"] if record["expected"] is not None else range(record["total"]))
+    counts = Counter(index for plan in plans for index in plan)
+    dealt = sum(map(len, plans))
+    missing = len(expected - counts.keys())
+    extra = dealt - len(counts)
+    batch = int(epoch["batch_size"]) * facts.world_size
+    padding = -len(expected) % facts.world_size
+    allowed = max(padding, -len(expected) % batch)
+    if all(len(plan) >= len(expected) for plan in plans):
+        return _all_on_each(facts, epoch, expected, extra) if trains else None
+    if extra > allowed and missing:
+        return _shuffled_differently(facts, epoch, missing, extra, len(expected))
+    if extra > allowed:
+        return _repeated(facts, epoch, extra, len(expected))
+    if extra and not trains:
+        return _padded(facts, epoch, extra, len(expected))
+    return _missing(facts, records, missing, len(expected), batch, trains)
+
+
+def _all_on_each(facts: Facts, epoch: Record, expected: set[int], extra: int) -> Finding | None:
+    evidence = f"each of {say_ranks(facts.ranks)} goes through all {len(expected)} samples in an epoch"
+    why = f"an epoch is {facts.world_size} epochs, of which the ranks know nothing: schedules and logs are wrong"
+    fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
+    return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
+
+
+def _about_sampler(kind: str, facts: Facts, epoch: Record, evidence: str, why: str, fix: str) -> Finding:
+    """Make a finding about a sampler: its deciding lines if it is the script's, else where it was made."""
+    where = place(epoch["lines"]) or place(epoch["sampler_made"]) or place(epoch["made"])
+    also = places(epoch["lines"], epoch["sampler_made"], epoch["made"])
+    also = [line for line in also if line != where]
+    return Finding(kind, "wrong", where, facts.ranks, evidence, why, fix, also)
+
+
+def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
+    shuffled = _seeded(facts, ["shuffle"])
+    evidence = f"{say_ranks(facts.ranks)} hold the same samples in different orders, and deal positions in them"
+    why = "a position is another sample on each rank: some samples come twice, others never"
+    fix = "leave the list in one order, or shuffle it with a seed that all ranks have: `random.Random(0).shuffle(x)`"
+    found = _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix)
+    if shuffled:
+        found.also = [*places(shuffled)[1:], *([found.where] if found.where else [])]
+        found.where = place(shuffled)
+    return found
+
+
+def _shuffled_differently(facts: Facts, epoch: Record, missing: int, extra: int, total: int) -> Finding:
+    evidence = f"of {total} samples, {missing} come on no rank and {extra} come again, in one epoch"
+    why = "the ranks take their shares of orders that differ, so the shares overlap"
+    fix = "shuffle with one seed on all ranks: `DistributedSampler(dataset, seed=0)`"
+    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix)
+
+
+def _repeated(facts: Facts, epoch: Record, extra: int, total: int) -> Finding:
+    evidence = f"{extra} samples of an epoch come again, of {total} that there are; padding explains fewer"
+    why = "these samples count more than others"
+    fix = "deal each sample once: `DistributedSampler(dataset)`"
+    return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
+
+
+def _padded(facts: Facts, epoch: Record, extra: int, total: int) -> Finding | None:
+    """Find an evaluation that counts what a sampler has repeated to give all ranks as many samples."""
+    reduced = _combined(facts, epoch)
+    if reduced is None or _drops_padding(facts, reduced, total):
+        return None
+    evidence = f"the evaluation counts {total + extra} samples of {total}: {extra} come twice"
+    why = "the metric is not that of the data, and changes with the number of ranks"
+    fix = "leave out what was repeated: `ddpkit.DistributedEvalSampler(dataset)`, or `gather_for_metrics`"
+    where = place(epoch["sampler_made"]) or place(reduced["where"])
+    also = [p for p in places(epoch["sampler_made"], epoch["made"], reduced["where"]) if p != where]
+    return Finding("padding-counted", "wrong", where, facts.ranks, evidence, why, fix, also)
+
+
+def _combined(facts: Facts, epoch: Record) -> Record | None:
+    """Return the first collective of the script's that follows the beginning of an evaluation."""
+    records = facts.records[facts.ranks[0]]
+    begun = next(i for i, r in enumerate(records) if r is epoch or r == epoch)
+    for record in records[begun + 1 :]:
+        if record["kind"] == "step":
+            return None
+        if record["kind"] == "collective" and record["op"] in ("all_reduce", "reduce", "all_gather", *_GATHERS):
+            return record
+    return None
+
+
+_GATHERS = (
+    "gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_gather_object",
+    "gather_object",
+)
+
+
+def _drops_padding(facts: Facts, reduced: Record, total: int) -> bool:
+    """Return whether the script leaves out what was repeated: in a library, by a slice, or by its counts."""
+    if "gather_for_metrics" in reduced["library"] or total in reduced["cuts"]:
+        return True
+    sums = []
+    for (_, _), records in facts.rows("collective", "position", "group"):
+        if records[0].get("values") and all(len(r.get("values", [])) == len(records[0]["values"]) for r in records):
+            sums += [sum(values) for values in zip(*(r["values"] for r in records), strict=True)]
+    return total in sums
+
+
+def _missing(
+    facts: Facts,
+    records: list[Record],
+    missing: int,
+    total: int,
+    batch: int,
+    trains: bool,
+) -> Finding | None:
+    epoch = records[0]
+    allowed = 0
+    if epoch["drop_last"]:
+        allowed = batch - 1
+    elif epoch["sampler"] not in ("DistributedSampler", "SequentialSampler", "RandomSampler"):
+        allowed = batch - 1 if trains else 0
+    if missing <= allowed and not _never_come(facts, records, missing):
+        return None
+    evidence = f"{missing} of {total} samples come on no rank"
+    why = "the model never sees them" if trains else "they are in no metric"
+    fix = "deal all samples: `DistributedSampler(dataset)`"
+    return _about_sampler("samples-missing", facts, epoch, evidence, why, fix)
+
+
+def _never_come(facts: Facts, records: list[Record], missing: int) -> bool:
+    """Return whether a shuffled order leaves out the same samples in each epoch."""
+    left_out = []
+    orders = []
+    for (loader, _), epochs in facts.rows("epoch", "loader", "number"):
+        if loader == records[0]["loader"]:
+            dealt = {index for epoch in epochs for index in epoch["plan"]}
+            left_out.append(frozenset(range(epochs[0]["total"])) - dealt)
+            orders.append(epochs[0]["plan"])
+    is_shuffled = len(orders) > 1 and orders[0] != orders[1]
+    return bool(missing) and is_shuffled and all_equal(left_out)
+
+
+def _find_same_orders(facts: Facts, training: set[str], done: set[str]) -> Iterator[Finding]:
+    """Find loaders that deal the same order in each epoch, or will, because nobody calls `set_epoch`."""
+    epochs: dict[str, list[Record]] = {}
+    for record in facts.of("epoch")[facts.ranks[0]]:
+        epochs.setdefault(record["loader"], []).append(record)
+    for loader, records in epochs.items():
+        first = records[0]
+        plan = first.get("plan")
+        if loader not in training or not first["has_epoch"] or not plan or plan == sorted(plan):
+            continue
+        others = [record["plan"] for record in records[1:]]
+        if others:
+            is_same = all(other == plan for other in others)
+        else:
+            is_same = first["shuffles"] and first["repeats"] and not first["epochs_set"] and not first["names_epoch"]
+        if not is_same:
+            continue
+        seen = f"{len(records)} epochs have" if others else "every epoch will have"
+        evidence = f"{seen} the same order of the {len(plan)} samples of rank 0: `set_epoch` is not called"
+        why = "the same samples meet in the same batches, on the same rank, for ever"
+        fix = "call `sampler.set_epoch(epoch)` at the head of each epoch"
+        where = place(first["where"])
+        also = places(first["sampler_made"], first["made"])
+        yield Finding("epoch-not-set", "wrong", where, facts.ranks, evidence, why, fix, also)
+
+
+def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
+    """Find ranks that give their networks the same inputs at each step, where no loader is used."""
+    steps = facts.rows("step", "optimizer", "number")
+    rows = [records for _, records in steps if all(record["calls"] for record in records)]
+    if not rows:
+        return
+    for records in rows[:_COMPARED]:
+        inputs = [[call["input"] for call in record["calls"] if call["input"]] for record in records]
+        if not inputs[0] or not all_equal(inputs):
+            return
+    call = rows[0][0]["calls"][0]
+    seeded = _seeded(facts, ["torch", "numpy", "random"])
+    evidence = f"at each of {min(len(rows), _COMPARED)} steps the inputs are the same on {say_ranks(facts.ranks)}"
+    why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
+    fix = "draw the samples of each rank with a seed of its own, or let each take its share: `[rank::world_size]`"
+    where = place(call["where"])
+    also = places(seeded, call["where"][1:])
+    yield Finding("same-samples", "wrong", where, facts.ranks, evidence, why, fix, also)

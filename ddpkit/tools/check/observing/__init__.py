@@ -1,0 +1,1 @@
+"""Observe a checked script from inside: each module records the facts of one subject."""

@@ -1,0 +1,144 @@
+"""Observe collectives: each rank tells which one it enters, before it does."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.join import Join
+
+from ..places import stack
+from ..recorder import Recorder
+from .expressions import cuts, divides_by_ranks, loop_keys
+from .modules import Modules
+from .patching import Function, before, guarded, replace
+
+_WITH_TENSORS = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all_single",
+)
+_OTHERS = (
+    "barrier",
+    "monitored_barrier",
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "new_group",
+)
+_MANY = 4096  # sums that are kept for a step
+_SMALL = 8  # elements of a tensor that are told
+
+
+class Collectives:
+    """Observes `torch.distributed` from the moment of `install`."""
+
+    def __init__(self, recorder: Recorder, modules: Modules) -> None:
+        self._recorder = recorder
+        self._modules = modules
+        self._depth = 0
+        self.sums: list[dict[str, Any]] = []
+
+    def install(self) -> None:
+        """Begin."""
+        before(Join, "__enter__", self._note_join)
+        for name in (*_WITH_TENSORS, *_OTHERS):
+            original = getattr(dist, name, None)
+            if original is None:
+                continue
+            replace(dist, name, self._observed)
+            setattr(distributed_c10d, name, getattr(dist, name))
+
+    def _note_join(self, *args: Any) -> None:
+        self._recorder.tell("join", where=stack()[:1])
+
+    def _observed(self, original: Function) -> Function:
+        tell = guarded(self._tell)
+        reduced = guarded(self._note_reduced)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._depth or not self._recorder.is_main:
+                return original(*args, **kwargs)
+            self._depth += 1
+            try:
+                tell(original.__name__, args, kwargs)
+                result = original(*args, **kwargs)
+                if original.__name__ == "all_reduce" and result is None:
+                    reduced(args, kwargs)
+                return result
+            finally:
+                self._depth -= 1
+
+        return call
+
+    def _note_reduced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the size of a sum, which may be that of the gradients."""
+        tensor = args[0] if args else kwargs["tensor"]
+        if tensor.is_floating_point() and _reduction(args, kwargs) == "SUM" and len(self.sums) < _MANY:
+            square = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) ** 2
+            self.sums.append(
+                {"numel": tensor.numel(), "square": square, "where": stack()[:4], "divides": divides_by_ranks(4)}
+            )
+
+    def take_sums(self) -> list[dict[str, Any]]:
+        """Return the sums since the last call."""
+        sums, self.sums = self.sums, []
+        return sums
+
+    def _tell(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
+        fields: dict[str, Any] = {"op": name, "group": _name_of(group), "where": stack()[:4]}
+        if tensor is not None and name in _WITH_TENSORS:
+            fields["dtype"] = str(tensor.dtype).removeprefix("torch.")
+            fields["shape"] = list(tensor.shape)
+            if tensor.numel() <= _SMALL and not tensor.is_meta:
+                fields["values"] = tensor.detach().reshape(-1).to("cpu").tolist()
+        if "reduce" in name:
+            fields["reduction"] = _reduction(args, kwargs)
+        fields["samples"] = self._modules.samples
+        fields["library"] = _library()
+        fields["cuts"] = cuts()
+        fields["keys"] = loop_keys()
+        fields["divides"] = divides_by_ranks()
+        self._recorder.tell_collective(fields)
+
+
+def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    given = kwargs.get("op") or next((a for a in args if isinstance(a, dist.ReduceOp.RedOpType)), None)
+    if given is None:
+        return "SUM"
+    return str(given).rpartition(".")[2]
+
+
+def _name_of(group: Any) -> str:
+    if group is None or group is getattr(dist.group, "WORLD", None):
+        return "0"
+    return str(getattr(group, "group_name", id(group)))
+
+
+def _library() -> str:
+    """Name the function outside of the script that calls the collective, if the script does not itself."""
+    frame = sys._getframe(3)
+    names: list[str] = []
+    while frame is not None and len(names) < 12:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(("accelerate", "lightning", "ddpkit.collectives")):
+            names.append(f"{module}.{frame.f_code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return names[-1] if names else ""

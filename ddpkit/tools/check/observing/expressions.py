@@ -1,0 +1,258 @@
+"""Evaluate simple expressions of the script's running functions, without calling anything of its own."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import math
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..places import Place, enclosing, own_files, own_frames, place_of, syntax_of
+from .modules import is_own_object
+
+_dividing: dict[tuple[Any, ...], bool] = {}
+_RANKS = ("world", "ranks", "num_processes", "nproc", "gpus", "replicas")  # in names of the number of ranks
+
+
+@cache
+def _nodes_of(file: str, name: str, first_line: int) -> list[ast.AST]:
+    """List the nodes of a function, or those of a file outside of any."""
+    tree = syntax_of(file)
+    if name == "<module>":
+        body = [s for s in tree.body if not isinstance(s, ast.FunctionDef | ast.ClassDef)]
+        return [node for statement in body for node in ast.walk(statement)]
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or node.name != name:
+            continue
+        if node.lineno <= first_line + len(node.decorator_list) and first_line <= node.body[0].lineno:
+            return list(ast.walk(node))
+    return []
+
+
+def running(depth: int = 6) -> Iterator[tuple[FrameType, list[ast.AST]]]:
+    """Yield the script's running functions with their nodes, the innermost first."""
+    for number, frame in enumerate(own_frames(sys._getframe(1))):
+        if number == depth:
+            return
+        code = frame.f_code
+        yield frame, _nodes_of(code.co_filename, code.co_name, code.co_firstlineno)
+
+
+def cuts() -> list[int]:
+    """List the numbers at which the running functions cut sequences: the n of `[:n]`."""
+    found = []
+    for frame, nodes in running():
+        for node in nodes:
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) and node.slice.lower is None:
+                value = evaluate(node.slice.upper, frame)
+                if isinstance(value, int):
+                    found.append(value)
+    return found
+
+
+def divides_by_ranks(depth: int = 2) -> bool:
+    """Return whether a running function divides by the number of ranks; looked up once for each line."""
+    frames = list(islice(own_frames(sys._getframe(1)), depth))
+    lines = tuple((frame.f_code, frame.f_lineno) for frame in frames)
+    if lines not in _dividing:
+        _dividing[lines] = any(_divides(frame, nodes) for frame, nodes in running(depth))
+    return _dividing[lines]
+
+
+def _divides(frame: FrameType, nodes: list[ast.AST]) -> bool:
+    for node in nodes:
+        divisor = None
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
+            divisor = node.right if isinstance(node, ast.BinOp) else node.value
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("div", "div_") and node.args:
+            divisor = node.args[0]
+        if divisor is not None and is_number_of_ranks(divisor, frame):
+            return True
+    return False
+
+
+def dividing_lines() -> list[Place]:
+    """List the lines of the function that calls backward which divide a loss."""
+    frame = next(own_frames(sys._getframe(1)), None)
+    return [] if frame is None else _dividing_lines(frame.f_code)
+
+
+@cache
+def _dividing_lines(code: CodeType) -> list[Place]:
+    found = []
+    for node in _nodes_of(code.co_filename, code.co_name, code.co_firstlineno):
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div):
+            value = node.left if isinstance(node, ast.BinOp) else node.target
+            names = [str(getattr(part, "id", getattr(part, "attr", ""))) for part in ast.walk(value)]
+            if any("loss" in name.lower() for name in names):
+                found.append(Place(os.path.abspath(code.co_filename), node.lineno, code.co_name))
+    return found
+
+
+def is_number_of_ranks(node: ast.expr, frame: FrameType) -> bool:
+    """Return whether an expression is the number of ranks, by its name and its value."""
+    for part in ast.walk(node):
+        name = str(getattr(part, "attr", getattr(part, "id", ""))).lower()
+        if not isinstance(part, ast.Name | ast.Attribute) or not any(word in name for word in _RANKS):
+            continue
+        if "get_world_size" in name or evaluate(part, frame) in (_world_size(), None):
+            return True
+    return False
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def evaluate(node: ast.AST | None, frame: FrameType) -> Any:
+    """Return the value of a name, a field of an object or a length; None for anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        owner = evaluate(node.value, frame)
+        if is_own_object(owner) or isinstance(owner, argparse.Namespace):
+            return vars(owner).get(node.attr)
+        if node.attr == "dataset":
+            return getattr(owner, "dataset", None)
+        return None
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "len" and len(node.args) == 1:
+        value = evaluate(node.args[0], frame)
+        try:
+            return None if value is None else len(value)
+        except TypeError:
+            return None
+    return None
+
+
+def is_in_loop() -> bool:
+    """Return whether the running functions will come here again: a loop is around the present line of one."""
+    for number, frame in enumerate(own_frames(sys._getframe(1))):
+        line = frame.f_lineno
+        loops = _loops_around(frame.f_code.co_filename, line)
+        if any(number or isinstance(loop, ast.While) or loop.lineno != line for loop in loops):
+            return True
+    return False
+
+
+@cache
+def _decisions_around(file: str, line: int) -> list[ast.If]:
+    """List the `if`s in the loops around a line that have consequences."""
+    found: dict[int, ast.If] = {}
+    for loop in _loops_around(file, line):
+        for statement in ast.walk(loop):
+            if isinstance(statement, ast.If) and _has_consequences(statement):
+                found[statement.lineno] = statement
+    return list(found.values())
+
+
+def decisions() -> list[dict[str, Any]]:
+    """List the `if`s around and after which the running loops end or save, with the fractions that they compare."""
+    found = []
+    for frame in own_frames(sys._getframe(1)):
+        for statement in _decisions_around(frame.f_code.co_filename, frame.f_lineno):
+            values = _fractions(statement.test, frame)
+            if values:
+                found.append({"where": place_of(frame)._replace(line=statement.lineno), "values": values})
+    return found
+
+
+def _loops_around(file: str, line: int) -> list[ast.stmt]:
+    """List the loops around a line in its function."""
+    loops: list[ast.stmt] = []
+    for statement in enclosing(file, line):
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            loops = []
+        elif isinstance(statement, ast.For | ast.While):
+            loops.append(statement)
+    return loops
+
+
+def skips() -> list[Place]:
+    """List the `if`s by which the innermost running loop leaves out a batch."""
+    for frame in own_frames(sys._getframe(1)):
+        for loop in reversed(_loops_around(frame.f_code.co_filename, frame.f_lineno)):
+            lines = []
+            for statement in ast.walk(loop):
+                body = statement.body if isinstance(statement, ast.If) else []
+                if any(isinstance(part, ast.Continue) for part in body):
+                    lines.append(place_of(frame)._replace(line=getattr(statement, "lineno", 0)))
+            return lines
+    return []
+
+
+def numbers_of_rounds() -> list[int]:
+    """List how many rounds the running loops over `range(n)` make, the outermost first."""
+    found = []
+    for frame in reversed(list(own_frames(sys._getframe(1)))):
+        for loop in _loops_around(frame.f_code.co_filename, frame.f_lineno):
+            if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range":
+                bounds = [evaluate(argument, frame) for argument in loop.iter.args]
+                if bounds and all(isinstance(bound, int) for bound in bounds):
+                    found.append(len(range(*bounds)))
+    return found
+
+
+def _has_consequences(statement: ast.If) -> bool:
+    """Return whether an `if` ends a loop or saves a file, and does not only look for broken numbers."""
+    test = ast.unparse(statement.test)
+    if any(word in test for word in ("isfinite", "isnan", "isinf")):
+        return False
+    for part in statement.body:
+        for node in ast.walk(part):
+            if isinstance(node, ast.Break | ast.Return):
+                return True
+            if isinstance(node, ast.Call) and "save" in ast.unparse(node.func).lower():
+                return True
+    return False
+
+
+def _fractions(test: ast.expr, frame: FrameType) -> list[float]:
+    """Evaluate what a test compares, as far as these are fractions."""
+    found = []
+    for node in ast.walk(test):
+        if isinstance(node, ast.Name | ast.Attribute):
+            value = evaluate(node, frame)
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point():
+                value = value.item()
+            if isinstance(value, float) and math.isfinite(value):
+                found.append(value)
+    return found
+
+
+def loop_keys() -> list[str]:
+    """List the names and numbers through which the innermost function's loops go, of the present round."""
+    frame = next(own_frames(sys._getframe(1)), None)
+    if frame is None:
+        return []
+    found = []
+    for loop in _loops_around(frame.f_code.co_filename, frame.f_lineno):
+        for node in ast.walk(loop.target) if isinstance(loop, ast.For) else ():
+            value = evaluate(node, frame) if isinstance(node, ast.Name) else None
+            if isinstance(value, str | int):
+                found.append(repr(value))
+    return found
+
+
+def mentions(word: str) -> bool:
+    """Return whether a file of the script has a word in it."""
+    return any(word in _text_of(file) for file in own_files())
+
+
+@cache
+def _text_of(file: str) -> str:
+    try:
+        with open(file, errors="replace") as source:
+            return source.read()
+    except OSError:
+        return ""

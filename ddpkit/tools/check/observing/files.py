@@ -1,0 +1,84 @@
+"""Observe files that are written, and the states that are saved in them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..places import is_own, stack
+from ..recorder import Recorder
+from .patching import before
+
+_WRITES = os.O_WRONLY | os.O_RDWR
+_PREFIXES = ("module.", "_orig_mod.", "_forward_module.")
+_ELSEWHERE = ("/dev/", "/proc/", "/sys/")
+
+
+class Files:
+    """Observes the opening of files from the moment of `install`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._busy = False
+
+    def install(self) -> None:
+        """Begin."""
+        sys.addaudithook(self._audit)
+        before(torch, "save", self._save)
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if event != "open" or self._busy or not self._recorder.is_main:
+            return
+        path, mode, flags = args
+        writes = any(letter in (mode or "") for letter in "wa+") or bool((flags or 0) & _WRITES)
+        if writes and isinstance(path, str | bytes | os.PathLike):
+            appends = "a" in (mode or "") or bool((flags or 0) & os.O_APPEND)
+            self._tell(os.fsdecode(path), appends, "open")
+
+    def _tell(self, path: str, appends: bool, call: str) -> None:
+        self._busy = True
+        try:
+            full = os.path.realpath(path)
+            places = stack()
+            if places and not full.startswith(_ELSEWHERE) and "__pycache__" not in full and _is_direct():
+                self._recorder.tell("file", path=full, appends=appends, call=call, where=places)
+        finally:
+            self._busy = False
+
+    def _save(self, obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
+        places = stack()
+        keys = list(_wrapped_keys(obj))
+        if keys and places:
+            self._recorder.tell("saved", keys=keys[:3], number=len(keys), where=places)
+        if isinstance(f, str | os.PathLike):
+            self._tell(os.fspath(f), False, "torch.save")
+
+
+def _is_direct() -> bool:
+    """Return whether the script asks for the file, not a module that is being imported or compiled."""
+    frame = sys._getframe(2)
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        if "importlib" in frame.f_code.co_filename or "_inductor" in frame.f_code.co_filename:
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return True
+
+
+def _wrapped_keys(obj: Any, depth: int = 3) -> list[str]:
+    """Find the names of a wrapper in a saved state: on all tensors of one dictionary."""
+    if not isinstance(obj, Mapping) or not depth:
+        return []
+    names = [key for key, value in obj.items() if isinstance(key, str) and isinstance(value, Tensor)]
+    if names:
+        compiled = [name for name in names if "_orig_mod." in name]
+        if compiled or all(name.startswith(_PREFIXES) for name in names):
+            return compiled or names
+    found: list[str] = []
+    for value in obj.values():
+        found += _wrapped_keys(value, depth - 1)
+    return found

@@ -1,0 +1,290 @@
+"""Observe modules: where they were made, which are in DDP, and calls that go past it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from ..places import Stack, is_own, own_frames, place_of, stack
+from ..recorder import Recorder
+from .patching import after, before, guarded, replace
+from .tensors import content, size_of
+
+_HERE = os.path.dirname(__file__)
+_MANY_CALLS = 16  # calls of networks that are kept for a step
+_CASTS = ("to", "double", "float", "half", "bfloat16", "cuda", "cpu")
+
+
+class Wrapped:
+    """One instance of DDP.
+
+    Attributes:
+        made: Where it was constructed.
+        managed: The identities of the parameters whose gradients it averages.
+        inside: The identities of the modules in it.
+        taken_out: Where `.module` was last read.
+        bypassed: Where a module in it was called past it, since the last step.
+        unsynced: Where the last thing happened that turned synchronisation off.
+        thawed: Where parameters in it were unfrozen.
+        cast: Where it was moved or converted.
+        forwards: For each call with gradients since the last step, whether backward is to synchronise.
+        pending: Whether a call has not been followed by backward.
+    """
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self.ref = weakref.ref(module)
+        self.kept = module  # gloo's destructor may wait for a thread that waits for the interpreter's lock
+        self.made = stack()
+        inner = inner_of(module)
+        self.managed = {id(p) for p in inner.parameters() if p.requires_grad}
+        self.inside = {id(m) for m in inner.modules()}
+        self.taken_out: Stack = []
+        self.bypassed: Stack = []
+        self.unsynced: Stack = []
+        self.thawed: Stack = []
+        self.cast: Stack = []
+        self.forwards: list[bool] = []
+        self.pending = False
+
+
+class Modules:
+    """Observes modules from the moment of `install`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.wrapped: dict[int, Wrapped] = {}
+        self.calls: list[dict[str, Any]] = []
+        self.samples = 0  # that networks were given since the last step, without gradients
+        self.hooked = False  # a communication hook that averages something else than gradients
+        self._parameters: dict[int, tuple[Any, Stack]] = {}
+        self._depth = 0
+        self._in_ddp = 0
+
+    def install(self) -> None:
+        """Begin."""
+        hooks.register_module_parameter_registration_hook(guarded(self._registered))
+        hooks.register_module_buffer_registration_hook(guarded(self._registered))
+        hooks.register_module_forward_pre_hook(guarded(self._entered))
+        hooks.register_module_forward_hook(guarded(self._left), always_call=True)
+        after(DistributedDataParallel, "__init__", self._made)
+        before(DistributedDataParallel, "no_sync", self._no_sync)
+        before(DistributedDataParallel, "__setattr__", self._set)
+        before(DistributedDataParallel, "__getattr__", self._read)
+        after(DistributedDataParallel, "register_comm_hook", self._comm_hook)
+        before(nn.Module, "requires_grad_", self._thawed)
+        before(Tensor, "requires_grad_", self._tensor_thawed)
+        for name in _CASTS:
+            replace(nn.Module, name, self._casting)
+
+    def made(self, parameter: Tensor) -> Stack:
+        """Return where a parameter was given to a module, [] if that was not seen."""
+        ref, places = self._parameters.get(id(parameter), (None, []))
+        return places if ref is not None and ref() is parameter else []
+
+    def wrapper_of(self, parameter: Tensor) -> tuple[Wrapped | None, bool]:
+        """Find the DDP that a parameter is in, and whether that averages its gradient."""
+        for wrapped in self.wrapped.values():
+            if id(parameter) in wrapped.managed:
+                return wrapped, True
+        for wrapped in self.wrapped.values():
+            module = wrapped.ref()
+            if module and any(parameter is other for other in inner_of(module).parameters()):
+                return wrapped, False
+        return None, False
+
+    def begin_step(self) -> None:
+        """Forget what belongs to the step that has ended."""
+        self.calls = []
+        self.samples = 0
+        for wrapped in self.wrapped.values():
+            wrapped.forwards = []
+            wrapped.bypassed = []
+
+    def will_synchronise(self) -> bool:
+        """Return whether the backward that begins now averages gradients; count it as begun."""
+        pending = [wrapped for wrapped in self.wrapped.values() if wrapped.pending]
+        for wrapped in pending:
+            wrapped.pending = False
+        return bool(pending)
+
+    def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
+        if isinstance(parameter, Tensor):
+            self._parameters[id(parameter)] = (weakref.ref(parameter), _made_at())
+
+    def _made(self, _: None, made: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        self.wrapped[id(made)] = Wrapped(made)
+
+    def _comm_hook(self, _: None, module: Any, state: Any, hook: Any) -> None:
+        self.hooked = self.hooked or "localSGD" in getattr(hook, "__name__", "")
+
+    def _of(self, module: object) -> Wrapped | None:
+        return self.wrapped.get(id(module))
+
+    def _no_sync(self, module: DistributedDataParallel) -> None:
+        wrapped = self._of(module)
+        if wrapped:
+            wrapped.unsynced = stack()
+
+    def _set(self, module: DistributedDataParallel, name: str, value: Any) -> None:
+        wrapped = self._of(module)
+        if wrapped and name == "require_backward_grad_sync" and (places := self._direct()):
+            wrapped.unsynced = places
+
+    def _read(self, module: DistributedDataParallel, name: str) -> None:
+        if name == "module" and not self._in_ddp:
+            wrapped = self._of(module)
+            if wrapped and (places := stack()):
+                wrapped.taken_out = places
+
+    @staticmethod
+    def _direct() -> Stack:
+        """Return the script's lines if one of them does this itself, not torch for it."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
+            frame = frame.f_back
+        if frame is None or not is_own(frame.f_code.co_filename):
+            return []
+        return stack()
+
+    def _thawed(self, module: nn.Module, requires_grad: bool = True) -> None:
+        self._note_thawed({id(p) for p in module.parameters()}, requires_grad)
+
+    def _tensor_thawed(self, tensor: Tensor, requires_grad: bool = True) -> None:
+        self._note_thawed({id(tensor)}, requires_grad)
+
+    def _note_thawed(self, parameters: set[int], requires_grad: bool) -> None:
+        for wrapped in self.wrapped.values():
+            module = wrapped.ref()
+            if requires_grad and module and (places := stack()):
+                inner = {id(p) for p in inner_of(module).parameters()} - wrapped.managed
+                if inner & parameters:
+                    wrapped.thawed = places
+
+    def _casting(self, original: Any) -> Any:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            old = _kinds(module) if self.wrapped else set()
+            result = original(module, *args, **kwargs)
+            if self.wrapped and _kinds(module) != old:
+                self._note_cast(module)
+            return result
+
+        return call
+
+    def _note_cast(self, module: nn.Module) -> None:
+        for wrapped in self.wrapped.values():
+            if not wrapped.cast and (id(module) in wrapped.inside or module is wrapped.ref()):
+                wrapped.cast = stack()
+
+    def _entered(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+        wrapped = self._of(module)
+        if wrapped and isinstance(module, DistributedDataParallel):
+            self._in_ddp += 1
+            if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+                self._recorder.tell_collective({"group": "0", "op": "forward of DDP", "where": stack()[:4]})
+            if torch.is_grad_enabled():
+                synchronises = bool(module.require_backward_grad_sync)
+                wrapped.forwards.append(synchronises)
+                wrapped.pending = wrapped.pending or synchronises
+        elif not self._in_ddp and torch.is_grad_enabled():
+            self._look_for_bypass(module)
+        if self._depth == 1:
+            self._note_call(module, args)
+
+    def _left(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._depth -= 1
+        if isinstance(module, DistributedDataParallel) and self._of(module):
+            self._in_ddp -= 1
+
+    def _look_for_bypass(self, module: nn.Module) -> None:
+        for wrapped in self.wrapped.values():
+            if id(module) in wrapped.inside and not wrapped.bypassed:
+                frames = [f for f in own_frames() if not _is_method_of(f, wrapped.inside)]
+                wrapped.bypassed = [place_of(frame) for frame in frames][:8]
+
+    def _note_call(self, module: nn.Module, args: Any) -> None:
+        if isinstance(module, nn.modules.loss._Loss):
+            return
+        if not torch.is_grad_enabled():
+            self.samples += size_of(args)
+            return
+        if len(self.calls) < _MANY_CALLS:
+            self.calls.append(
+                {
+                    "network": type(module).__name__,
+                    "where": stack()[:3],
+                    "input": content(args),
+                    "samples": size_of(args),
+                }
+            )
+
+
+def inner_of(module: DistributedDataParallel) -> nn.Module:
+    """Return the module in a DDP, without the script's being seen to read it."""
+    inner = module._modules["module"]
+    assert inner is not None
+    return inner
+
+
+def _kinds(module: nn.Module) -> set[tuple[torch.dtype, torch.device]]:
+    return {(p.dtype, p.device) for p in module.parameters()}
+
+
+def _made_at() -> Stack:
+    """List the script's lines that make a network, without those of its own constructors if there are others."""
+    frames = list(own_frames())
+    outside = [frame for frame in frames if not isinstance(frame.f_locals.get("self"), nn.Module)]
+    return [place_of(frame) for frame in outside or frames][:8]
+
+
+def _is_method_of(frame: FrameType, modules: set[int]) -> bool:
+    return id(frame.f_locals.get("self")) in modules
+
+
+def roots() -> Iterator[tuple[str, nn.Module]]:
+    """Yield the networks that the running functions of the script know, by the names of their variables."""
+    seen: set[int] = set()
+    for name, value in variables():
+        if isinstance(value, DistributedDataParallel):
+            value = inner_of(value)
+        if isinstance(value, nn.Module) and id(value) not in seen:
+            seen.update(id(module) for module in value.modules())
+            yield name, value
+
+
+def variables() -> Iterator[tuple[str, Any]]:
+    """Yield the variables of the script's running functions, and the fields of their objects."""
+    for frame in list(own_frames()):
+        for scope in (frame.f_locals, frame.f_globals):
+            for name, value in list(scope.items()):
+                yield name, value
+                yield from _parts(name, value)
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, child in list(value.items())[:32]:
+            yield f"{name}[{key!r}]", child
+    elif isinstance(value, list | tuple):
+        for number, child in enumerate(value[:32]):
+            yield f"{name}[{number}]", child
+    elif not isinstance(value, nn.Module | type) and is_own_object(value):
+        for field, child in list(vars(value).items()):
+            yield f"{name}.{field}", child
+
+
+def is_own_object(value: Any) -> bool:
+    """Return whether a value is an object of a class that the script defines."""
+    if not hasattr(value, "__dict__"):
+        return False
+    module = sys.modules.get(type(value).__module__)
+    return is_own(getattr(module, "__file__", None) or "<unknown>")

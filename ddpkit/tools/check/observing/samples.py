@@ -1,0 +1,360 @@
+"""Observe loaders: the samples that each rank will get, and the batches that it gets."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import dataloader as loading
+from torch.utils.data._utils import fetch
+
+from ....collectives.digest import digest
+from ..ending import Ending
+from ..places import Place, Stack, deciding_lines, stack
+from ..recorder import Recorder
+from .expressions import is_in_loop, mentions
+from .modules import is_own_object
+from .patching import Function, after, before, guarded, replace
+from .random_numbers import GENERATORS, Draws, State, Windows, generators_in, states
+from .tensors import content, size_of
+
+_MANY = 2_000_000  # samples of an epoch that are listed
+_BATCHES = 64  # of an epoch that are described one by one
+_UNORDERED = 20_000  # elements of a field that are hashed one by one
+_FETCHES = 3  # of each process whose random numbers are looked at
+
+
+class _Loader:
+    """What is known of one loader."""
+
+    def __init__(self, key: str, made: Stack) -> None:
+        self.key = key
+        self.made = made
+        self.epoch = -1
+        self.trains = False
+        self.fetched = False  # a batch since the last step
+        self.batches = 0
+        self.last: Any = None
+
+
+class Samples:
+    """Observes loaders from the moment of `install`."""
+
+    def __init__(self, recorder: Recorder, ending: Ending, windows: Windows) -> None:
+        self._recorder = recorder
+        self._ending = ending
+        self._windows = windows
+        self._made: weakref.WeakKeyDictionary[Any, Stack] = weakref.WeakKeyDictionary()
+        self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        self._iterators: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        self._lines: dict[str, int] = {}
+        self._epochs_set: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._fetches = 0
+
+    def install(self) -> None:
+        """Begin."""
+        for owner in (DataLoader, DistributedSampler, Subset):
+            after(owner, "__init__", self._note_made)
+        before(DistributedSampler, "set_epoch", self._note_epoch)
+        replace(loading._BaseDataLoaderIter, "__init__", self._begin)
+        replace(loading._BaseDataLoaderIter, "_reset", self._reset)
+        replace(loading._BaseDataLoaderIter, "__next__", self._next)
+        for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+            replace(fetcher, "fetch", self._fetch)
+
+    def begin_backward(self) -> None:
+        """Note that the loaders which have yielded since the last step feed the training."""
+        for loader in list(self._loaders.values()):
+            if loader.fetched and not loader.trains:
+                loader.trains = True
+                self._ending.note_loader()
+                self._recorder.tell("trains", loader=loader.key)
+
+    def position(self) -> list[list[Any]]:
+        """Tell which batch of which epoch each loader that trains has yielded last."""
+        return [[loader.key, loader.epoch, loader.batches] for loader in list(self._loaders.values()) if loader.trains]
+
+    def begin_step(self) -> None:
+        """Forget what belongs to the step that has ended."""
+        for loader in list(self._loaders.values()):
+            loader.fetched = False
+
+    def _note_made(self, _: None, made: Any, *args: Any, **kwargs: Any) -> None:
+        self._made[made] = stack()
+
+    def _note_epoch(self, sampler: Any, epoch: int) -> None:
+        self._epochs_set[sampler] = self._epochs_set.get(sampler, 0) + 1
+
+    def _known(self, loader: Any) -> _Loader:
+        known = self._loaders.get(loader)
+        if known is None:
+            made = self._made.get(loader) or stack()
+            place = f"{made[0].file}:{made[0].line}" if made else type(loader).__name__
+            self._lines[place] = self._lines.get(place, 0) + 1
+            known = _Loader(f"{place}#{self._lines[place]}", made)
+            self._loaders[loader] = known
+        return known
+
+    def _begin(self, original: Function) -> Function:
+        start = guarded(self._start_epoch)
+
+        def call(iterator: Any, loader: Any) -> None:
+            original(iterator, loader)
+            start(iterator, loader)
+
+        return call
+
+    def _reset(self, original: Function) -> Function:
+        start = guarded(self._start_epoch)
+
+        def call(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+            original(iterator, loader, first_iter)
+            if not first_iter:
+                start(iterator, loader)
+
+        return call
+
+    def _start_epoch(self, iterator: Any, loader: Any) -> None:
+        """Note that a loader begins anew, and let it tell which samples it will yield."""
+        self._windows.pause()
+        known = self._known(loader)
+        known.epoch += 1
+        known.batches = 0
+        known.last = None
+        self._iterators[iterator] = known
+        if known.trains:
+            self._ending.begin_epoch()
+        described = self._describe(loader, known, iterator)
+        if isinstance(loader.dataset, IterableDataset):
+            self._recorder.tell("epoch", batches=None, **described)
+            return
+        planned = _Planned(iterator._index_sampler, described, loader.dataset, self._recorder)
+        iterator._index_sampler = planned
+        iterator._sampler_iter = iter(planned)
+
+    def _describe(self, loader: Any, known: _Loader, iterator: Any) -> dict[str, Any]:
+        sampler = _sampler_of(loader)
+        return {
+            "loader": known.key,
+            "number": known.epoch,
+            "made": known.made,
+            "where": stack(),
+            "sampler": type(sampler).__name__,
+            "lines": self._own_lines(loader, sampler),
+            "sizes": self._own_lines(loader, sampler, "size"),
+            "iterable": isinstance(loader.dataset, IterableDataset),
+            "sampler_made": self._made.get(sampler, []) if _is_weakly_known(sampler) else [],
+            "has_epoch": hasattr(sampler, "set_epoch"),
+            "epochs_set": self._epochs_set.get(sampler, 0) if _is_weakly_known(sampler) else 0,
+            "shuffles": bool(getattr(sampler, "shuffle", False)),
+            "repeats": is_in_loop(),
+            "names_epoch": mentions("set_epoch"),
+            "replaces": bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
+            "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
+            "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
+            "workers": loader.num_workers,
+            "base_seed": int(iterator._base_seed) if loader.num_workers else None,
+        }
+
+    @staticmethod
+    def _own_lines(loader: Any, sampler: Any, first: str = "order") -> list[Place]:
+        """List the lines of the script's own sampler or stream that decide which samples come."""
+        if isinstance(loader.dataset, IterableDataset):
+            sampler = loader.dataset
+            first = "loop"
+        return deciding_lines(getattr(type(sampler), "__iter__", None), first)
+
+    def _next(self, original: Function) -> Function:
+        pause, note = guarded(self._windows.pause), guarded(self._note_batch)
+        open_window = guarded(self._windows.open)
+
+        def call(iterator: Any) -> Any:
+            known = self._iterators.get(iterator)
+            if known is None:
+                return original(iterator)
+            pause()
+            if known.trains and self._ending.cut_epoch():
+                self._end_epoch(known, was_cut=True)
+                raise StopIteration
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                self._end_epoch(known, was_cut=False)
+                raise
+            note(known, batch)
+            open_window()
+            return batch
+
+        return call
+
+    def _end_epoch(self, known: _Loader, was_cut: bool) -> None:
+        known.fetched = False
+        self._recorder.tell(
+            "epoch end",
+            loader=known.key,
+            number=known.epoch,
+            batches=known.batches,
+            cut=was_cut,
+            where=stack()[:3],
+        )
+
+    def _note_batch(self, known: _Loader, batch: Any) -> None:
+        known.fetched = True
+        known.batches += 1
+        if known.batches <= _BATCHES:
+            self._recorder.tell(
+                "batch",
+                loader=known.key,
+                number=known.epoch,
+                batch=known.batches,
+                content=content(batch),
+                samples=size_of(batch),
+            )
+
+    def _fetch(self, original: Function) -> Function:
+        look = guarded(self._tell_fetch)
+
+        def call(fetcher: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._fetches >= _FETCHES or (not torch.utils.data.get_worker_info() and not self._recorder.is_main):
+                return original(fetcher, *args, **kwargs)
+            self._fetches += 1
+            others = tuple(generators_in(fetcher.dataset))
+            old = states(others)
+            draws = Draws(others)
+            draws.begin()
+            try:
+                result = original(fetcher, *args, **kwargs)
+            finally:
+                draws.end()
+            look(fetcher, old, states(others), draws)
+            return result
+
+        return call
+
+    def _tell_fetch(self, fetcher: Any, old: State, new: State, draws: Draws) -> None:
+        drawn = {kind: old[kind][0] for kind in old if new.get(kind, old[kind])[0] != old[kind][0]}
+        info = torch.utils.data.get_worker_info()
+        key = next((k.key for o, k in list(self._loaders.items()) if o.dataset is fetcher.dataset), "")
+        if drawn:
+            self._recorder.tell(
+                "fetch",
+                loader=key,
+                worker=info.id if info else None,
+                number=self._fetches,
+                drawn=drawn,
+                lines=draws.lines,
+            )
+
+
+def _is_weakly_known(value: Any) -> bool:
+    return hasattr(value, "__weakref__") and hasattr(value, "__hash__") and value.__hash__ is not None
+
+
+def _sampler_of(loader: Any) -> Any:
+    """Find the sampler that decides the order: the innermost of batch samplers."""
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    for _ in range(4):
+        inner = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
+        if inner is None:
+            break
+        sampler = inner
+    return sampler
+
+
+class _Planned:
+    """Stands for an index sampler: reads all of it when the first batch is asked for, and tells it."""
+
+    def __init__(self, sampler: Any, described: dict[str, Any], dataset: Any, recorder: Recorder) -> None:
+        self._sampler = sampler
+        self._described = described
+        self._dataset = dataset
+        self._recorder = recorder
+
+    def __len__(self) -> int:
+        number: int = len(self._sampler)
+        return number
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._sampler)
+        ahead = []
+        samples = 0
+        for batch in batches:
+            ahead.append(batch)
+            samples += _length(batch)
+            if samples >= _MANY or self._is_endless(samples):
+                break
+        else:
+            guarded(self._tell)(ahead)
+        yield from ahead
+        yield from batches
+
+    def _is_endless(self, samples: int) -> bool:
+        """Return whether a sampler has yielded so much more than the dataset has that it may never end."""
+        return samples > 8 * len(self._dataset) + 1024
+
+    def _tell(self, ahead: list[Any]) -> None:
+        flat = [index for batch in ahead for index in (batch if isinstance(batch, list | tuple) else [batch])]
+        base, mapping = _base_of(self._dataset)
+        plan: list[int] | None = None
+        if all(isinstance(i, int | np.integer) for i in flat):
+            plan = [int(i) if mapping is None else mapping[i] for i in flat]
+        ordered, unordered = _digest_of(base)
+        self._recorder.tell(
+            "epoch",
+            batches=len(ahead),
+            plan=plan,
+            expected=None if mapping is None else sorted(set(mapping)),
+            total=len(self._dataset),
+            dataset=ordered,
+            contents=unordered,
+            **self._described,
+        )
+
+
+def _length(batch: Any) -> int:
+    return len(batch) if isinstance(batch, list | tuple) else 1
+
+
+def _base_of(dataset: Any) -> tuple[Any, list[int] | None]:
+    """Follow subsets to the dataset that holds the samples.
+
+    Returns:
+        That dataset; and the index there of each sample of the given one, None if it is the same.
+    """
+    mapping: list[int] | None = None
+    base = dataset
+    while isinstance(base, Subset):
+        indices = [int(i) for i in base.indices]
+        mapping = indices if mapping is None else [indices[i] for i in mapping]
+        base = base.dataset
+    return base, mapping
+
+
+def _digest_of(dataset: Any, depth: int = 3) -> tuple[str, str]:
+    """Describe what a dataset's fields hold: as it is, and without regard to the order of lists."""
+    if not hasattr(dataset, "__dict__"):
+        return digest(dataset), _unordered(dataset)
+    ordered = {}
+    unordered = {}
+    for name, value in vars(dataset).items():
+        if depth and (isinstance(value, Dataset) or is_own_object(value)):
+            ordered[name], unordered[name] = _digest_of(value, depth - 1)
+        elif not isinstance(value, GENERATORS):
+            ordered[name], unordered[name] = digest(value), _unordered(value)
+    name = type(dataset).__name__
+    return f"{name} {digest(ordered)}", f"{name} {digest(unordered)}"
+
+
+def _unordered(value: Any) -> str:
+    if not isinstance(value, list | tuple | np.ndarray | torch.Tensor) or not _is_long(value):
+        return digest(value)
+    return f"{len(value)} {sum(zlib.crc32(digest(child).encode()) for child in value)}"
+
+
+def _is_long(value: Any) -> bool:
+    return getattr(value, "ndim", 1) > 0 and 2 <= len(value) <= _UNORDERED

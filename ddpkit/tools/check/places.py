@@ -1,0 +1,257 @@
+"""Tell which line of the script a call comes from."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+_DDPKIT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_FOLDERS = (sysconfig.get_path("stdlib"), os.path.dirname(torch.__file__), _DDPKIT)
+_FOREIGN = tuple(os.path.realpath(folder) + os.sep for folder in _FOLDERS)
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_RUNNER = os.path.join(os.path.dirname(__file__), "rank.py")  # runs the script; what is beyond it is the command line's
+_DEEPEST = 8  # lines of a stack that are recorded
+
+
+class Place(NamedTuple):
+    """A line of the script.
+
+    Attributes:
+        file: Its absolute path.
+        line: The number of the line.
+        function: The name of the function that it is in, "<module>" outside of any.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.shown}:{self.line}"
+
+    @property
+    def shown(self) -> str:
+        """Shorten the path where it is below the working directory."""
+        near = os.path.relpath(self.file)
+        return self.file if near.startswith(os.pardir) else near
+
+
+Stack = list[Place]  # the nearest line first
+
+
+@cache
+def is_own(file: str) -> bool:
+    """Return whether a file is the script's, not one of Python, an installed package or ddpkit."""
+    if file.startswith("<") or any(part in file for part in _PACKAGES):
+        return False
+    path = os.path.realpath(file)
+    return not path.startswith(_FOREIGN) and not path.startswith(_installed())
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    """List the folders of the module path into which packages were installed."""
+    found = []
+    for folder in filter(os.path.isdir, sys.path):
+        if any(name.endswith(".dist-info") for name in os.listdir(folder)):
+            found.append(os.path.realpath(folder) + os.sep)
+    return tuple(found)
+
+
+def own_frames(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """Yield the frames of the script's own functions, the innermost first."""
+    frame = frame or sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _RUNNER:
+        if is_own(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+def place_of(frame: FrameType) -> Place:
+    """Return the line that a frame is at."""
+    return Place(os.path.abspath(frame.f_code.co_filename), frame.f_lineno, frame.f_code.co_name)
+
+
+def stack() -> Stack:
+    """List the script's lines that led to this call, the nearest first."""
+    places = []
+    for frame in own_frames(sys._getframe(1)):
+        places.append(place_of(frame))
+        if len(places) == _DEEPEST:
+            break
+    return places
+
+
+@cache
+def syntax_of(file: str) -> ast.Module:
+    """Parse a file, an empty one if it cannot be read."""
+    try:
+        with open(file, "rb") as source:
+            return ast.parse(source.read())
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+@cache
+def enclosing(file: str, line: int) -> list[ast.AST]:
+    """List the statements that a line is in, the outermost first."""
+    found = []
+    for node in ast.walk(syntax_of(file)):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            found.append(node)
+    return sorted(found, key=_first_line)
+
+
+def assigning_lines(owner: type, field: str) -> list[Place]:
+    """List the lines of a class of the script that change a field in place or anew, but for its constructor."""
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
+    if file is None or not is_own(file):
+        return []
+    found = []
+    for node in ast.walk(syntax_of(file)):
+        if isinstance(node, ast.ClassDef) and node.name == owner.__name__:
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name != "__init__":
+                    found += [(line, method.name) for line in _lines_that_set(method, field)]
+    return [Place(os.path.abspath(file), line, name) for line, name in found]
+
+
+def _lines_that_set(method: ast.FunctionDef, field: str) -> list[int]:
+    """Find `self.field = x`, `self.field += x` and `self.field.mul_(x)`; assignments come first."""
+    assigned = []
+    changed = []
+    for node in ast.walk(method):
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(t, ast.Attribute | ast.Subscript) and f".{field}" in ast.unparse(t) for t in targets):
+                assigned.append(node.lineno)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith(f"self.{field}.") and _is_in_place(node):
+            changed.append(node.lineno)
+    return assigned + changed
+
+
+def _is_in_place(call: ast.Call) -> bool:
+    name = getattr(call.func, "attr", "")
+    return name.endswith("_") and not name.startswith("_")
+
+
+def changing_lines(names: tuple[str, ...]) -> list[Place]:
+    """List the lines of the script that change parameters in place, by the ends of their names."""
+    found = []
+    ends = tuple("." + ".".join(name.split(".")[-2:]) for name in names if "." in name)
+    for file in own_files():
+        for node in ast.walk(syntax_of(file)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_in_place(node):
+                receiver = ast.unparse(node.func.value).removesuffix(".data")
+                if receiver.endswith(ends):
+                    found.append(Place(os.path.abspath(file), node.lineno, ""))
+    return found
+
+
+def calls_with(name: str, argument: str) -> list[Place]:
+    """List the lines of the script that call a method of this name with a variable whose name has this part."""
+    found = []
+    for file in own_files():
+        for node in ast.walk(syntax_of(file)):
+            if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != name:
+                continue
+            if any(argument in ast.unparse(part).lower() for part in node.args):
+                found.append(Place(os.path.abspath(file), node.lineno, ""))
+    return found
+
+
+def own_files() -> list[str]:
+    """List the script's files that are loaded."""
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    return [file for file in files if isinstance(file, str) and is_own(file) and os.path.isfile(file)]
+
+
+def rank_condition(place: Place) -> Place | None:
+    """Return the `if` around a line, in its function, that asks for the rank."""
+    for statement in reversed(enclosing(place.file, place.line)):
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            return None
+        if isinstance(statement, ast.If) and asks_for_rank(statement.test):
+            return place._replace(line=statement.lineno)
+    return None
+
+
+def asks_for_rank(test: ast.expr) -> bool:
+    """Return whether an expression asks which rank this is."""
+    text = ast.unparse(test).lower()
+    return any(
+        word in text for word in ("rank", "is_main", "master", "is_local_main", "process_index", "is_global_zero")
+    )
+
+
+_ORDERS = frozenset(["randperm", "permutation", "shuffle", "sample", "choice", "choices", "randint", "range", "arange"])
+_SIZES = frozenset(["ceil", "floor", "min", "max", "round"])
+
+
+def deciding_lines(function: Any, first: str) -> list[Place]:
+    """List the lines of a function of the script that loop, make an order or a size, or slice.
+
+    Args:
+        function: The function.
+        first: What comes first: "loop", "order" or "size".
+    """
+    code = getattr(function, "__code__", None)
+    if code is None or not is_own(code.co_filename):
+        return []
+    found = []
+    for node in ast.walk(syntax_of(code.co_filename)):
+        if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
+            continue
+        if node.lineno <= code.co_firstlineno <= (node.end_lineno or 0):
+            found += [(_what_decides(child), getattr(child, "lineno", 0)) for child in ast.walk(node)]
+    decided = sorted({(what != first, line) for what, line in found if what})
+    file = os.path.abspath(code.co_filename)
+    lines = dict.fromkeys(line for _, line in decided)
+    return [Place(file, line, code.co_name) for line in lines]
+
+
+def _what_decides(node: ast.AST) -> str:
+    """Tell what a node of a sampler decides: "loop", "order", "size", "slice", or "" if nothing."""
+    if isinstance(node, ast.Call):
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if name in _ORDERS:
+            return "order"
+        return "size" if name in _SIZES else ""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod):
+        return "size"
+    if isinstance(node, ast.For):
+        return "loop"
+    is_slice = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
+    return "slice" if is_slice else ""
+
+
+def condition_of(word: str, place: Place) -> Place | None:
+    """Return the `if` in a function whose body has an attribute of this name, unless the line has it itself."""
+    for node in ast.walk(syntax_of(place.file)):
+        if isinstance(node, ast.FunctionDef | ast.Module) and _holds(node, place):
+            for statement in ast.walk(node):
+                if isinstance(statement, ast.If) and any(_has_attribute(part, word) for part in statement.body):
+                    return place._replace(line=statement.lineno)
+    return None
+
+
+def _holds(node: ast.FunctionDef | ast.Module, place: Place) -> bool:
+    if isinstance(node, ast.Module):
+        return place.function == "<module>"
+    return node.name == place.function and node.lineno <= place.line <= (node.end_lineno or 0)
+
+
+def _has_attribute(statement: ast.stmt, word: str) -> bool:
+    return any(getattr(node, "attr", "") == word for node in ast.walk(statement))
+
+
+def _first_line(node: ast.AST) -> int:
+    return int(getattr(node, "lineno", 0))

@@ -1,0 +1,255 @@
+"""Start the ranks of a checked script, read what they record, and end them with all that they have started."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .rank import STACK_SIGNAL, Script, be_rank
+from .recorder import Record
+
+_SET_PDEATHSIG = 1
+_SET_CHILD_SUBREAPER = 36
+_CHUNK = 1 << 16
+_STACK_WAIT = 3.0  # seconds for a rank to write its stack
+_ENDING = 10.0  # seconds in which killed processes disappear
+
+
+class Rank:
+    """The process of one rank.
+
+    Attributes:
+        number: Its number.
+        pid: Of the process.
+        records: What it has told.
+        ended: How the process ended, None while it runs.
+    """
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.number = number
+        self.pid = 0
+        self.records: list[Record] = []
+        self.ended: str | None = None
+        self.output = folder / f"output-{number}"
+        self._stacks = folder / f"stack-{number}"
+        self._unread = b""
+        self.reader, self._records = os.pipe()
+        os.set_blocking(self.reader, False)
+        self._control, self._end = os.pipe()
+
+    def start(self, script: Script, env: dict[str, str], others: list[Rank]) -> None:
+        """Fork the process, which shares the imported torch with this one."""
+        output = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        stacks = os.open(self._stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid:
+            for descriptor in (output, stacks, self._records, self._control):
+                os.close(descriptor)
+            return
+        code = 1
+        try:
+            os.setsid()
+            _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+            for rank in (*others, self):
+                for descriptor in (rank.reader, rank._end):
+                    os.close(descriptor)
+            _take_over(env, output)
+            port = os.read(self._control, _CHUNK).decode()
+            if port:
+                os.environ["MASTER_PORT"] = port
+            be_rank(script, self._records, self._control, stacks)
+            code = 0
+        finally:
+            os._exit(code)
+
+    def read(self) -> list[Record]:
+        """Read what has come, without waiting."""
+        with suppress(BlockingIOError):
+            while data := os.read(self.reader, _CHUNK):
+                self._unread += data
+        *lines, self._unread = self._unread.split(b"\n")
+        new = [json.loads(line) for line in lines]
+        self.records += new
+        return new
+
+    def reap(self, wait: bool = False) -> None:
+        """Look if the process has ended."""
+        if self.ended is not None:
+            return
+        deadline = time.monotonic() + _ENDING
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.ended = _describe_status(status)
+                return
+            if not wait or time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+
+    def begin(self, port: int | None) -> None:
+        """Let the script begin, whose ranks meet at a port of this process if there is one."""
+        with suppress(BrokenPipeError):
+            os.write(self._end, str(port or os.environ["MASTER_PORT"]).encode())
+
+    def read_stack(self) -> str:
+        """Ask for the stack of the main thread."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, STACK_SIGNAL)
+        deadline = time.monotonic() + _STACK_WAIT
+        text = ""
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            before, text = text, self._stacks.read_text()
+            if text and text == before:
+                break
+        return text
+
+    def tail(self) -> list[str]:
+        """Return the last lines of the output."""
+        text = self.output.read_text(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-6:]
+
+    def kill(self) -> None:
+        """Kill the process, and those of its session."""
+        for end in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError):
+                end(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close the pipes."""
+        for descriptor in (self.reader, self._end):
+            os.close(descriptor)
+
+
+def _take_over(env: dict[str, str], output: int) -> None:
+    """Make a forked process look like one that a launcher has started."""
+    os.environ.clear()
+    os.environ.update(env)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    for stream, number in (("stdout", 1), ("stderr", 2)):
+        text = os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False)
+        setattr(sys, stream, text)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+
+
+def _prctl(option: int, value: int) -> None:
+    """Set an attribute of this process that Linux knows."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _describe_status(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"exited with code {os.WEXITSTATUS(status)}"
+
+
+class Ranks:
+    """The ranks of this machine: a context that leaves no process behind.
+
+    Args:
+        script: The script to run.
+        environments: Of the ranks, by their number.
+        serves: Host the store in which the ranks meet.
+
+    Attributes:
+        all: The ranks of this machine.
+        remote: The ranks that other processes watch.
+    """
+
+    def __init__(self, script: Script, environments: dict[int, dict[str, str]], serves: bool) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ddpkit-check-")
+        self._environments = environments
+        self._script = script
+        self._serves = serves
+        self._not_ours = set(_children())
+        self.all: list[Rank] = []
+        self.remote: list[Rank] = []
+
+    @property
+    def everywhere(self) -> list[Rank]:
+        """List the ranks here and those of other processes of the job."""
+        return [*self.all, *self.remote]
+
+    def __enter__(self) -> Ranks:
+        _prctl(_SET_CHILD_SUBREAPER, 1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            for number, env in self._environments.items():
+                rank = Rank(number, Path(self._folder.name))
+                rank.start(self._script, env, self.all)
+                self.all.append(rank)
+            port = None
+            if self._serves:  # only now, for it has threads
+                self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                port = self._store.port
+            for rank in self.all:
+                rank.begin(port)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for rank in self.all:
+            if rank.ended is None:
+                rank.kill()
+                rank.reap(wait=True)
+            rank.close()
+        _kill_orphans(self._not_ours)
+        self._folder.cleanup()
+
+    def wait(self, seconds: float) -> Iterator[tuple[Rank, Record]]:
+        """Wait for records, at most so long, and yield them with their ranks."""
+        running = {rank.reader: rank for rank in self.all if rank.ended is None}
+        select.select([*running], [], [], seconds)
+        for rank in [*running.values(), *self.remote]:
+            rank.reap()
+            for record in rank.read():
+                yield rank, record
+
+
+def _kill_orphans(others: set[int]) -> None:
+    """Kill what the ranks have started and left, which the kernel has given to this process."""
+    deadline = time.monotonic() + _ENDING
+    while time.monotonic() < deadline:
+        children = set(_children()) - others
+        if not children:
+            return
+        for pid in children:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def _children() -> list[int]:
+    """List the processes whose parent is this one."""
+    found: list[int] = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, file.read_text().split())
+    return found

@@ -1,0 +1,121 @@
+"""Watch the ranks of a checked script until they have shown enough, or cannot go on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from .findings.facts import Facts
+from .order import Order
+from .ranks import Rank, Ranks
+from .recorder import Record
+
+_POLL = 0.1  # seconds
+_AFTER_PARTING = 1.0  # seconds in which the ranks may say more, once they have parted
+_AFTER_FAILURE = 5.0  # seconds in which other ranks may report, once one has failed or ended
+
+
+@dataclass
+class Outcome:
+    """How a run went.
+
+    Attributes:
+        facts: What the ranks have told.
+        steps: The optimiser steps that every rank has made.
+        trouble: Why the script could not be checked as far as it should, "" if it could.
+        details: The end of the script's output, or the stacks of ranks that hang.
+        seconds: How long it took.
+        unobserved: The observers that have failed, with the error of each.
+    """
+
+    facts: Facts
+    steps: int
+    trouble: str
+    details: list[str]
+    seconds: float
+    unobserved: dict[str, str]
+
+
+class Watch:
+    """Follows the ranks.
+
+    Args:
+        ranks: The ranks, started.
+        timeout: Bound on the time in which no rank tells anything, in seconds.
+    """
+
+    def __init__(self, ranks: Ranks, timeout: float) -> None:
+        self._ranks = ranks
+        self._timeout = timeout
+        self._order = Order([rank.number for rank in ranks.everywhere])
+        self._finished: dict[int, Record] = {}
+
+    def run(self) -> Outcome:
+        """Wait until all ranks have finished, or one of the bounds is reached."""
+        begun = time.monotonic()
+        deadline = begun + self._timeout
+        last = begun + 1e9
+        hanging = False
+        while len(self._finished) < len(self._ranks.everywhere):
+            heard = False
+            for rank, record in self._ranks.wait(_POLL):
+                heard = True
+                self._take(rank, record)
+            now = time.monotonic()
+            if heard:
+                deadline = now + self._timeout
+            self._note_deaths()
+            if self._order.parted:
+                last = min(last, now + _AFTER_PARTING)
+            if any(_has_failed(record) for record in self._finished.values()):
+                last = min(last, now + _AFTER_FAILURE)
+            if now > min(deadline, last):
+                hanging = now > deadline
+                break
+        return self._outcome(hanging, time.monotonic() - begun)
+
+    def _take(self, rank: Rank, record: Record) -> None:
+        self._order.take(rank.number, record)
+        if record["kind"] in ("done", "end", "spawns"):
+            self._finished.setdefault(rank.number, record)
+
+    def _note_deaths(self) -> None:
+        for rank in self._ranks.everywhere:
+            if rank.ended is not None and rank.number not in self._finished:
+                self._finished[rank.number] = {"kind": "died", "how": rank.ended}
+
+    def _outcome(self, hanging: bool, seconds: float) -> Outcome:
+        facts = Facts({rank.number: rank.records for rank in self._ranks.everywhere}, self._order.parted)
+        steps = min(_steps(rank) for rank in self._ranks.everywhere)
+        trouble, details = self._describe_trouble(hanging, steps)
+        failed = {r["name"]: r["error"] for records in facts.of("observer failed").values() for r in records}
+        return Outcome(facts, steps, trouble, details, seconds, failed)
+
+    def _describe_trouble(self, hanging: bool, steps: int) -> tuple[str, list[str]]:
+        for number, record in self._finished.items():
+            rank = next(rank for rank in self._ranks.everywhere if rank.number == number)
+            if record["kind"] == "died":
+                return f"rank {number} {record['how']} after {steps} optimizer steps", rank.tail()
+            if record["kind"] == "spawns":
+                return "the script starts processes of its own: check the function that they run, as one rank", []
+            if record["kind"] == "end" and record["error"]:
+                return f"rank {number} failed after {steps} optimizer steps: {record['error']}", rank.tail()
+            if record["kind"] == "end" and record["code"]:
+                return f"rank {number} exited with code {record['code']} after {steps} optimizer steps", rank.tail()
+        if hanging:
+            running = [rank for rank in self._ranks.everywhere if rank.number not in self._finished]
+            stacks = []
+            for rank in running:
+                stacks += [f"rank {rank.number}:", *rank.read_stack().splitlines()[1:7]]
+            return f"no rank told anything for {self._timeout:g} s", stacks
+        if not steps:
+            return "the script ended without a step of a torch optimizer", self._ranks.everywhere[0].tail()
+        return "", []
+
+
+def _has_failed(record: Record) -> bool:
+    return bool(record["kind"] != "done")
+
+
+def _steps(rank: Rank) -> int:
+    return sum(1 for record in rank.records if record["kind"] == "step" and record["optimizer"] == 0)

@@ -1,0 +1,1 @@
+"""What sibling_module.py imports."""

@@ -1,0 +1,238 @@
+"""The checker on scripts: those with a published bug, their mended twins, correct ones, and ones that misbehave."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import CLEAN, TORCHRUN, run
+
+from ddpkit.tools import cli
+from ddpkit.tools.check.findings.all import find_all
+from ddpkit.tools.check.findings.facts import Facts
+from ddpkit.tools.check.order import Order
+
+HERE = Path(__file__).parent
+LATE = 600.0  # seconds in which a check of a tiny script ends on any machine
+MARK = re.compile(r"# <- ([\w-]+)")
+QUICK = ["time_series_answers", "text_diffusion_loader", "image_restoration", "token_mean_loss", "loss_by_class"]
+
+
+def scripts(kind: str) -> list[Path]:
+    return sorted((HERE / kind).glob("*.py"))
+
+
+def needs(path: Path) -> list[str]:
+    """The packages of others that a script imports and that are not installed."""
+    found = re.findall(r"^(?:from|import) (accelerate|lightning_fabric)", path.read_text(), re.MULTILINE)
+    return [package for package in found if importlib.util.find_spec(package) is None]
+
+
+def begin(words: list[str], out: str) -> None:
+    """Be the command line, in a process that has imported torch."""
+    os.environ["OUT"] = out
+    sys.path[0] = str(Path(out))
+    sys.exit(cli.main(["check", *words]))
+
+
+def check(path: Path, out: Path, *flags: str) -> tuple[int | None, dict[str, Any]]:
+    """Check a script; return the exit code and the report."""
+    words = ["--json", "--timeout", "120", *flags, str(path)]
+    (ended,) = run(begin, [{"OMP_NUM_THREADS": "1"}], words, str(out), timeout=LATE)
+    return ended.code, json.loads(ended.output[ended.output.index("{") :])
+
+
+def lines_of(finding: dict[str, Any]) -> list[int]:
+    """The line of a finding, and those that it names besides."""
+    return [place["line"] for place in (finding["where"], *finding["also"]) if place]
+
+
+def is_found(path: Path, report: dict[str, Any]) -> bool:
+    """Whether each bug that a script marks is found, at a marked line, and no other."""
+    marked = [(match[1], n) for n, line in enumerate(path.read_text().splitlines(), 1) if (match := MARK.search(line))]
+    kinds = {kind for kind, _ in marked}
+    found = [finding for finding in report["findings"] if finding["severity"] != "slow"]
+    if {finding["kind"] for finding in found} != kinds:
+        return False
+    return all(any((finding["kind"], line) in marked for line in lines_of(finding)) for finding in found)
+
+
+def skip_without_packages(path: Path) -> None:
+    if missing := needs(path):
+        pytest.skip(f"needs {missing}")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_common_bug_is_found_at_its_line_and_its_mended_twin_passes(name: str, tmp_path: Path) -> None:
+    code, report = check(HERE / "wrong" / f"{name}.py", tmp_path)
+    assert is_found(HERE / "wrong" / f"{name}.py", report), report["findings"]
+    assert code == 1
+    code, report = check(HERE / "mended" / f"{name}.py", tmp_path)
+    assert (code, report["findings"], report["trouble"]) == (0, [], "")
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("path", scripts("wrong"), ids=lambda path: path.stem)
+def test_each_published_bug_is_found_at_its_line(path: Path, tmp_path: Path) -> None:
+    skip_without_packages(path)
+    code, report = check(path, tmp_path)
+    assert is_found(path, report), report["findings"]
+    assert report["unobserved"] == {}
+    severities = {finding["severity"] for finding in report["findings"]}
+    assert code == 1 or "wrong" not in severities
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("path", [*scripts("mended"), *scripts("correct")], ids=lambda path: path.stem)
+def test_nothing_is_found_in_a_correct_script(path: Path, tmp_path: Path) -> None:
+    skip_without_packages(path)
+    code, report = check(path, tmp_path)
+    assert report["findings"] == []
+    assert report["unobserved"] == {}
+    assert (code, report["trouble"]) == (0, "")
+
+
+TRAIN = """
+import sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    loss = model(torch.randn(5, 3)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+BAD = {
+    "import torch\n": "without a step",
+    "": "without a step",
+    "import sys\nsys.exit(3)\n": "exited with code 3",
+    "import sys\nsys.exit('no data')\n": "exited with code 1",
+    "this is no Python\n": "SyntaxError",
+    "raise ValueError('no such data')\n": "ValueError: no such data",
+    "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n": "was killed by SIGKILL",
+    "import torch.multiprocessing as mp\ndef f(i): ...\nmp.spawn(f, nprocs=2)\n": "starts processes of its own",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_script_that_cannot_be_checked_gets_a_clear_word(text: str, tmp_path: Path) -> None:
+    script = tmp_path / "bad.py"
+    script.write_text(text)
+    code, report = check(script, tmp_path)
+    assert code == 2
+    assert BAD[text] in report["trouble"]
+    assert report["findings"] == []
+
+
+def test_a_script_that_hangs_is_ended_with_the_stacks_and_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    sleeper = "import os, time; open(os.environ['OUT'] + '/pid', 'w').write(str(os.getpid())); time.sleep(3600)"
+    start = (
+        f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {sleeper!r}], start_new_session=True)"
+    )
+    script.write_text(f"{start}\n\ndef wait_for_ever():\n    time.sleep(3600)\n\nwait_for_ever()\n")
+    code, report = check(script, tmp_path, "--timeout", "5")
+    assert code == 2
+    assert "no rank told anything for 5 s" in report["trouble"]
+    assert any("wait_for_ever" in line for line in report["details"])
+    with suppress(FileNotFoundError):  # it may not have begun
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_healthy_script_is_checked_on_three_ranks_with_its_own_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN + "assert sys.argv[1:] == ['--lr', '1', '-n'], sys.argv\n")
+    words = ["--json", "-n", "3", str(script), "--lr", "1", "-n"]
+    (ended,) = run(begin, [{"OMP_NUM_THREADS": "1"}], words, str(tmp_path), timeout=LATE)
+    report = json.loads(ended.output)
+    assert (ended.code, report["findings"], report["trouble"], report["ranks"]) == (0, [], "", 3)
+
+
+def test_a_script_that_asks_for_nccl_gets_gloo_where_there_is_no_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN.replace('"gloo"', '"nccl"'))
+    code, report = check(script, tmp_path)
+    assert (code, report["findings"], report["trouble"]) == (0, [], "")
+
+
+def test_the_report_is_readable_and_names_line_evidence_and_fix(tmp_path: Path) -> None:
+    words = [str(HERE / "wrong" / "time_series_answers.py")]
+    (ended,) = run(begin, [{"OMP_NUM_THREADS": "1"}], words, str(tmp_path), timeout=LATE)
+    assert ended.code == 1
+    assert re.search(r"^wrong +gradients-not-averaged +\S*time_series_answers.py:\d+$", ended.output, re.MULTILINE)
+    assert re.search(r"gradients\s+of\s+ranks\s+0\s+and\s+1\s+differ\s+by\s+\d+%", ended.output)
+    assert "fix: call the wrapped model, `model(x)`" in ended.output
+    assert ended.output.rstrip().endswith("1 wrong")
+    assert len(ended.output.splitlines()) < 24 and "\033" not in ended.output
+
+
+def test_inside_a_job_of_torchrun_rank_0_reports_for_all(tmp_path: Path) -> None:
+    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "ddpkit", "check", str(HERE / "wrong" / "layout_gan.py")]
+    env = {**CLEAN, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LATE)
+    assert done.returncode == 1
+    assert done.stdout.count("ddpkit check:") == 1
+    assert re.search(r"^wrong +gradients-not-averaged +\S*layout_gan.py:43$", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_ctrl_c_ends_a_check_and_its_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    tell = "open(os.environ['OUT'] + '/' + os.environ['RANK'], 'w').write(str(os.getpid()))"
+    script.write_text(f"import os, time\n{tell}\ntime.sleep(3600)\n")
+    command = [sys.executable, "-m", "ddpkit", "check", str(script)]
+    env = {**CLEAN, "OMP_NUM_THREADS": "1", "OUT": str(tmp_path)}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + LATE
+    pids: list[str] = []
+    while len(pids) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        pids = [text for rank in "01" if (tmp_path / rank).exists() and (text := (tmp_path / rank).read_text())]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LATE) == 130
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def collective(op: str, line: int, **more: Any) -> dict[str, Any]:
+    place = ["train.py", line, "main"]
+    return {"kind": "collective", "group": "0", "op": op, "where": [place], **more}
+
+
+def test_collectives_in_another_order_are_found_before_they_meet() -> None:
+    order = Order([0, 1])
+    order.take(0, collective("all_reduce", 3, dtype="float32", shape=[2], reduction="SUM"))
+    order.take(1, collective("all_reduce", 3, dtype="float32", shape=[2], reduction="SUM"))
+    order.take(0, collective("barrier", 5))
+    assert order.parted is None
+    order.take(1, collective("broadcast", 7, dtype="float32", shape=[2]))
+    assert order.parted is not None
+    assert order.parted.ranks == (1, 0)
+
+
+def test_a_rank_that_has_ended_parts_from_one_that_goes_on() -> None:
+    order = Order([0, 1])
+    order.take(0, {"kind": "end", "error": "", "code": 0})
+    order.take(1, collective("barrier", 5))
+    facts = Facts({0: [], 1: []}, order.parted)
+    (finding,) = find_all(facts)
+    assert (finding.kind, str(finding.where)) == ("collective-order", "train.py:5")
+    assert "rank 0 has ended" in finding.evidence
+
+
+def test_one_rank_has_nothing_to_compare() -> None:
+    assert find_all(Facts({0: [collective("barrier", 1)]})) == []
