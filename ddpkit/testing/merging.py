@@ -20,6 +20,7 @@ def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
     """Report a test as one, from its outcomes on all ranks."""
     ranks = [_reports(item, answer) for answer in answers]
     _add_echoes(item, answers, ranks)
+    _move_echoes(ranks)
     lost = [answer for answer in answers if answer.done is None]
     if lost:
         added = [report for phase in _PHASES for report in _merge_added(phase, ranks)]
@@ -79,6 +80,17 @@ def _add_echoes(item: pytest.Item, answers: list[Answer], ranks: list[Reports]) 
         report = _failure(item, phase, answer.done.value)
         report.ddpkit_echo = True  # type: ignore[attr-defined]
         ranks[answer.rank] = [report]
+
+
+def _move_echoes(ranks: list[Reports]) -> None:
+    """Let an echo be of the phase of the failure that it repeats: its own rank may have been in an earlier one."""
+    failed = [report for reports in ranks for report in reports if _has_failed(report)]
+    phases = {report.when for report in failed if not _is_echo(report)}
+    if "setup" in phases or not phases:
+        return
+    for report in failed:
+        if report.when == "setup" and _is_echo(report):
+            report.when = "call" if "call" in phases else "teardown"
 
 
 def _first_failed_phase(ranks: list[Reports]) -> str:

@@ -98,6 +98,20 @@ def broken(rank):
 def test_a_fixture_fails(broken):
     ddpkit.barrier()
 
+@pytest.fixture
+def slow(rank):
+    if rank == 0:
+        time.sleep(600)
+
+@pytest.mark.ranks(2)
+def test_one_fails_while_anothers_fixture_is_made(slow):
+    raise LookupError("not even begun")
+
+@pytest.mark.xfail(strict=True)
+@pytest.mark.ranks(2)
+def test_one_fails_as_expected_while_anothers_fixture_is_made(slow):
+    raise LookupError("not even begun")
+
 @pytest.mark.ranks(2)
 def test_the_next_one_is_well(rank):
     ddpkit.barrier()
@@ -132,6 +146,8 @@ def test_failures_say_which_rank_and_why(pytester: pytest.Pytester, capfd: pytes
         "test_one_is_killed": "FAILED",
         "test_one_is_killed_when_the_other_is_done": "FAILED",
         "test_a_fixture_fails": "ERROR",
+        "test_one_fails_while_anothers_fixture_is_made": "FAILED",
+        "test_one_fails_as_expected_while_anothers_fixture_is_made": "XFAIL",
         "test_the_next_one_is_well": "PASSED",
         "test_one_skips": "FAILED",
         "test_is_expected_to_fail": "XFAIL",
@@ -146,6 +162,9 @@ def test_failures_say_which_rank_and_why(pytester: pytest.Pytester, capfd: pytes
     assert "INTERNALERROR" not in "".join(capfd.readouterr())
     assert re.search(
         r"LookupError: no such thing\n(.*\n)*?-+ That was rank 1 of 2 -+\nrank 0: failed: .*PeerError", text
+    )
+    assert re.search(
+        r"LookupError: not even begun\n(.*\n)*?-+ That was rank 1 of 2 -+\nrank 0: failed: .*PeerError", text
     )
     assert "Rank 1 skipped the test and others did not; all ranks must, or none." in text
     assert re.search(r"^SKIPPED .*: nowhere", text, re.MULTILINE)
