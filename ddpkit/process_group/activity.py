@@ -10,13 +10,15 @@ import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from inspect import CO_GENERATOR
 from itertools import islice
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, get_type_hints
 
 import torch
 
 from .member import as_ranges
+from .monitor_tree import parent_of
 from .store_values import printable
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -24,6 +26,7 @@ _PYTHON = os.path.dirname(os.__file__)
 _LIBRARIES = tuple(path + os.sep for path in (_PACKAGE, os.path.dirname(torch.__file__)))
 _WRAPPERS = {"wrapper", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl"}  # torch's, around what is meant
 _MOST_FRAMES = 60  # of a stack that are told, the innermost
+_PAUSE = 600.0  # seconds until another picture may be shown
 _MOST_TOLD = 5  # numbers that say how far a script is
 _LONGEST = 300  # characters of a text that is told
 
@@ -69,8 +72,9 @@ class MainThreadWatcher:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._host = socket.gethostname()
         self._main = threading.main_thread().ident
-        self._instruction = -1
+        self._place = (0, 0)  # the call's frame, and its instruction
         self._since = time.monotonic()
 
     def look(self) -> None:
@@ -83,14 +87,8 @@ class MainThreadWatcher:
         """Say where the main thread is, and what it has told of how far its script is."""
         self.look()
         seconds = time.monotonic() - self._since
-        innermost = self._innermost()
-        call = _call(innermost)
-        name, place = "", ""
-        stack: tuple[str, ...] = ()
-        if innermost is not None and call is not None:
-            name, place = _name_call(call)
-            stack = _stack(call if call.f_code.co_filename.startswith(_LIBRARIES) else innermost)
-        return Activity(self._rank, socket.gethostname(), os.getpid(), name, place, seconds, told, stack)
+        name, place, stack = _describe(self._innermost())
+        return Activity(self._rank, self._host, os.getpid(), name, place, seconds, told, stack)
 
     def _innermost(self) -> FrameType | None:
         return None if self._main is None else sys._current_frames().get(self._main)
@@ -98,14 +96,18 @@ class MainThreadWatcher:
     def _was_there(self, frame: FrameType) -> bool:
         """Return whether the main thread was in this call at the last look; in a function of the script, at this place.
 
-        The call is marked, for the address of a frame may be given to another call. A frame that nobody traces does not
-        mind the mark.
+        A call of torch's or ddpkit's is marked, for the address of a frame is given again to the next call. The mark
+        matters to nobody but who traces them.
         """
+        before, self._place = self._place, (id(frame), frame.f_lasti)
+        if frame.f_code.co_flags & CO_GENERATOR:  # in which one frame serves many calls
+            return False
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            return before == self._place
         marked = not frame.f_trace_lines
         if frame.f_trace is None:
             frame.f_trace_lines = False
-        instruction, self._instruction = self._instruction, frame.f_lasti
-        return marked and (instruction == frame.f_lasti or _is_library(frame.f_code.co_filename))
+        return marked
 
 
 def _call(innermost: FrameType | None) -> FrameType | None:
@@ -117,9 +119,23 @@ def _call(innermost: FrameType | None) -> FrameType | None:
         frame = frame.f_back
     if frame is None:
         return innermost
-    while len(called) > 1 and called[-1].f_code.co_name in _WRAPPERS:
+    while len(called) > 1 and _is_wrapper(called[-1].f_code):
         called.pop()
     return called[-1] if called else frame
+
+
+def _is_wrapper(code: CodeType) -> bool:
+    return code.co_name in _WRAPPERS or bool(code.co_flags & CO_GENERATOR)
+
+
+def _describe(innermost: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
+    """Return the call that a thread is in, the script's line, and the stack."""
+    call = _call(innermost)
+    if innermost is None or call is None:
+        return "", "", ()
+    name, place = _name_call(call)
+    stack = _stack(call if call.f_code.co_filename.startswith(_LIBRARIES) else innermost)
+    return _short(name), _short(place), tuple(map(_short, stack))
 
 
 def _name_call(call: FrameType) -> tuple[str, str]:
@@ -151,45 +167,61 @@ def _short_path(filename: str) -> str:
 
 
 def _short(text: str) -> str:
-    return printable(text)[:_LONGEST]
+    """Shorten a text, and escape what would not be one line of a terminal."""
+    return "".join(map(_escaped, printable(text)[:_LONGEST]))
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 class Picture:
-    """What all ranks are doing, as rank 0 gathers it once, to be shown in its log.
-
-    Attributes:
-        is_wanted: Whether a rank has asked for it.
-        was_shown: Set when it has been logged.
-    """
+    """What all ranks are doing, as rank 0 gathers it to be shown in its log: not again in the next ten minutes."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._activities: dict[int, Activity] = {}
+        self._wanted_at = -_PAUSE
         self._until: float | None = None
-        self.is_wanted = False
-        self.was_shown = threading.Event()
+        self._shown = threading.Event()
 
-    def has_begun(self) -> bool:
-        """Return whether the ranks have been asked."""
-        return self._until is not None
+    def want(self) -> bool:
+        """Ask for the picture, from any thread; return whether it is to be made."""
+        now = time.monotonic()
+        if now < self._wanted_at + _PAUSE:
+            return False
+        self._wanted_at = now
+        self._shown.clear()
+        return True
 
-    def begin(self, seconds: float) -> None:
-        """Begin to gather, at most for so long."""
+    def wait(self, seconds: float) -> None:
+        """Wait until it is shown, at most so long."""
+        self._shown.wait(seconds)
+
+    def begins(self, seconds: float) -> bool:
+        """Return whether the ranks are to be asked now; their answers are waited for at most so long."""
+        if self._shown.is_set() or self._until is not None or self._wanted_at == -_PAUSE:
+            return False
+        self._activities.clear()
         self._until = time.monotonic() + seconds
+        return True
 
     def add(self, activity: Activity) -> None:
         """Take what a rank is doing into the picture."""
         if self._until is not None:
             self._activities[activity.rank] = activity
 
-    def is_due(self) -> bool:
-        """Return whether it is to be shown now: all have answered, or it has taken too long."""
-        if self._until is None or self.was_shown.is_set():
-            return False
-        return len(self._activities) == self._world_size or time.monotonic() > self._until
-
-    def lines(self) -> list[str]:
-        """Write it down."""
+    def take(self, at_once: bool = False) -> list[str]:
+        """Return its lines if it is to be shown now: when all have answered, or it has taken too long. Once."""
+        if self._until is None:
+            return []
+        complete = len(self._activities) == self._world_size
+        if not (complete or at_once or time.monotonic() > self._until):
+            return []
+        self._until = None
+        self._shown.set()
         return fold(self._activities.values(), self._world_size)
 
 
@@ -209,8 +241,13 @@ def fold(activities: Iterable[Activity], world_size: int) -> list[str]:
         lines += [f"    {line}" for line in some[0].stack]
     answered = {each.rank for some in alike.values() for each in some}
     silent = [rank for rank in range(world_size) if rank not in answered]
-    if silent:
-        lines.append(f"{_name(silent)}: no answer; the process is stopped, or in a C call that holds the interpreter")
+    unreached = [rank for rank in silent if rank > 0 and parent_of(rank) not in answered]
+    unanswered = [rank for rank in silent if rank not in unreached]
+    if unanswered:
+        words = "no answer; it has left, is stopped, or is in a C call that holds the interpreter"
+        lines.append(f"{_name(unanswered)}: {words}")
+    if unreached:
+        lines.append(f"{_name(unreached)}: not reached, for the question goes over ranks that do not answer")
     return lines
 
 

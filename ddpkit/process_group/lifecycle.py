@@ -352,7 +352,7 @@ def distributed(
 def tell(**progress: int) -> None:
     """Say how far the script is, for those who ask what the ranks are doing."""
     if _job is not None and _job.session is not None:
-        _job.session.told = progress
+        _job.session.told = {name: int(number) for name, number in progress.items()}
 
 
 def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> None:
@@ -366,7 +366,7 @@ def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> N
 
 def _finish() -> None:
     """Do, in the order in which it was begun, what was to be finished before this job ends. Collective then."""
-    while _job is not None and _job.unfinished:
+    while _job is not None and _job.unfinished and _job.is_current():
         owner = next(iter(_job.unfinished))
         _job.unfinished.pop(owner)()
 

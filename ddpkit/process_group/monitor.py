@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -150,6 +150,7 @@ class Monitor(threading.Thread):
         try:
             while not self._closing:
                 self._listen()
+            self._show_picture(at_once=True)
             if self._keeps:
                 return
             for event in self._connections.part(1.0):
@@ -172,8 +173,7 @@ class Monitor(threading.Thread):
         for rank, deadline in list(self._failures.exiting.items()):
             if time.monotonic() > deadline:
                 self._on_departure(rank, self._exit_reasons.get(rank), rank)
-        self._watcher.look()
-        self._show_picture()
+        self._look()
         self._look_after_main_thread()
 
     def _pause(self) -> float:
@@ -250,8 +250,14 @@ class Monitor(threading.Thread):
         """Take note of the failure of a rank that cannot tell the others any more."""
         self._on_failure(failure)
         self._failures.exiting.pop(failure.rank, None)
-        if failure.rank > 0 and parent_of(failure.rank) == self._session.rank:
-            self._failures.announce(failure, patience=0.0)  # for those that come later
+        if self._is_neighbour(failure.rank):
+            self._failures.announce(failure, patience=0.0)  # for those that come later, or are not yet connected
+
+    def _is_neighbour(self, rank: int) -> bool:
+        """Return whether a rank is next to this one in the tree."""
+        me = self._session.rank
+        top, below = sorted((me, rank))
+        return below > 0 and parent_of(below) == top
 
     def _failure_of(self, rank: int, kind: str, words: str) -> Failure:
         return Failure(rank, self._session.hosts[rank], kind, words, "")
@@ -265,16 +271,15 @@ class Monitor(threading.Thread):
     # What the ranks are doing
 
     def show_ranks(self) -> None:
-        """Let rank 0 log, once, what all ranks are doing, because a wait of this one was too long."""
-        if self._failures.known is not None:
+        """Let rank 0 log what all ranks are doing, because a wait of this one was too long; once in ten minutes."""
+        if self._failures.known is not None or not self._picture.want():
             return
-        if self._session.rank > 0:
-            self._connections.post_up(_line(asks=True))
-            time.sleep(_ANSWERS / 2)  # in which this rank is still seen in its wait
+        if self._session.rank == 0:
+            self._connections.wake()
+            self._picture.wait(2 * _ANSWERS)
             return
-        self._picture.is_wanted = True
-        self._connections.wake()
-        self._picture.was_shown.wait(2 * _ANSWERS)
+        self._connections.post_up(_line(asks=True))
+        time.sleep(_ANSWERS / 2)  # in which this rank is still seen in its wait
 
     def _on_question(self, sender: int | None) -> None:
         """Pass on the question what the ranks are doing; rank 0 answers one from below by a picture in its log."""
@@ -284,29 +289,45 @@ class Monitor(threading.Thread):
         elif rank > 0:
             self._connections.post_up(_line(asks=True))
         else:
-            self._picture.is_wanted = True
+            self._picture.want()
 
     def _ask(self) -> None:
         """Ask the ranks below this one, and answer for it."""
-        self._on_activity(self._watcher.describe(self._session.told))
-        self._connections.post(_line(asks=True), exclude=parent_of(self._session.rank))
+        self._connections.post_down(_line(asks=True))
+        with self._harmless():
+            self._on_activity(self._watcher.describe(self._session.told))
 
     def _on_activity(self, activity: Activity) -> None:
         """Pass on what a rank is doing: rank 0 to those who have asked, and into the picture."""
+        line = _line(activity=activity)
         if self._session.rank > 0:
-            self._connections.post_up(_line(activity=activity))
+            self._connections.post_up(line)
             return
-        self._connections.answer(_line(activity=activity))
+        self._connections.answer(line)
         self._picture.add(activity)
 
-    def _show_picture(self) -> None:
-        if self._picture.is_wanted and not self._picture.has_begun():
-            self._picture.begin(_ANSWERS)
+    def _look(self) -> None:
+        """Look where the main thread is, and make the picture that is wanted."""
+        with self._harmless():
+            self._watcher.look()
+        if self._session.rank == 0 and self._picture.begins(_ANSWERS):
             self._ask()
-        if self._picture.is_due():
-            lines = ["A wait took too long. What the ranks are doing:", *self._picture.lines()]
-            _log(logging.ERROR, "\n".join(lines))
-            self._picture.was_shown.set()
+        self._show_picture()
+
+    def _show_picture(self, at_once: bool = False) -> None:
+        """Log the picture when it is complete, or at once."""
+        with self._harmless():
+            lines = self._picture.take(at_once)
+            if lines:
+                _log(logging.ERROR, "\n".join(["A wait took too long. What the ranks are doing:", *lines]))
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Let an error of what only describes not end the rank."""
+        try:
+            yield
+        except Exception as error:
+            _log(logging.DEBUG, "Describing what the rank is doing failed", error)
 
     # The main thread
 
@@ -379,6 +400,7 @@ class Monitor(threading.Thread):
             words = f"Rank {self._session.rank} ends: its main thread {self._main_thread.reason()}. {failure}\n"
             with suppress(OSError):
                 os.write(2, words.encode(errors="backslashreplace"))
+            self._show_picture(at_once=True)
             self._before_kill(failure)
             sys.stdout.flush()
 

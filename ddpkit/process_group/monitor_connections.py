@@ -111,9 +111,13 @@ class Connections:
     def connect(self, sock: socket.socket) -> None:
         """Take this socket for the connection to the parent."""
         sock.setblocking(False)
-        parent = parent_of(self._rank)
-        self._adopt(self._open(sock), parent)
-        self._send(self._ranks[parent], encode(token=self._token, rank=self._rank))
+        with contextlib.suppress(OSError):  # it may have gone already; reading will tell
+            keep_alive(sock)
+        connection = _Connection(sock, parent_of(self._rank))
+        connection.unsent += encode(token=self._token, rank=self._rank)  # before anything else that is posted
+        self._ranks[parent_of(self._rank)] = connection
+        self._selector.register(sock, _READ, connection)  # last, for the other thread may be polling
+        self._send(connection, b"")
         self.wake()
 
     def absent(self) -> list[int]:
@@ -130,9 +134,16 @@ class Connections:
 
     def post_up(self, line: bytes) -> None:
         """Send a line to the parent, if there is one."""
-        for rank in list(self._ranks):
-            if rank < self._rank:
-                self._send(self._ranks[rank], line)
+        self._post_to(range(self._rank), line)
+
+    def post_down(self, line: bytes) -> None:
+        """Send a line to the children."""
+        self._post_to(self._children, line)
+
+    def _post_to(self, some: range, line: bytes) -> None:
+        for rank, connection in list(self._ranks.items()):
+            if rank in some:
+                self._send(connection, line)
         if self._behind:
             self.wake()
 
@@ -324,7 +335,7 @@ class Connections:
             return None
         if message is not None and message.asks:
             connection.asks = True
-            return Event(None, message)
+            return Event(None, Message(asks=True))  # and nothing else that it may say
         self._drop(connection)
         if message is None or message.failure is None:
             return None

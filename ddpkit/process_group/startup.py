@@ -220,15 +220,16 @@ def _start_monitor(
         return
     rank = session.rank
     timeout = job.asked.timeout
-    if rank > 0 and children_of(rank, members.world_size):
-        listener, address = _listen_for_monitors(job.launch, opened)
-        session.store.set(monitor_key(rank), json.dumps({"address": address}))
-    job.monitor = Monitor(session, members.token, listener, fill_error_file)
-    job.monitor.wait_for_children(timeout)
-    if rank > 0:
-        parent = parent_of(rank)
-        address = members.monitor_address if parent == 0 else _monitor_address(session, parent, timeout)
-        job.monitor.connect(connect_to_monitor(parent, address, timeout.total_seconds()))
+    with session.bounded(timeout):
+        if rank > 0 and children_of(rank, members.world_size):
+            listener, address = _listen_for_monitors(job.launch, opened)
+            session.store.set(monitor_key(rank), json.dumps({"address": address}))
+        job.monitor = Monitor(session, members.token, listener, fill_error_file)
+        job.monitor.wait_for_children(timeout)
+        if rank > 0:
+            parent = parent_of(rank)
+            address = members.monitor_address if parent == 0 else _monitor_address(session, parent, timeout)
+            job.monitor.connect(connect_to_monitor(parent, address, timeout.total_seconds()))
     session.show_ranks = job.monitor.show_ranks
 
 

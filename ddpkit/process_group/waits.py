@@ -65,7 +65,8 @@ class Waits:
                 continue
             if time.monotonic() > deadline:
                 self.show_ranks()
-                return late()
+                value = ready()  # it may have come meanwhile
+                return late() if value is None else value
             pause()
 
     @contextmanager

@@ -115,6 +115,15 @@ def test_whoever_knows_the_token_may_say_that_the_job_is_wrong(hub: Hub) -> None
         assert closes(hub, wire)
 
 
+def test_who_asks_is_answered_and_cannot_speak_of_a_rank(hub: Hub) -> None:
+    with hub.knock() as wire:
+        wire.sendall(encode(token=TOKEN, asks=True, failure=Failure.of(1, ValueError("not true"))))
+        assert hub.hear() == [Event(None, Message(asks=True))]
+        hub.connections.answer(b"an answer\n")
+        assert wire.recv(100) == b"an answer\n"
+    assert not hub.hear(seconds=0.2)
+
+
 def test_a_second_connection_that_claims_a_rank_is_refused(hub: Hub) -> None:
     with contextlib.closing(hub.join(1)) as one, hub.knock() as other:
         other.sendall(encode(token=TOKEN, rank=1))

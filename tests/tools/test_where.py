@@ -166,12 +166,21 @@ def test_equal_stacks_are_shown_once_and_the_silent_are_named() -> None:
         "rank 2 (node, pid 102): sleep at train.py:8, batch 1",
         "    train.py:8 main",
         "    sleep.py:1 sleep",
-        "ranks 4-5,7: no answer; the process is stopped, or in a C call that holds the interpreter",
+        "ranks 4-5,7: no answer; it has left, is stopped, or is in a C call that holds the interpreter",
     ]
 
 
-def looks(number: int, pause: float) -> list[Activity]:
-    """What another thread sees of this one, which goes on meanwhile."""
+def test_ranks_below_one_that_does_not_answer_are_not_called_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_tree, "CHILDREN", 1)
+    first = Activity(0, "node", 100, "step", "train.py:8", 0.0, {}, ())
+    assert fold([first], 4)[1:] == [
+        "rank 1: no answer; it has left, is stopped, or is in a C call that holds the interpreter",
+        "ranks 2-3: not reached, for the question goes over ranks that do not answer",
+    ]
+
+
+def looks(number: int, pause: float, work: Callable[[threading.Thread], None]) -> list[Activity]:
+    """What another thread sees of this one, which works meanwhile."""
     watcher = MainThreadWatcher(0)
     seen: list[Activity] = []
 
@@ -182,7 +191,7 @@ def looks(number: int, pause: float) -> list[Activity]:
 
     thread = threading.Thread(target=look)
     thread.start()
-    short_calls_until(thread)
+    work(thread)
     thread.join()
     return seen
 
@@ -194,9 +203,33 @@ def short_calls_until(thread: threading.Thread) -> None:
 
 
 def test_calls_that_follow_each_other_on_one_line_are_not_taken_for_one() -> None:
-    seen = looks(10, 0.2)
+    seen = looks(10, 0.2, short_calls_until)
     assert {each.call for each in seen} == {"join"}
     assert max(each.seconds for each in seen) < 1.0
+
+
+def read_until(thread: threading.Thread) -> None:
+    """Wait for one batch after the other, in torch's DataLoader, until a thread has ended."""
+    loader = ddpkit.make_loader(Slow(), batch_size=1)
+    while thread.is_alive():
+        for _ in zip(loader, range(100), strict=False):
+            pass
+
+
+class Slow:
+    """A dataset that takes its time."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.02)
+        return index
+
+
+def test_batches_that_come_one_after_the_other_are_not_one_call() -> None:
+    seen = looks(10, 0.2, read_until)
+    assert max(each.seconds for each in seen) < 1.0, seen
 
 
 def test_jobs_are_found_by_the_environments_of_their_ranks(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def ask(address: str, port: int, seconds: float) -> Answer:
     deadline = time.monotonic() + seconds
     with connection:
         connection.sendall(encode(token=members.token, asks=True))
-        while len(activities) < members.world_size:
+        while len(activities) < members.world_size and time.monotonic() < deadline:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 data = connection.recv(1 << 16)

@@ -66,7 +66,7 @@ def _as_json(answer: Answer) -> dict[str, object]:
 
 def _address(text: str) -> tuple[str, int]:
     found = re.fullmatch(r"\[?(\S+?)\]?:(\d{1,5})", text)
-    if found is None:
+    if found is None or int(found[2]) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
     return found[1], int(found[2])
 
