@@ -8,6 +8,7 @@ import math
 import os
 import re
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -230,7 +231,7 @@ def _start_monitor(
             parent = parent_of(rank)
             address = members.monitor_address if parent == 0 else _monitor_address(session, parent, timeout)
             job.monitor.connect(connect_to_monitor(parent, address, timeout.total_seconds()))
-    session.show_ranks = job.monitor.show_ranks
+    session.monitor = weakref.ref(job.monitor)
 
 
 def _monitor_address(session: Session, rank: int, timeout: timedelta) -> tuple[str, int]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 _CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time in which the monitor learns why a connection broke
 
 
-def _show_nothing() -> None:
-    """Show no picture of what the ranks are doing, for there is no monitor that could ask them."""
+def _no_monitor() -> None:
+    return None
 
 
 class Waits:
@@ -33,7 +33,7 @@ class Waits:
         orphaned: Returns what became of the process that must outlive this one, "" while it lives.
 
     Attributes:
-        show_ranks: Called where a wait has been too long.
+        monitor: Returns the thread that can ask the other ranks, as long as there is one; a weak reference to it.
     """
 
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], orphaned: Callable[[], str]) -> None:
@@ -41,13 +41,19 @@ class Waits:
         self.rank = rank
         self.hosts = hosts
         self.failures = Failures(store, rank, hosts, orphaned)
-        self.show_ranks: Callable[[], None] = _show_nothing
+        self.monitor: Callable[[], Any] = _no_monitor
         self._deadlines: dict[int, float] = {}  # of the wait that each thread is in
 
     @property
     def deadline(self) -> float | None:
         """Return the end of the wait that this rank is in, the first of its threads'; None if it is in none."""
         return min(list(self._deadlines.values()), default=None)
+
+    def show_ranks(self) -> None:
+        """Let rank 0 log what the ranks are doing, where a wait has been too long."""
+        monitor = self.monitor()
+        if monitor is not None:
+            monitor.show_ranks()
 
     def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
         """Poll until `ready()` is not None and return that; raise a peer's failure; let `late()` decide after that."""

@@ -357,7 +357,7 @@ def test_the_doctor_does_not_disturb_a_job_that_runs_with_the_same_variables() -
         (["doctor", "--xyz"], "unrecognized arguments: --xyz (--help"),
         (["docotr"], "did you mean doctor?"),
         (["surgeon"], "invalid choice: 'surgeon'"),
-        ([], "the following arguments are required: doctor|bench"),
+        ([], "the following arguments are required: doctor|check|where|bench"),
         ([], "measures collectives, metric reduction"),
     ],
 )
