@@ -173,8 +173,8 @@ class Monitor(threading.Thread):
         for rank, deadline in list(self._failures.exiting.items()):
             if time.monotonic() > deadline:
                 self._on_departure(rank, self._exit_reasons.get(rank), rank)
-        self._look()
         self._look_after_main_thread()
+        self._look()
 
     def _pause(self) -> float:
         if self._failures.known is None or self._failures.settled:
@@ -347,8 +347,8 @@ class Monitor(threading.Thread):
         elif main_thread.grace_is_over():
             self._kill_process(failure.to_error())
         elif time.monotonic() >= main_thread.next_signal_at:
+            main_thread.send_signal()  # first, for the log may be slow, and a launcher quick
             self._log_failure(failure)
-            main_thread.send_signal()
         elif main_thread.ignores_signal():  # the rank that failed has cut them, if it lives
             cut(self._session.connections)
 
