@@ -13,7 +13,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .monitor_messages import Lines, Message, encode, parse, shows_token
@@ -111,11 +111,9 @@ class Connections:
     def connect(self, sock: socket.socket) -> None:
         """Take this socket for the connection to the parent."""
         sock.setblocking(False)
-        with contextlib.suppress(OSError):  # it may have gone already; reading will tell
-            keep_alive(sock)
-        connection = _Connection(sock, parent_of(self._rank))
+        connection = _Connection(sock)
         connection.unsent += encode(token=self._token, rank=self._rank)  # before anything else that is posted
-        self._ranks[parent_of(self._rank)] = connection
+        self._adopt(connection, parent_of(self._rank))
         self._selector.register(sock, _READ, connection)  # last, for the other thread may be polling
         self._send(connection, b"")
         self.wake()
@@ -126,11 +124,7 @@ class Connections:
 
     def post(self, line: bytes, exclude: int | None = None) -> None:
         """Send a line to all ranks that are connected here: at once what the kernel takes, the rest later."""
-        for rank, connection in list(self._ranks.items()):
-            if rank != exclude:
-                self._send(connection, line)
-        if self._behind:
-            self.wake()
+        self._post_to([rank for rank in list(self._ranks) if rank != exclude], line)
 
     def post_up(self, line: bytes) -> None:
         """Send a line to the parent, if there is one."""
@@ -140,7 +134,7 @@ class Connections:
         """Send a line to the children."""
         self._post_to(self._children, line)
 
-    def _post_to(self, some: range, line: bytes) -> None:
+    def _post_to(self, some: Sequence[int], line: bytes) -> None:
         for rank, connection in list(self._ranks.items()):
             if rank in some:
                 self._send(connection, line)
