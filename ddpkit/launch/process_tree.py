@@ -40,7 +40,7 @@ def find_agent(env: Mapping[str, str], pid: int) -> Agent | None:
         marks = ["TORCHELASTIC_ERROR_FILE"]
     with suppress(OSError, ValueError, IndexError):
         for above in _parents(pid):
-            theirs = _environment(above)
+            theirs = environment_of(above)
             if any(theirs.get(mark) != env.get(mark) for mark in marks):
                 return Agent(above, born(above), theirs)
     return None
@@ -120,8 +120,9 @@ def _parents(pid: int) -> Iterator[int]:
         yield pid
 
 
-def _environment(pid: int) -> dict[str, str]:
-    with open(f"/proc/{pid}/environ", "rb") as file:
+def environment_of(pid: int, processes: str | os.PathLike[str] = "/proc") -> dict[str, str]:
+    """Return the environment with which a process was started; raise OSError where the system does not tell."""
+    with open(os.path.join(processes, f"{pid}", "environ"), "rb") as file:
         entries = file.read().split(b"\0")
     variables = {}
     for entry in entries:

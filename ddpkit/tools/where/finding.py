@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
 from ...errors import LaunchError
 from ...launch.detection import detect_launch
+from ...launch.process_tree import environment_of
 
 
 def jobs_here(processes: Path = Path("/proc")) -> list[tuple[str, int]]:
@@ -15,15 +15,10 @@ def jobs_here(processes: Path = Path("/proc")) -> list[tuple[str, int]]:
     jobs = set()
     for folder in processes.glob("[0-9]*"):
         with suppress(OSError, LaunchError):  # another user's; ended; hints that contradict each other
-            env = _environment(folder)
+            env = environment_of(int(folder.name), processes)
             if env.get("MASTER_PORT") is None:
                 continue
             launch = detect_launch(env)
             if launch.world_size > 1 and launch.master_addr and launch.master_port:
                 jobs.add((launch.master_addr, launch.master_port))
     return sorted(jobs)
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    pairs = [entry.partition("=") for entry in os.fsdecode((folder / "environ").read_bytes()).split("\0")]
-    return {name: value for name, sign, value in pairs if sign}
