@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ...spawning.rank_process import replace_environment
 from .rank import STACK_SIGNAL, Script, be_rank
 from .recorder import Record
 
@@ -138,8 +139,7 @@ class Rank:
 
 def _take_over(env: dict[str, str], output: int) -> None:
     """Make a forked process look like one that a launcher has started."""
-    os.environ.clear()
-    os.environ.update(env)
+    replace_environment(env)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(output, 1)

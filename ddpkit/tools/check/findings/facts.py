@@ -59,6 +59,11 @@ class Facts:
         """Return the number of ranks."""
         return len(self.records)
 
+    @property
+    def training(self) -> set[str]:
+        """Name the loaders from which a rank trains."""
+        return {record["loader"] for records in self.of("trains").values() for record in records}
+
     def of(self, kind: str) -> dict[int, list[Record]]:
         """Select the records of one kind, by rank."""
         return {rank: [r for r in self.records[rank] if r["kind"] == kind] for rank in self.ranks}

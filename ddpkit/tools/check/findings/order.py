@@ -92,7 +92,7 @@ def _are_names(rows: list[Any]) -> bool:
 
 def _find_uneven_epochs(facts: Facts) -> Finding | None:
     """Find a loader from which the ranks train with different numbers of batches."""
-    training = {record["loader"] for records in facts.of("trains").values() for record in records}
+    training = facts.training
     for (loader, _), records in facts.rows("epoch", "loader", "number"):
         batches = [record["batches"] for record in records]
         if loader not in training or None in batches or all_equal(batches) or _is_handled(facts):

@@ -15,7 +15,7 @@ _COMPARED = 3  # batches that must be equal on all ranks, if there are as many
 
 def find(facts: Facts) -> Iterator[Finding]:
     """Look at each loader once, at its first epochs."""
-    training = {record["loader"] for records in facts.of("trains").values() for record in records}
+    training = facts.training
     done: set[str] = set()
     for (loader, number), records in facts.rows("epoch", "loader", "number"):
         trains = loader in training
@@ -143,7 +143,7 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     padding = -len(expected) % facts.world_size
     allowed = max(padding, -len(expected) % batch)
     if all(len(plan) >= len(expected) for plan in plans):
-        return _all_on_each(facts, epoch, expected, extra) if trains else None
+        return _all_on_each(facts, epoch, expected) if trains else None
     if extra > allowed and missing:
         return _shuffled_differently(facts, epoch, missing, extra, len(expected))
     if extra > allowed:
@@ -153,7 +153,7 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     return _missing(facts, records, missing, len(expected), batch, trains)
 
 
-def _all_on_each(facts: Facts, epoch: Record, expected: set[int], extra: int) -> Finding | None:
+def _all_on_each(facts: Facts, epoch: Record, expected: set[int]) -> Finding:
     evidence = f"each of {say_ranks(facts.ranks)} goes through all {len(expected)} samples in an epoch"
     why = f"an epoch is {facts.world_size} epochs, of which the ranks know nothing: schedules and logs are wrong"
     fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
@@ -210,8 +210,7 @@ def _padded(facts: Facts, epoch: Record, extra: int, total: int) -> Finding | No
 def _combined(facts: Facts, epoch: Record) -> Record | None:
     """Return the first collective of the script's that follows the beginning of an evaluation."""
     records = facts.records[facts.ranks[0]]
-    begun = next(i for i, r in enumerate(records) if r is epoch or r == epoch)
-    for record in records[begun + 1 :]:
+    for record in records[records.index(epoch) + 1 :]:
         if record["kind"] == "step":
             return None
         if record["kind"] == "collective" and record["op"] in ("all_reduce", "reduce", "all_gather", *_GATHERS):

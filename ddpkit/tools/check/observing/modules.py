@@ -64,7 +64,6 @@ class Modules:
         self.wrapped: dict[int, Wrapped] = {}
         self.calls: list[dict[str, Any]] = []
         self.samples = 0  # that networks were given since the last step, without gradients
-        self.hooked = False  # a communication hook that averages something else than gradients
         self._parameters: dict[int, tuple[Any, Stack]] = {}
         self._depth = 0
         self._in_ddp = 0
@@ -79,7 +78,6 @@ class Modules:
         before(DistributedDataParallel, "no_sync", self._no_sync)
         before(DistributedDataParallel, "__setattr__", self._set)
         before(DistributedDataParallel, "__getattr__", self._read)
-        after(DistributedDataParallel, "register_comm_hook", self._comm_hook)
         before(nn.Module, "requires_grad_", self._thawed)
         before(Tensor, "requires_grad_", self._tensor_thawed)
         for name in _CASTS:
@@ -122,9 +120,6 @@ class Modules:
 
     def _made(self, _: None, made: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         self.wrapped[id(made)] = Wrapped(made)
-
-    def _comm_hook(self, _: None, module: Any, state: Any, hook: Any) -> None:
-        self.hooked = self.hooked or "localSGD" in getattr(hook, "__name__", "")
 
     def _of(self, module: object) -> Wrapped | None:
         return self.wrapped.get(id(module))

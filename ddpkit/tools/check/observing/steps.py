@@ -121,7 +121,7 @@ class Steps:
             where=stack(),
             gradients=[None if g is None else [crc(g), sample(g)] for g in gradients],
             parameters=[None if p is None else crc(p) for p in whole_ones],
-            causes=self._causes(parameters),
+            causes=[_describe(wrapped) for wrapped in self._modules.wrapped.values()],
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             others=self._others(seen.steps, parameters),
@@ -169,13 +169,6 @@ class Steps:
         seen.names = names
         self._recorder.tell("optimizer", optimizer=seen.number, made=seen.made, parameters=described)
 
-    def _causes(self, parameters: list[Tensor]) -> list[dict[str, Any]]:
-        """Describe what could keep a DDP from averaging the gradients of this step."""
-        causes = []
-        for wrapped in self._modules.wrapped.values():
-            causes.append({"made": wrapped.made, **_describe(wrapped)})
-        return causes
-
     def _others(self, number: int, parameters: list[Tensor]) -> dict[str, list[Any]]:
         """Hash the parameters of networks that this optimiser does not train, at its first step."""
         if number > 1:
@@ -221,7 +214,9 @@ def _changing_lines(root: nn.Module, name: str) -> list[Place]:
 
 
 def _describe(wrapped: Wrapped) -> dict[str, Any]:
+    """Describe what could keep a DDP from averaging the gradients of this step."""
     return {
+        "made": wrapped.made,
         "bypassed": wrapped.bypassed,
         "taken_out": wrapped.taken_out,
         "unsynced": wrapped.unsynced,
