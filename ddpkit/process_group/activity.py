@@ -96,13 +96,13 @@ class MainThreadWatcher:
     def _was_there(self, frame: FrameType) -> bool:
         """Return whether the main thread was in this call at the last look; in a function of the script, at this place.
 
-        A call of torch's or ddpkit's is marked, for the address of a frame is given again to the next call. The mark
-        matters to nobody but who traces them.
+        A call of a library is marked, for the address of a frame is given again to the next call. The mark matters to
+        nobody but who traces them.
         """
         before, self._place = self._place, (id(frame), frame.f_lasti)
         if frame.f_code.co_flags & CO_GENERATOR:  # in which one frame serves many calls
             return False
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+        if not _is_library(frame.f_code.co_filename):
             return before == self._place
         marked = not frame.f_trace_lines
         if frame.f_trace is None:
