@@ -272,6 +272,7 @@ def note_the_beginning(arguments: list[str], folder: Path) -> None:
         train_on(arguments)
 
 
+@pytest.mark.storm
 def test_a_run_goes_on_as_if_it_had_not_stopped_also_on_other_ranks(
     demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

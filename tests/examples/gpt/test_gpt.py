@@ -76,7 +76,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("parallel", EITHER_WAY)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.storm)])
 def test_several_ranks_have_the_losses_of_one(
     parallel: str, ranks: int, alone: dict[str, float], tmp_path: Path
 ) -> None:
@@ -86,10 +86,10 @@ def test_several_ranks_have_the_losses_of_one(
 
 
 MOVES = [
-    [("ddp", 2), ("ddp", 3), ("ddp", 1)],
+    pytest.param([("ddp", 2), ("ddp", 3), ("ddp", 1)], marks=pytest.mark.storm),
     pytest.param([("ddp", 2), ("fsdp", 3), ("ddp", 1)], marks=needs_fsdp),
-    pytest.param([("fsdp", 3), ("ddp", 1), ("fsdp", 2)], marks=needs_fsdp),
-    pytest.param([("fsdp", 2), ("fsdp", 3), ("fsdp", 2)], marks=needs_fsdp),
+    pytest.param([("fsdp", 3), ("ddp", 1), ("fsdp", 2)], marks=[needs_fsdp, pytest.mark.storm]),
+    pytest.param([("fsdp", 2), ("fsdp", 3), ("fsdp", 2)], marks=[needs_fsdp, pytest.mark.storm]),
 ]
 
 

@@ -222,7 +222,7 @@ def results(world_size: int) -> list[dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.storm)])
 def test_updates_of_ranks_with_a_share_of_the_rows_are_those_of_one_with_all(world_size, case):
     alone = results(0)[0][case]
     tolerance = {"rtol": 1e-9, "atol": 1e-11} if case != "float" else {"rtol": 1e-4, "atol": 1e-5}

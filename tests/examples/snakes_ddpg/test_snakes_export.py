@@ -179,6 +179,7 @@ def test_headings_are_found_in_all_states_of_the_original(recorded):
     assert into_the_neck > 5  # put back after a death, across the border
 
 
+@pytest.mark.storm
 def test_a_plain_submission_plays_as_the_actor_alone(policy, model, tmp_path):
     path = tmp_path / "submission.py"
     export.main(Namespace(model=str(model), output=path, depth=0))
@@ -209,6 +210,7 @@ def test_a_step_is_foreseen_as_the_game_plays_it_but_for_new_beans(name):
     assert deaths > 50 and eaten > 50
 
 
+@pytest.mark.storm
 def test_a_submission_alone_in_a_process_moves_as_the_policy(submission, policy, recorded, tmp_path):
     observations, moves = [], []
     games = [states[:30] for states in recorded[:2]]
@@ -233,7 +235,7 @@ def test_a_submission_alone_in_a_process_moves_as_the_policy(submission, policy,
     assert min(np.bincount(ways)) > 30  # the policy goes all ways
 
 
-@pytest.mark.parametrize("team", [0, 1])
+@pytest.mark.parametrize("team", [0, pytest.param(1, marks=pytest.mark.storm)])
 def test_a_submission_plays_games_of_ours_as_the_policy(submission, policy, team):
     player = runpy.run_path(str(submission))
     game, actions = Game(1, seed=6, episode_length=30), np.zeros((1, SNAKES), np.uint8)
