@@ -11,7 +11,7 @@ import pytest
 from processes import run
 
 ROOT = Path(__file__).parents[1]
-QUIET = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
+QUIET = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "-p", "no:zarr"]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
 
 

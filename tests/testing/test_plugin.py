@@ -21,13 +21,14 @@ from ddpkit.testing import on_ranks
 
 ROOT = Path(__file__).parents[2]
 HEAD = "import logging, os, signal, sys, threading, time, pytest, torch, ddpkit\n"
+WITHOUT = ["-p", "no:randomly", "-p", "no:zarr"]  # plugins that may be installed, and are not ours
 HANG = 400.0  # seconds: longer than any run may take, however loaded the machine is
 
 
 def run(pytester: pytest.Pytester, source: str, *options: str) -> tuple[dict[str, str], str]:
     """What became of each test, and what pytest printed."""
     pytester.makepyfile(HEAD + source)
-    result = pytester.runpytest_inprocess("-p", "no:randomly", "-rA", "-v", *options)
+    result = pytester.runpytest_inprocess(*WITHOUT, "-rA", "-v", *options)
     text = result.stdout.str()
     found = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) \S*?::(\S+)", text, re.MULTILINE)
     return {name: outcome for outcome, name in found}, text
@@ -332,7 +333,7 @@ def test_never_comes():
 
 def test_pytest_exit_on_a_rank_ends_the_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(HEAD + EXITS)
-    result = pytester.runpytest_inprocess("-p", "no:randomly")
+    result = pytester.runpytest_inprocess(*WITHOUT)
     assert result.ret == 7
     result.stdout.fnmatch_lines(["*no tests ran*", "*Exit: enough (rank 1 of 2)*"])
 
@@ -700,7 +701,7 @@ def test_mistakes_in_the_marker_are_said_when_tests_are_collected(pytester: pyte
     assert "ranks() knows ['fresh', 'join', 'timeout'], not ['limit']" in text
     _, text = run(pytester, "@pytest.mark.ranks(2, timeout='3')\ndef test_it(): pass\n")
     assert "ranks() takes a timeout in seconds above 0, got '3'" in text
-    said = pytester.runpytest_inprocess("-o", "ranks_timeout=soon").stderr.str()
+    said = pytester.runpytest_inprocess(*WITHOUT, "-o", "ranks_timeout=soon").stderr.str()
     assert "ranks_timeout must be seconds above 0, got 'soon'" in said
     _, text = run(pytester, "def test_it(rank): pass\n")
     assert "The fixture rank is for tests marked with @pytest.mark.ranks" in text
@@ -747,7 +748,7 @@ def started(folder: Path, source: str, *options: str) -> Iterator[Run]:
     """Run pytest beside this one, in a process that need not import torch."""
     (folder / "test_inner.py").write_text(HEAD + source)
     os.mkfifo(folder / "stdin")
-    arguments = ["-p", "ddpkit.testing.hooks", "-p", "no:randomly", "-p", "no:cacheprovider", *options]
+    arguments = ["-p", "ddpkit.testing.hooks", *WITHOUT, "-p", "no:cacheprovider", *options]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins were imported before the fork
     environment = {"A_WORD": f"of {folder}"}
     process = begin(run_pytest, environment, folder, arguments, output=str(folder / "output"))
@@ -950,7 +951,7 @@ def test_fixtures_that_end_badly_are_errors_of_the_last_test_that_had_them(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # for whole messages in the summary
     pytester.makepyfile(test_a=HEAD + ENDINGS, test_b=SECOND_FILE)
-    result = pytester.runpytest_inprocess("-p", "no:randomly", "-rA")
+    result = pytester.runpytest_inprocess(*WITHOUT, "-rA")
     text = result.stdout.str()
     result.assert_outcomes(passed=7, errors=4)
     assert result.ret == 1
