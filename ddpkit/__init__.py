@@ -39,6 +39,7 @@ from .parallel.gradients import accumulate, average_gradients, averaging, global
 from .parallel.lr_scaling import ScalePlan, rule_for, scale_lr, warmup_factor
 from .parallel.models import unwrap_model
 from .parallel.replicas import check_replicas, sync_buffers
+from .parallel.step_times import StepTimes, step_times
 from .parallel.wrap import clean_state_dict, wrap_model
 from .process_group.job import Context
 from .process_group.lifecycle import (
@@ -52,6 +53,7 @@ from .process_group.lifecycle import (
 )
 from .seeding.seeds import sample_seed, seed_everything
 from .spawning.spawn import spawn
+from .timing.pace import SlowRank
 
 __version__ = "0.1.0"
 
@@ -117,6 +119,9 @@ __all__ = [
     "get_logger",
     "RankFilter",
     "Checkpointer",
+    "step_times",
+    "StepTimes",
+    "SlowRank",
     # launching from Python
     "spawn",
     # errors

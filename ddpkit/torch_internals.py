@@ -142,6 +142,14 @@ def ignored_by_ddp(module: nn.Module) -> Collection[str]:
     return ignored
 
 
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that is running, after those that were given before (private).
+
+    The same from torch 2.6 to 2.13.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def forward_pre_hooks(module: nn.Module) -> MutableMapping[int, Callable[..., Any]]:
     """Return a module's own hooks before forward, to remove some (private, the same from torch 2.6 to 2.13)."""
     return module._forward_pre_hooks

@@ -102,6 +102,6 @@ def _receive(description: _Description, src: int, peers: Peers | None) -> Tensor
 def _broadcast_tensor(data: Tensor, src: int, peers: Peers | None) -> Tensor:
     buffer = data.to(communication_device(data.device, peers))
     if buffer.numel():
-        with lifecycle.peer_errors():
+        with lifecycle.exchanging():
             dist.broadcast(buffer, src, group=group_of(peers))
     return buffer.to(data.device)

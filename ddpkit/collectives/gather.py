@@ -139,6 +139,6 @@ def _gather_padded(rows: Tensor, counts: list[int], peers: Peers | None) -> list
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts]
     if padded.numel():
-        with lifecycle.peer_errors():
+        with lifecycle.exchanging():
             dist.all_gather(parts, padded, group=group_of(peers))
     return [part[:count].to(rows.device) for part, count in zip(parts, counts, strict=True)]

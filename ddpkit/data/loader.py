@@ -23,6 +23,7 @@ from ..process_group import lifecycle
 from ..seeding.generator_states import get_rng_state, set_rng_state
 from ..seeding.hashing import hash_seeds
 from ..seeding.seeds import seed_cpu
+from ..timing.clock import Phase
 from .place import Place
 from .samplers import DistributedEvalSampler, DistributedSampler, ResumableSampler
 
@@ -352,7 +353,8 @@ class Loader(DataLoader[Any]):
             for dataset in read_here:  # another loader over it may have set another epoch
                 dataset.set_epoch(loop.epoch)
             try:
-                batch = next(batches)
+                with lifecycle.step_clock().within(Phase.DATA):
+                    batch = next(batches)
             except StopIteration:
                 break
             if resumable is not None and self._is_counted(loop):

@@ -251,6 +251,7 @@ def average_gradients(*modules: nn.Module | Tensor) -> None:
     if exchange:
         exchange.finish()
         gradients.give_back()
+        lifecycle.step_clock().end_step()
 
 
 @contextmanager
@@ -315,6 +316,7 @@ def _end(gradients: _Gradients, exchange: _Exchange | None) -> None:
         )
     if exchange:
         exchange.finish()
+        lifecycle.step_clock().end_step()
     gradients.give_back()
 
 
@@ -554,7 +556,7 @@ class _FirstMessage:
         """
         if self.checked:
             return
-        with lifecycle.peer_errors():
+        with lifecycle.exchanging():
             self.work.wait()
         self.checked = True
         expected = _hash(self.fingerprint, len(ranks_of(self.peers)), self.flat.dtype)
@@ -604,7 +606,7 @@ class _Exchange:
         """Wait for the means and write them over the gradients."""
         self.first.check()
         for work in self.works:
-            with lifecycle.peer_errors():
+            with lifecycle.exchanging():
                 work.wait()
         self.gradients.separate()
         for bucket in self.buckets:
@@ -633,7 +635,7 @@ def _write_bucket(bucket: _Bucket) -> Tensor:
 
 
 def _start(flat: Tensor) -> dist.Work:
-    with lifecycle.peer_errors():
+    with lifecycle.exchanging():
         work: dist.Work = dist.all_reduce(flat, group=group_of(lifecycle.data_parallel()), async_op=True)
     return work
 

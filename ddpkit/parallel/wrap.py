@@ -39,6 +39,7 @@ from .models import (
     named_tensors,
     strip,
 )
+from .step_times import follow_steps
 
 _log = logging.getLogger(__name__)
 _SENT_BY_ALL_BACKENDS = {
@@ -143,6 +144,7 @@ def wrap_model(
         )
     # as an argument, False would skip the first broadcast, too
     ddp.broadcast_buffers = broadcast_buffers
+    follow_steps(ddp)
     return _remember_frozen(ddp)
 
 

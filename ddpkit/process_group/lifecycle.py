@@ -20,6 +20,8 @@ import torch.distributed as dist
 from ..errors import DdpkitError, LaunchError, NotSetUpError
 from ..launch import ranks
 from ..launch.launch import Launch
+from ..timing.clock import Phase, StepClock
+from ..timing.pace import SlowRank
 from ..torch_internals import current_group
 from .declining import tell_peers
 from .devices import bind_device, choose_device, count_accelerators, is_same_device
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _job: Job | None = None
 _departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
+_idle_clock = StepClock()  # of a process without a job of several ranks
 _children_keep_garbage = False  # whether forked children are told to, which cannot be taken back
 _FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
 
@@ -355,6 +358,20 @@ def tell(**progress: int) -> None:
         _job.session.told = {name: int(number) for name, number in progress.items()}
 
 
+def step_clock() -> StepClock:
+    """Return the clock of this process's training steps."""
+    if _job is None or _job.session is None:
+        return _idle_clock
+    return _job.session.clock
+
+
+def slow_rank() -> SlowRank | None:
+    """Return the rank for which the others wait, as far as this process knows: the main process does."""
+    if _job is None or _job.monitor is None:
+        return None
+    return _job.monitor.paces.slow
+
+
 def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> None:
     """Let `distributed()` call a collective function where its block ends well; with None, no more."""
     if _job is None:
@@ -507,6 +524,18 @@ def peer_errors() -> Iterator[None]:
         if cause:
             raise cause from error
         raise
+
+
+@contextmanager
+def exchanging() -> Iterator[None]:
+    """Cover a collective of ddpkit's own: it raises as in `peer_errors()`, and its time counts as waiting."""
+    clock = step_clock()
+    before = clock.begin(Phase.WAITING)
+    try:
+        with peer_errors():
+            yield
+    finally:
+        clock.begin(before)
 
 
 def report(error: BaseException) -> BaseException:

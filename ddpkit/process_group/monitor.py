@@ -30,11 +30,13 @@ from ..errors import (
     MismatchError,
     ReplicaMismatchError,
 )
+from ..timing.pace import Pace
+from ..timing.paces import Paces
 from .activity import Activity, MainThreadWatcher, Picture
 from .failures import Failure, describe_error
 from .main_thread import GRACE, MainThread
 from .monitor_connections import Connections, Event
-from .monitor_messages import encode
+from .monitor_messages import Message, encode
 from .monitor_tree import parent_of
 from .polling import call_with_timeout
 from .session import Session
@@ -71,6 +73,9 @@ class Monitor(threading.Thread):
         token: A secret of this start of the job; strangers, who do not know it, are ignored.
         listener: The socket to which this rank's children connect, if it has some.
         before_kill: Called with the failure before the process is ended.
+
+    Attributes:
+        paces: On rank 0, how long the ranks' last steps took.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class Monitor(threading.Thread):
         self._logged = False  # whether it has logged one
         self._watcher = MainThreadWatcher(session.rank)
         self._picture = Picture(len(session.hosts))
+        self.paces = Paces(len(session.hosts))
         _all_connections().add(self._connections)
         self.start()
 
@@ -185,8 +191,8 @@ class Monitor(threading.Thread):
 
     def _hear(self, event: Event) -> None:
         message, sender = event.message, event.rank
-        if message is not None and message.asks:
-            self._on_question(sender)
+        if message is not None:
+            self._hear_of_work(message, sender)
         if sender is None:  # no rank: whoever says that the job is wrong, or asks
             if message is not None and message.failure is not None:
                 self._on_failure(message.failure)
@@ -202,8 +208,21 @@ class Monitor(threading.Thread):
             self._on_departure(message.left, message.reason, sender)
         if message.failure is not None:
             self._on_failure(message.failure, sender)
-        if message.activity is not None and sender > self._session.rank:
+
+    def _hear_of_work(self, message: Message, sender: int | None) -> None:
+        """Take in a question about the ranks' work, which comes from above, or an answer, which comes from below."""
+        if message.asks:
+            self._on_question(sender)
+        if sender is None:
+            return
+        if sender < self._session.rank:
+            if message.asks_pace is not None:
+                self._ask_pace(message.asks_pace)
+            return
+        if message.activity is not None:
             self._on_activity(message.activity)
+        if message.pace is not None:
+            self._on_pace(message.pace)
 
     def _on_exiting(self, rank: int, reason: Failure | None, sender: int) -> None:
         self._exit_reasons[rank] = reason
@@ -285,6 +304,8 @@ class Monitor(threading.Thread):
         """Pass on the question what the ranks are doing; rank 0 answers one from below by a picture in its log."""
         rank = self._session.rank
         if sender is None or sender < rank:
+            for pace in self.paces.latest:
+                self._connections.answer(_line(pace=pace))
             self._ask()
         elif rank > 0:
             self._connections.post_up(_line(asks=True))
@@ -310,8 +331,12 @@ class Monitor(threading.Thread):
         """Look where the main thread is, and make the picture that is wanted."""
         with self._harmless():
             self._watcher.look()
-        if self._session.rank == 0 and self._picture.begins(_ANSWERS):
-            self._ask()
+        if self._session.rank == 0:
+            if self._picture.begins(_ANSWERS):
+                self._ask()
+            block = self.paces.next_question(self._session.clock)
+            if block is not None:
+                self._ask_pace(block)
         self._show_picture()
 
     def _show_picture(self, at_once: bool = False) -> None:
@@ -320,6 +345,26 @@ class Monitor(threading.Thread):
             lines = self._picture.take(at_once)
             if lines:
                 _log(logging.ERROR, "\n".join(["A wait took too long. What the ranks are doing:", *lines]))
+
+    # How long their steps take
+
+    def _ask_pace(self, block: int) -> None:
+        """Ask the ranks below this one how long their steps took, up to this block of them, and answer for it."""
+        self._connections.post_down(_line(asks_pace=block))
+        pace = Pace.of(self._session.rank, self._session.clock, block)
+        if pace is not None:
+            self._on_pace(pace)
+
+    def _on_pace(self, pace: Pace) -> None:
+        """Pass on how long a rank's steps took; on rank 0 say in the log which rank is slow."""
+        if self._session.rank > 0:
+            self._connections.post_up(_line(pace=pace))
+            return
+        with self._harmless():
+            self.paces.add(pace)
+            slow = self.paces.news()
+            if slow is not None:
+                _log(logging.WARNING, f"Rank {slow.rank} ({self._session.hosts[slow.rank]}) {slow}.")
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:

@@ -317,8 +317,9 @@ class Connections:
     def _comes_from(self, sender: int, message: Message) -> bool:
         """Return whether this is the way of a message about its ranks: from below if they are, else from the parent."""
         ranks = [rank for rank in (message.left, message.exiting) if rank is not None]
-        if message.activity is not None:
-            ranks.append(message.activity.rank)
+        for answer in (message.activity, message.pace):
+            if answer is not None:
+                ranks.append(answer.rank)
         return sender < self._rank or all(is_below(rank, sender) for rank in ranks)
 
     def _admit(self, connection: _Connection, line: bytes) -> Event | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..timing.pace import PACE, Pace
 from .activity import ACTIVITY, Activity
 from .failures import FAILURE, Failure
 from .store_values import fits
@@ -19,8 +20,8 @@ LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every
 class Message:
     """What one line says: who is speaking, who has left, whose process is about to end, or what has failed.
 
-    Or it asks what the ranks are doing, or answers that for one of them. The last byte of a process that is about to
-    end is its exit code.
+    Or it asks what the ranks are doing, or answers that for one of them; or it asks how long their steps took, up to a
+    block of this number, or answers that. The last byte of a process that is about to end is its exit code.
     """
 
     rank: int | None = None
@@ -31,6 +32,8 @@ class Message:
     code: int | None = None
     asks: bool = False
     activity: Activity | None = None
+    asks_pace: int | None = None
+    pace: Pace | None = None
 
 
 class Lines:
@@ -125,6 +128,16 @@ def _read_activity(fields: Any, world_size: int) -> Activity | None:
     return Activity.from_fields(fields)
 
 
+def _read_number(value: object, _: int) -> int | None:
+    return value if type(value) is int else None
+
+
+def _read_pace(fields: Any, world_size: int) -> Pace | None:
+    if not fits(fields, PACE) or fields["rank"] not in range(world_size):
+        return None
+    return Pace.from_fields(fields)
+
+
 _READERS: dict[str, Callable[[Any, int], Any]] = {  # of each field; they return None for what it cannot be
     "rank": _read_rank,
     "left": _read_rank,
@@ -133,4 +146,6 @@ _READERS: dict[str, Callable[[Any, int], Any]] = {  # of each field; they return
     "reason": _read_failure,
     "asks": _read_question,
     "activity": _read_activity,
+    "asks_pace": _read_number,
+    "pace": _read_pace,
 }

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..errors import DdpkitError, PeerError
+from ..timing.clock import Phase, StepClock
 from .failures import Failures
 from .polling import Pause
 
@@ -34,6 +35,7 @@ class Waits:
 
     Attributes:
         monitor: Returns the thread that can ask the other ranks, as long as there is one; a weak reference to it.
+        clock: How long the parts of this rank's steps take.
     """
 
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], orphaned: Callable[[], str]) -> None:
@@ -42,6 +44,7 @@ class Waits:
         self.hosts = hosts
         self.failures = Failures(store, rank, hosts, orphaned)
         self.monitor: Callable[[], Any] = _no_monitor
+        self.clock = StepClock()
         self._deadlines: dict[int, float] = {}  # of the wait that each thread is in
 
     @property
@@ -79,7 +82,7 @@ class Waits:
     def bounded(self, timeout: timedelta) -> Iterator[None]:
         """Let the monitor end a wait in which the store itself does not answer; raise `PeerError` for a lost store."""
         try:
-            with self._deadline(timeout):
+            with self._deadline(timeout), self.clock.within(Phase.WAITING):
                 yield
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             words = f"the connection to the store that it hosts, or its agent, broke: {error}"

@@ -14,6 +14,7 @@ from ...process_group.monitor_messages import Lines, encode, parse
 from ...process_group.sockets import connect
 from ...process_group.tcp_store import connect as connect_to_store
 from ...process_group.tcp_store import wait_for_listener
+from ...timing.pace import Pace
 
 _STORE_SECONDS = 5.0  # in which the store must answer
 
@@ -25,10 +26,12 @@ class Answer:
     Attributes:
         members: The ranks of the job.
         activities: Of those that have answered.
+        paces: How long the last steps took, of all ranks or of none.
     """
 
     members: Members
     activities: list[Activity]
+    paces: list[Pace]
 
 
 def ask(address: str, port: int, seconds: float) -> Answer:
@@ -49,6 +52,7 @@ def ask(address: str, port: int, seconds: float) -> Answer:
             f"{members.nodes[members.runs[0].node]}; if that is here, the process may have ended."
         ) from None
     activities: dict[int, Activity] = {}
+    paces: dict[int, Pace] = {}
     lines = Lines()
     deadline = time.monotonic() + seconds
     with connection:
@@ -65,7 +69,9 @@ def ask(address: str, port: int, seconds: float) -> Answer:
                 message = parse(line, members.world_size)
                 if message is not None and message.activity is not None:
                     activities[message.activity.rank] = message.activity
-    return Answer(members, list(activities.values()))
+                if message is not None and message.pace is not None:
+                    paces[message.pace.rank] = message.pace
+    return Answer(members, list(activities.values()), list(paces.values()))
 
 
 def _find_members(address: str, port: int) -> Members:

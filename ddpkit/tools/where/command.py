@@ -15,6 +15,7 @@ from ...process_group.activity import fold
 from ..terminal import count
 from .asking import Answer, ask
 from .finding import jobs_here
+from .steps import describe_steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
         ranks = count(answer.members.world_size, "rank")
         nodes = count(len(answer.members.nodes), "node")
         print(f"{ranks} on {nodes}, at {time.strftime('%H:%M:%S')}, job {address}:{port}")
-        print("\n".join(fold(answer.activities, answer.members.world_size)))
+        lines = [*fold(answer.activities, answer.members.world_size), *describe_steps(answer.paces)]
+        print("\n".join(lines))
     return int(len(answer.activities) < answer.members.world_size)
 
 
@@ -61,7 +63,8 @@ def _only_job() -> tuple[str, int]:
 
 def _as_json(answer: Answer) -> dict[str, object]:
     ranks = [asdict(each) for each in sorted(answer.activities, key=lambda each: each.rank)]
-    return {"world_size": answer.members.world_size, "ranks": ranks}
+    steps = {pace.rank: pace.per_step() for pace in answer.paces}
+    return {"world_size": answer.members.world_size, "ranks": ranks, "seconds_per_step": steps}
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -1,0 +1,215 @@
+"""Where the time of training steps goes, on real ranks: each phase gets its own, and a slow rank is named."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import on_ranks
+from processes import begin, free_port, platform_env, run
+from torch import nn
+
+import ddpkit
+from ddpkit.errors import LaunchError
+from ddpkit.process_group import lifecycle, monitor_tree
+from ddpkit.timing.pace import BLOCKS, Pace
+from ddpkit.tools.where.asking import ask
+from ddpkit.tools.where.steps import describe_steps
+
+PAUSE = 0.06  # seconds, much longer than anything that these steps do
+PATIENCE = 120.0  # seconds, which only a hang needs
+
+
+class Sleeps(torch.autograd.Function):
+    """The identity, whose backward takes a while."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Net(nn.Module):
+    def __init__(self, pauses: dict[str, float]) -> None:
+        super().__init__()
+        self.pauses = pauses
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.pauses.get("forward", 0.0))
+        hidden = Sleeps.apply(self.first(batch), self.pauses.get("backward", 0.0))
+        return self.last(hidden)
+
+
+class SlowSGD(torch.optim.SGD):
+    pause = 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(self.pause)
+        return super().step(closure)
+
+
+def train(pauses: dict[str, float], steps: int, by_hand: bool = False) -> None:
+    """Train for so many steps, in which this rank's phases take so many seconds longer."""
+
+    def collate(batch: list[int]) -> torch.Tensor:
+        time.sleep(pauses.get("data", 0.0))
+        return torch.ones(len(batch), 4)
+
+    plain = Net(pauses)
+    net = plain if by_hand else ddpkit.wrap_model(plain)
+    optimizer = SlowSGD(net.parameters(), 0.01)
+    optimizer.pause = pauses.get("optimizer", 0.0)
+    samples = range(steps * ddpkit.get_data_parallel_world_size())
+    for batch in ddpkit.make_loader(samples, batch_size=1, collate_fn=collate):
+        net(batch).sum().backward()
+        if by_hand:
+            ddpkit.average_gradients(net)
+        optimizer.step()
+        time.sleep(pauses.get("other", 0.0))
+        optimizer.zero_grad()
+
+
+PHASES = ["data", "forward", "backward", "optimizer", "other"]
+
+
+@pytest.mark.ranks(2, 3)
+def test_each_phase_gets_the_time_that_it_takes(rank: int) -> None:
+    last = ddpkit.get_world_size() - 1
+    for phase in PHASES:
+        before = ddpkit.step_times()
+        train({phase: 0.02} if rank == last else {}, 41)
+        times = ddpkit.step_times()
+        assert times is not None and times != before
+        assert times.steps == 40
+        assert sum(times.phases.values()) == pytest.approx(times.seconds)
+        slowed = times.phases[phase if rank == last else "waiting"]
+        assert slowed >= (0.019 if rank == last else 0.01), (phase, times)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_are_averaged_by_hand_end_a_step_too(rank: int) -> None:
+    train({"other": 0.02} if rank == 1 else {}, 41, by_hand=True)
+    times = ddpkit.step_times()
+    assert times is not None and times.steps == 40
+    assert times.phases["other" if rank == 1 else "waiting"] >= 0.015
+
+
+@pytest.mark.ranks(1)
+def test_on_one_process_nobody_is_waited_for() -> None:
+    train({}, 10)
+    train({}, 10, by_hand=True)
+    assert ddpkit.step_times() is None
+
+
+@pytest.mark.ranks(2)
+def test_only_forwards_whose_gradients_travel_are_steps(rank: int) -> None:
+    net = ddpkit.wrap_model(nn.Linear(4, 1))
+    clock = lifecycle.step_clock()
+    clock.end_step()  # in this job, it may be the first
+    before = clock.steps
+    for step in range(1, 8):
+        for micro in range(2):
+            with ddpkit.accumulate(net, micro, every=2):
+                net(torch.ones(1, 4)).sum().backward()
+        with torch.no_grad():
+            net(torch.ones(1, 4))
+        assert clock.steps - before == step
+
+
+def save_copy_and_compile(folder: Path) -> float:
+    """What three steps with a learning rate of .01 and gradients of 1 add to a weight."""
+    net = ddpkit.wrap_model(Net({}))
+    file = folder / f"{ddpkit.get_rank()}.pt"
+    torch.save(net.module, file)
+    loaded = torch.load(file, weights_only=False)
+    for other in (copy.deepcopy(net.module), loaded, copy.deepcopy(loaded)):
+        other(torch.ones(1, 4)).sum().backward()
+
+    net = ddpkit.wrap_model(nn.Linear(4, 1))
+    compiled = torch.compile(net, backend="eager")
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    step = torch.compile(optimizer.step, backend="eager")
+    before = net.module.weight.detach().clone()
+    for _ in range(3):
+        compiled(torch.ones(1, 4)).sum().backward()
+        step()
+        optimizer.zero_grad()
+    return (net.module.weight - before).mean().item()
+
+
+@pytest.mark.storm
+def test_models_can_be_saved_copied_and_compiled_and_optimizers_too(tmp_path: Path) -> None:
+    assert on_ranks(save_copy_and_compile, 2, tmp_path) == pytest.approx([-0.03, -0.03])
+
+
+def train_on(chain: bool, phase: str, steps: int) -> None:
+    if chain:
+        monitor_tree.CHILDREN = 1
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    with ddpkit.distributed() as context:
+        train({phase: PAUSE} if context.rank == context.world_size - 1 else {}, steps)
+        ddpkit.barrier()
+
+
+@pytest.mark.parametrize(("ranks", "phase", "chain"), [(2, "data", False), (3, "backward", True)])
+def test_the_main_process_says_which_rank_is_slow_and_in_what_and_so_does_where(
+    ranks: int, phase: str, chain: bool, tmp_path: Path
+) -> None:
+    port = free_port()
+    envs = [platform_env(rank, ranks, port) for rank in range(ranks)]
+    crew = [begin(train_on, env, chain, phase, 140, output=f"{tmp_path}/{env['RANK']}") for env in envs]
+    shown: list[str] = []
+    end = time.monotonic() + PATIENCE
+    while not shown and time.monotonic() < end:
+        time.sleep(0.5)
+        with contextlib.suppress(LaunchError):  # the ranks are still joining
+            shown = describe_steps(ask("127.0.0.1", port, PATIENCE).paces)
+    for process in crew:
+        process.join(PATIENCE)
+        assert process.exitcode == 0, (tmp_path / "0").read_text()
+    its = "its data take" if phase == "data" else f"its {phase} takes"
+    assert f"; rank {ranks - 1} makes every step " in shown[0] and its in shown[0], shown
+    assert len(shown) == 2 + ranks, shown
+    log = (tmp_path / "0").read_text()
+    assert log.count(f"Rank {ranks - 1} (") == 1 and its in log, log
+    assert "makes every step" not in (tmp_path / "1").read_text()
+
+
+def hang(steps: int) -> None:
+    with ddpkit.distributed() as context:
+        train({}, steps)
+        if context.rank == 1:
+            time.sleep(3)  # longer than rank 0 waits for answers
+        assert ddpkit.all_reduce(1) == 2
+
+
+def test_a_rank_that_hangs_holds_up_nothing() -> None:
+    port = free_port()
+    ended = run(hang, [platform_env(rank, 2, port) for rank in range(2)], 60)
+    assert [end.code for end in ended] == [0, 0], ended
+    assert "makes every step" not in ended[0].output
+
+
+def test_many_ranks_are_shown_in_two_rows() -> None:
+    usual = (0.03, 0.05, 0.1, 0.06, 0.02, 0.01)
+    slow = (0.06, 0.05, 0.1, 0.03, 0.02, 0.01)
+    paces = [Pace(rank, 8, (slow if rank == 7 else usual,) * BLOCKS) for rank in range(64)]
+    assert describe_steps(paces) == [
+        "each of the last 40 steps took 54.0 ms; rank 7 makes every step 12 % longer: "
+        "its data take 12.0 ms, the others' 6.0 ms",
+        "    ms                              data    forward   backward    waiting  optimizer      other",
+        "    median of the ranks              6.0       10.0       20.0       12.0        4.0        2.0",
+        "    rank 7, which waits least       12.0       10.0       20.0        6.0        4.0        2.0",
+    ]
