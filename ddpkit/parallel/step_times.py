@@ -88,7 +88,7 @@ def _before_forward(model: Any, _: Any) -> None:
     if torch.compiler.is_compiling():
         return
     clock = lifecycle.step_clock()
-    if torch.is_grad_enabled() and model.require_backward_grad_sync:
+    if model.training and torch.is_grad_enabled() and model.require_backward_grad_sync:
         clock.end_step()
     clock.begin(Phase.FORWARD)
 
@@ -101,9 +101,11 @@ def _after_forward(model: Any, _: Any, __: Any) -> None:
 
 def _after_last_gradient(model: weakref.ref[DistributedDataParallel], _: Tensor) -> None:
     """Begin to wait, until the backward has returned."""
-    clock = lifecycle.step_clock()
     found = model()
-    if found is None or not found.require_backward_grad_sync:
+    if found is None:  # the parameter has been wrapped again, or is trained by itself
+        return
+    clock = lifecycle.step_clock()
+    if not found.require_backward_grad_sync:
         clock.begin(Phase.OTHER)
         return
     clock.begin(Phase.WAITING)

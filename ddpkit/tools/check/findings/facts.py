@@ -24,7 +24,7 @@ class Finding:
         evidence: What was seen, in numbers.
         why: Why it matters.
         fix: The remedy, in a line of code.
-        also: More lines that belong to it.
+        also: More lines that belong to it; `where` is left out of them, and what comes twice.
     """
 
     kind: str
@@ -35,6 +35,9 @@ class Finding:
     why: str
     fix: str
     also: list[Place] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.also = [line for line in dict.fromkeys(self.also) if line != self.where]
 
 
 @dataclass

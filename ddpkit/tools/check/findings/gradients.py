@@ -116,7 +116,6 @@ def _unaveraged(
     largest = max(differing.values())
     names = _name_some(list(differing))
     evidence = f"{names}: at optimizer step {number} the gradients of {say_ranks(facts.ranks)} differ by {largest:.0%}"
-    also = [line for line in also if line != where]
     return Finding("gradients-not-averaged", "wrong", where, facts.ranks, evidence, why, fix, also)
 
 
@@ -234,7 +233,7 @@ def _started_different(facts: Facts, names: list[str], made: list[Any], optimize
     why = "equal gradients keep replicas apart that begin apart: there is no one model, and rank 0's is saved"
     fix = "send out rank 0's: `for t in model.state_dict().values(): dist.broadcast(t, src=0)`"
     where = in_function_of(made, optimizer)
-    also = [line for line in places(made, optimizer) if line != where]
+    also = places(made, optimizer)
     return Finding("replicas-differ-at-start", "wrong", where, facts.ranks, evidence, why, fix, also)
 
 
@@ -255,7 +254,7 @@ def _find_states(facts: Facts, steps: list[Any]) -> Finding | None:
         where = condition or place(loaded) or place(records[0]["where"])
         why = "equal gradients become different updates, and the replicas drift apart"
         fix = "load the optimizer's state, or set its learning rate, on every rank"
-        also = [line for line in places(loaded, records[0]["where"]) if line != where]
+        also = places(loaded, records[0]["where"])
         return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
     return None
 
@@ -277,7 +276,7 @@ def _find_drift(facts: Facts, steps: list[Any]) -> Finding | None:
         )
         why = "something changes the weights by a number that each rank has for itself; gradients were equal"
         fix = "reduce that number over ranks first: `dist.all_reduce(x, op=dist.ReduceOp.MAX)`"
-        also = [line for line in (*lines, *places(first["where"])) if line != where]
+        also = [*lines, *places(first["where"])]
         return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
     return None
 
@@ -295,6 +294,6 @@ def _find_buffers(facts: Facts, steps: list[Any]) -> Finding | None:
             evidence = f"buffer {_name_some(differing)}: different on {say_ranks(facts.ranks)} at step {number}"
             why = "the ranks evaluate different networks, and the one that is saved is rank 0's"
             fix = "leave `broadcast_buffers=True`, use SyncBatchNorm, or call `ddpkit.sync_buffers(model)`"
-            also = [line for line in places(lines, entry["ddp"]) if line != where]
+            also = places(lines, entry["ddp"])
             return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
     return None

@@ -79,7 +79,7 @@ def _at_backward(step: Record, loss: Place | None) -> tuple[Place | None, list[P
     """Choose the line that divides: between the loss and backward."""
     where = place(step["divided"]) or place(step["backward"]) or loss
     also = [loss] if loss else []
-    return where, [line for line in (*also, *places(step["divided"], step["backward"])) if line != where]
+    return where, [*also, *places(step["divided"], step["backward"])]
 
 
 def _find_shorter_window(facts: Facts, rows: list[Any]) -> Finding | None:

@@ -58,5 +58,5 @@ def _mean_of_means(facts: Facts, records: list[Record]) -> Finding:
     evidence = f"means over {shares} samples, of {say_ranks(facts.ranks)}, are averaged as equals"
     why = "the result is not the mean over the samples, and changes with the number of ranks"
     fix = "add up sums and counts, and divide then: `ddpkit.all_reduce_mean(mean, weight=count)`"
-    also = [line for line in places(first["where"]) if line != where]
+    also = places(first["where"])
     return Finding("mean-of-means", "wrong", where, facts.ranks, evidence, why, fix, also)

@@ -129,7 +129,7 @@ def _uneven(facts: Facts, epoch: Record, batches: list[int]) -> Finding:
     why = "the ranks that have more wait for ever, or meet the others in their next epoch: a hang to come"
     fix = "give all ranks as many: `DistributedSampler(dataset)`, or train in `with Join([model]):`"
     where = place(epoch["sizes"]) or place(epoch["sampler_made"]) or place(epoch["made"])
-    also = [p for p in places(epoch["sizes"], epoch["sampler_made"], epoch["made"], epoch["where"]) if p != where]
+    also = places(epoch["sizes"], epoch["sampler_made"], epoch["made"], epoch["where"])
     return Finding("batches-differ", "wrong", where, facts.ranks, evidence, why, fix, also)
 
 
@@ -166,7 +166,7 @@ def _explain(facts: Facts, parting: Parting) -> Finding:
     where = next(iter(guarded or lines), None)
     why = "each waits for the other, or they mix what does not belong together"
     fix = "let all ranks call the same collectives in the same order: none under `if rank == 0:`"
-    also = [line for line in lines if line != where]
+    also = lines
     return Finding("collective-order", "wrong", where, sorted(parting.ranks), evidence, why, fix, also)
 
 

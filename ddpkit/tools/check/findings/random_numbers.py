@@ -74,5 +74,5 @@ def _same(facts: Facts, evidence: str, lines: list[Any], kinds: list[str]) -> Fi
     if seeds and seeds[-1]["worker"]:
         where = place(seeded)
         fix = "leave the seeds of workers to torch, or derive them from its own: `torch.initial_seed() % 2**32`"
-    also = [line for line in places(lines, seeded) if line != where]
+    also = places(lines, seeded)
     return Finding("same-random-numbers", "wrong", where, facts.ranks, evidence, why, fix, also)

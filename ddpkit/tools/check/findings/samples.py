@@ -66,7 +66,7 @@ def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -
     batches = min(equal, number) or number
     evidence = f"the first {batches} batches are the same on {say_ranks(facts.ranks)}"
     why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
-    return Finding("same-samples", "wrong", where, facts.ranks, evidence, why, fix, [p for p in also if p != where])
+    return Finding("same-samples", "wrong", where, facts.ranks, evidence, why, fix, also)
 
 
 def _draws(facts: Facts, loader: str) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _find_repeated_batches(facts: Facts, records: list[Record], contents: list[l
     why = f"each of the {epoch['workers']} workers reads all samples of its rank, so an epoch has them several times"
     fix = "share the samples out among workers, too: `get_worker_info().id` and `.num_workers`"
     where = place(epoch["lines"]) or place(epoch["made"])
-    also = [p for p in places(epoch["lines"], epoch["made"]) if p != where]
+    also = places(epoch["lines"], epoch["made"])
     return Finding("samples-repeated", "wrong", where, facts.ranks, evidence, why, fix, also)
 
 
@@ -164,7 +164,6 @@ def _about_sampler(kind: str, facts: Facts, epoch: Record, evidence: str, why: s
     """Make a finding about a sampler: its deciding lines if it is the script's, else where it was made."""
     where = place(epoch["lines"]) or place(epoch["sampler_made"]) or place(epoch["made"])
     also = places(epoch["lines"], epoch["sampler_made"], epoch["made"])
-    also = [line for line in also if line != where]
     return Finding(kind, "wrong", where, facts.ranks, evidence, why, fix, also)
 
 
@@ -203,7 +202,7 @@ def _padded(facts: Facts, epoch: Record, extra: int, total: int) -> Finding | No
     why = "the metric is not that of the data, and changes with the number of ranks"
     fix = "leave out what was repeated: `ddpkit.DistributedEvalSampler(dataset)`, or `gather_for_metrics`"
     where = place(epoch["sampler_made"]) or place(reduced["where"])
-    also = [p for p in places(epoch["sampler_made"], epoch["made"], reduced["where"]) if p != where]
+    also = places(epoch["sampler_made"], epoch["made"], reduced["where"])
     return Finding("padding-counted", "wrong", where, facts.ranks, evidence, why, fix, also)
 
 

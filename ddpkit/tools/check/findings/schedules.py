@@ -58,5 +58,5 @@ def _unfit(facts: Facts, schedule: Record, length: int, steps: int) -> Finding:
     fix = "count the steps of one rank, `epochs * len(loader)` of its own loader, and step once an optimizer step"
     prepared = places(schedule["prepared"])
     where = prepared[0] if prepared and steps > length else place(schedule["where"])
-    also = [line for line in (*prepared, *places(schedule["where"])) if line != where]
+    also = [*prepared, *places(schedule["where"])]
     return Finding("depends-on-world-size", "wrong", where, facts.ranks, evidence, why, fix, also)
