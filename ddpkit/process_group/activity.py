@@ -96,18 +96,25 @@ class MainThreadWatcher:
     def _was_there(self, frame: FrameType) -> bool:
         """Return whether the main thread was in this call at the last look; in a function of the script, at this place.
 
-        A call of a library is marked, for the address of a frame is given again to the next call. The mark matters to
-        nobody but who traces them.
+        The address of a frame is given again to the next call. So the call of a library is marked, also that which has
+        called the script's function; the mark matters to nobody but who traces libraries.
         """
         before, self._place = self._place, (id(frame), frame.f_lasti)
         if frame.f_code.co_flags & CO_GENERATOR:  # in which one frame serves many calls
             return False
-        if not _is_library(frame.f_code.co_filename):
-            return before == self._place
-        marked = not frame.f_trace_lines
-        if frame.f_trace is None:
-            frame.f_trace_lines = False
-        return marked
+        caller: FrameType | None = frame
+        while caller is not None and not _is_library(caller.f_code.co_filename):
+            caller = caller.f_back
+        was_marked = caller is None or _mark(caller)
+        return was_marked and (caller is frame or before == self._place)
+
+
+def _mark(frame: FrameType) -> bool:
+    """Mark a call; return whether it was marked before."""
+    marked = not frame.f_trace_lines
+    if frame.f_trace is None:
+        frame.f_trace_lines = False
+    return marked
 
 
 def _call(innermost: FrameType | None) -> FrameType | None:

@@ -15,6 +15,7 @@ BLOCKS = 8  # that are compared: of 40 steps
 # as shares of the work of the others' steps
 _SHARE = 0.08  # by which a slow rank works longer in one phase, or by which the others wait for it
 _HELD = 0.03  # by which they wait for it in any case
+_LEAST = 0.0005  # seconds per step by which they wait for it in any case
 _OFTEN = 0.75  # share of the blocks in which it is so, at least by half
 
 
@@ -109,7 +110,7 @@ def find_slow_rank(paces: Sequence[Pace]) -> SlowRank | None:
     work = max(float(np.median(usual.sum(axis=1))), 1e-9)
     held = _of_others(waiting, slow) - waiting[slow]
     longer = own[slow] - usual
-    if np.median(held) < _HELD * work or not _is_clear(np.column_stack([held, longer]) / work):
+    if np.median(held) < max(_HELD * work, _LEAST * STEPS) or not _is_clear(np.column_stack([held, longer]) / work):
         return None
     worst = int(np.median(longer, axis=0).argmax())
     phases = [phase.name.lower() for phase in Phase if phase != Phase.WAITING]

@@ -31,6 +31,7 @@ class Paces:
         self._asked = 0  # for the blocks up to this one
         self._asked_at = 0.0
         self._answers: dict[int, Pace] = {}
+        self._before: SlowRank | None = None  # in the steps that were asked for before
         self._said: dict[tuple[int, str], float] = {}  # when it was last said of a rank and a phase
 
     def next_question(self, clock: StepClock) -> int | None:
@@ -51,13 +52,19 @@ class Paces:
         self._answers[pace.rank] = pace
         if len(self._answers) == self._world_size:
             self.latest = [self._answers[rank] for rank in range(self._world_size)]
+            self._before = self.slow
             self.slow = find_slow_rank(self.latest)
 
     def news(self) -> SlowRank | None:
-        """Return the slow rank if it is to be said now: not again, of the same phase, in the next ten minutes."""
-        slow = self.slow
+        """Return the slow rank if it is to be said now.
+
+        It has been slow twice in the same phase, and this was not said in the last ten minutes.
+        """
+        slow, before = self.slow, self._before
+        if slow is None or before is None or (slow.rank, slow.phase) != (before.rank, before.phase):
+            return None
         now = time.monotonic()
-        if slow is None or now < self._said.get((slow.rank, slow.phase), -_PAUSE) + _PAUSE:
+        if now < self._said.get((slow.rank, slow.phase), -_PAUSE) + _PAUSE:
             return None
         self._said[slow.rank, slow.phase] = now
         return slow

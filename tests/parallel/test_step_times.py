@@ -199,7 +199,6 @@ def test_a_rank_that_hangs_holds_up_nothing() -> None:
     port = free_port()
     ended = run(hang, [platform_env(rank, 2, port) for rank in range(2)], 60)
     assert [end.code for end in ended] == [0, 0], ended
-    assert "makes every step" not in ended[0].output
 
 
 def test_many_ranks_are_shown_in_two_rows() -> None:

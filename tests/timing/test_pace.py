@@ -112,5 +112,25 @@ def test_ranks_are_asked_for_steps_that_all_have_ended_and_answers_to_other_ques
     for pace in (one, other):
         paces.add(Pace(pace.rank, BLOCKS, pace.seconds))
     assert paces.slow is not None and paces.slow.rank == 1
-    assert paces.news() == paces.slow
-    assert paces.news() is None  # it has been said
+
+
+def test_a_slow_rank_is_said_once_when_it_has_been_slow_twice_in_the_same_phase() -> None:
+    paces = Paces(2)
+
+    def hear(phase: Phase) -> str | None:
+        for pace in paces_of(2, {1: {phase: 0.05}}):
+            paces.add(Pace(pace.rank, 0, pace.seconds))
+        news = paces.news()
+        return None if news is None else news.phase
+
+    assert [hear(phase) for phase in (Phase.DATA, Phase.FORWARD, Phase.DATA)] == [None, None, None]
+    assert [hear(Phase.DATA) for _ in range(3)] == ["data", None, None]
+    assert [hear(Phase.FORWARD) for _ in range(3)] == [None, "forward", None]
+
+
+def test_what_takes_no_time_makes_no_rank_slow() -> None:
+    paces = [
+        Pace(rank, 9, tuple((0.0, 0.001, 0.001, waiting, 0.0, 0.0) for _ in range(BLOCKS)))
+        for rank, waiting in enumerate([0.002, 0.0005])
+    ]
+    assert find_slow_rank(paces) is None
