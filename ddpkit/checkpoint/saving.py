@@ -74,7 +74,7 @@ def _consolidate(values: Mapping[str, Any]) -> None:
     """Have optimizers that spread their state over ranks collect it on rank 0. Collective."""
     for value in values.values():
         if is_consolidated(value):
-            with lifecycle.peer_errors():
+            with lifecycle.exchanging():
                 value.consolidate_state_dict(to=0)
 
 

@@ -47,6 +47,7 @@ from .models import (
     without_dtensors,
     writable,
 )
+from .step_times import follow_optimizers
 
 Loss = TypeVar("Loss", Tensor, float)
 Modules = tuple[nn.Module | Tensor, ...]
@@ -294,6 +295,7 @@ def _begin(call: str, modules: Modules) -> tuple[_Gradients, _Exchange | None]:
         raise
     if not joined:
         return gradients, None
+    follow_optimizers()
     return gradients, _Exchange(gradients)
 
 

@@ -1,15 +1,16 @@
 """Measure the phases of training steps, by torch's public hooks on a DDP model and on optimizers.
 
-A step ends where the next forward begins whose gradients will be exchanged. Ranks have as many of those, or they hang.
-The backward's own part ends with the gradient of the model's first parameter, which is usually the last to come; what
-follows until the backward returns is waiting for the other ranks.
+A step ends where an exchange of gradients does: ranks have as many of those, or they hang. When this rank's own part of
+a backward is over, the engine calls back in the order in which it was asked to: first what is asked for here, at the
+gradient of the model's output; then DDP, which waits for the other ranks; then what the first has asked for.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..process_group import lifecycle
 from ..timing.clock import STEPS, Phase
 from ..timing.pace import BLOCKS, SlowRank
-from ..torch_internals import after_backward, ignored_by_ddp
+from ..torch_internals import after_backward, forward_pre_hooks
+
+_in_backward: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def step_times() -> StepTimes | None:
     and exchanges of values show what they take.
 
     Returns:
-        None before five steps have ended, and on one process, which waits for nobody.
+        None before five steps have ended, and on one process without a process group.
 
     Example:
         >>> step_times() is None  # on one process
@@ -67,54 +70,93 @@ def step_times() -> StepTimes | None:
 
 def follow_steps(model: DistributedDataParallel) -> None:
     """Have the step clock told of a model's forwards and backwards, and of all optimizers."""
-    _follow_optimizers()
+    follow_optimizers()
     model.register_forward_pre_hook(_before_forward)
     model.register_forward_hook(_after_forward)
-    ignored = ignored_by_ddp(model.module)
-    for name, parameter in model.module.named_parameters():
-        if parameter.requires_grad and name not in ignored:
-            hook = functools.partial(_after_last_gradient, weakref.ref(model))
-            parameter.register_post_accumulate_grad_hook(hook)
-            return
+    if _before_own_forward not in forward_pre_hooks(model.module).values():
+        model.module.register_forward_pre_hook(_before_own_forward)
 
 
 @functools.cache
-def _follow_optimizers() -> None:
+def follow_optimizers() -> None:
+    """Have the step clock told of the steps of all optimizers."""
     register_optimizer_step_pre_hook(_before_optimizer)
     register_optimizer_step_post_hook(_after_optimizer)
 
 
-def _before_forward(model: Any, _: Any) -> None:
+def _before_forward(_: Any, __: Any) -> None:
+    """Begin to wait: DDP sends rank 0's buffers first."""
+    if not torch.compiler.is_compiling():
+        lifecycle.step_clock().begin(Phase.WAITING)
+
+
+def _before_own_forward(_: Any, __: Any) -> None:
     if torch.compiler.is_compiling():
         return
     clock = lifecycle.step_clock()
-    if model.training and torch.is_grad_enabled() and model.require_backward_grad_sync:
-        clock.end_step()
-    clock.begin(Phase.FORWARD)
+    if clock.phase == Phase.WAITING:  # else the model, or a copy of it, is called without DDP
+        clock.begin(Phase.FORWARD)
 
 
-def _after_forward(model: Any, _: Any, __: Any) -> None:
+def _after_forward(model: Any, _: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    lifecycle.step_clock().begin(Phase.BACKWARD if torch.is_grad_enabled() else Phase.OTHER)
-
-
-def _after_last_gradient(model: weakref.ref[DistributedDataParallel], _: Tensor) -> None:
-    """Begin to wait, until the backward has returned."""
-    found = model()
-    if found is None:  # the parameter has been wrapped again, or is trained by itself
-        return
     clock = lifecycle.step_clock()
-    if not found.require_backward_grad_sync:
+    if not torch.is_grad_enabled():
         clock.begin(Phase.OTHER)
         return
-    clock.begin(Phase.WAITING)
-    # DDP's own wait is queued after this gradient: end behind that
-    after_backward(lambda: after_backward(_after_wait))
+    clock.begin(Phase.BACKWARD)
+    _in_backward.discard(model)  # in one that was never over
+    backward = _Backward(model)
+    for tensor in _tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(backward.begin)  # type: ignore[no-untyped-call]
 
 
-def _after_wait() -> None:
-    lifecycle.step_clock().begin(Phase.OTHER)
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what a model returns."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors_in(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _tensors_in(value)
+    elif is_dataclass(output):
+        for field in fields(output):
+            yield from _tensors_in(getattr(output, field.name))
+
+
+class _Backward:
+    """The backward that belongs to a forward of a model, or to several of them."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = weakref.ref(model)
+        self._exchanges = model.require_backward_grad_sync
+
+    def begin(self, _: Tensor) -> None:
+        """Ask to be called when this rank's own part is over."""
+        model = self._model()
+        if model is not None and model not in _in_backward:
+            _in_backward.add(model)
+            after_backward(self._end_own_part)
+
+    def _end_own_part(self) -> None:
+        model = self._model()
+        if model is not None:
+            _in_backward.discard(model)
+        clock = lifecycle.step_clock()
+        if not self._exchanges:
+            clock.begin(Phase.OTHER)
+            return
+        clock.begin(Phase.WAITING)
+        after_backward(self._end_wait)
+
+    def _end_wait(self) -> None:
+        clock = lifecycle.step_clock()
+        clock.begin(Phase.OTHER)
+        clock.end_step()
 
 
 def _before_optimizer(*_: Any) -> None:

@@ -415,6 +415,7 @@ def choose_data_parallel(peers: Peers | None) -> None:
     """Remember those ranks for as long as this job lives; call it only where `joined()` is true."""
     assert _job is not None
     _job.data_parallel = peers
+    step_clock().is_comparable = peers is None
 
 
 def get_data_parallel_rank() -> int:
@@ -529,13 +530,8 @@ def peer_errors() -> Iterator[None]:
 @contextmanager
 def exchanging() -> Iterator[None]:
     """Cover a collective of ddpkit's own: it raises as in `peer_errors()`, and its time counts as waiting."""
-    clock = step_clock()
-    before = clock.begin(Phase.WAITING)
-    try:
-        with peer_errors():
-            yield
-    finally:
-        clock.begin(before)
+    with step_clock().within(Phase.WAITING), peer_errors():
+        yield
 
 
 def report(error: BaseException) -> BaseException:

@@ -1,9 +1,10 @@
 """Notice at once when a rank dies or fails, also while the others compute or sit in a collective.
 
-Plain TCP connections, silent while all is well, make a tree of the ranks. A rank that fails says so on its own; for one
-that dies the kernel does (keep-alive finds a cut link in about 9 s). Every rank passes on what it hears, to all but the
-one that said it. A rank that hears of a failure raises in its main thread; if that cannot be, the failure is printed
-and the process ends. There is no heartbeat: a thread cannot send one while a C call holds the interpreter lock.
+Plain TCP connections make a tree of the ranks; while all is well nothing is heard there but how long steps take. A rank
+that fails says so on its own; for one that dies the kernel does (keep-alive finds a cut link in about 9 s). Every rank
+passes on what it hears, to all but the one that said it. A rank that hears of a failure raises in its main thread; if
+that cannot be, the failure is printed and the process ends. There is no heartbeat: a thread cannot send one while a C
+call holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -334,9 +335,10 @@ class Monitor(threading.Thread):
         if self._session.rank == 0:
             if self._picture.begins(_ANSWERS):
                 self._ask()
-            block = self.paces.next_question(self._session.clock)
-            if block is not None:
-                self._ask_pace(block)
+            with self._harmless():
+                block = self.paces.next_question(self._session.clock)
+                if block is not None:
+                    self._ask_pace(block)
         self._show_picture()
 
     def _show_picture(self, at_once: bool = False) -> None:
@@ -351,9 +353,10 @@ class Monitor(threading.Thread):
     def _ask_pace(self, block: int) -> None:
         """Ask the ranks below this one how long their steps took, up to this block of them, and answer for it."""
         self._connections.post_down(_line(asks_pace=block))
-        pace = Pace.of(self._session.rank, self._session.clock, block)
-        if pace is not None:
-            self._on_pace(pace)
+        with self._harmless():
+            pace = Pace.of(self._session.rank, self._session.clock, block)
+            if pace is not None:
+                self._on_pace(pace)
 
     def _on_pace(self, pace: Pace) -> None:
         """Pass on how long a rank's steps took; on rank 0 say in the log which rank is slow."""

@@ -92,9 +92,13 @@ def connect_to_monitor(rank: int, address: tuple[str, int], timeout: float) -> s
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel find a dead link: it asks after 3 s of silence, 3 times, 2 s apart."""
+    """Let the kernel find a dead link: it asks after 3 s of silence, 3 times, 2 s apart.
+
+    While something that was sent has not arrived it does not ask; then the link is dead after 9 s.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+    options = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
+    for name, value in options.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

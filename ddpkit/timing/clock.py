@@ -32,16 +32,19 @@ class StepClock:
 
     Attributes:
         steps: Number of steps that have ended. It is the same on ranks whose gradients travel together.
+        phase: The one that has begun.
+        is_comparable: Whether the gradients of all ranks of the job travel together.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self._counts = False
         self._thread = threading.get_ident()
-        self._phase = Phase.OTHER
+        self.is_comparable = True
+        self.phase = Phase.OTHER
         self._since = time.perf_counter()
         self._seconds = [0.0] * len(Phase)  # in the block that has begun
-        self._blocks: deque[list[float]] = deque(maxlen=_KEPT)
+        self._blocks: deque[tuple[int, list[float]]] = deque(maxlen=_KEPT)  # with their numbers, from 1
 
     @property
     def blocks(self) -> int:
@@ -51,10 +54,10 @@ class StepClock:
     def begin(self, phase: Phase) -> Phase:
         """Begin a phase, and return the one that ends."""
         now = time.perf_counter()
-        before = self._phase
+        before = self.phase
         self._seconds[before] += now - self._since
         self._since = now
-        self._phase = phase
+        self.phase = phase
         return before
 
     @contextmanager
@@ -74,14 +77,14 @@ class StepClock:
 
     def end_step(self) -> None:
         """Count a step that has ended; the first time, begin to count: what was before was none."""
-        self.begin(self._phase)
+        self.begin(self.phase)
         if not self._counts:
             self._counts = True
             self._seconds = [0.0] * len(Phase)
             return
         self.steps += 1
         if self.steps % STEPS == 0:
-            self._blocks.append(self._seconds)
+            self._blocks.append((self.blocks, self._seconds))
             self._seconds = [0.0] * len(Phase)
 
     def window(self, last: int, length: int) -> list[list[float]] | None:
@@ -89,8 +92,5 @@ class StepClock:
 
         It is None where they are not complete, or no longer kept.
         """
-        blocks = list(self._blocks)
-        end = len(blocks) - (self.blocks - last)
-        if end < length or end > len(blocks):
-            return None
-        return blocks[end - length : end]
+        found = [seconds for number, seconds in list(self._blocks) if last - length < number <= last]
+        return found if len(found) == length else None

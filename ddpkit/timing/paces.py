@@ -8,6 +8,7 @@ from .clock import StepClock
 from .pace import BLOCKS, Pace, SlowRank, find_slow_rank
 
 _PERIOD = 2.0  # seconds, at least, between two questions
+_PATIENCE = 60.0  # seconds until the next one if somebody has not answered
 _ANSWERS = 500  # that rank 0 takes in a second
 _PAUSE = 600.0  # seconds until the same is said again of a rank
 
@@ -38,7 +39,9 @@ class Paces:
         """Return the number of the block up to which the ranks are to be asked now; None if there is nothing new."""
         now = time.monotonic()
         last = clock.blocks - 1  # which the others have ended, too: they are at most a step behind
-        if last < max(BLOCKS, self._asked + 1) or now < self._asked_at + self._period:
+        is_answered = len(self._answers) == self._world_size or self._asked == 0
+        pause = self._period if is_answered else _PATIENCE  # a rank that is stopped need not find a pile of questions
+        if not clock.is_comparable or last < max(BLOCKS, self._asked + 1) or now < self._asked_at + pause:
             return None
         self._asked = last
         self._asked_at = now

@@ -21,6 +21,7 @@ from ddpkit.process_group import lifecycle, monitor_tree
 from ddpkit.timing.pace import BLOCKS, Pace
 from ddpkit.tools.where.asking import ask
 from ddpkit.tools.where.steps import describe_steps
+from ddpkit.torch_internals import forward_pre_hooks
 
 PAUSE = 0.06  # seconds, much longer than anything that these steps do
 PATIENCE = 120.0  # seconds, which only a hang needs
@@ -114,7 +115,7 @@ def test_on_one_process_nobody_is_waited_for() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_only_forwards_whose_gradients_travel_are_steps(rank: int) -> None:
+def test_only_exchanges_of_gradients_end_steps(rank: int) -> None:
     net = ddpkit.wrap_model(nn.Linear(4, 1))
     clock = lifecycle.step_clock()
     clock.end_step()  # in this job, it may be the first
@@ -122,10 +123,76 @@ def test_only_forwards_whose_gradients_travel_are_steps(rank: int) -> None:
     for step in range(1, 8):
         for micro in range(2):
             with ddpkit.accumulate(net, micro, every=2):
-                net(torch.ones(1, 4)).sum().backward()
-        with torch.no_grad():
-            net(torch.ones(1, 4))
+                net(net(torch.ones(1, 4)).expand(1, 4)).sum().backward()
+        if rank == 0:
+            with torch.no_grad():
+                net(torch.ones(1, 4))
         assert clock.steps - before == step
+
+
+class Odd(nn.Module):
+    """Has a parameter of its own, which comes first; sends a buffer; each rank uses another layer; returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.norm = nn.BatchNorm1d(4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.slow = 0.0
+
+    def forward(self, batch: torch.Tensor) -> dict[str, Any]:
+        hidden = Sleeps.apply(self.layers[ddpkit.get_rank()](self.norm(batch)), self.slow)
+        return {"out": [hidden * self.scale], "other": "word"}
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_backward_ends_with_all_of_it_whatever_the_model(rank: int) -> None:
+    net = ddpkit.wrap_model(Odd(), find_unused_parameters=True)
+    last = ddpkit.get_world_size() - 1
+    for slow in (0, last):
+        net.module.slow = 0.02 if rank == slow else 0.0
+        for _ in range(45):
+            net(torch.randn(3, 4))["out"][0].sum().backward()
+        times = ddpkit.step_times()
+        assert times is not None and times.steps == 40
+        phases = times.phases
+        if rank == slow:
+            assert phases["backward"] >= 0.02 > phases["waiting"], times
+        else:
+            assert phases["waiting"] >= 0.01 > phases["backward"], times
+            assert phases["forward"] < 0.01, times
+
+
+@pytest.mark.ranks(2)
+def test_the_last_of_two_models_in_one_loss_counts(rank: int) -> None:
+    first, second = ddpkit.wrap_model(Net({"backward": 0.02} if rank else {})), ddpkit.wrap_model(nn.Linear(1, 1))
+    for _ in range(25):
+        second(first(torch.ones(1, 4))).sum().backward()
+    times = ddpkit.step_times()
+    assert times is not None
+    assert times.phases["backward" if rank else "waiting"] >= 0.005, times  # two exchanges a loss
+
+
+@pytest.mark.ranks(2)
+def test_wrapping_again_leaves_one_hook_and_no_mark_in_a_copy(rank: int) -> None:
+    net = nn.Linear(4, 1)
+    for _ in range(5):
+        wrapped = ddpkit.wrap_model(net)
+    assert len(forward_pre_hooks(net)) == 1
+    phase = lifecycle.step_clock().phase
+    copy.deepcopy(wrapped.module)(torch.ones(1, 4)).sum().backward()
+    assert lifecycle.step_clock().phase == phase
+
+
+@pytest.mark.ranks(2)
+def test_groups_that_train_by_themselves_are_not_compared(rank: int) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    clock = lifecycle.step_clock()
+    assert clock.is_comparable
+    ddpkit.set_data_parallel(mesh["tp"])
+    assert not clock.is_comparable
+    ddpkit.set_data_parallel(None)
+    assert clock.is_comparable
 
 
 def save_copy_and_compile(folder: Path) -> float:

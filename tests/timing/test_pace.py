@@ -98,6 +98,12 @@ def test_what_is_no_pace_is_not_believed(change: dict[str, object]) -> None:
     assert parse(json.dumps({"pace": asdict(pace) | change}).encode(), world_size=2) is None
 
 
+def test_a_wait_that_no_phase_explains_names_nobody() -> None:
+    own = (0.1, 0.1, 0.1, 0.0, 0.1, 0.0)
+    paces = [Pace(0, 9, (own,) * BLOCKS), Pace(1, 9, ((0.1, 0.1, 0.1, 0.2, 0.1, 0.0),) * BLOCKS)]
+    assert find_slow_rank(paces) is None
+
+
 def test_ranks_are_asked_for_steps_that_all_have_ended_and_answers_to_other_questions_do_not_count() -> None:
     paces, clock = Paces(2), StepClock()
     assert paces.next_question(clock) is None
