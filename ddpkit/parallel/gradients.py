@@ -252,7 +252,6 @@ def average_gradients(*modules: nn.Module | Tensor) -> None:
     if exchange:
         exchange.finish()
         gradients.give_back()
-        lifecycle.step_clock().end_step()
 
 
 @contextmanager
@@ -318,7 +317,6 @@ def _end(gradients: _Gradients, exchange: _Exchange | None) -> None:
         )
     if exchange:
         exchange.finish()
-        lifecycle.step_clock().end_step()
     gradients.give_back()
 
 
@@ -605,7 +603,7 @@ class _Exchange:
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the means and write them over the gradients."""
+        """Wait for the means and write them over the gradients, which ends a step."""
         self.first.check()
         for work in self.works:
             with lifecycle.exchanging():
@@ -613,6 +611,7 @@ class _Exchange:
         self.gradients.separate()
         for bucket in self.buckets:
             bucket.distribute()
+        lifecycle.step_clock().end_step()
 
 
 def _write_message(fingerprint: str, format: _Format, bucket: _Bucket | None) -> Tensor:

@@ -64,7 +64,7 @@ def step_times() -> StepTimes | None:
         return None
     steps = STEPS * len(blocks)
     sums = [sum(block[phase] for block in blocks) for phase in Phase]
-    phases = {phase.name.lower(): sums[phase] / steps for phase in Phase}
+    phases = {phase.label: sums[phase] / steps for phase in Phase}
     return StepTimes(steps, sum(sums) / steps, phases, lifecycle.slow_rank())
 
 

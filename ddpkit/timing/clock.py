@@ -26,6 +26,11 @@ class Phase(IntEnum):
     OPTIMIZER = 4
     OTHER = 5
 
+    @property
+    def label(self) -> str:
+        """Return its name as people read it."""
+        return self.name.lower()
+
 
 class StepClock:
     """Measure the phases of this process's steps.

@@ -55,7 +55,7 @@ class Pace:
     def per_step(self) -> dict[str, float]:
         """Return the seconds of each phase in a step, the median of the blocks."""
         medians = np.median(np.array(self.seconds), axis=0) / STEPS
-        return {phase.name.lower(): float(medians[phase]) for phase in Phase}
+        return {phase.label: float(medians[phase]) for phase in Phase}
 
 
 PACE = get_type_hints(Pace)  # the form of its JSON
@@ -115,7 +115,7 @@ def find_slow_rank(paces: Sequence[Pace]) -> SlowRank | None:
     worst = int(np.median(longer, axis=0).argmax())
     if np.median(longer[:, worst]) < np.median(held) / 2:  # which does not explain it
         return None
-    phases = [phase.name.lower() for phase in Phase if phase != Phase.WAITING]
+    phases = [phase.label for phase in Phase if phase != Phase.WAITING]
     step = np.median(seconds.sum(axis=2), axis=0)
     return SlowRank(
         paces[slow].rank,

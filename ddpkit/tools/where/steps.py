@@ -22,7 +22,7 @@ def describe_steps(paces: list[Pace]) -> list[str]:
         lines[0] += f"; rank {slow.rank} {slow}"
     if len(times) > _MOST_ROWS:
         times = _shortened(times)
-    names = [phase.name.lower() for phase in Phase]
+    names = [phase.label for phase in Phase]
     width = max(map(len, times))
     lines.append(f"    {'ms':<{width}}  {'  '.join(f'{name:>9}' for name in names)}")
     for rank, phases in times.items():

@@ -166,8 +166,7 @@ def _explain(facts: Facts, parting: Parting) -> Finding:
     where = next(iter(guarded or lines), None)
     why = "each waits for the other, or they mix what does not belong together"
     fix = "let all ranks call the same collectives in the same order: none under `if rank == 0:`"
-    also = lines
-    return Finding("collective-order", "wrong", where, sorted(parting.ranks), evidence, why, fix, also)
+    return Finding("collective-order", "wrong", where, sorted(parting.ranks), evidence, why, fix, lines)
 
 
 def _say(rank: int, record: Record | None, ends: str = "") -> str:
