@@ -42,6 +42,7 @@ PLACES = {
     "barrier": "in `barrier`",
     "mean": "in `all_reduce_mean`",
     "backward": "in `backward`",
+    "train": "training",
     "run_on_main": "waiting for rank 0",
     "first": "waiting for rank 0",
     "slowly_first": "waiting for rank 0",
@@ -94,6 +95,7 @@ FAULTS = [
     Fault("and all others lose torchrun", "stay", "barrier", ORPHANED, strike=SIGKILL, launchers=(TORCHRUN,)),
     Fault("and all others lose torchrun", "stay", "mean", ORPHANED, strike=SIGKILL, launchers=(TORCHRUN,)),
     Fault("is cut off the network", "stay", "compute", NAMED + "lost", launchers=(PLAIN,), nodes=True, bound=15),
+    Fault("is cut off the network", "train_on", "train", NAMED + "lost", launchers=(PLAIN,), nodes=True, bound=15),
     Fault("is cut off the network", "stay", "all_reduce", NAMED + "lost", nodes=True, bound=20, quick=False),
 ]
 

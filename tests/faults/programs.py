@@ -185,6 +185,20 @@ def backward(model: nn.Module) -> None:
     model(torch.ones(1, 2)).sum().backward()
 
 
+def train(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    while True:
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+
+
+def train_on(model: nn.Module) -> None:
+    """Train; after some seconds, in which the ranks are asked how long their steps take, say that this is the time."""
+    threading.Timer(5, note, ["fault"]).start()
+    train(model)
+
+
 def broken_backward(model: nn.Module) -> None:
     out = model(torch.ones(1, 2))
     out.register_hook(fail)
@@ -237,6 +251,8 @@ ACTIONS: dict[str, Callable] = {
     "read_with_a_worker": read_with_a_worker,
     "backward": backward,
     "broken_backward": broken_backward,
+    "train": train,
+    "train_on": train_on,
     "save_too_much": save_too_much,
     "save_forever": save_forever,
     "die_while_saving": die_while_saving,
