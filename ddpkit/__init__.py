@@ -51,6 +51,7 @@ from .process_group.lifecycle import (
     setup,
     teardown,
 )
+from .resilience.stopping import Stop, stopping
 from .seeding.seeds import sample_seed, seed_everything
 from .spawning.spawn import spawn
 from .timing.pace import SlowRank
@@ -119,6 +120,8 @@ __all__ = [
     "get_logger",
     "RankFilter",
     "Checkpointer",
+    "stopping",
+    "Stop",
     "step_times",
     "StepTimes",
     "SlowRank",

@@ -24,6 +24,7 @@ from ..seeding.generator_states import get_rng_state, set_rng_state
 from ..seeding.hashing import hash_seeds
 from ..seeding.seeds import seed_cpu
 from ..timing.clock import Phase
+from .enduring_workers import enduring_workers
 from .place import Place
 from .samplers import DistributedEvalSampler, DistributedSampler, ResumableSampler
 
@@ -308,7 +309,7 @@ class Loader(DataLoader[Any]):
         seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._place.rank)
         self.generator.manual_seed(seed)
         _pass_epoch_on(self.dataset, loop.epoch)
-        with torch.device("cpu"):  # torch draws the seed of its workers on the default device
+        with torch.device("cpu"), enduring_workers(self):  # torch draws their seed on the default device
             batches = self._begin(loop.epoch)
         return self._handed_out(batches, loop)
 

@@ -34,12 +34,14 @@ from .rendezvous import StartedByRank
 from .session import Ranks, Session
 from .sockets import SETTLE, cut
 from .startup import assemble, checked_launch, close_stores, set_threads
+from .stop_agreement import StopAgreement, StopRequest
 
 log = logging.getLogger(__name__)
 
 _job: Job | None = None
 _departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
 _idle_clock = StepClock()  # of a process without a job of several ranks
+_idle_agreement = StopAgreement(1)  # the same
 _children_keep_garbage = False  # whether forked children are told to, which cannot be taken back
 _FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
 
@@ -208,7 +210,8 @@ def _leave(error: BaseException | None = None, at_exit: bool = False) -> None:
         error: What is being handled, or has ended the process.
         at_exit: Whether the process is ending. Its exit code then tells whether this rank has failed.
     """
-    global _job, _departed
+    global _job, _departed, _idle_agreement
+    _idle_agreement = StopAgreement(1)
     if _job is not None and _job.session is not None:
         _job.session.failures.settled = True  # nothing is raised in here
     job, _job = _job, None
@@ -363,6 +366,27 @@ def step_clock() -> StepClock:
     if _job is None or _job.session is None:
         return _idle_clock
     return _job.session.clock
+
+
+def stop_agreement() -> StopAgreement:
+    """Return what this process knows of the step at which all ranks of its job stop."""
+    if _job is None or _job.session is None:
+        return _idle_agreement
+    return _job.session.stop_agreement
+
+
+def ask_to_stop(request: StopRequest) -> None:
+    """Ask that all ranks stop, unless this one has; a signal handler may call it."""
+    agreement = stop_agreement()
+    if agreement.request is None:
+        agreement.request = request
+    if _job is not None and _job.monitor is not None:
+        _job.monitor.wake()
+
+
+def is_watched() -> bool:
+    """Return whether this process hears of what happens on other ranks while it computes."""
+    return _job is not None and _job.monitor is not None
 
 
 def slow_rank() -> SlowRank | None:

@@ -37,11 +37,12 @@ from .activity import Activity, MainThreadWatcher, Picture
 from .failures import Failure, describe_error
 from .main_thread import GRACE, MainThread
 from .monitor_connections import Connections, Event
-from .monitor_messages import Message, encode
+from .monitor_messages import Message, Steps, encode
 from .monitor_tree import parent_of
 from .polling import call_with_timeout
 from .session import Session
 from .sockets import cut, send_exit_code
+from .stop_agreement import StopDecision, StopRequest
 
 log = logging.getLogger(__name__)
 _TICK = 1.0  # seconds between looks at the main thread's own wait, and at torchrun
@@ -96,6 +97,8 @@ class Monitor(threading.Thread):
         self._watcher = MainThreadWatcher(session.rank)
         self._picture = Picture(len(session.hosts))
         self.paces = Paces(len(session.hosts))
+        self._agreement = session.stop_agreement
+        self._has_requested = False  # whether this rank's request is on its way
         _all_connections().add(self._connections)
         self.start()
 
@@ -182,6 +185,7 @@ class Monitor(threading.Thread):
                 self._on_departure(rank, self._exit_reasons.get(rank), rank)
         self._look_after_main_thread()
         self._look()
+        self._agree_to_stop()
 
     def _pause(self) -> float:
         if self._failures.known is None or self._failures.settled:
@@ -217,13 +221,24 @@ class Monitor(threading.Thread):
         if sender is None:
             return
         if sender < self._session.rank:
-            if message.asks_pace is not None:
-                self._ask_pace(message.asks_pace)
+            self._hear_from_above(message)
             return
+        if message.wants_stop is not None:
+            self._on_stop_request(message.wants_stop)
+        if message.steps is not None:
+            self._on_steps(message.steps)
         if message.activity is not None:
             self._on_activity(message.activity)
         if message.pace is not None:
             self._on_pace(message.pace)
+
+    def _hear_from_above(self, message: Message) -> None:
+        if message.asks_pace is not None:
+            self._ask_pace(message.asks_pace)
+        if message.asks_steps:
+            self._ask_steps()
+        if message.stop is not None:
+            self._on_stop(message.stop)
 
     def _on_exiting(self, rank: int, reason: Failure | None, sender: int) -> None:
         self._exit_reasons[rank] = reason
@@ -368,6 +383,44 @@ class Monitor(threading.Thread):
             slow = self.paces.news()
             if slow is not None:
                 _log(logging.WARNING, f"Rank {slow.rank} ({self._session.hosts[slow.rank]}) {slow}.")
+
+    # At which step all stop
+
+    def wake(self) -> None:
+        """Let the thread look for this rank's request that all stop; a signal handler may call it."""
+        self._connections.wake()
+
+    def _agree_to_stop(self) -> None:
+        """Pass on this rank's request; on rank 0 decide once all have said where they are."""
+        request = self._agreement.request
+        if request is not None and not self._has_requested:
+            self._has_requested = True
+            self._on_stop_request(request)
+        if self._session.rank == 0:
+            decision = self._agreement.decide(self._failures.left)
+            if decision is not None:
+                self._on_stop(decision)
+
+    def _on_stop_request(self, request: StopRequest) -> None:
+        if self._session.rank > 0:
+            self._connections.post_up(_line(wants_stop=request))
+        elif self._agreement.begins(request):
+            self._ask_steps()
+
+    def _ask_steps(self) -> None:
+        """Ask the ranks below this one how many steps they have counted, and answer for it."""
+        self._connections.post_down(_line(asks_steps=True))
+        self._on_steps(Steps(self._session.rank, self._agreement.answer()))
+
+    def _on_steps(self, steps: Steps) -> None:
+        if self._session.rank > 0:
+            self._connections.post_up(_line(steps=steps))
+        else:
+            self._agreement.add(steps.rank, steps.number)
+
+    def _on_stop(self, decision: StopDecision) -> None:
+        self._connections.post_down(_line(stop=decision))
+        self._agreement.decision = decision
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:

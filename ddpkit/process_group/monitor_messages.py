@@ -6,14 +6,23 @@ import hmac
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from ..timing.pace import PACE, Pace
 from .activity import ACTIVITY, Activity
 from .failures import FAILURE, Failure
+from .stop_agreement import REQUEST, StopDecision, StopRequest
 from .store_values import fits
 
 LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How many steps a rank has counted in which it could stop."""
+
+    rank: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,8 @@ class Message:
     """What one line says: who is speaking, who has left, whose process is about to end, or what has failed.
 
     Or it asks what the ranks are doing, or answers that for one of them; or it asks how long their steps took, up to a
-    block of this number, or answers that. The last byte of a process that is about to end is its exit code.
+    block of this number, or answers that. Or it is about a stop of all ranks: a request, the question how many steps a
+    rank has counted, an answer, the decision. The last byte of a process that is about to end is its exit code.
     """
 
     rank: int | None = None
@@ -34,6 +44,10 @@ class Message:
     activity: Activity | None = None
     asks_pace: int | None = None
     pace: Pace | None = None
+    wants_stop: StopRequest | None = None
+    asks_steps: bool = False
+    steps: Steps | None = None
+    stop: StopDecision | None = None
 
 
 class Lines:
@@ -138,6 +152,25 @@ def _read_pace(fields: Any, world_size: int) -> Pace | None:
     return Pace.from_fields(fields)
 
 
+def _read_request(fields: Any, world_size: int) -> StopRequest | None:
+    if not fits(fields, REQUEST) or fields["rank"] not in range(world_size):
+        return None
+    return StopRequest(**fields)
+
+
+def _read_steps(fields: Any, world_size: int) -> Steps | None:
+    if not fits(fields, _STEPS) or fields["rank"] not in range(world_size):
+        return None
+    return Steps(**fields)
+
+
+def _read_decision(fields: Any, world_size: int) -> StopDecision | None:
+    if not fits(fields, {"step": int, "request": REQUEST}) or fields["request"]["rank"] not in range(world_size):
+        return None
+    return StopDecision(fields["step"], StopRequest(**fields["request"]))
+
+
+_STEPS = get_type_hints(Steps)  # the form of its JSON
 _READERS: dict[str, Callable[[Any, int], Any]] = {  # of each field; they return None for what it cannot be
     "rank": _read_rank,
     "left": _read_rank,
@@ -148,4 +181,8 @@ _READERS: dict[str, Callable[[Any, int], Any]] = {  # of each field; they return
     "activity": _read_activity,
     "asks_pace": _read_number,
     "pace": _read_pace,
+    "wants_stop": _read_request,
+    "asks_steps": _read_question,
+    "steps": _read_steps,
+    "stop": _read_decision,
 }

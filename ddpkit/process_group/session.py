@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..errors import BarrierTimeoutError
 from .failures import Failure
 from .polling import Pause, call_with_timeout
+from .stop_agreement import StopAgreement
 from .store_barrier import StoreBarrier, UsedKeys, name_of
 from .store_values import add, parse, printable, read_long, read_texts, refuse_text, write_long
 from .waits import Waits
@@ -67,6 +68,7 @@ class Session(Waits):
         self.timeout = timeout
         self.nodes = nodes
         self.told: dict[str, int] = {}  # how far the script is
+        self.stop_agreement = StopAgreement(len(hosts))
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self._pid = os.getpid()
         self._counts: dict[Ranks | None, _Counts] = {}

@@ -1,0 +1,81 @@
+"""Keep a loader's workers alive through the signals by which ranks are asked to stop in good order.
+
+Such a signal often goes to workers, too: torchrun, Slurm and terminals send it to all processes of a rank. A worker
+that it ended would be an error in the loop, before all ranks have come to the step at which they stop.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+from weakref import WeakSet
+
+from torch.utils.data import DataLoader
+
+from ..resilience import stopping
+
+_enduring: WeakSet[BaseProcess] = WeakSet()
+os.register_at_fork(after_in_child=_enduring.clear)  # they are no children of a child
+
+
+@contextmanager
+def enduring_workers(loader: DataLoader[Any]) -> Iterator[None]:
+    """Let the workers that a loader starts in this block pass over what `stopping()` handles now, if it does.
+
+    They end when the loader tells them to, or when this process is dead.
+    """
+    signals = stopping.handled_signals()
+    if not signals or loader.num_workers == 0:
+        yield
+        return
+    before = set(multiprocessing.active_children())
+    given = loader.worker_init_fn
+    loader.worker_init_fn = _PassOver(signals, given)
+    try:
+        yield
+    finally:
+        loader.worker_init_fn = given
+        for worker in set(multiprocessing.active_children()) - before:
+            worker.terminate = worker.kill  # type: ignore[method-assign]  # torch calls it for one that is stuck
+            _enduring.add(worker)
+
+
+@dataclass
+class _PassOver:
+    """Begin as a worker that passes over signals.
+
+    Attributes:
+        signals: Their numbers.
+        given: The loader's own `worker_init_fn`.
+    """
+
+    signals: tuple[int, ...]
+    given: Callable[[int], None] | None
+
+    def __call__(self, worker_id: int) -> None:
+        for number in self.signals:
+            signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that the worker starts would inherit
+        if self.given is not None:
+            self.given(worker_id)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+@atexit.register
+def _kill_the_rest() -> None:
+    """End those that are left when this process ends, for Python would send them SIGTERM and wait."""
+    alive = [worker for worker in _enduring if worker.is_alive()]
+    if alive:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+    for worker in alive:
+        worker.kill()

@@ -1,0 +1,1 @@
+"""Keep a run going: stop it in good order where it must stop."""

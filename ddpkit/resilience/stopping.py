@@ -1,0 +1,208 @@
+"""Stop all ranks at the same step when one of them gets a signal."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+from ..errors import BarrierTimeoutError, NotSetUpError
+from ..launch import ranks
+from ..process_group import lifecycle
+from ..process_group.session import Session
+from ..process_group.stop_agreement import StopDecision, StopRequest
+
+log = logging.getLogger(__name__)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_AGAIN = 2.0  # seconds until one more Ctrl-C is another one: torchrun passes on the first, which the ranks get, too
+_LATER = 10.0  # seconds that the others wait longer than rank 0, which knows and says whose answer is missing
+_OF_SHELLS = 128  # is added to the number of a signal to make an exit code
+
+_handled: tuple[int, ...] = ()
+
+
+def handled_signals() -> tuple[int, ...]:
+    """Return the numbers of the signals that ask this process to stop in good order, those of `stopping`."""
+    return _handled
+
+
+@contextmanager
+def stopping(signals: Iterable[int] = _SIGNALS) -> Iterator[Stop]:
+    """Let signals ask, in this block, that all ranks stop at the same step, instead of ending this process.
+
+    A signal to any rank is enough. Call `now()` once a step, on every rank equally often; where it returns True, save
+    and leave the loop. The ranks agree through the connections by which they hear of failures: a step costs no
+    collective. Schedulers send such a signal some time before they end a job.
+
+    A second Ctrl-C, 2 s after the first or later, ends the process at once.
+
+    Args:
+        signals: Numbers of the signals. By default those of schedulers and of Ctrl-C: SIGTERM, SIGINT, SIGUSR1. Their
+            former handlers are put back at the block's end.
+
+    Raises:
+        NotSetUpError: If there are several ranks without the monitor, which `setup(watch=True)` starts.
+        ValueError: If a signal cannot be handled, or this is not the main thread, where Python handles signals.
+
+    Example:
+        >>> with stopping() as stop:
+        ...     for step in range(3):  # train, then
+        ...         if stop.now():
+        ...             break  # after saving
+        >>> step
+        2
+    """
+    if lifecycle.joined() and not lifecycle.is_watched():
+        raise NotSetUpError(
+            "stopping() needs the connections of the watch, by which the ranks agree: call ddpkit.setup(watch=True), "
+            "also where somebody else has made the process group."
+        )
+    with _Handlers(signals):
+        yield Stop()
+
+
+class Stop:
+    """The question whether all ranks stop now: see `stopping`."""
+
+    def __init__(self) -> None:
+        self._request: StopRequest | None = None  # by which all stop, once they do
+
+    def now(self) -> bool:
+        """Count a step, and return whether all ranks stop here: True on every rank at the same one, and from then on.
+
+        It waits for nothing as long as no rank has asked. Then a rank may wait for the others' answers, once.
+
+        Raises:
+            BarrierTimeoutError: If a rank does not answer within the time-out of `setup()`.
+            PeerError: If a rank fails meanwhile.
+        """
+        several = lifecycle.joined()
+        agreement = lifecycle.stop_agreement()
+        step, must_wait = agreement.next_step()
+        if not several and agreement.request is not None:
+            agreement.decision = agreement.decision or StopDecision(step, agreement.request)
+        if several and must_wait and agreement.decision is None:
+            _wait_for_decision(lifecycle.current_session())
+        decision = agreement.decision
+        if decision is None or step < decision.step:
+            return False
+        if self._request is None:
+            self._request = decision.request
+            if ranks.is_main_process():
+                log.warning("all ranks stop after this step: %s", self._request)
+        return True
+
+    def ask(self, reason: str) -> None:
+        """Ask that all ranks stop, as a signal to this rank does; for example because its time is up.
+
+        One rank is enough, and none waits.
+
+        Args:
+            reason: Why, for the log.
+        """
+        _ask(str(reason))
+
+    @property
+    def reason(self) -> str | None:
+        """Why all ranks stop, as in "rank 1 (node2) got SIGTERM"; None as long as `now()` has not returned True."""
+        return None if self._request is None else str(self._request)
+
+    @property
+    def exit_code(self) -> int:
+        """The code for `sys.exit()` when the script has left the job, so that a scheduler sees that it is not done.
+
+        It is 128 and the number of the signal, as shells count. It is 0 if no signal has stopped the ranks, and under
+        torchrun, which would start them again after any other.
+        """
+        if self._request is None or self._request.signal == 0 or ranks.current_launch().kind == "torchrun":
+            return 0
+        return _OF_SHELLS + self._request.signal
+
+
+def _ask(reason: str, number: int = 0) -> None:
+    """Ask for this rank that all stop."""
+    lifecycle.ask_to_stop(StopRequest(ranks.get_rank(), socket.gethostname(), reason, number))
+
+
+def _wait_for_decision(session: Session) -> None:
+    """Wait until rank 0 has said at which step all stop, or a rank has left, and with it the steps that are common."""
+    agreement = session.stop_agreement
+
+    def is_decided() -> bool | None:
+        return agreement.decision is not None or bool(session.failures.left) or None
+
+    def late() -> bool:
+        missing = [0]
+        if session.rank == 0:
+            missing = agreement.missing(session.failures.left)
+        named = [(rank, session.hosts[rank]) for rank in missing]
+        words = ", ".join(f"rank {rank} ({host})" for rank, host in named)
+        raise BarrierTimeoutError(
+            f"The ranks did not agree at which step to stop within {session.timeout}: {words} gave no answer.",
+            named,
+            [],
+        )
+
+    timeout = session.timeout
+    if session.rank > 0:
+        timeout += timedelta(seconds=_LATER)
+    with session.bounded(timeout):
+        session.until(is_decided, timeout, late)
+
+
+class _Handlers:
+    """Handlers that turn signals into requests; a context in which they are there.
+
+    Args:
+        signals: Numbers of the signals.
+    """
+
+    def __init__(self, signals: Iterable[int]) -> None:
+        self._signals = tuple(signals)
+        self._former: dict[int, Any] = {}
+        self._outer = _handled
+        self._process = os.getpid()
+        self._interrupted_at = math.inf
+
+    def __enter__(self) -> None:
+        global _handled
+        for number in self._signals:
+            try:
+                self._former[number] = signal.signal(number, self._handle)
+            except (ValueError, OSError) as error:
+                self.__exit__()
+                raise ValueError(f"stopping() cannot handle signal {number!r}: {error}.") from error
+        self._outer = _handled
+        _handled = self._signals
+
+    def __exit__(self, *_: object) -> None:
+        global _handled
+        _handled = self._outer
+        for number, handler in self._former.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self._handle_in_child(number)
+            return
+        now = time.monotonic()
+        if number == signal.SIGINT and now > self._interrupted_at + _AGAIN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(self._process, number)
+        if number == signal.SIGINT:
+            self._interrupted_at = min(self._interrupted_at, now)
+        _ask(f"got {signal.Signals(number).name}", number)
+
+    def _handle_in_child(self, number: int) -> None:
+        """Let a child that was forked, such as a loader's worker, end as its rank does, or by SIGTERM as ever."""
+        if number == signal.SIGTERM:
+            signal.signal(number, self._former[number] or signal.SIG_DFL)
+            os.kill(os.getpid(), number)

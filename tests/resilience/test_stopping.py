@@ -1,0 +1,323 @@
+"""Stopping all ranks at the same step: signals at random moments, to any rank, and what may go wrong meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import on_ranks
+from processes import Ended, free_port, launch, platform_env, run
+
+import ddpkit
+
+HOST = socket.gethostname()
+STEPS = 10_000  # more than a test ever gets through
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+Result = tuple[int, "str | None", int]
+
+
+def train(signalled: int, number: int, at: int, together: bool) -> Result:
+    """Train until all stop: the step, the reason, the exit code. A rank signals itself in step `at`, from 1."""
+    rank = ddpkit.get_rank()
+    pause = random.Random(rank).random() / 100
+    with ddpkit.stopping() as stop:
+        for step in range(1, STEPS):
+            if together:
+                ddpkit.all_reduce(1)
+            else:
+                time.sleep(pause)
+            if rank == signalled and step == at:
+                os.kill(os.getpid(), number)
+            if stop.now():
+                assert stop.now()  # from then on
+                return step, stop.reason, stop.exit_code
+            assert stop.reason is None
+            assert stop.exit_code == 0
+    raise AssertionError("the ranks have not stopped")
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["with a collective each step", "without"])
+@pytest.mark.parametrize(("nprocs", "signalled"), [(1, 0), (2, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize("number", SIGNALS, ids=[number.name for number in SIGNALS])
+def test_a_signal_to_any_rank_stops_all_at_one_step(
+    number: signal.Signals, nprocs: int, signalled: int, together: bool
+) -> None:
+    results = on_ranks(train, nprocs, signalled, number, 5, together, timeout=60)
+    assert len(set(results)) == 1
+    step, reason, code = results[0]
+    assert 5 <= step <= 5 + (200 if nprocs > 1 else 0)
+    assert reason == f"rank {signalled} ({HOST}) got {number.name}"
+    assert code == 128 + number
+
+
+def signal_from_thread(seed: int) -> tuple[int, str | None]:
+    draw = random.Random(seed)
+    victims = draw.sample(range(3), draw.randint(1, 3))
+    moment = draw.random() / 10
+    rank = ddpkit.get_rank()
+    if rank in victims:
+        threading.Timer(moment, os.kill, (os.getpid(), draw.choice(SIGNALS))).start()
+    lengths = random.Random(1_000 * seed + rank)
+    with ddpkit.stopping() as stop:
+        for step in range(1, STEPS):
+            time.sleep(lengths.random() / 100)
+            if stop.now():
+                time.sleep(0.2)  # the other signals come, too, and are not fatal
+                return step, stop.reason
+    raise AssertionError("the ranks have not stopped")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_signals_at_random_moments_stop_all_at_one_step_for_one_reason(seed: int) -> None:
+    assert len(set(on_ranks(signal_from_thread, 3, seed, timeout=60))) == 1
+
+
+def ask(asking: int) -> list[Any]:
+    with ddpkit.stopping() as stop:
+        for step in range(STEPS):
+            if ddpkit.get_rank() == asking and step == 3:
+                stop.ask("has used its time")
+            ddpkit.all_reduce(1)
+            if stop.now():
+                return [stop.reason, stop.exit_code]
+    raise AssertionError("the ranks have not stopped")
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_a_script_may_ask_without_a_signal(nprocs: int) -> None:
+    assert (
+        on_ranks(ask, nprocs, nprocs - 1, timeout=60) == [[f"rank {nprocs - 1} ({HOST}) has used its time", 0]] * nprocs
+    )
+
+
+def ask_at_the_end(asking: int) -> list[bool]:
+    """Ask in the last step, after which nobody asks whether to stop."""
+    with ddpkit.stopping() as stop:
+        told = []
+        for step in range(3):
+            if ddpkit.get_rank() != asking:
+                time.sleep(0.2)  # it is done, and leaves, while the others train
+            told.append(stop.now())
+            if ddpkit.get_rank() == asking and step == 2:
+                stop.ask("is done")
+        return told
+
+
+@pytest.mark.parametrize("asking", [0, 1, 2])
+def test_a_request_after_the_last_step_holds_nobody_up(asking: int) -> None:
+    told = on_ranks(ask_at_the_end, 3, asking, timeout=60)
+    assert told[asking] == [False, False, False]
+    assert max(map(len, told)) == 3
+
+
+def stop_twice() -> list[bool]:
+    told = []
+    for _ in range(2):
+        with ddpkit.stopping() as stop:
+            stop.ask("")
+            while not stop.now():
+                pass
+            told.append(True)
+    return told
+
+
+def test_a_job_that_has_stopped_stops_again_at_once() -> None:
+    assert on_ranks(stop_twice, 2, timeout=60) == [[True, True]] * 2
+
+
+def stop_in_jobs_of_one() -> list[int]:
+    steps = []
+    for _ in range(2):
+        with ddpkit.distributed(), ddpkit.stopping() as stop:
+            assert not stop.now()
+            stop.ask("")
+            steps.append(1 + [stop.now(), stop.now()].index(True))
+    return steps
+
+
+def test_the_next_job_of_the_process_does_not_remember() -> None:
+    assert stop_in_jobs_of_one() == [1, 1]
+
+
+# What may go wrong
+
+
+def raise_while_deciding() -> None:
+    with ddpkit.stopping() as stop:
+        if ddpkit.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ValueError("boom")
+        while not stop.now():
+            ddpkit.all_reduce(1)
+
+
+def test_a_rank_that_raises_after_the_signal_ends_all() -> None:
+    with pytest.raises(Exception, match="boom"):
+        on_ranks(raise_while_deciding, 3, timeout=60)
+
+
+def train_by_hand(rank_dies: str, timeout: float) -> None:
+    """Train as a rank that a platform has started: rank 1 stops or kills the process of rank 2, then asks."""
+    with ddpkit.distributed(timeout=timedelta(seconds=timeout)) as job, ddpkit.stopping() as stop:
+        pids = ddpkit.all_gather_object(os.getpid())
+        try:
+            for step in range(STEPS):
+                if job.rank == 1 and step == 2:
+                    os.kill(pids[2], signal.SIGSTOP if rank_dies == "stopped" else signal.SIGKILL)
+                    stop.ask("is tired")
+                if stop.now():
+                    raise AssertionError("all cannot have answered")
+                time.sleep(0.01)
+        finally:
+            if job.rank == 1:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pids[2], signal.SIGKILL)
+
+
+def by_hand(rank_dies: str, timeout: float) -> list[Ended]:
+    port = free_port()
+    return run(train_by_hand, [platform_env(rank, 3, port) for rank in range(3)], rank_dies, timeout)
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    ended = by_hand("stopped", 3.0)
+    for rank in (0, 1):
+        assert ended[rank].code == 1
+        assert f"within 0:00:03: rank 2 ({HOST}) gave no answer." in ended[rank].output
+
+
+def test_a_rank_that_is_killed_meanwhile_ends_all() -> None:
+    ended = by_hand("killed", 60.0)
+    for rank in (0, 1):
+        assert ended[rank].code == 1
+        assert "PeerError" in ended[rank].output
+        assert "rank 2" in ended[rank].output
+
+
+def stop_without_watch() -> str:
+    try:
+        with ddpkit.stopping():
+            return ""
+    except ddpkit.NotSetUpError as error:
+        return str(error)
+
+
+def _without_watch() -> str:
+    with ddpkit.distributed(watch=False, timeout=timedelta(seconds=60)):
+        return stop_without_watch()
+
+
+def test_without_the_watch_it_is_refused() -> None:
+    for said in ddpkit.spawn(_without_watch, 2):
+        assert "setup(watch=True)" in said
+
+
+# Handlers
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, 10_000])
+def test_a_signal_that_nobody_can_handle_is_refused(number: int) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(ValueError, match=r"stopping\(\) cannot handle signal"),
+        ddpkit.stopping([signal.SIGTERM, number]),
+    ):
+        pass
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_outside_the_main_thread_it_is_refused() -> None:
+    said = []
+
+    def enter() -> None:
+        try:
+            with ddpkit.stopping():
+                pass
+        except ValueError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "main thread" in said[0]
+
+
+def test_the_former_handlers_are_put_back() -> None:
+    former = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with contextlib.suppress(ValueError), ddpkit.stopping():
+            assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN
+            raise ValueError
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+
+
+INTERRUPTED = """
+import sys, time, ddpkit
+with ddpkit.stopping() as stop:
+    print("ready", flush=True)
+    while not stop.now():
+        pass
+    print("stopped", flush=True)
+    time.sleep(60)
+"""
+
+
+def wait_for(path: Path, word: str) -> None:
+    while word not in path.read_text():
+        time.sleep(0.02)
+
+
+def test_a_second_interrupt_ends_the_process_without_a_traceback(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.touch()
+
+    def interrupt(crew: list[Any]) -> None:
+        wait_for(output, "ready")
+        crew[0].send_signal(signal.SIGINT)
+        wait_for(output, "stopped")
+        crew[0].send_signal(signal.SIGINT)  # as torchrun passes on what the terminal has sent to all
+        time.sleep(2.1)
+        assert crew[0].poll() is None
+        crew[0].send_signal(signal.SIGINT)
+
+    command = ["sh", "-c", f'exec "$0" -c "$1" > {output} 2>&1', sys.executable, INTERRUPTED]
+    ended = launch(command, meanwhile=interrupt, timeout=60)[0]
+    assert ended.code == -signal.SIGINT
+    assert output.read_text() == f"ready\nall ranks stop after this step: rank 0 ({HOST}) got SIGINT\nstopped\n"
+
+
+def end_a_child(number: int) -> int | None:
+    """Signal a forked child of a rank that stops in good order; return what it ends with, None if it goes on."""
+    with ddpkit.stopping() as stop:
+        child = os.fork()
+        if child == 0:
+            while True:
+                time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(child, number)
+        time.sleep(0.1)
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid == 0:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert not stop.now(), "a child's signal is none to its rank"
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+
+@pytest.mark.parametrize(
+    ("number", "ends"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, None), (signal.SIGUSR1, None)]
+)
+def test_a_forked_child_ends_by_sigterm_alone(number: int, ends: int | None) -> None:
+    assert on_ranks(end_a_child, 1, number, timeout=60) == [ends]
