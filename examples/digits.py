@@ -9,8 +9,9 @@ On one process; on two; and on two that are started by hand, each in a shell of 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500 python examples/digits.py
     RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500 python examples/digits.py
 
-With `--resume` an interrupted run goes on in the middle of its epoch, also on another number of ranks; so torchrun may
-restart it. Watch it with `tensorboard --logdir runs`::
+Ctrl-C, or a signal of a scheduler to any rank, saves and ends all of them after the same step. With `--resume` an
+interrupted run goes on in the middle of its epoch, also on another number of ranks; so torchrun may restart it. Watch
+it with `tensorboard --logdir runs`::
 
     torchrun --nproc_per_node=2 --max-restarts=3 examples/digits.py --resume
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from pathlib import Path
 
 import torch
@@ -84,7 +86,7 @@ def count_correct(model: nn.Module, loader: DataLoader, device: torch.device) ->
     return ddpkit.all_reduce(sum(correct))
 
 
-def main(args: argparse.Namespace, job: ddpkit.Context) -> None:
+def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     plan = ddpkit.ScalePlan(
         args.batch_size, args.lr, job.world_size, keep=args.keep, rule="sqrt", accumulation=args.accumulate
     )
@@ -137,9 +139,10 @@ def main(args: argparse.Namespace, job: ddpkit.Context) -> None:
             optimizer.zero_grad()
             schedule.step()
             step, in_step = step + 1, 0
-            if step % args.save_every == 0 or step in (steps, args.stop_after):
+            leaves = stop.now() or step == args.stop_after
+            if leaves or step % args.save_every == 0 or step == steps:
                 checkpoints.save(step, **state)
-            if step == args.stop_after:
+            if leaves:
                 log.info("stopped after step %d, in epoch %d; go on with --resume", step, epoch)
                 return
 
@@ -159,5 +162,7 @@ if __name__ == "__main__":
     handler.addFilter(ddpkit.RankFilter())  # the main process speaks for all; warnings come from every rank
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
     settings = read_settings()
-    with ddpkit.distributed(num_threads=1) as context:  # such small images would not keep a second one busy
-        main(settings, context)
+    # one thread: such small images would not keep a second one busy
+    with ddpkit.distributed(num_threads=1) as context, ddpkit.stopping() as stop:
+        main(settings, context, stop)
+    sys.exit(stop.exit_code)

@@ -163,6 +163,8 @@ def _join(asked: Options) -> Job:
         raise
     _job = job
     ranks.set_launch(job.launch)
+    if _idle_agreement.request is not None:  # a signal has come before
+        ask_to_stop(_idle_agreement.request)
     if ranks.is_main_process():
         log.info("joined\n%s", job.context)
     return job
@@ -210,8 +212,9 @@ def _leave(error: BaseException | None = None, at_exit: bool = False) -> None:
         error: What is being handled, or has ended the process.
         at_exit: Whether the process is ending. Its exit code then tells whether this rank has failed.
     """
-    global _job, _departed, _idle_agreement
-    _idle_agreement = StopAgreement(1)
+    global _job, _departed
+    if _job is not None:
+        renew_stop_agreement()
     if _job is not None and _job.session is not None:
         _job.session.failures.settled = True  # nothing is raised in here
     job, _job = _job, None
@@ -375,6 +378,12 @@ def stop_agreement() -> StopAgreement:
     return _job.session.stop_agreement
 
 
+def renew_stop_agreement() -> None:
+    """Forget what was asked or decided where there is no job of several ranks, which keeps it as long as it lives."""
+    global _idle_agreement
+    _idle_agreement = StopAgreement(1)
+
+
 def ask_to_stop(request: StopRequest) -> None:
     """Ask that all ranks stop, unless this one has; a signal handler may call it."""
     agreement = stop_agreement()
@@ -382,6 +391,11 @@ def ask_to_stop(request: StopRequest) -> None:
         agreement.request = request
     if _job is not None and _job.monitor is not None:
         _job.monitor.wake()
+
+
+def has_job() -> bool:
+    """Return whether this process has called `setup()` and not left since."""
+    return _job is not None
 
 
 def is_watched() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import socket
@@ -14,6 +13,8 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
+
 from ..errors import BarrierTimeoutError, NotSetUpError
 from ..launch import ranks
 from ..process_group import lifecycle
@@ -22,7 +23,7 @@ from ..process_group.stop_agreement import StopDecision, StopRequest
 
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_AGAIN = 2.0  # seconds until one more Ctrl-C is another one: torchrun passes on the first, which the ranks get, too
+_AGAIN = 2.0  # seconds in which one more Ctrl-C is the same: torchrun passes on what the terminal sends to ranks, too
 _LATER = 10.0  # seconds that the others wait longer than rank 0, which knows and says whose answer is missing
 _OF_SHELLS = 128  # is added to the number of a signal to make an exit code
 
@@ -42,7 +43,8 @@ def stopping(signals: Iterable[int] = _SIGNALS) -> Iterator[Stop]:
     and leave the loop. The ranks agree through the connections by which they hear of failures: a step costs no
     collective. Schedulers send such a signal some time before they end a job.
 
-    A second Ctrl-C, 2 s after the first or later, ends the process at once.
+    A second Ctrl-C, 2 s after the first or later, ends the process at once. Once all ranks of a job have stopped, they
+    stop at once in whatever block, until they leave the job.
 
     Args:
         signals: Numbers of the signals. By default those of schedulers and of Ctrl-C: SIGTERM, SIGINT, SIGUSR1. Their
@@ -60,11 +62,10 @@ def stopping(signals: Iterable[int] = _SIGNALS) -> Iterator[Stop]:
         >>> step
         2
     """
-    if lifecycle.joined() and not lifecycle.is_watched():
-        raise NotSetUpError(
-            "stopping() needs the connections of the watch, by which the ranks agree: call ddpkit.setup(watch=True), "
-            "also where somebody else has made the process group."
-        )
+    if lifecycle.has_job() or dist.is_initialized():
+        _check_watch()
+    else:
+        lifecycle.renew_stop_agreement()
     with _Handlers(signals):
         yield Stop()
 
@@ -82,8 +83,10 @@ class Stop:
 
         Raises:
             BarrierTimeoutError: If a rank does not answer within the time-out of `setup()`.
+            NotSetUpError: As `stopping`, where the job was joined in its block.
             PeerError: If a rank fails meanwhile.
         """
+        _check_watch()
         several = lifecycle.joined()
         agreement = lifecycle.stop_agreement()
         step, must_wait = agreement.next_step()
@@ -125,6 +128,14 @@ class Stop:
         if self._request is None or self._request.signal == 0 or ranks.current_launch().kind == "torchrun":
             return 0
         return _OF_SHELLS + self._request.signal
+
+
+def _check_watch() -> None:
+    if lifecycle.joined() and not lifecycle.is_watched():
+        raise NotSetUpError(
+            "stopping() needs the connections of the watch, by which the ranks agree: call ddpkit.setup(watch=True), "
+            "also where somebody else has made the process group."
+        )
 
 
 def _ask(reason: str, number: int = 0) -> None:
@@ -170,7 +181,8 @@ class _Handlers:
         self._former: dict[int, Any] = {}
         self._outer = _handled
         self._process = os.getpid()
-        self._interrupted_at = math.inf
+        self._interrupted_at: float | None = None
+        self._is_over = False
 
     def __enter__(self) -> None:
         global _handled
@@ -186,20 +198,38 @@ class _Handlers:
     def __exit__(self, *_: object) -> None:
         global _handled
         _handled = self._outer
-        for number, handler in self._former.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._is_over = True
+        for number in self._former:
+            if number != signal.SIGINT or not self._is_interrupted():
+                self._put_back(number)
+
+    def _put_back(self, number: int) -> None:
+        handler = self._former[number]
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:
             self._handle_in_child(number)
-            return
-        now = time.monotonic()
-        if number == signal.SIGINT and now > self._interrupted_at + _AGAIN:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(self._process, number)
+        elif number != signal.SIGINT or self._interrupted_at is None:
+            self._ask(number)
+        elif not self._is_interrupted():
+            self._handle_another_interrupt()
+
+    def _ask(self, number: int) -> None:
         if number == signal.SIGINT:
-            self._interrupted_at = min(self._interrupted_at, now)
+            self._interrupted_at = time.monotonic()
         _ask(f"got {signal.Signals(number).name}", number)
+
+    def _is_interrupted(self) -> bool:
+        """Return whether a Ctrl-C that comes now may be one that has been handled: the terminal's, and torchrun's."""
+        return self._interrupted_at is not None and time.monotonic() < self._interrupted_at + _AGAIN
+
+    def _handle_another_interrupt(self) -> None:
+        if self._is_over:
+            self._put_back(signal.SIGINT)
+        else:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(self._process, signal.SIGINT)
 
     def _handle_in_child(self, number: int) -> None:
         """Let a child that was forked, such as a loader's worker, end as its rank does, or by SIGTERM as ever."""

@@ -41,7 +41,7 @@ log = logging.getLogger("train")
 BAD_LOSS = "a smaller train.G_optimizer_lr, train.G_optimizer_clipgrad, or train.amp false may help"
 
 
-def main(opt: Options, job: ddpkit.Context) -> None:
+def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     data, train = opt["datasets"]["train"], opt["train"]
     plan = plan_batches(opt, job.world_size)
     clips = find_clips(data, span(data), opt["scale"])
@@ -108,7 +108,8 @@ def main(opt: Options, job: ddpkit.Context) -> None:
     first_bad = torch.full((), NO_STEP, device=job.device)  # the first iteration whose loss here is not finite
     no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
     bar = tqdm(total=train["total_iter"], initial=step, unit="iter", disable=no_bar)
-    while step < train["total_iter"]:
+    last = leaves = step >= train["total_iter"]
+    while not (last or leaves):
         for batch in speed.waiting(loader):
             part = as_float(batch, job.device)
             with ddpkit.accumulate(model, micro, train["accumulation"]) as complete:
@@ -136,8 +137,11 @@ def main(opt: Options, job: ddpkit.Context) -> None:
                 del model  # its hooks go with it
                 model = wrap()
 
-            last, here = step == train["total_iter"], f"<epoch:{loader.epoch:3d}, iter:{step:8,d}"
+            last, leaves = step == train["total_iter"], stop.now()
+            here = f"<epoch:{loader.epoch:3d}, iter:{step:8,d}"
             due = [what for what in ("print", "save", "test") if last or step % train[f"checkpoint_{what}"] == 0]
+            if leaves and not due:
+                due = ["save"]
             if due:
                 stop_if_not_finite(first_bad, step, net, BAD_LOSS)
             if "print" in due:
@@ -161,10 +165,14 @@ def main(opt: Options, job: ddpkit.Context) -> None:
                     boards.show(report.pictures, step)
             if last:
                 ddpkit.run_on_main(write_scores, folder, report, step)
+            if last or leaves:
                 break
     bar.close()
     boards.close()
-    log.info("done: %d iterations; with a greater total_iter the same command goes on", step)
+    if step < train["total_iter"]:
+        log.info("stopped after iteration %d of %d: the same command goes on", step, train["total_iter"])
+    else:
+        log.info("done: %d iterations; with a greater total_iter the same command goes on", step)
 
 
 @user_error("datasets.train.dataloader_batch_size", ValueError)
@@ -182,5 +190,12 @@ def plan_batches(opt: Options, world_size: int) -> ddpkit.ScalePlan:
     )
 
 
+def train_until_stopped(opt: Options, job: ddpkit.Context) -> int:
+    """Train, and return the exit code; a signal to any rank saves and ends all of them after the same iteration."""
+    with ddpkit.stopping() as stop:
+        main(opt, job, stop)
+    return stop.exit_code
+
+
 if __name__ == "__main__":
-    run(main, __doc__)
+    run(train_until_stopped, __doc__)

@@ -19,6 +19,7 @@ from conftest import on_ranks
 from processes import Ended, free_port, launch, platform_env, run
 
 import ddpkit
+from ddpkit import testing
 
 HOST = socket.gethostname()
 STEPS = 10_000  # more than a test ever gets through
@@ -317,7 +318,54 @@ def end_a_child(number: int) -> int | None:
 
 
 @pytest.mark.parametrize(
-    ("number", "ends"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, None), (signal.SIGUSR1, None)]
+    ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, None), (signal.SIGUSR1, None)]
 )
-def test_a_forked_child_ends_by_sigterm_alone(number: int, ends: int | None) -> None:
-    assert on_ranks(end_a_child, 1, number, timeout=60) == [ends]
+def test_a_forked_child_ends_by_sigterm_alone(number: int, code: int | None) -> None:
+    assert on_ranks(end_a_child, 1, number, timeout=60) == [code]
+
+
+def ask_before_joining() -> tuple[int, str | None]:
+    rank = ddpkit.detect_launch().rank
+    with ddpkit.stopping() as stop:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        with ddpkit.distributed(timeout=timedelta(seconds=60)):
+            for step in range(STEPS):
+                ddpkit.all_reduce(1)
+                if stop.now():
+                    return step, stop.reason
+    raise AssertionError("the ranks have not stopped")
+
+
+def test_a_signal_that_comes_before_the_ranks_have_met_counts() -> None:
+    results = testing.on_ranks(ask_before_joining, 2, timeout=120, join=False)
+    assert len(set(results)) == 1
+    assert results[0][1] == f"rank 1 ({HOST}) got SIGTERM"
+
+
+def test_without_a_job_each_block_begins_anew() -> None:
+    for _ in range(2):
+        with ddpkit.stopping() as stop:
+            assert not stop.now()
+            stop.ask("")
+            assert stop.now()
+
+
+AT_THE_END = """
+import os, signal, time, ddpkit
+with ddpkit.stopping() as stop:
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.now()
+os.kill(os.getpid(), signal.SIGINT)  # torchrun's, of the same Ctrl-C
+time.sleep(2.1)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_after_the_block_is_the_same_for_a_while_and_then_another() -> None:
+    ended = launch([sys.executable, "-c", AT_THE_END], timeout=60)[0]
+    assert (ended.code, ended.output.splitlines()[-1]) == (0, "interrupted")

@@ -18,6 +18,7 @@ import logging
 import math
 import pickle
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ BAD_LOSS = "a smaller learning rate or train.amp=none may help"
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
 
-def main(job: ddpkit.Context) -> None:
+def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     config = ddpkit.run_on_main(read_config, *read_arguments())
     index = scan(config)
     if config["experiment.rollout.enabled"]:
@@ -67,7 +68,7 @@ def main(job: ddpkit.Context) -> None:
     parts = {"policy": policy, "optimizer": optimizer, "scaler": scaler} | ({"ema": ema} if ema else {})
     about = {"config": nested(config), "env_id": index.env_id, "entries": vars(index.entries)}
     about["picture_size"] = index.picture_size
-    saved = saver.load_latest(**parts) if config["train.resume"] else {"step": 0, "epoch": 0}
+    saved = saver.load_latest(**parts) if config["train.resume"] else {"step": 0, "epoch": 0, "steps_of_next": 0}
 
     checkpoints.record(folder, config)
     log.info("%s\n\nwriting to %s\n", plan, folder)
@@ -79,11 +80,16 @@ def main(job: ddpkit.Context) -> None:
     writer, no_bar = make_writer(folder, config, saved["epoch"]), None if job.rank == 0 else True
     every, epochs = config["experiment.epoch_every_n_steps"], config["train.num_epochs"]
     accumulation, step = config["train.gradient_accumulation_steps"], saved["step"]
+    done = saved["steps_of_next"]  # of an epoch that was stopped before its end
+    if done:
+        place = {"epoch": saved["epoch"] + 1, "consumed": done * plan.global_batch_size}
+        loader.load_state_dict(loader.state_dict() | place)
     first_bad = torch.full((), NO_STEP, device=job.device)  # the first step whose loss here is not finite
     for epoch in range(saved["epoch"] + 1, epochs + 1):
         loader.set_epoch(epoch)
         batches, losses, begun = iter(loader), torch.zeros((), device=job.device), time.monotonic()
-        for _ in trange(every, desc=f"epoch {epoch}", leave=False, disable=no_bar):
+        begun_at = done
+        for _ in trange(done, every, desc=f"epoch {epoch}", leave=False, disable=no_bar):
             for group in optimizer.param_groups:  # by the settings, also where a checkpoint has others
                 group.update(lr=plan.lr * lr_factor(config, step), weight_decay=decay)
             for number in range(accumulation):
@@ -101,13 +107,22 @@ def main(job: ddpkit.Context) -> None:
             optimizer.zero_grad()
             if ema:
                 ema.update()
-            step += 1
+            step, done = step + 1, done + 1
             if step % config["experiment.check_replicas_every_n_steps"] == 0:
                 check_all(policy, optimizer, ema)
+            if stop.now():
+                break
 
         stop_if_not_finite(first_bad, step, policy, BAD_LOSS)
-        news = {"train/loss": ddpkit.all_reduce_mean(losses.item() / every)}
-        speed = every / (time.monotonic() - begun)  # a GPU has done its work only when the loss was read
+        if stop.reason:
+            if config["experiment.save.enabled"]:
+                path = saver.save(step, **parts, epoch=epoch - 1, steps_of_next=done, **about)
+                ddpkit.run_on_main(checkpoints.copy, path, folder / "last.pth")
+            break
+        steps, done = done - begun_at, 0
+        # a run that was stopped at the very end of an epoch, and resumed, does not know its loss
+        news = {"train/loss": ddpkit.all_reduce_mean(losses.item() / steps if steps else math.nan)}
+        speed = steps / (time.monotonic() - begun)  # a GPU has done its work only when the loss was read
         news |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/steps_per_second": speed}
         text = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
         log.info(text, epoch, *news.values(), speed * plan.global_batch_size)
@@ -119,13 +134,13 @@ def main(job: ddpkit.Context) -> None:
             news["rollout/success_rate"] = roll_out(actor, index, config, folder, epoch)
         if config["experiment.save.enabled"]:
             check_all(policy, optimizer, ema)
-            path = saver.save(step, **parts, epoch=epoch, **about)
+            path = saver.save(step, **parts, epoch=epoch, steps_of_next=0, **about)
             ddpkit.run_on_main(checkpoints.publish, path, folder, config, epoch, news)
         if writer:
             for name, value in news.items():
                 writer.add_scalar(name, value, epoch)
             writer.flush()
-    log.info("done after step %d: %s", step, folder)
+    log.info("%s after step %d: %s", "stopped" if stop.reason else "done", step, folder)
 
 
 def read_arguments() -> tuple[list[str], str | None]:
@@ -278,5 +293,7 @@ def roll_out(policy: DiffusionPolicy, index: Index, config: Config, folder: Path
 
 
 if __name__ == "__main__":
-    with one_message(), ddpkit.distributed(num_threads=1) as job:
-        main(job)
+    with one_message():
+        with ddpkit.distributed(num_threads=1) as job, ddpkit.stopping() as stop:
+            main(job, stop)
+        sys.exit(stop.exit_code)

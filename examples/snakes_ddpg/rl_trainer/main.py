@@ -57,7 +57,7 @@ from snakes.plan import (
     schedule_change,
 )
 from snakes.policy import Policy
-from snakes.process import Clock, Stop, keep_freed_memory
+from snakes.process import Clock, keep_freed_memory
 from snakes.settings import ALL, read_settings
 
 import ddpkit
@@ -110,7 +110,7 @@ def find_weights(settings: argparse.Namespace) -> list[Path]:
     return [actor, critic]
 
 
-def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
+def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Stop) -> None:
     """Train until the run's end, its time limit, or a signal. Collective."""
     settings = ddpkit.run_on_main(prepare, settings, job.world_size)
     log.info("\n%s\n\nwriting to %s\n", describe(settings), settings.folder)
@@ -152,7 +152,6 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
     before = Counter(total)
     start = time.monotonic()
     stop = total["episodes"] >= settings.episodes
-    stopping = Stop()
     while not stop:
         episode = total["episodes"]
         epsilon = epsilon_at(settings, total["environment_steps"])
@@ -192,8 +191,9 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
         if opponent == LEAGUE:
             league.note(sums)
         finished = total["episodes"] >= settings.episodes
-        late = settings.time_limit is not None and time.monotonic() - start > settings.time_limit
-        stop = ddpkit.stop_together(finished or late or stopping.asked is not None)
+        if settings.time_limit is not None and time.monotonic() - start > settings.time_limit:
+            stopping.ask("has used its --time_limit")
+        stop = finished or stopping.now()
         bar.update(sums["episodes"])
 
         if is_due(settings.log_interval, episode, total, finished) and news["episodes"]:
@@ -451,5 +451,6 @@ def summarize(
 if __name__ == "__main__":
     with one_message(logging.Formatter("%(message)s")):
         given = read_settings()
-        with ddpkit.distributed(num_threads=1) as context:
-            main(given, context)
+        with ddpkit.distributed(num_threads=1) as context, ddpkit.stopping() as stop:
+            main(given, context, stop)
+        sys.exit(stop.exit_code)

@@ -1,9 +1,8 @@
-"""What a program that runs for long needs, and a reader of the training loop does not: a clock, signals, memory."""
+"""What a program that runs for long needs, and a reader of the training loop does not: a clock, memory."""
 
 from __future__ import annotations
 
 import ctypes
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,26 +23,6 @@ class Clock:
         start = time.perf_counter()
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
-
-
-class Stop:
-    """Note Ctrl-C and a scheduler's SIGTERM from now on, so that the program can save and end.
-
-    One more signal, seconds after the first, interrupts it in any case; the terminal and torchrun
-    may both send the first one.
-    """
-
-    def __init__(self) -> None:
-        self.asked: float | None = None  # when
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop)
-
-    def _stop(self, number: int, frame: object) -> None:
-        now = time.monotonic()
-        if self.asked is None:
-            self.asked = now
-        elif now - self.asked > 5:
-            raise KeyboardInterrupt
 
 
 def keep_freed_memory() -> None:

@@ -23,14 +23,14 @@ import ddpkit
 from deblurring.options import Options, read_options, redacted
 
 log = logging.getLogger(__name__)
-Main = Callable[[Options, ddpkit.Context], None]
+Main = Callable[[Options, ddpkit.Context], int | None]
 
 
 def run(main: Main, description: str) -> None:
     """Run a program as this rank, with the options that its command line names.
 
     Args:
-        main: Called with the options and where this rank stands.
+        main: Called with the options and where this rank stands; it may return an exit code.
         description: For `--help`.
     """
     with one_message():
@@ -46,7 +46,9 @@ def run(main: Main, description: str) -> None:
             doubt = _doubt_gpus(opt["gpu_ids"] or [], job)
             if doubt and job.rank == 0:
                 log.warning(doubt)
-            main(opt, job)
+            code = main(opt, job)
+        if code:
+            sys.exit(code)
 
 
 def banner(job: ddpkit.Context) -> str:

@@ -27,6 +27,7 @@ from robot.policy import EMA, DiffusionPolicy
 from robot.samples import Entries, Statistics, read_episode, scan, write_shard
 from shared.program import UserError, one_message
 from shared.settings import nested
+from signals import signalled
 from test_robot_parts import SMALL, make_batch, standard
 
 import ddpkit
@@ -64,8 +65,8 @@ def shell(command: list[str]) -> subprocess.CompletedProcess[str]:
 def main(arguments: list[str]) -> None:
     """What a rank does."""
     sys.argv = ["train.py", *arguments]
-    with one_message(), ddpkit.distributed(num_threads=1) as job:
-        train.main(job)
+    with one_message(), ddpkit.distributed(num_threads=1) as job, ddpkit.stopping() as stop:
+        train.main(job, stop)
 
 
 def only_run(runs: Path) -> Path:
@@ -210,7 +211,8 @@ def train_on(arguments: list[str]) -> None:
     """Trains, on a rank that has joined."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *arguments])
-        train.main(ddpkit.setup())
+        with ddpkit.stopping() as stop:
+            train.main(ddpkit.setup(), stop)
 
 
 @pytest.mark.storm
@@ -309,14 +311,34 @@ def test_a_run_goes_on_as_if_it_had_not_stopped_also_on_other_ranks(
     assert varied["train.resume"] is None and varied["train.num_epochs"] == 3
 
 
+def train_until_signalled(arguments: list[str]) -> None:
+    with signalled(rank=1, step=6):
+        train_on(arguments)
+
+
+@pytest.mark.storm
+def test_a_signal_in_an_epoch_stops_all_ranks_and_the_run_goes_on_there(demonstrations: Path, tmp_path: Path) -> None:
+    quiet = ["experiment.rollout.enabled=false", "experiment.logging.log_tb=false", "train.num_epochs=4"]
+    quiet += ["experiment.epoch_every_n_steps=20", "train.num_data_workers=1"]
+    on_ranks(train_on, 2, settings(demonstrations, tmp_path / "whole", *quiet))
+    on_ranks(train_until_signalled, 2, settings(demonstrations, tmp_path / "stopped", *quiet))
+    whole, stopped = only_run(tmp_path / "whole"), only_run(tmp_path / "stopped")
+    assert 6 <= torch.load(stopped / "last.pth")["step"] < 20
+    on_ranks(train_on, 2, [f"train.resume={stopped}"])
+    one, other = states(whole), states(stopped)
+    assert one["epoch"] == other["epoch"] == 4 and int(one["ema"]["updates"]) == 80
+    for part in ("policy", "ema", "optimizer"):
+        assert same(one[part], other[part]), part
+
+
 def train_again_and_again(cases: list[list[str]]) -> None:
     """Runs the trainer with one set of arguments after another, as the same rank."""
     with ddpkit.distributed(num_threads=1):
         for case in cases:
             sys.argv = ["train.py", *case]
             try:
-                with one_message(), ddpkit.distributed(num_threads=1) as job:
-                    train.main(job)
+                with one_message(), ddpkit.distributed(num_threads=1) as job, ddpkit.stopping() as stop:
+                    train.main(job, stop)
             except SystemExit as end:
                 sys.stderr.flush()
                 print(f"exit status {end.code}", flush=True)

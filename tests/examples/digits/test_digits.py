@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import on_ranks
 from processes import CLEAN, ROOT, TORCHRUN, free_port, platform_env
+from signals import signalled
 
 import ddpkit
 
@@ -86,15 +87,31 @@ def train_here(folder: str, *flags: str) -> list[float]:
     spec.loader.exec_module(digits)
     # 17 steps an epoch and an incomplete one, of a single micro-batch of 9 images: 5 and 4 on two ranks
     sys.argv = f"digits.py --folder {folder} --epochs 2 --batch-size 84 --accumulate 2".split() + list(flags)
-    digits.main(digits.read_settings(), ddpkit.setup())
+    with ddpkit.stopping() as stop:
+        digits.main(digits.read_settings(), ddpkit.setup(), stop)
     saved = ddpkit.Checkpointer(folder).load_latest()
     return torch.cat([tensor.flatten() for tensor in saved["model"].values()]).tolist()
 
 
-def test_three_ranks_and_then_two_give_what_one_gives(tmp_path: Path) -> None:
-    (alone,) = on_ranks(train_here, 1, str(tmp_path / "1"))
-    on_ranks(train_here, 3, str(tmp_path / "3"), "--stop-after", "8")
-    for mine in on_ranks(train_here, 2, str(tmp_path / "3"), "--resume"):
+def train_until_signalled(folder: str) -> None:
+    with signalled(rank=2, step=8):
+        train_here(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    (weights,) = on_ranks(train_here, 1, str(tmp_path_factory.mktemp("alone")))
+    return weights
+
+
+@pytest.mark.parametrize("stopped_by", ["a flag", "a signal"])
+def test_three_ranks_and_then_two_give_what_one_gives(stopped_by: str, alone: list[float], tmp_path: Path) -> None:
+    if stopped_by == "a flag":
+        on_ranks(train_here, 3, str(tmp_path), "--stop-after", "8")
+    else:
+        on_ranks(train_until_signalled, 3, str(tmp_path))
+    (stopped,) = ddpkit.Checkpointer(tmp_path).steps()
+    assert 8 <= stopped < 36
+    for mine in on_ranks(train_here, 2, str(tmp_path), "--resume"):
         assert mine == pytest.approx(alone, abs=1e-5)
-    for folder in ("1", "3"):
-        assert (tmp_path / folder / "latest").read_text().split()[0] == "step-000000036.pt"
+    assert ddpkit.Checkpointer(tmp_path).steps()[-1] == 36

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import on_ranks
 from processes import ROOT, TORCHRUN, launch
+from signals import signalled
 
 import ddpkit
 
@@ -50,7 +51,8 @@ def train_here(folder: Path, flags: str) -> dict[str, Any]:
     gpt.log.addHandler(said)
     gpt.log.setLevel(logging.INFO)
     try:
-        gpt.main(gpt.read_settings(), ddpkit.setup())
+        with ddpkit.stopping() as stop:
+            gpt.main(gpt.read_settings(), ddpkit.setup(), stop)
     finally:
         gpt.log.removeHandler(said)
     return said.by_name
@@ -120,3 +122,20 @@ def test_the_program_reads_the_manual_and_goes_on_where_it_was_stopped(tmp_path:
     assert rest.output.count("step 40: loss") == 1
     assert rest.output.count("epoch 0: validation loss") == 1
     assert rest.output.count("\nThe ") == 1
+
+
+def train_until_signalled(folder: Path, flags: str) -> dict[str, Any]:
+    with signalled(rank=1, step=3):
+        return train_here(folder, flags)
+
+
+@pytest.mark.parametrize("parallel", EITHER_WAY)
+def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(
+    parallel: str, alone: dict[str, float], tmp_path: Path
+) -> None:
+    before, other = on_ranks(train_until_signalled, 2, tmp_path, f"--parallel {parallel}")
+    assert before == other
+    (stopped,) = ddpkit.Checkpointer(tmp_path).steps()
+    assert before.pop("last") == f"stopped after step {stopped}; go on with --resume"
+    after, _ = train(tmp_path, 1, "--resume")
+    assert before | after == pytest.approx(alone, abs=1e-4)

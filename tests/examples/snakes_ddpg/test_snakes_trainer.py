@@ -110,10 +110,10 @@ def launch(ranks: int, fn: Any, *args: Any, timeout: float = PATIENCE) -> list[E
     return run(fn, [env | {"CUDA_VISIBLE_DEVICES": ""} for env in envs], *args, timeout=timeout)
 
 
-def finished(ended: list[Ended]) -> str:
+def finished(ended: list[Ended], code: int = 0) -> str:
     """What the main process has said, and that all ended well and the others kept silent."""
     for process in ended:
-        assert process.code == 0, process.output
+        assert process.code == code, process.output
     assert "".join(process.output for process in ended[1:]) == ""
     return ended[0].output
 
@@ -359,13 +359,14 @@ def was_saved(runs: Path, output: str) -> None:
 
 def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path: Path) -> None:
     flags = f"{ENDLESS} --runs_folder {tmp_path / 'runs'}"
-    output = finished(launch(2, train_with_a_signal, "main.py", flags, signal.SIGTERM, tmp_path))
-    was_saved(tmp_path / "runs", output)
+    ended = launch(2, train_with_a_signal, "main.py", flags, signal.SIGTERM, tmp_path)
+    was_saved(tmp_path / "runs", finished(ended, code=128 + signal.SIGTERM))
 
 
 def test_ctrl_c_saves_on_one_process(tmp_path: Path) -> None:
     flags = f"{ENDLESS} --runs_folder {tmp_path / 'runs'}"
-    was_saved(tmp_path / "runs", finished(launch(1, train_with_a_signal, "main.py", flags, signal.SIGINT, tmp_path)))
+    ended = launch(1, train_with_a_signal, "main.py", flags, signal.SIGINT, tmp_path)
+    was_saved(tmp_path / "runs", finished(ended, code=128 + signal.SIGINT))
 
 
 def test_when_a_rank_is_killed_the_others_end_at_once_and_say_which(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from deblurring.testing import find_test_clips
 from deblurring.tiles import restore
 from PIL import Image
 from processes import CLEAN, Ended, free_port, platform_env, run
+from signals import signalled
 from somebodys.nets import Net
 
 import ddpkit
@@ -497,3 +498,21 @@ def test_launch_train_sh_leaves_a_platforms_processes_alone(clips: Path, tmp_pat
 def test_launch_train_sh_wants_a_number_of_processes(arguments: list[str]) -> None:
     ended = shell(["./launch_train.sh", *arguments])
     assert ended.returncode == 2 and "usage: ./launch_train.sh N" in ended.stdout
+
+
+def programs_until_signalled(calls: list[tuple[str, str]]) -> None:
+    with signalled(rank=1, step=5):
+        programs(calls)
+
+
+@pytest.mark.storm
+def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(runs: Runs, clips: Path, tmp_path: Path) -> None:
+    call = TRAIN, video.write_options(tmp_path / "opt.json", video.options(clips, tmp_path))
+    first, other = start(2, programs_until_signalled, [call])
+    assert "== opt: exit status 138" in first.output
+    assert "== opt: exit status 138" in other.output
+    (stopped,) = map(int, re.findall(r"stopped after iteration (\d+) of 12: the same command goes on", first.output))
+    assert 5 <= stopped < 12
+    assert (tmp_path / f"tiny/models/{stopped}_optimizerG.pth").is_file()
+    outputs(launch(2, [call]))
+    assert near(weights(tmp_path, 12), weights(runs[0] / "whole2", 12))
