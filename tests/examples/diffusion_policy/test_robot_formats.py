@@ -280,8 +280,8 @@ def test_an_image_policy_learns_from_them_by_options_only(
     more += ["experiment.rollout.enabled=false", "experiment.epoch_every_n_steps=3", "train.num_epochs=1"]
     more += [f"train.output_dir={tmp_path}", "experiment.logging.log_tb=false", "observation.encoder.rgb.size=[24, 24]"]
     monkeypatch.setattr("sys.argv", ["train.py", *arguments(written, *more)])
-    with ddpkit.distributed() as job:
-        train.main(job)
+    with ddpkit.distributed() as job, ddpkit.stopping() as stop:
+        train.main(job, stop)
     (path,) = tmp_path.glob("*/*/last.pth")
     saved = torch.load(path)["state"]
     assert saved["entries"]["cameras"] == (written["rgb"][1:-1],)

@@ -91,6 +91,7 @@ def test_demonstrations_hold_what_the_expert_meant_not_what_the_noise_made_of_it
         collect.prepare(demonstrations)
 
 
+@pytest.mark.storm
 def test_the_experts_reach_their_goals_with_trembling_hands() -> None:
     for env_id in EXPERTS:
         assert all(Arena(env_id, 50).play(collect.Demonstrator(env_id, 0.1), range(UNSEEN, UNSEEN + 5))), env_id
@@ -159,6 +160,7 @@ def test_gradients_are_clipped(demonstrations: Path, tmp_path: Path, monkeypatch
     assert moved[0] > 1e-3 > 1e-4 > moved[1]
 
 
+@pytest.mark.storm
 def test_the_best_models_are_kept_by_success_and_by_validation(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     best = ["experiment.validate=true", "experiment.save.on_best_validation=true", "experiment.save.top_k=2"]
@@ -344,6 +346,7 @@ def train_again_and_again(cases: list[list[str]]) -> None:
                 print(f"exit status {end.code}", flush=True)
 
 
+@pytest.mark.storm
 def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Path, tmp_path: Path) -> None:
     broken, run_folder = tmp_path / "broken", tmp_path / "a_run"
     shutil.copytree(demonstrations, broken)

@@ -6,6 +6,8 @@ from snakes.evaluation import Result, play_games
 from snakes.game import Game
 from snakes.opponents import OPPONENTS
 
+pytestmark = pytest.mark.storm  # the first time, compiling the players takes half a minute
+
 GREEDY, RANDOM, SHARING = OPPONENTS["greedy"], OPPONENTS["random"], OPPONENTS["sharing"]
 
 

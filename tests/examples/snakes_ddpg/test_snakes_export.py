@@ -26,6 +26,8 @@ from snakes.opponents import OPPONENTS
 from snakes.policy import Policy
 from snakes.search import Search
 
+pytestmark = pytest.mark.storm  # the first time, compiling the players takes half a minute
+
 GAMES = Path(__file__).with_name("reference_games.json.gz")
 NAMES = ["up", "down", "left", "right"]
 # Runs a submission on recorded observations, far from the project's files and from all that is heavy

@@ -13,7 +13,7 @@ from snakes.league import League
 from snakes.networks import Actor
 from snakes.opponents import OPPONENTS
 
-LADDER = ("greedy", "foresighted")
+LADDER = ("greedy", "evasive")
 
 
 def results(**counts: tuple[int, int]) -> Counter[str]:

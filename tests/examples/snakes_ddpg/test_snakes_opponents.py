@@ -9,6 +9,8 @@ from snakes.evaluation import play_games
 from snakes.game import COLUMNS, DOWN, LEFT, RIGHT, ROWS, UP, Game
 from snakes.opponents import LEVELS, OPPONENTS, get
 
+pytestmark = pytest.mark.storm  # the first time, compiling the players takes half a minute
+
 MOVES = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
 DATA = Path(__file__).with_name("reference_games.json.gz")
 

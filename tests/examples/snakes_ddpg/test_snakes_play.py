@@ -17,6 +17,8 @@ from PIL import Image
 from snakes.evaluation import play_games
 from snakes.opponents import OPPONENTS, get
 
+pytestmark = pytest.mark.storm  # the first time, compiling the players takes half a minute
+
 FOLDER = Path(play.__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "error"}
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from snakes.game import DOWN, LEFT, NEXT, NONE, OPPOSITE, RIGHT, UP, Game
 from snakes.opponents import OPPONENTS
 from snakes.territory import ANY, _fill_bodies, _spread, territory
+
+pytestmark = pytest.mark.storm  # the first time, compiling the players takes half a minute
 
 FAR = [[20 * row + column for column in (1, 2, 3)] for row in (5, 6, 7)]  # out of the way
 

@@ -35,6 +35,8 @@ from somebodys.nets import Net
 
 import ddpkit
 
+pytestmark = pytest.mark.storm  # it trains again and again
+
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "video_deblurring"
 # as for somebody who has installed ddpkit, on a machine without a GPU
@@ -505,7 +507,6 @@ def programs_until_signalled(calls: list[tuple[str, str]]) -> None:
         programs(calls)
 
 
-@pytest.mark.storm
 def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(runs: Runs, clips: Path, tmp_path: Path) -> None:
     call = TRAIN, video.write_options(tmp_path / "opt.json", video.options(clips, tmp_path))
     first, other = start(2, programs_until_signalled, [call])
