@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _AGAIN = 2.0  # seconds in which one more Ctrl-C is the same: torchrun passes on what the terminal sends to ranks, too
 _LATER = 10.0  # seconds that the others wait longer than rank 0, which knows and says whose answer is missing
+_ENDING = 30.0  # seconds after a stop in which signals are passed over: srun ends ranks as soon as the first has ended
 _OF_SHELLS = 128  # is added to the number of a signal to make an exit code
 
 _handled: tuple[int, ...] = ()
@@ -48,7 +50,8 @@ def stopping(signals: Iterable[int] = _SIGNALS) -> Iterator[Stop]:
 
     Args:
         signals: Numbers of the signals. By default those of schedulers and of Ctrl-C: SIGTERM, SIGINT, SIGUSR1. Their
-            former handlers are put back at the block's end.
+            former handlers are put back at the block's end; where all ranks have stopped, only 30 s later, since
+            launchers signal ranks as soon as the first one has ended (Ctrl-C: 2 s after the first).
 
     Raises:
         NotSetUpError: If there are several ranks without the monitor, which `setup(watch=True)` starts.
@@ -66,8 +69,9 @@ def stopping(signals: Iterable[int] = _SIGNALS) -> Iterator[Stop]:
         _check_watch()
     else:
         lifecycle.renew_stop_agreement()
-    with _Handlers(signals):
-        yield Stop()
+    stop = Stop()
+    with _Handlers(signals, stop):
+        yield stop
 
 
 class Stop:
@@ -174,15 +178,17 @@ class _Handlers:
 
     Args:
         signals: Numbers of the signals.
+        stop: Tells whether all ranks have stopped.
     """
 
-    def __init__(self, signals: Iterable[int]) -> None:
+    def __init__(self, signals: Iterable[int], stop: Stop) -> None:
         self._signals = tuple(signals)
+        self._stop = stop
         self._former: dict[int, Any] = {}
         self._outer = _handled
         self._process = os.getpid()
-        self._interrupted_at: float | None = None
-        self._is_over = False
+        self._interrupted_at = -math.inf
+        self._over_at = math.inf
 
     def __enter__(self) -> None:
         global _handled
@@ -190,7 +196,7 @@ class _Handlers:
             try:
                 self._former[number] = signal.signal(number, self._handle)
             except (ValueError, OSError) as error:
-                self.__exit__()
+                self._put_back(*self._former)
                 raise ValueError(f"stopping() cannot handle signal {number!r}: {error}.") from error
         self._outer = _handled
         _handled = self._signals
@@ -198,38 +204,34 @@ class _Handlers:
     def __exit__(self, *_: object) -> None:
         global _handled
         _handled = self._outer
-        self._is_over = True
-        for number in self._former:
-            if number != signal.SIGINT or not self._is_interrupted():
-                self._put_back(number)
+        self._over_at = time.monotonic()
+        if self._stop.reason is None:
+            self._put_back(*self._former)
 
-    def _put_back(self, number: int) -> None:
-        handler = self._former[number]
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    def _put_back(self, *signals: int) -> None:
+        for number in signals:
+            signal.signal(number, self._former[number] or signal.SIG_DFL)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
         if os.getpid() != self._process:
             self._handle_in_child(number)
-        elif number != signal.SIGINT or self._interrupted_at is None:
-            self._ask(number)
-        elif not self._is_interrupted():
-            self._handle_another_interrupt()
-
-    def _ask(self, number: int) -> None:
-        if number == signal.SIGINT:
-            self._interrupted_at = time.monotonic()
-        _ask(f"got {signal.Signals(number).name}", number)
-
-    def _is_interrupted(self) -> bool:
-        """Return whether a Ctrl-C that comes now may be one that has been handled: the terminal's, and torchrun's."""
-        return self._interrupted_at is not None and time.monotonic() < self._interrupted_at + _AGAIN
-
-    def _handle_another_interrupt(self) -> None:
-        if self._is_over:
-            self._put_back(signal.SIGINT)
+        elif number == signal.SIGINT and now < self._interrupted_at + _AGAIN:
+            pass  # the same Ctrl-C
+        elif now >= self._over_at:
+            self._handle_after_the_block(number, now)
+        elif number == signal.SIGINT and self._interrupted_at > -math.inf:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(self._process, number)
         else:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(self._process, signal.SIGINT)
+            if number == signal.SIGINT:
+                self._interrupted_at = now
+            _ask(f"got {signal.Signals(number).name}", number)
+
+    def _handle_after_the_block(self, number: int, now: float) -> None:
+        if number == signal.SIGINT or now > self._over_at + _ENDING:
+            self._put_back(number)
+            os.kill(self._process, number)
 
     def _handle_in_child(self, number: int) -> None:
         """Let a child that was forked, such as a loader's worker, end as its rank does, or by SIGTERM as ever."""

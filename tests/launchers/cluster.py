@@ -17,7 +17,7 @@ ClusterName=test
 SlurmctldHost=login
 SlurmUser=root
 SlurmdUser=root
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire=10
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -32,7 +32,7 @@ KillWait=5
 MessageTimeout=60
 NodeName=node[1-2] CPUs=8 RealMemory=1000
 PartitionName=main Nodes=node[1-2] Default=YES State=UP
-"""  # config_overrides: nodes may claim more cores than the machine has
+"""  # config_overrides: nodes may claim more cores than the machine has; cred_expire: until a requeued job may start
 
 
 class Slurm:

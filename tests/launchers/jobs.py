@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 
 from processes import ROOT, Ended
@@ -15,6 +16,7 @@ PYTHON = [sys.executable]
 MEET = ["--rdzv-backend=c10d", "--rdzv-id=test", "--rdzv-endpoint=node1:29400"]  # on virtual nodes
 OPENMPI = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 HYDRA = ["mpiexec.hydra"]
+PREEMPTED = str(Path(__file__).with_name("preempted.py"))
 
 
 def assert_joined(ended: list[Ended], launcher: str, *nodes: int) -> None:
@@ -52,3 +54,35 @@ def assert_ended(end: Ended, folder: Path, by_launcher: str) -> None:
         assert set(said) <= {"heard of rank 1", by_launcher}, (said, end)
     else:
         assert said == ["heard of rank 1", by_launcher], (said, end)
+
+
+def wait_until_all_train(folder: Path, world_size: int, step: int = 0) -> None:
+    """Until all ranks of the preempted run are in its loop, which begins after that step."""
+    end = time.monotonic() + 120
+    while not all((folder / f"rank {rank} from step {step}").exists() for rank in range(world_size)):
+        assert time.monotonic() < end, [*folder.iterdir()]
+        time.sleep(0.02)
+
+
+def process_of(folder: Path, rank: int) -> tuple[int, int, str]:
+    """The process of that rank of the preempted run, the one that started it, and the host's name."""
+    own, parent, host = (folder / f"rank {rank} from step 0").read_text().split()
+    return int(own), int(parent), host
+
+
+def stopped_after(folder: Path, world_size: int, because: str) -> int:
+    """The step after which all ranks of the preempted run have stopped, for the one reason."""
+    found = [path for path in folder.iterdir() if " stopped " in path.name]
+    steps = {int(path.name.rpartition(" ")[2]) for path in found}
+    assert len(found) == world_size, found
+    assert len(steps) == 1, found
+    (reason,) = {path.read_text() for path in found}
+    assert re.fullmatch(because, reason), reason
+    return steps.pop()
+
+
+def assert_done(folder: Path, world_size: int) -> None:
+    """The preempted run has gone on to its end, and each sample came once."""
+    assert {path.name for path in folder.iterdir() if path.name.endswith("done")} == {
+        f"rank {rank} done" for rank in range(world_size)
+    }

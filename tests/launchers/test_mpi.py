@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
-from jobs import HYDRA, ONE_EPOCH, OPENMPI, PROGRAM, PYTHON, assert_ended, assert_joined, assert_trained, ending
+from jobs import (
+    HYDRA,
+    ONE_EPOCH,
+    OPENMPI,
+    PREEMPTED,
+    PROGRAM,
+    PYTHON,
+    assert_done,
+    assert_ended,
+    assert_joined,
+    assert_trained,
+    ending,
+    process_of,
+    stopped_after,
+    wait_until_all_train,
+)
 from nodes import needs, remote_shell, virtual_nodes
 from processes import launch
 
@@ -59,3 +77,15 @@ def test_the_doctor_examines_an_mpi_job() -> None:
     (end,) = launch([*OPENMPI, "-n", "2", *PYTHON, "-m", "ddpkit", "doctor", "--device", "cpu"])
     assert end.code == 0 and "2 ranks over gloo" in end.output and "openmpi: rank 0 of 2" in end.output, end
     assert "opening the store where the launcher leads" in end.output
+
+
+@pytest.mark.parametrize(("mpirun", "kind"), KINDS)
+def test_a_signal_to_one_rank_stops_all(mpirun: list[str], kind: str, tmp_path: Path) -> None:
+    def end(crew: list[subprocess.Popen[bytes]]) -> None:
+        wait_until_all_train(tmp_path, 2)
+        os.kill(process_of(tmp_path, 1)[0], signal.SIGUSR1)
+
+    launch([*mpirun, "-n", "2", *PYTHON, PREEMPTED, str(tmp_path)], meanwhile=end)
+    stopped_after(tmp_path, 2, r"rank 1 \(.*\) got SIGUSR1")
+    assert launch([*mpirun, "-n", "2", *PYTHON, PREEMPTED, str(tmp_path)])[0].code == 0
+    assert_done(tmp_path, 2)

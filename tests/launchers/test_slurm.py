@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import video
 from cluster import Slurm, cluster
-from jobs import MEET, ONE_EPOCH, PROGRAM, PYTHON, assert_ended, assert_joined, assert_trained, ending
+from jobs import (
+    MEET,
+    ONE_EPOCH,
+    PREEMPTED,
+    PROGRAM,
+    PYTHON,
+    assert_done,
+    assert_ended,
+    assert_joined,
+    assert_trained,
+    ending,
+    stopped_after,
+    wait_until_all_train,
+)
 from nodes import needs
-from processes import ROOT, TORCHRUN
+from processes import ROOT, TORCHRUN, launch
 
 pytestmark = [pytest.mark.storm, needs("slurmctld", "slurmd", "srun", "munged", nodes=True)]
 
@@ -86,3 +101,36 @@ def test_a_program_typed_into_a_shell_of_four_tasks_runs_alone_with_a_warning(sl
     done = slurm.run("sh", "-c", f"printf %s {typed} | {shell}")
     assert done.code == 0 and "rank 0/1 local 0/1 node 0/1 single mean 0" in done.output, done
     assert "typed into one of 4 shells that srun opened, so it runs alone" in done.output
+
+
+def test_a_job_that_is_signalled_saves_is_requeued_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+    folder, script, output = tmp_path / "run", tmp_path / "job.sh", tmp_path / "output"
+    folder.mkdir()
+    program = shlex.join([*PYTHON, PREEMPTED, str(folder)])
+    lines = ["#!/bin/bash", "code=0", f"srun --kill-on-bad-exit=1 {program} || code=$?"]
+    lines += ["echo the ranks ended with $code", "if [ $code -eq 138 ]; then", 'scontrol requeue "$SLURM_JOB_ID"', "fi"]
+    script.write_text("\n".join([*lines, "exit $code", ""]))
+    options = ["--requeue", "--open-mode=append", "--nodes=2", "--ntasks-per-node=2", f"--output={output}"]
+    sent = slurm.run("sbatch", "--parsable", *options, str(script))
+    assert sent.code == 0, sent
+    wait_until_all_train(folder, 4)
+    assert slurm.run("scancel", "--signal=USR1", sent.output.strip()).code == 0
+    end = time.monotonic() + 300
+    while output.read_text().count("the ranks ended") < 2:
+        assert time.monotonic() < end, output.read_text()
+        time.sleep(0.2)
+    step = stopped_after(folder, 4, r"rank \d \(node[12]\) got SIGUSR1")
+    assert (folder / f"rank 3 from step {step}").exists()
+    assert_done(folder, 4)
+    assert re.findall(r"ended with (\d+)", output.read_text()) == ["138", "0"]
+
+
+def test_a_job_that_is_cancelled_saves_before_it_is_killed(slurm: Slurm, tmp_path: Path) -> None:
+    tasks = ["--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--job-name=cancelled"]
+
+    def cancel(crew: list[subprocess.Popen[bytes]]) -> None:
+        wait_until_all_train(tmp_path, 2)
+        slurm.run("scancel", "--name=cancelled")
+
+    launch(slurm.login.run("srun", *tasks, *PYTHON, PREEMPTED, str(tmp_path)), env=slurm.env, meanwhile=cancel)
+    stopped_after(tmp_path, 2, r"rank \d \(node[12]\) got SIGTERM")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -9,7 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jobs import MEET, PROGRAM, PYTHON, assert_ended, assert_joined, ending
+from jobs import (
+    MEET,
+    PREEMPTED,
+    PROGRAM,
+    PYTHON,
+    assert_done,
+    assert_ended,
+    assert_joined,
+    ending,
+    process_of,
+    stopped_after,
+    wait_until_all_train,
+)
 from nodes import Node, needs, virtual_nodes
 from processes import TORCHRUN, Ended, free_port, launch, platform_env
 
@@ -153,3 +166,44 @@ def test_containers_of_one_pod_are_one_node() -> None:
     envs = [[f"{k}={v}" for k, v in platform_env(rank, 2, port).items()] for rank in range(2)]
     container = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "env"]
     assert_joined(launch(*([*container, *env, *PYTHON, *PROGRAM] for env in envs)), "platform", 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["its SIGTERM", "Ctrl-C"])
+def test_ranks_of_a_torchrun_that_is_ended_save_and_go_on(number: signal.Signals, tmp_path: Path) -> None:
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", PREEMPTED, str(tmp_path)]
+
+    def end(crew: list[subprocess.Popen[bytes]]) -> None:
+        wait_until_all_train(tmp_path, 2)
+        if number == signal.SIGTERM:
+            crew[0].terminate()
+        else:
+            os.killpg(crew[0].pid, number)  # as a terminal does
+
+    (stopped,) = launch(command, meanwhile=end)
+    assert stopped.code == 1, stopped  # torchrun's own, which no longer waits for its ranks' codes
+    assert "Traceback" not in stopped.output.partition("SignalException")[0].partition("all ranks stop")[0]
+    step = stopped_after(tmp_path, 2, rf"rank \d \(.*\) got {number.name}")
+    (ended,) = launch(command)
+    assert ended.code == 0, ended
+    assert (tmp_path / f"rank 1 from step {step}").exists()
+    assert_done(tmp_path, 2)
+
+
+@needs(nodes=True)
+@pytest.mark.storm
+def test_ranks_of_another_node_stop_with_those_of_a_torchrun_that_is_ended(nodes: list[Node], tmp_path: Path) -> None:
+    agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", *MEET, PREEMPTED, str(tmp_path)]
+
+    def end_agent(rank: int) -> None:
+        _, agent_of_rank, host = process_of(tmp_path, rank)
+        (node,) = [node for node in nodes if node.name == host]
+        subprocess.run(node.run("kill", str(agent_of_rank)), check=True)
+
+    def end(crew: list[subprocess.Popen[bytes]]) -> None:
+        wait_until_all_train(tmp_path, 2)
+        end_agent(1)
+        wait_for(lambda: sum(" stopped " in path.name for path in tmp_path.iterdir()) == 2)
+        end_agent(0)  # which would wait for the other one for five minutes
+
+    launch(*[node.run(*agent) for node in nodes[:2]], meanwhile=end)
+    stopped_after(tmp_path, 2, r"rank 1 \(node\d\) got SIGTERM")

@@ -369,3 +369,17 @@ except KeyboardInterrupt:
 def test_an_interrupt_after_the_block_is_the_same_for_a_while_and_then_another() -> None:
     ended = launch([sys.executable, "-c", AT_THE_END], timeout=60)[0]
     assert (ended.code, ended.output.splitlines()[-1]) == (0, "interrupted")
+
+
+SLOW_TO_END = """
+import os, signal, sys, time, ddpkit
+with ddpkit.stopping() as stop:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert stop.now()
+os.kill(os.getpid(), signal.SIGTERM)  # srun's, when another rank has ended with an exit code
+sys.exit(stop.exit_code)
+"""
+
+
+def test_a_rank_that_has_stopped_is_let_end_with_its_own_code() -> None:
+    assert launch([sys.executable, "-c", SLOW_TO_END], timeout=60)[0].code == 128 + signal.SIGUSR1
