@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 
+import pytest
 from processes import ROOT, launch
 
 CHECKS = ROOT / "tests" / "gpu"
 ROW = re.compile(r"^(\S.*?) +(passed|failed|skipped) +\d+\.\d  +(.*)$", re.MULTILINE)
 
 
+@pytest.mark.storm
 def test_without_a_gpu_every_check_is_skipped_with_the_reason() -> None:
     names = set()
     for file in CHECKS.glob("test_*.py"):

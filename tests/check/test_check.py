@@ -180,6 +180,7 @@ def test_the_report_is_readable_and_names_line_evidence_and_fix(tmp_path: Path) 
     assert len(ended.output.splitlines()) < 24 and "\033" not in ended.output
 
 
+@pytest.mark.storm
 def test_inside_a_job_of_torchrun_rank_0_reports_for_all(tmp_path: Path) -> None:
     command = [*TORCHRUN, "--nproc-per-node=2", "-m", "ddpkit", "check", str(HERE / "wrong" / "layout_gan.py")]
     env = {**CLEAN, "OMP_NUM_THREADS": "1"}

@@ -98,7 +98,7 @@ def load(folder: str, kind: str) -> tuple[Any, dict[str, Any]]:
     return found, state
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [pytest.param(True, marks=pytest.mark.storm), False])
 def test_it_is_the_same_on_any_number_of_ranks_sharded_or_not(tmp_path: Path, wait: bool) -> None:
     writers = [(2, "sharded"), (3, "sharded"), (2, "ddp"), (1, "sharded")]
     readers = [(3, "sharded"), (2, "sharded"), (1, "plain"), (2, "ddp")]

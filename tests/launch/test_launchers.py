@@ -674,6 +674,7 @@ def test_an_agent_that_cannot_be_seen_is_none() -> None:
     assert find_agent(dict.fromkeys(["TORCHELASTIC_RUN_ID", "RANK"]), os.getpid()) is None  # type: ignore[arg-type]
 
 
+@pytest.mark.storm
 def test_real_torchrun_inside_torchrun_is_seen_and_the_outer_one_is_fine(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
     (pids := tmp_path / "pids").mkdir()

@@ -54,7 +54,7 @@ def wait_for(happened: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def test_torchrun_on_one_node() -> None:
-    assert_joined(launch([*TORCHRUN, "--standalone", "--nproc-per-node=4", *PROGRAM]), "torchrun", 4)
+    assert_joined(launch([*TORCHRUN, "--standalone", "--nproc-per-node=2", *PROGRAM]), "torchrun", 2)
 
 
 @pytest.mark.storm
@@ -168,6 +168,7 @@ def test_containers_of_one_pod_are_one_node() -> None:
     assert_joined(launch(*([*container, *env, *PYTHON, *PROGRAM] for env in envs)), "platform", 2)
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["its SIGTERM", "Ctrl-C"])
 def test_ranks_of_a_torchrun_that_is_ended_save_and_go_on(number: signal.Signals, tmp_path: Path) -> None:
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", PREEMPTED, str(tmp_path)]

@@ -154,6 +154,7 @@ def work_alone() -> None:
     print("well")
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_process_that_a_job_of_one_rank_starts_is_another_job_of_one_rank(launcher: str) -> None:
     (ended,) = run_job(1, launcher, work_alone)
@@ -169,6 +170,7 @@ def evaluate_afterwards(folder: str) -> None:
     print(start_program().strip())
 
 
+@pytest.mark.storm
 def test_programs_that_ranks_start_after_their_job_has_ended_are_a_job_of_their_own(tmp_path: Path) -> None:
     ended = run_job(2, "torchrun", evaluate_afterwards, str(tmp_path))
     assert [end.output for end in ended] == ["joined 2.0\n"] * 2, ended

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from processes import free_port, launch, platform_env
 
 HANG = 400.0  # seconds: longer than any test may take, however loaded the machine is
@@ -114,6 +115,7 @@ FAILURES = {  # what a rank does, its exit code, and what the others hear
 }
 
 
+@pytest.mark.storm
 def test_a_rank_that_fails_without_distributed_is_known_to_those_who_compute(tmp_path: Path) -> None:
     scripts = {}
     for number, (name, (lines, _, _)) in enumerate(FAILURES.items()):
@@ -130,6 +132,7 @@ def test_a_rank_that_fails_without_distributed_is_known_to_those_who_compute(tmp
         assert ended[f"{name} {faulty}"][0] == code
 
 
+@pytest.mark.storm
 def test_the_ranks_on_both_sides_hear_how_the_one_between_them_ends(tmp_path: Path) -> None:
     chain = "from ddpkit.process_group import monitor_tree\nmonitor_tree.CHILDREN = 1\n"
     scripts = {}
@@ -174,6 +177,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.storm
 def test_a_rank_that_ends_in_good_order_disturbs_nobody_who_computes(tmp_path: Path) -> None:
     scripts = {}
     for number, (name, (lines, _)) in enumerate(GOOD.items()):

@@ -223,6 +223,7 @@ def test_a_port_that_something_else_listens_on_is_named_on_every_rank() -> None:
     assert f"127.0.0.1:{port} is not the store of a job" in ended[1].output
 
 
+@pytest.mark.storm
 @needs(nodes=True)
 def test_a_process_of_another_container_is_neither_alive_nor_dead_from_here() -> None:
     claim = [

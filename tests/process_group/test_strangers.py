@@ -280,6 +280,7 @@ def show_watch() -> None:
         ddpkit.barrier()
 
 
+@pytest.mark.storm
 @needs(nodes=True)
 def test_the_watch_of_several_nodes_listens_on_the_interface_between_them() -> None:
     program = f"import sys; sys.path[:0] = {PATHS!r}; import test_strangers as t; t.show_listeners()"

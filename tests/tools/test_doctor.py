@@ -239,6 +239,7 @@ def test_a_nested_launch_is_refused_on_every_rank_and_reported_once() -> None:
     assert found(done.stdout)["launch"]["remedy"].startswith("Start torchrun once per node with --nnodes")
 
 
+@pytest.mark.storm
 def test_a_job_under_torchrun_is_examined_and_only_the_main_process_prints() -> None:
     done = torchrun(2, "--json", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -265,6 +266,7 @@ def test_a_job_of_a_platform_is_examined() -> None:
     assert f"rank 1 ({socket.gethostname()}): platform: rank 1 of 2" in found(out)["launch"]["details"]
 
 
+@pytest.mark.storm
 @pytest.mark.skipif(not can_be(ELSEWHERE), reason="needs the right to make a UTS namespace")
 def test_ranks_on_different_hosts_are_told_apart() -> None:
     port = free_port()

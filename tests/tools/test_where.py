@@ -83,7 +83,7 @@ def ask_until_there(port: int, ranks: int) -> Answer:
     return answers[-1]
 
 
-@pytest.mark.parametrize(("ranks", "chain"), [(2, False), (3, True)])
+@pytest.mark.parametrize(("ranks", "chain"), [pytest.param(2, False, marks=pytest.mark.storm), (3, True)])
 def test_each_rank_says_where_it_is(tmp_path: Path, ranks: int, chain: bool) -> None:
     with job(ranks, tmp_path, chain) as (port, crew):
         answer = ask_until_there(port, ranks)

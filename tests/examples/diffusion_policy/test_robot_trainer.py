@@ -32,6 +32,8 @@ from test_robot_parts import SMALL, make_batch, standard
 
 import ddpkit
 
+pytestmark = pytest.mark.storm  # it trains again and again
+
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "diffusion_policy"
 ENV = CLEAN | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -91,14 +93,12 @@ def test_demonstrations_hold_what_the_expert_meant_not_what_the_noise_made_of_it
         collect.prepare(demonstrations)
 
 
-@pytest.mark.storm
 def test_the_experts_reach_their_goals_with_trembling_hands() -> None:
     for env_id in EXPERTS:
         assert all(Arena(env_id, 50).play(collect.Demonstrator(env_id, 0.1), range(UNSEEN, UNSEEN + 5))), env_id
     assert sum(Arena("FetchPickAndPlace-v4", 50).play(Random(), range(UNSEEN, UNSEEN + 5))) <= 1
 
 
-@pytest.mark.storm
 def test_two_processes_train_and_leave_everything_in_place(demonstrations: Path, tmp_path: Path) -> None:
     more = "train.amp=bf16 train.gradient_accumulation_steps=2 train.gradient_checkpointing=true"
     more += " experiment.check_replicas_every_n_steps=3 train.num_epochs=3"
@@ -160,7 +160,6 @@ def test_gradients_are_clipped(demonstrations: Path, tmp_path: Path, monkeypatch
     assert moved[0] > 1e-3 > 1e-4 > moved[1]
 
 
-@pytest.mark.storm
 def test_the_best_models_are_kept_by_success_and_by_validation(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     best = ["experiment.validate=true", "experiment.save.on_best_validation=true", "experiment.save.top_k=2"]
@@ -217,7 +216,6 @@ def train_on(arguments: list[str]) -> None:
             train.main(ddpkit.setup(), stop)
 
 
-@pytest.mark.storm
 def test_losses_and_weights_are_those_of_one_rank_on_any_number(
     demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +274,6 @@ def note_the_beginning(arguments: list[str], folder: Path) -> None:
         train_on(arguments)
 
 
-@pytest.mark.storm
 def test_a_run_goes_on_as_if_it_had_not_stopped_also_on_other_ranks(
     demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +315,6 @@ def train_until_signalled(arguments: list[str]) -> None:
         train_on(arguments)
 
 
-@pytest.mark.storm
 def test_a_signal_in_an_epoch_stops_all_ranks_and_the_run_goes_on_there(demonstrations: Path, tmp_path: Path) -> None:
     quiet = ["experiment.rollout.enabled=false", "experiment.logging.log_tb=false", "train.num_epochs=4"]
     quiet += ["experiment.epoch_every_n_steps=20", "train.num_data_workers=1"]
@@ -346,7 +342,6 @@ def train_again_and_again(cases: list[list[str]]) -> None:
                 print(f"exit status {end.code}", flush=True)
 
 
-@pytest.mark.storm
 def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Path, tmp_path: Path) -> None:
     broken, run_folder = tmp_path / "broken", tmp_path / "a_run"
     shutil.copytree(demonstrations, broken)
@@ -436,7 +431,6 @@ def test_closing_what_renders_leaves_the_pictures_of_others_as_they_were() -> No
     assert np.array_equal(again, before) and before.std() > 10
 
 
-@pytest.mark.storm
 @pytest.mark.usefixtures("rendering")
 def test_a_policy_learns_from_rendered_pictures_and_acts_by_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

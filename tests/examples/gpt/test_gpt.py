@@ -24,6 +24,7 @@ needs_fsdp = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch cannot train on CPUs"
 )
 EITHER_WAY = ["ddp", pytest.param("fsdp", marks=needs_fsdp)]
+FSDP_IN_STORM = ["ddp", pytest.param("fsdp", marks=[needs_fsdp, pytest.mark.storm])]
 
 
 class Said(logging.Handler):
@@ -129,7 +130,7 @@ def train_until_signalled(folder: Path, flags: str) -> dict[str, Any]:
         return train_here(folder, flags)
 
 
-@pytest.mark.parametrize("parallel", EITHER_WAY)
+@pytest.mark.parametrize("parallel", FSDP_IN_STORM)
 def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(
     parallel: str, alone: dict[str, float], tmp_path: Path
 ) -> None:

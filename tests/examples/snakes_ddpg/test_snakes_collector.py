@@ -14,6 +14,8 @@ from snakes.game import NEXT, Boards
 from snakes.networks import Actor
 from snakes.opponents import OPPONENTS
 
+pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
+
 BOARDS, STEPS, LENGTH = 8, 70, 20  # an episode has 20 steps
 
 

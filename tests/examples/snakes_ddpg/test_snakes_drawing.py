@@ -9,6 +9,8 @@ from snakes import drawing
 from snakes.drawing import Frame, render, snap, write_gif, write_strip
 from snakes.game import DOWN, LEFT, RIGHT, UP, Game
 
+pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
+
 COLOURS = [(72, 160, 255), (38, 214, 214), (92, 208, 108), (240, 72, 80), (255, 146, 44), (255, 112, 160)]
 BEAN, EYE = (255, 236, 160), (255, 255, 255)
 FREE = {(28, 33, 44), (34, 40, 54)}

@@ -11,6 +11,8 @@ from snakes.features import BLOCK, FEATURES, observe
 from snakes.game import DOWN, LEFT, NONE, RIGHT, UP, Boards, Game
 from snakes.opponents import greedy
 
+pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
+
 STEP = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
 FAR = [[r * 20 + c for c in (17, 18, 19)] for r in range(6)]  # six snakes out of the way
 

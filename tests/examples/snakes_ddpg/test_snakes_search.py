@@ -13,6 +13,8 @@ from snakes.networks import Actor, Critic
 from snakes.policy import Policy
 from snakes.search import DOUBT, GAMMA, LAMBDA, MARGIN, Search, load_search
 
+pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
+
 
 @pytest.fixture(scope="module")
 def search() -> Search:
