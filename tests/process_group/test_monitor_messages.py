@@ -9,22 +9,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpkit.process_group.failures import Failure
-from ddpkit.process_group.monitor_messages import LONGEST, Lines, Message, encode, parse, shows_token
+from ddpkit.process_group.monitor_messages import LONGEST, Lines, Message, Steps, encode, parse, shows_token
+from ddpkit.process_group.stop_agreement import StopDecision, StopRequest
 
 WORLD_SIZE = 4
 FAILURE = Failure.of(1, ValueError("boom"))
 FIELDS = asdict(FAILURE)
+REQUEST = {"rank": 2, "host": "node2", "reason": "got SIGTERM", "signal": 15}
+DECISION = {"step": 7, "request": REQUEST}
+STEPS = {"rank": 1, "number": 6}
 BAD_RANKS = ["1", True, None, -2, 4, 99, 1.0, 10**30, [1], {}, float("nan"), float("inf")]
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([1, -1, 99]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
 )
-failures = st.fixed_dictionaries({}, optional={name: values | st.just(value) for name, value in FIELDS.items()})
+
+
+def records(valid: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Records with some of these fields, right or wrong."""
+    return st.fixed_dictionaries({}, optional={name: values | st.just(value) for name, value in valid.items()})
+
+
+failures = records(FIELDS)
 messages = st.fixed_dictionaries(
     {},
     optional={
         **dict.fromkeys(["token", "rank", "left", "exiting", "code"], values),
         **dict.fromkeys(["failure", "reason"], values | failures | st.just(FIELDS)),
+        "wants_stop": values | records(REQUEST) | st.just(REQUEST),
+        "steps": values | records(STEPS) | st.just(STEPS),
+        "stop": values | records(DECISION) | st.just(DECISION),
+        "asks_steps": values,
     },
 )
 
@@ -37,7 +52,24 @@ def believable(message: Message | None) -> bool:
         if rank is not None and (type(rank) is not int or not 0 <= rank < WORLD_SIZE):
             return False
     failures = [failure for failure in (message.failure, message.reason) if failure is not None]
-    return message.code is None and all(map(believable_failure, failures))
+    return message.code is None and all(map(believable_failure, failures)) and believable_stop(message)
+
+
+def believable_stop(message: Message) -> bool:
+    if type(message.asks_steps) is not bool:
+        return False
+    if message.steps is not None and not (0 <= message.steps.rank < WORLD_SIZE and type(message.steps.number) is int):
+        return False
+    requests = [message.wants_stop] if message.wants_stop else []
+    if message.stop is not None:
+        requests.append(message.stop.request)
+        if type(message.stop.step) is not int:
+            return False
+    for request in requests:
+        kinds = [type(request.rank), type(request.host), type(request.reason), type(request.signal)]
+        if kinds != [int, str, str, int] or not 0 <= request.rank < WORLD_SIZE:
+            return False
+    return True
 
 
 def believable_failure(failure: Failure) -> bool:
@@ -129,3 +161,22 @@ def test_a_line_that_is_too_long_is_left_out_and_the_next_is_heard() -> None:
 def test_only_a_line_that_begins_with_the_token_is_read(line: bytes) -> None:
     assert not shows_token(line, "secret")
     assert shows_token(encode(token="secret", rank=1), "secret")
+
+
+def test_what_is_said_of_a_stop_arrives_as_it_was_sent() -> None:
+    message = parse(encode(wants_stop=REQUEST), WORLD_SIZE)
+    assert message is not None
+    assert message.wants_stop == StopRequest(**REQUEST)
+    message = parse(encode(steps=STEPS), WORLD_SIZE)
+    assert message is not None
+    assert message.steps == Steps(**STEPS)
+    message = parse(encode(stop=DECISION), WORLD_SIZE)
+    assert message is not None
+    assert message.stop == StopDecision(7, StopRequest(**REQUEST))
+
+
+@pytest.mark.parametrize("rank", BAD_RANKS, ids=str)
+def test_a_stop_is_of_a_rank_that_there_is(rank: object) -> None:
+    assert parse(encode(wants_stop=REQUEST | {"rank": rank}), WORLD_SIZE) is None
+    assert parse(encode(steps=STEPS | {"rank": rank}), WORLD_SIZE) is None
+    assert parse(encode(stop=DECISION | {"request": REQUEST | {"rank": rank}}), WORLD_SIZE) is None
