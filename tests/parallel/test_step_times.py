@@ -230,7 +230,9 @@ def train_on(chain: bool, phase: str, steps: int) -> None:
         ddpkit.barrier()
 
 
-@pytest.mark.parametrize(("ranks", "phase", "chain"), [(2, "data", False), (3, "backward", True)])
+@pytest.mark.parametrize(
+    ("ranks", "phase", "chain"), [pytest.param(2, "data", False, marks=pytest.mark.storm), (3, "backward", True)]
+)
 def test_the_main_process_says_which_rank_is_slow_and_in_what_and_so_does_where(
     ranks: int, phase: str, chain: bool, tmp_path: Path
 ) -> None:

@@ -82,6 +82,8 @@ from ddpkit import (
     wrap_model,
 )
 
+pytestmark = pytest.mark.storm  # what is tested elsewhere once more
+
 Pair = namedtuple("Pair", "first second")
 
 

@@ -55,6 +55,8 @@ from ddpkit import (
     wrap_model,
 )
 
+pytestmark = pytest.mark.storm  # what is tested elsewhere once more
+
 # --- communication ----------------------------------------------------------------------------------------------------
 
 

@@ -69,6 +69,8 @@ from ddpkit import (
     wrap_model,
 )
 
+pytestmark = pytest.mark.storm  # what is tested elsewhere once more
+
 
 def odd(rank: int) -> float:
     """Return a number of a rank's own: 1, 3, 5, ..."""

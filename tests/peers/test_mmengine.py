@@ -68,6 +68,8 @@ from ddpkit import (
     wrap_model,
 )
 
+pytestmark = pytest.mark.storm  # what is tested elsewhere once more
+
 
 def row(rank: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Return [1, 2] on rank 0, [3, 4] on rank 1, ..."""

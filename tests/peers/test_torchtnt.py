@@ -56,6 +56,8 @@ from ddpkit import (
     wrap_model,
 )
 
+pytestmark = pytest.mark.storm  # what is tested elsewhere once more
+
 # --- who am I ---------------------------------------------------------------------------------------------------------
 
 
