@@ -157,10 +157,11 @@ def test_the_backward_ends_with_all_of_it_whatever_the_model(rank: int) -> None:
         assert times is not None and times.steps == 40
         phases = times.phases
         if rank == slow:
-            assert phases["backward"] >= 0.02 > phases["waiting"], times
+            assert phases["backward"] >= 0.02, times
+            assert phases["backward"] > phases["waiting"], times
         else:
-            assert phases["waiting"] >= 0.01 > phases["backward"], times
-            assert phases["forward"] < 0.01, times
+            assert phases["waiting"] >= 0.01, times
+            assert phases["waiting"] > max(phases["backward"], phases["forward"]), times
 
 
 @pytest.mark.ranks(2)
