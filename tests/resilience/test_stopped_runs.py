@@ -20,7 +20,7 @@ pytestmark = pytest.mark.storm
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 SAMPLES = 240
 EPOCHS = 2
-LONGEST = 1.2  # seconds that a run takes about, signals come before
+LONGEST = 0.9  # seconds until the signal; a run takes longer, for in its steps it sleeps for more
 
 
 def train(folder: Path, seed: int | None) -> dict[str, Any]:
@@ -54,11 +54,9 @@ def train(folder: Path, seed: int | None) -> dict[str, Any]:
                     time.sleep(pauses.random() / 50)
                 if stop.now():
                     checkpoints.save(step, **state)
-                    time.sleep(max(0.0, LONGEST - moment))  # whoever is signalled is there
                     return {"seen": seen, "stopped": step, "reason": stop.reason, "code": stop.exit_code}
-        time.sleep(LONGEST if seed is not None else 0)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    return {"seen": seen, "weights": weights, "steps": checkpoints.steps(), "end": step}
+    return {"seen": seen, "weights": weights, "steps": checkpoints.steps()}
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -76,9 +74,6 @@ def test_a_signal_to_a_random_rank_costs_no_step(
     seed: int, ranks: int, undisturbed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     first = on_ranks(train, ranks, tmp_path, seed, timeout=60)
-    if "end" in first[0]:  # the signal came in the very last step, or later
-        assert all("end" in each for each in first)
-        return
     for each in first:
         assert {name: each[name] for name in ("stopped", "reason", "code")} == {
             name: first[0][name] for name in ("stopped", "reason", "code")
