@@ -12,6 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import get_type_hints
 
+from .monitor_tree import is_below
+
 
 @dataclass(frozen=True)
 class StopRequest:
@@ -96,8 +98,9 @@ class StopAgreement:
         self._counts[rank] = steps
 
     def missing(self, left: Collection[int]) -> list[int]:
-        """Return on rank 0 those that have neither answered nor left."""
-        return [rank for rank in range(self._world_size) if rank not in self._counts and rank not in left]
+        """Return on rank 0 those that have not answered and can: they have not left, nor has one above them."""
+        silent = [rank for rank in range(self._world_size) if rank not in self._counts]
+        return [rank for rank in silent if not any(is_below(rank, other) for other in left)]
 
     def decide(self, left: Collection[int]) -> StopDecision | None:
         """Decide on rank 0 once all have answered that have not left; return the decision only then."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..errors import BarrierTimeoutError, NotSetUpError
 from ..launch import ranks
 from ..process_group import lifecycle
+from ..process_group.monitor_tree import is_below
 from ..process_group.session import Session
 from ..process_group.stop_agreement import StopDecision, StopRequest
 
@@ -147,12 +148,20 @@ def _ask(reason: str, number: int = 0) -> None:
     lifecycle.ask_to_stop(StopRequest(ranks.get_rank(), socket.gethostname(), reason, number))
 
 
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of the real-time signals
+        return f"signal {number}"
+
+
 def _wait_for_decision(session: Session) -> None:
-    """Wait until rank 0 has said at which step all stop, or a rank has left, and with it the steps that are common."""
+    """Wait until rank 0 has said at which step all stop; or until it has left, or a rank that would pass it on."""
     agreement = session.stop_agreement
 
     def is_decided() -> bool | None:
-        return agreement.decision is not None or bool(session.failures.left) or None
+        is_cut_off = any(is_below(session.rank, other) for other in session.failures.left)
+        return agreement.decision is not None or is_cut_off or None
 
     def late() -> bool:
         missing = [0]
@@ -226,7 +235,7 @@ class _Handlers:
         else:
             if number == signal.SIGINT:
                 self._interrupted_at = now
-            _ask(f"got {signal.Signals(number).name}", number)
+            _ask(f"got {_name_of(number)}", number)
 
     def _handle_after_the_block(self, number: int, now: float) -> None:
         if number == signal.SIGINT or now > self._over_at + _ENDING:

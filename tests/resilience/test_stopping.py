@@ -20,6 +20,7 @@ from processes import Ended, free_port, launch, platform_env, run
 
 import ddpkit
 from ddpkit import testing
+from ddpkit.process_group import monitor_tree
 
 HOST = socket.gethostname()
 STEPS = 10_000  # more than a test ever gets through
@@ -69,6 +70,37 @@ def test_a_signal_to_any_rank_stops_all_at_one_step(
     assert 5 <= step <= 5 + (200 if nprocs > 1 else 0)
     assert reason == f"rank {signalled} ({HOST}) got {number.name}"
     assert code == 128 + number
+
+
+def train_in_a_chain(leaving: int) -> tuple[int, str | None]:
+    """Train free-running ranks of which each hears by way of the one before it; one of them leaves at once."""
+    monitor_tree.CHILDREN = 1
+    with ddpkit.distributed(timeout=timedelta(seconds=60)) as job:
+        if job.rank == leaving:
+            return -1, None
+        with ddpkit.stopping([signal.SIGRTMIN + 5]) as stop:
+            for step in range(1, 200):
+                time.sleep(0.005 * (1 + job.rank))
+                if job.rank == 1 and step == 40:
+                    os.kill(os.getpid(), signal.SIGRTMIN + 5)
+                if stop.now():
+                    return step, stop.reason
+        return step, None
+
+
+@pytest.mark.parametrize("leaving", [2, *(pytest.param(rank, marks=pytest.mark.storm) for rank in (-1, 0, 3))])
+def test_ranks_that_are_cut_off_by_one_that_has_left_hold_nobody_up(leaving: int) -> None:
+    results = testing.on_ranks(train_in_a_chain, 4, leaving, timeout=120, join=False, fresh=True)
+    reason = f"rank 1 ({HOST}) got signal {signal.SIGRTMIN + 5}"
+    there = [rank for rank in range(4) if rank != leaving]
+    if leaving == 0:  # nobody decides
+        assert {results[rank] for rank in there} == {(199, None)}
+        return
+    reached = [rank for rank in there if leaving < 0 or rank < leaving]
+    stopped = {results[rank] for rank in reached}
+    assert len(stopped) == 1
+    assert stopped.pop()[1] == reason
+    assert {results[rank] for rank in there if rank not in reached} <= {(199, None)}
 
 
 def signal_from_thread(seed: int) -> tuple[int, str | None]:
