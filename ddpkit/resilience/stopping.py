@@ -67,7 +67,7 @@ def stopping(signals: Iterable[int] = _SIGNALS) -> Iterator[Stop]:
         2
     """
     if lifecycle.has_job() or dist.is_initialized():
-        _check_watch()
+        _has_peers()
     else:
         lifecycle.renew_stop_agreement()
     stop = Stop()
@@ -91,8 +91,7 @@ class Stop:
             NotSetUpError: As `stopping`, where the job was joined in its block.
             PeerError: If a rank fails meanwhile.
         """
-        _check_watch()
-        several = lifecycle.joined()
+        several = _has_peers()
         agreement = lifecycle.stop_agreement()
         step, must_wait = agreement.next_step()
         if not several and agreement.request is not None:
@@ -135,12 +134,16 @@ class Stop:
         return _OF_SHELLS + self._request.signal
 
 
-def _check_watch() -> None:
-    if lifecycle.joined() and not lifecycle.is_watched():
+def _has_peers() -> bool:
+    """Return whether this rank is one of several; raise an error if these cannot agree."""
+    if not lifecycle.joined():
+        return False
+    if not lifecycle.is_watched():
         raise NotSetUpError(
             "stopping() needs the connections of the watch, by which the ranks agree: call ddpkit.setup(watch=True), "
             "also where somebody else has made the process group."
         )
+    return True
 
 
 def _ask(reason: str, number: int = 0) -> None:
