@@ -52,7 +52,7 @@ def stopping(signals: Iterable[int] = _SIGNALS) -> Iterator[Stop]:
     Args:
         signals: Numbers of the signals. By default those of schedulers and of Ctrl-C: SIGTERM, SIGINT, SIGUSR1. Their
             former handlers are put back at the block's end; where all ranks have stopped, only 30 s later, since
-            launchers signal ranks as soon as the first one has ended (Ctrl-C: 2 s after the first).
+            launchers signal ranks as soon as the first one has ended (for Ctrl-C, 2 s later).
 
     Raises:
         NotSetUpError: If there are several ranks without the monitor, which `setup(watch=True)` starts.
@@ -241,7 +241,8 @@ class _Handlers:
             _ask(f"got {_name_of(number)}", number)
 
     def _handle_after_the_block(self, number: int, now: float) -> None:
-        if number == signal.SIGINT or now > self._over_at + _ENDING:
+        passed_over = _AGAIN if number == signal.SIGINT else _ENDING
+        if now > self._over_at + passed_over:
             self._put_back(number)
             os.kill(self._process, number)
 

@@ -108,14 +108,16 @@ def signal_from_thread(seed: int) -> tuple[int, str | None]:
     victims = draw.sample(range(3), draw.randint(1, 3))
     moment = draw.random() / 10
     rank = ddpkit.get_rank()
+    timer = threading.Timer(moment if rank in victims else 0, os.kill, (os.getpid(), draw.choice(SIGNALS)))
     if rank in victims:
-        threading.Timer(moment, os.kill, (os.getpid(), draw.choice(SIGNALS))).start()
+        timer.start()
     lengths = random.Random(1_000 * seed + rank)
     with ddpkit.stopping() as stop:
         for step in range(1, STEPS):
             time.sleep(lengths.random() / 100)
             if stop.now():
-                time.sleep(0.2)  # the other signals come, too, and are not fatal
+                if rank in victims:
+                    timer.join()  # the other signals come, too, and are not fatal
                 return step, stop.reason
     raise AssertionError("the ranks have not stopped")
 
@@ -425,3 +427,19 @@ sys.exit(stop.exit_code)
 
 def test_a_rank_that_has_stopped_is_let_end_with_its_own_code() -> None:
     assert launch([sys.executable, "-c", SLOW_TO_END], timeout=60)[0].code == 128 + signal.SIGUSR1
+
+
+def stop_by_another_then_be_interrupted() -> str | None:
+    with ddpkit.stopping() as stop:
+        if ddpkit.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        while not stop.now():
+            ddpkit.all_reduce(1)
+    if ddpkit.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGINT)  # the same Ctrl-C, which has come later to this node
+    return stop.reason
+
+
+def test_a_ctrl_c_that_reaches_a_rank_after_all_have_stopped_does_not_end_it() -> None:
+    reason = f"rank 0 ({HOST}) got SIGINT"
+    assert on_ranks(stop_by_another_then_be_interrupted, 2, timeout=60) == [reason, reason]
