@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ddpkit.tools.where.steps import describe_steps
 from ddpkit.torch_internals import forward_pre_hooks
 
 PAUSE = 0.06  # seconds, much longer than anything that these steps do
+PAUSES = (0.02, 0.1, 0.5)  # seconds; on a busy machine, where all takes long, one that is much longer is needed
 PATIENCE = 120.0  # seconds, which only a hang needs
 
 
@@ -85,26 +87,36 @@ def train(pauses: dict[str, float], steps: int, by_hand: bool = False) -> None:
 PHASES = ["data", "forward", "backward", "optimizer", "other"]
 
 
-@pytest.mark.ranks(2, 3)
-def test_each_phase_gets_the_time_that_it_takes(rank: int) -> None:
-    last = ddpkit.get_world_size() - 1
-    for phase in PHASES:
+def pause_until(train_for: Callable[[float], None], share: Callable[[dict[str, float]], float]) -> None:
+    """Train with longer and longer pauses until, on each rank, a share of a step's time is most of the pause."""
+    for pause in PAUSES:
         before = ddpkit.step_times()
-        train({phase: 0.02} if rank == last else {}, 45)
+        train_for(pause)
         times = ddpkit.step_times()
         assert times is not None and times != before
         assert times.steps == 40
         assert sum(times.phases.values()) == pytest.approx(times.seconds)
-        slowed = times.phases[phase if rank == last else "waiting"]
-        assert slowed >= (0.019 if rank == last else 0.01), (phase, times)
+        if ddpkit.all_reduce(float(share(times.phases) >= 0.5 * pause), "min"):
+            return
+    raise AssertionError(f"Pauses of {pause} s, and {times}.")
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 3, timeout=300)
+@pytest.mark.parametrize("phase", PHASES)
+def test_each_phase_gets_the_time_that_it_takes(rank: int, phase: str) -> None:
+    is_slow = rank == ddpkit.get_world_size() - 1
+    pause_until(
+        lambda pause: train({phase: pause} if is_slow else {}, 45),
+        lambda phases: phases[phase if is_slow else "waiting"],
+    )
+
+
+@pytest.mark.ranks(2, timeout=300)
 def test_gradients_that_are_averaged_by_hand_end_a_step_too(rank: int) -> None:
-    train({"other": 0.02} if rank == 1 else {}, 45, by_hand=True)
-    times = ddpkit.step_times()
-    assert times is not None and times.steps == 40
-    assert times.phases["other" if rank == 1 else "waiting"] >= 0.015
+    pause_until(
+        lambda pause: train({"other": pause} if rank == 1 else {}, 45, by_hand=True),
+        lambda phases: phases["other" if rank == 1 else "waiting"],
+    )
 
 
 @pytest.mark.ranks(1)
@@ -145,33 +157,34 @@ class Odd(nn.Module):
         return {"out": [hidden * self.scale], "other": "word"}
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, timeout=300)
 def test_the_backward_ends_with_all_of_it_whatever_the_model(rank: int) -> None:
     net = ddpkit.wrap_model(Odd(), find_unused_parameters=True)
-    last = ddpkit.get_world_size() - 1
-    for slow in (0, last):
-        net.module.slow = 0.02 if rank == slow else 0.0
+
+    def train_odd(pause: float) -> None:
+        net.module.slow = pause
         for _ in range(45):
             net(torch.randn(3, 4))["out"][0].sum().backward()
-        times = ddpkit.step_times()
-        assert times is not None and times.steps == 40
-        phases = times.phases
+
+    def excess(phases: dict[str, float]) -> float:
         if rank == slow:
-            assert phases["backward"] >= 0.02, times
-            assert phases["backward"] > phases["waiting"], times
-        else:
-            assert phases["waiting"] >= 0.01, times
-            assert phases["waiting"] > max(phases["backward"], phases["forward"]), times
+            return phases["backward"] - phases["waiting"]
+        return phases["waiting"] - max(phases["backward"], phases["forward"])
+
+    for slow in (0, ddpkit.get_world_size() - 1):
+        pause_until(lambda pause, slow=slow: train_odd(pause if rank == slow else 0.0), excess)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=300)
 def test_the_last_of_two_models_in_one_loss_counts(rank: int) -> None:
-    first, second = ddpkit.wrap_model(Net({"backward": 0.02} if rank else {})), ddpkit.wrap_model(nn.Linear(1, 1))
-    for _ in range(25):
-        second(first(torch.ones(1, 4))).sum().backward()
-    times = ddpkit.step_times()
-    assert times is not None
-    assert times.phases["backward" if rank else "waiting"] >= 0.005, times  # two exchanges a loss
+    first, second = ddpkit.wrap_model(Net({})), ddpkit.wrap_model(nn.Linear(1, 1))
+
+    def train_both(pause: float) -> None:
+        first.module.pauses["backward"] = pause if rank else 0.0
+        for _ in range(25):
+            second(first(torch.ones(1, 4))).sum().backward()
+
+    pause_until(train_both, lambda phases: 2 * phases["backward" if rank else "waiting"])  # two exchanges a loss
 
 
 @pytest.mark.ranks(2)
