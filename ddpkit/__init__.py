@@ -13,6 +13,7 @@ from .collectives.sync import barrier, main_process_first, main_process_only, ru
 from .data.loader import make_loader
 from .data.samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
 from .errors import (
+    BadStepError,
     BarrierTimeoutError,
     CheckpointError,
     DdpkitError,
@@ -51,6 +52,8 @@ from .process_group.lifecycle import (
     setup,
     teardown,
 )
+from .resilience.out_of_memory import find_batch_size
+from .resilience.step_guard import StepGuard
 from .resilience.stopping import Stop, stopping
 from .seeding.seeds import sample_seed, seed_everything
 from .spawning.spawn import spawn
@@ -122,6 +125,8 @@ __all__ = [
     "Checkpointer",
     "stopping",
     "Stop",
+    "StepGuard",
+    "find_batch_size",
     "step_times",
     "StepTimes",
     "SlowRank",
@@ -136,6 +141,7 @@ __all__ = [
     "MismatchError",
     "ReplicaMismatchError",
     "CheckpointError",
+    "BadStepError",
 ]
 
 _FORMER_NAMES = {"BarrierTimeout": BarrierTimeoutError, "ReplicaMismatch": ReplicaMismatchError}

@@ -48,6 +48,20 @@ class CheckpointError(DdpkitError):
     """A checkpoint cannot be read or written."""
 
 
+class BadStepError(DdpkitError):
+    """More steps in a row could not be taken than may be skipped.
+
+    Attributes:
+        ranks: Those on which the last one failed.
+    """
+
+    ranks: list[int]
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
 class BarrierTimeoutError(DdpkitError):
     """Some ranks did not arrive in time.
 

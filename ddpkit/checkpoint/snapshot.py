@@ -21,7 +21,7 @@ from ..torch_internals import storage_like, untyped_storage
 from .views import pickler_for
 
 _WORTH_THREADS = 1 << 25  # bytes to copy
-_PIECE = 1 << 22  # bytes that a thread copies at a time
+_PIECE = 1 << 24  # bytes that a thread copies at a time
 
 
 class _Place(NamedTuple):

@@ -8,8 +8,8 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain, count, islice
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -306,19 +306,21 @@ class Loader(DataLoader[Any]):
             self.set_epoch(self.epoch + 1)
         self._loop.counts = False
         loop = self._loop = _Loop(self.epoch)
+        if self.num_workers == 0:
+            loop.read_here = _with_set_epoch(self.dataset)
         seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._place.rank)
         self.generator.manual_seed(seed)
         _pass_epoch_on(self.dataset, loop.epoch)
         with torch.device("cpu"), enduring_workers(self):  # torch draws their seed on the default device
-            batches = self._begin(loop.epoch)
-        return self._handed_out(batches, loop)
+            batches = self._begin(loop)
+        return _Pass(self, batches, loop)
 
-    def _begin(self, epoch: int) -> Iterator[Any]:
+    def _begin(self, loop: _Loop) -> Iterator[Any]:
         """Begin a pass of torch's DataLoader, and draw its order now, not at its first batch."""
         if not isinstance(self.batch_sampler, _Batches):
             return super().__iter__()
         batches = _started(iter(self.batch_sampler))
-        self.batch_sampler.prepared = self._with_seeds(batches, epoch, self._start)
+        self.batch_sampler.prepared = self._with_seeds(batches, loop, self._start)
         try:
             return super().__iter__()
         finally:
@@ -332,38 +334,45 @@ class Loader(DataLoader[Any]):
     def _with_seeds(
         self,
         batches: Iterator[list[int]],
-        epoch: int,
+        loop: _Loop,
         position: int,
     ) -> Iterator[list[int]]:
         for indices in batches:
             batch = _Batch(indices)
-            batch.seeds = (self._seed, epoch, self._place.rank, position)
+            batch.seeds = (self._seed, loop.epoch, self._place.rank, position)
+            loop.drawn.append(batch)
             yield batch
             position += self._global_batch
 
-    def _handed_out(self, batches: Iterator[Any], loop: _Loop) -> Iterator[Any]:
-        resumable = self.sampler if isinstance(self.sampler, ResumableSampler) else None
-        read_here = _with_set_epoch(self.dataset) if self.num_workers == 0 else []
-        for number in count(1):
-            if self.persistent_workers and self._loop is not loop:
-                raise DdpkitError(
-                    f"This loop over epoch {loop.epoch} cannot go on, since another one over the "
-                    "same loader was begun: persistent workers serve one loop at a time. Make a "
-                    "loader for each loop, or leave out persistent_workers."
-                )
-            for dataset in read_here:  # another loader over it may have set another epoch
-                dataset.set_epoch(loop.epoch)
-            try:
-                with lifecycle.step_clock().within(Phase.DATA):
-                    batch = next(batches)
-            except StopIteration:
-                break
-            if resumable is not None and self._is_counted(loop):
-                resumable.advance(self._global_batch)
-            lifecycle.tell(epoch=loop.epoch, batch=number)
-            yield batch
-        if self._is_counted(loop):
-            self.set_epoch(loop.epoch + 1)
+    def _next(self, batches: Iterator[Any], loop: _Loop) -> Any:
+        """Return a pass's next batch. One that cannot be made counts like any other."""
+        if self.persistent_workers and self._loop is not loop:
+            raise DdpkitError(
+                f"This loop over epoch {loop.epoch} cannot go on, since another one over the "
+                "same loader was begun: persistent workers serve one loop at a time. Make a "
+                "loader for each loop, or leave out persistent_workers."
+            )
+        for dataset in loop.read_here:  # another loader over it may have set another epoch
+            dataset.set_epoch(loop.epoch)
+        try:
+            with lifecycle.step_clock().within(Phase.DATA):
+                batch = next(batches)
+        except StopIteration:
+            if self._is_counted(loop):
+                self.set_epoch(loop.epoch + 1)
+            raise
+        except Exception:
+            self._count_batch(loop)
+            raise
+        self._count_batch(loop)
+        return batch
+
+    def _count_batch(self, loop: _Loop) -> None:
+        if isinstance(self.sampler, ResumableSampler) and self._is_counted(loop):
+            self.sampler.advance(self._global_batch)
+        loop.batches += 1
+        samples = loop.drawn.popleft() if loop.drawn else ()
+        lifecycle.tell(samples, epoch=loop.epoch, batch=loop.batches)
 
     def _is_counted(self, loop: _Loop) -> bool:
         # torch's way to another epoch, sampler.set_epoch(), does not pass here
@@ -397,6 +406,21 @@ class _Loop:
 
     epoch: int
     counts: bool = True  # whether its batches count in the loader's state
+    read_here: list[Any] = field(default_factory=list)  # datasets that have an epoch, without workers
+    batches: int = 0  # handed out
+    drawn: deque[list[int]] = field(default_factory=deque)  # indices of those that are still to come, as far as drawn
+
+
+class _Pass(Iterator[Any]):
+    """One pass over a loader, which can go on after a batch that could not be made."""
+
+    def __init__(self, loader: Loader, batches: Iterator[Any], loop: _Loop) -> None:
+        self._loader = loader
+        self._batches = batches
+        self._loop = loop
+
+    def __next__(self) -> Any:
+        return self._loader._next(self._batches, self._loop)
 
 
 class _Batches(BatchSampler):

@@ -8,7 +8,7 @@ import logging
 import multiprocessing.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -42,6 +42,7 @@ _job: Job | None = None
 _departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
 _idle_clock = StepClock()  # of a process without a job of several ranks
 _idle_agreement = StopAgreement(1)  # the same
+_samples_at_hand: Sequence[int] = ()
 _children_keep_garbage = False  # whether forked children are told to, which cannot be taken back
 _FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
 
@@ -358,10 +359,17 @@ def distributed(
             _leave()
 
 
-def tell(**progress: int) -> None:
-    """Say how far the script is, for those who ask what the ranks are doing."""
+def tell(samples: Sequence[int] = (), **progress: int) -> None:
+    """Say how far the script is, and at which samples, for those who ask what the ranks are doing."""
+    global _samples_at_hand
+    _samples_at_hand = samples
     if _job is not None and _job.session is not None:
         _job.session.told = {name: int(number) for name, number in progress.items()}
+
+
+def samples_at_hand() -> Sequence[int]:
+    """Return the indices, in the dataset, of the batch that a loader has handed out last, if they are known."""
+    return _samples_at_hand
 
 
 def step_clock() -> StepClock:
@@ -470,6 +478,7 @@ def joined() -> bool:
     """Return whether there are peers to talk to. Adopts a group that somebody else made, or made anew. Collective then.
 
     Raises:
+        DdpkitError: In a block in which ranks stay apart.
         NotSetUpError: If several processes were launched but not set up, or their group has been destroyed.
     """
     job = _job
@@ -478,7 +487,26 @@ def joined() -> bool:
     if job is None:
         return False
     _refuse_forked(job)
+    if job.apart:
+        raise DdpkitError(
+            f"In a block of {job.apart} no values can be exchanged with other ranks, for one that raises there would "
+            "keep the others waiting. Call it before or after the block."
+        )
     return job.context.world_size > 1
+
+
+@contextmanager
+def apart(call: str) -> Iterator[None]:
+    """Refuse ddpkit's own exchanges in a block in which one rank may raise alone."""
+    job = _job
+    if job is None:
+        yield
+        return
+    job.apart = call
+    try:
+        yield
+    finally:
+        job.apart = ""
 
 
 def _join_group() -> Job | None:

@@ -60,7 +60,7 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
             return cause
     if error is session.failures.explained:  # by a block that it left on its way up
         return None
-    if not _is_of_broken_collective(error):
+    if not is_of_broken_collective(error):
         return None
     session.failures.explained = error
     if _TIMED_OUT.search(message_of(error)):
@@ -73,7 +73,7 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
     return _compare_places(error, f"{call} {place}", session, ranks)
 
 
-def _is_of_broken_collective(error: BaseException) -> bool:
+def is_of_broken_collective(error: BaseException) -> bool:
     """Return whether torch raises such an error where a collective breaks."""
     if not isinstance(error, RuntimeError) or isinstance(error, DdpkitError):
         return False
