@@ -372,6 +372,12 @@ def samples_at_hand() -> Sequence[int]:
     return _samples_at_hand
 
 
+def forget_samples() -> None:
+    """Take note that the step with that batch is over."""
+    global _samples_at_hand
+    _samples_at_hand = ()
+
+
 def step_clock() -> StepClock:
     """Return the clock of this process's training steps."""
     if _job is None or _job.session is None:

@@ -141,6 +141,8 @@ class StepGuard:
             self._accept(gradients, exchange)
         else:
             self._skip(raised or _Report.of_gradients(gradients), error)
+        if not self._again:
+            lifecycle.forget_samples()
         lifecycle.step_clock().end_step()
         return True
 
@@ -251,8 +253,7 @@ def _exchange(own: _Report) -> dict[int, _Report]:
 
 
 def _explain(headline: str, reports: dict[int, _Report]) -> str:
-    lines = [f"rank {rank}: {report}" for rank, report in reports.items()]
-    return list_lines(headline, lines or ["the sum of the ranks' gradients is not finite"])
+    return list_lines(headline, [f"rank {rank}: {report}" for rank, report in reports.items()])
 
 
 def _say(text: str) -> None:
