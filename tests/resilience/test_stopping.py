@@ -352,8 +352,11 @@ def end_a_child(number: int) -> int | None:
                 time.sleep(0.01)
         time.sleep(0.1)
         os.kill(child, number)
-        time.sleep(0.1)
-        pid, status = os.waitpid(child, os.WNOHANG)
+        deadline = time.monotonic() + (60 if number == signal.SIGTERM else 0.1)
+        pid = 0
+        while pid == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            pid, status = os.waitpid(child, os.WNOHANG)
         if pid == 0:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

@@ -31,7 +31,7 @@ from ddpkit.tools.doctor import machine_checks, network_checks
 from ddpkit.tools.doctor.check import Check, merge, worst
 from ddpkit.tools.doctor.command import read_launch
 from ddpkit.tools.doctor.job_checks import read_records, roll_call, same_versions
-from ddpkit.tools.doctor.output import render
+from ddpkit.tools.doctor.output import print_report, render
 from ddpkit.tools.doctor.report import MARK, Report, read_results
 
 MACHINE = ["launch", "versions", "devices", "interface", "master", "ports"]
@@ -305,6 +305,14 @@ def test_a_rank_that_does_not_come_is_named_beside_those_who_did() -> None:
     assert (first[0], third[:2]) == (1, (1, ""))
     assert "Rank 1 of 3 did not come within 30 s" in found(out)["join"]["found"]
     assert len(found(out)["launch"]["details"]) == 5  # rank 2 has told what it is
+
+
+def test_a_rank_that_has_read_others_before_the_store_went_fails_all_the_same() -> None:
+    report = Report(detect_launch(platform_env(2, 3, 1)), 60.0, Check("launch", "ok", "x"))
+    report.hosts = ["a", "?", "?"]
+    report.peers = {0: [Check("launch", "ok", "x")]}  # and then the store went
+    report.fail(LaunchError("The store has gone."))
+    assert print_report(report, as_json=True) == 1
 
 
 def work_until_told() -> None:

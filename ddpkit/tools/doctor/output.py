@@ -25,7 +25,9 @@ _WIDEST = 120
 
 def print_report(report: Report, as_json: bool) -> int:
     """Print the report; rank 0 does for all if it has heard of them. Return the exit code."""
-    checks = merge(report.peers, report.hosts) if report.peers else report.checks
+    checks = report.checks
+    if report.peers:  # perhaps not all, if the store has gone meanwhile
+        checks = merge(report.peers | {report.rank: report.checks}, report.hosts)
     code = int(worst(checks) == "failed")
     if report.rank == 0:
         if as_json:
