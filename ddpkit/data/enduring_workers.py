@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -20,7 +21,7 @@ from weakref import WeakSet
 
 from torch.utils.data import DataLoader
 
-from ..resilience import stopping
+from ..resilience.signal_handlers import handled_signals
 
 _enduring: WeakSet[BaseProcess] = WeakSet()
 os.register_at_fork(after_in_child=_enduring.clear)  # they are no children of a child
@@ -30,22 +31,34 @@ os.register_at_fork(after_in_child=_enduring.clear)  # they are no children of a
 def enduring_workers(loader: DataLoader[Any]) -> Iterator[None]:
     """Let the workers that a loader starts in this block pass over what `stopping()` handles now, if it does.
 
-    They end when the loader tells them to, or when this process is dead.
+    They end when the loader tells them to, or when this process is dead. Until they can pass over such signals these
+    are blocked, which a process that is forked or spawned inherits; one that comes meanwhile is handled here when
+    the block ends.
     """
-    signals = stopping.handled_signals()
+    signals = handled_signals()
     if not signals or loader.num_workers == 0:
         yield
         return
     before = set(multiprocessing.active_children())
     given = loader.worker_init_fn
     loader.worker_init_fn = _PassOver(signals, given)
+    _start_tracker(loader)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         loader.worker_init_fn = given
         for worker in set(multiprocessing.active_children()) - before:
             worker.terminate = worker.kill  # type: ignore[method-assign]  # torch calls it for one that is stuck
             _enduring.add(worker)
+
+
+def _start_tracker(loader: DataLoader[Any]) -> None:
+    """Start the process that multiprocessing has beside spawned ones: it unblocks signals here when it starts."""
+    context: Any = loader.multiprocessing_context or multiprocessing
+    if context.get_start_method() != "fork":
+        resource_tracker.ensure_running()
 
 
 @dataclass
@@ -63,6 +76,7 @@ class _PassOver:
     def __call__(self, worker_id: int) -> None:
         for number in self.signals:
             signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that the worker starts would inherit
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
         if self.given is not None:
             self.given(worker_id)
 

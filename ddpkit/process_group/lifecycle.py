@@ -398,13 +398,19 @@ def renew_stop_agreement() -> None:
     _idle_agreement = StopAgreement(1)
 
 
-def ask_to_stop(request: StopRequest) -> None:
-    """Ask that all ranks stop, unless this one has; a signal handler may call it."""
+def ask_to_stop(request: StopRequest) -> bool:
+    """Ask that all ranks stop, unless this one has; a signal handler may call it.
+
+    Returns:
+        Whether this is this rank's first request.
+    """
     agreement = stop_agreement()
-    if agreement.request is None:
+    is_first = agreement.request is None
+    if is_first:
         agreement.request = request
     if _job is not None and _job.monitor is not None:
         _job.monitor.wake()
+    return is_first
 
 
 def has_job() -> bool:

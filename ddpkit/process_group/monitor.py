@@ -406,6 +406,7 @@ class Monitor(threading.Thread):
             self._connections.post_up(_line(wants_stop=request))
         elif self._agreement.begins(request):
             self._ask_steps()
+            _log(logging.WARNING, request.announcement())
 
     def _ask_steps(self) -> None:
         """Ask the ranks below this one how many steps they have counted, and answer for it."""

@@ -7,6 +7,7 @@ so that no rank has passed it.
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -33,6 +34,13 @@ class StopRequest:
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}) {self.reason}"
+
+    def announcement(self) -> str:
+        """Say what follows from it."""
+        text = f"{self}: all ranks stop after the next step or two"
+        if self.signal == signal.SIGINT:
+            text += "; Ctrl-C again ends at once, and saves nothing"
+        return text
 
 
 @dataclass(frozen=True)

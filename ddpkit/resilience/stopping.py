@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
-import math
-import os
 import signal
 import socket
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import FrameType
-from typing import Any
 
 import torch.distributed as dist
 
@@ -22,20 +18,12 @@ from ..process_group import lifecycle
 from ..process_group.monitor_tree import is_below
 from ..process_group.session import Session
 from ..process_group.stop_agreement import StopDecision, StopRequest
+from .signal_handlers import handled_signals, handling
 
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_AGAIN = 2.0  # seconds in which one more Ctrl-C is the same: torchrun passes on what the terminal sends to ranks, too
 _LATER = 10.0  # seconds that the others wait longer than rank 0, which knows and says whose answer is missing
-_ENDING = 30.0  # seconds after a stop in which signals are passed over: srun ends ranks as soon as the first has ended
 _OF_SHELLS = 128  # is added to the number of a signal to make an exit code
-
-_handled: tuple[int, ...] = ()
-
-
-def handled_signals() -> tuple[int, ...]:
-    """Return the numbers of the signals that ask this process to stop in good order, those of `stopping`."""
-    return _handled
 
 
 @contextmanager
@@ -51,8 +39,8 @@ def stopping(signals: Iterable[int] = _SIGNALS) -> Iterator[Stop]:
 
     Args:
         signals: Numbers of the signals. By default those of schedulers and of Ctrl-C: SIGTERM, SIGINT, SIGUSR1. Their
-            former handlers are put back at the block's end; where all ranks have stopped, only 30 s later, since
-            launchers signal ranks as soon as the first one has ended (for Ctrl-C, 2 s later).
+            former handlers are put back at the block's end. Where a signal has stopped all ranks, such signals are
+            passed over for another 30 s, since launchers signal ranks as soon as the first one has ended (Ctrl-C, 2 s).
 
     Raises:
         NotSetUpError: If there are several ranks without the monitor, which `setup(watch=True)` starts.
@@ -68,11 +56,15 @@ def stopping(signals: Iterable[int] = _SIGNALS) -> Iterator[Stop]:
     """
     if lifecycle.has_job() or dist.is_initialized():
         _has_peers()
-    else:
+    elif not handled_signals():  # else it is the outer block's
         lifecycle.renew_stop_agreement()
     stop = Stop()
-    with _Handlers(signals, stop):
-        yield stop
+    with handling(signals, _ask_for_signal) as block:
+        try:
+            yield stop
+        finally:
+            block.is_stopped = stop.signal > 0
+    _say_what_came_too_late()
 
 
 class Stop:
@@ -129,9 +121,14 @@ class Stop:
         It is 128 and the number of the signal, as shells count. It is 0 if no signal has stopped the ranks, and under
         torchrun, which would start them again after any other.
         """
-        if self._request is None or self._request.signal == 0 or ranks.current_launch().kind == "torchrun":
+        if self.signal == 0 or ranks.current_launch().kind == "torchrun":
             return 0
-        return _OF_SHELLS + self._request.signal
+        return _OF_SHELLS + self.signal
+
+    @property
+    def signal(self) -> int:
+        """The number of the signal that has stopped all ranks, 0 if none has."""
+        return 0 if self._request is None else self._request.signal
 
 
 def _has_peers() -> bool:
@@ -147,8 +144,15 @@ def _has_peers() -> bool:
 
 
 def _ask(reason: str, number: int = 0) -> None:
-    """Ask for this rank that all stop."""
-    lifecycle.ask_to_stop(StopRequest(ranks.get_rank(), socket.gethostname(), reason, number))
+    """Ask for this rank that all stop; a signal handler may call it."""
+    request = StopRequest(ranks.get_rank(), socket.gethostname(), reason, number)
+    is_first = lifecycle.ask_to_stop(request)
+    if is_first and not lifecycle.is_watched():  # else rank 0 says so
+        _thread.start_new_thread(log.warning, ("%s", request.announcement()))
+
+
+def _ask_for_signal(number: int) -> None:
+    _ask(f"got {_name_of(number)}", number)
 
 
 def _name_of(number: int) -> str:
@@ -156,6 +160,14 @@ def _name_of(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # one of the real-time signals
         return f"signal {number}"
+
+
+def _say_what_came_too_late() -> None:
+    """Log a request after which no step was counted any more."""
+    agreement = lifecycle.stop_agreement()
+    request = agreement.request
+    if request is not None and agreement.decision is None and not handled_signals():
+        log.warning("%s, but no step came after it in the block of stopping(): nothing was stopped.", request)
 
 
 def _wait_for_decision(session: Session) -> None:
@@ -183,71 +195,3 @@ def _wait_for_decision(session: Session) -> None:
         timeout += timedelta(seconds=_LATER)
     with session.bounded(timeout):
         session.until(is_decided, timeout, late)
-
-
-class _Handlers:
-    """Handlers that turn signals into requests; a context in which they are there.
-
-    Args:
-        signals: Numbers of the signals.
-        stop: Tells whether all ranks have stopped.
-    """
-
-    def __init__(self, signals: Iterable[int], stop: Stop) -> None:
-        self._signals = tuple(signals)
-        self._stop = stop
-        self._former: dict[int, Any] = {}
-        self._outer = _handled
-        self._process = os.getpid()
-        self._interrupted_at = -math.inf
-        self._over_at = math.inf
-
-    def __enter__(self) -> None:
-        global _handled
-        for number in self._signals:
-            try:
-                self._former[number] = signal.signal(number, self._handle)
-            except (ValueError, OSError) as error:
-                self._put_back(*self._former)
-                raise ValueError(f"stopping() cannot handle signal {number!r}: {error}.") from error
-        self._outer = _handled
-        _handled = self._signals
-
-    def __exit__(self, *_: object) -> None:
-        global _handled
-        _handled = self._outer
-        self._over_at = time.monotonic()
-        if self._stop.reason is None:
-            self._put_back(*self._former)
-
-    def _put_back(self, *signals: int) -> None:
-        for number in signals:
-            signal.signal(number, self._former[number] or signal.SIG_DFL)
-
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        now = time.monotonic()
-        if os.getpid() != self._process:
-            self._handle_in_child(number)
-        elif number == signal.SIGINT and now < self._interrupted_at + _AGAIN:
-            pass  # the same Ctrl-C
-        elif now >= self._over_at:
-            self._handle_after_the_block(number, now)
-        elif number == signal.SIGINT and self._interrupted_at > -math.inf:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(self._process, number)
-        else:
-            if number == signal.SIGINT:
-                self._interrupted_at = now
-            _ask(f"got {_name_of(number)}", number)
-
-    def _handle_after_the_block(self, number: int, now: float) -> None:
-        passed_over = _AGAIN if number == signal.SIGINT else _ENDING
-        if now > self._over_at + passed_over:
-            self._put_back(number)
-            os.kill(self._process, number)
-
-    def _handle_in_child(self, number: int) -> None:
-        """Let a child that was forked, such as a loader's worker, end as its rank does, or by SIGTERM as ever."""
-        if number == signal.SIGTERM:
-            signal.signal(number, self._former[number] or signal.SIG_DFL)
-            os.kill(os.getpid(), number)

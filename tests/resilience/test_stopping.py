@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -21,6 +23,7 @@ from processes import Ended, free_port, launch, platform_env, run
 import ddpkit
 from ddpkit import testing
 from ddpkit.process_group import monitor_tree
+from ddpkit.resilience.signal_handlers import handled_signals
 
 HOST = socket.gethostname()
 STEPS = 10_000  # more than a test ever gets through
@@ -267,11 +270,56 @@ def test_without_the_watch_it_is_refused() -> None:
         assert "setup(watch=True)" in said
 
 
+# Workers of loaders
+
+
+def slowly(worker: int) -> None:
+    time.sleep(0.05)
+
+
+def read_while_workers_start(method: str, number: int, epochs: int) -> list[int]:
+    """Signal each worker as soon as there is one; return how many batches each epoch has."""
+    options = {"num_workers": 2, "multiprocessing_context": method, "worker_init_fn": slowly}
+    loader = ddpkit.make_loader(range(8), batch_size=2, **options)
+    counts = []
+    with ddpkit.stopping():
+        for _ in range(epochs):
+            batches = iter(loader)
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid, number)
+            counts.append(len(list(batches)))
+    return counts
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.storm)])
+def test_workers_pass_over_signals_from_their_first_moment(method: str, number: signal.Signals) -> None:
+    epochs = 10 if method == "fork" else 2
+    assert testing.on_ranks(read_while_workers_start, 1, method, number, epochs, timeout=240) == [[4] * epochs]
+
+
+def signal_while_workers_start() -> tuple[str | None, bool]:
+    """A signal to this process is not lost meanwhile."""
+    with ddpkit.stopping() as stop:
+        loader = ddpkit.make_loader(range(8), batch_size=2, num_workers=2)
+        timer = threading.Timer(0.005, os.kill, [os.getpid(), signal.SIGTERM])
+        timer.start()
+        batches = [iter(loader) for _ in range(10)]
+        timer.join()
+        is_stopped = stop.now()
+        del batches
+        return stop.reason, is_stopped
+
+
+def test_a_signal_that_comes_while_workers_start_is_heard() -> None:
+    assert on_ranks(signal_while_workers_start, 1, timeout=60) == [(f"rank 0 ({HOST}) got SIGTERM", True)]
+
+
 # Handlers
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, 10_000])
-def test_a_signal_that_nobody_can_handle_is_refused(number: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, 10_000, "SIGINT"])
+def test_a_signal_that_nobody_can_handle_is_refused(number: Any) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with (
         pytest.raises(ValueError, match=r"stopping\(\) cannot handle signal"),
@@ -308,6 +356,62 @@ def test_the_former_handlers_are_put_back() -> None:
         signal.signal(signal.SIGUSR1, former)
 
 
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in SIGNALS]
+
+
+def handle_in_many_blocks() -> None:
+    """Blocks one after another and within each other: the handlers from before all of them come back."""
+    former = handlers()
+    with ddpkit.stopping() as stop:  # a stop that no signal has asked for
+        stop.ask("is done")
+        assert stop.now()
+    assert handlers() == former
+    for _ in range(3):
+        with ddpkit.stopping() as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while not stop.now():
+                time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)  # as srun sends it once the first rank has ended: passed over
+    with ddpkit.stopping([signal.SIGTERM, signal.SIGTERM]):
+        with ddpkit.stopping([signal.SIGUSR2]):
+            assert set(handled_signals()) == {signal.SIGTERM, signal.SIGUSR2}
+        assert handled_signals() == (signal.SIGTERM,)
+    assert handlers() == former
+
+
+def test_however_many_blocks_there_are_the_handlers_from_before_come_back() -> None:
+    testing.on_ranks(handle_in_many_blocks, 1, timeout=60, join=False, fresh=True)
+
+
+def ask_outside_of_an_inner_block() -> list[bool]:
+    with ddpkit.stopping() as outer:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with ddpkit.stopping() as inner:
+            return [inner.now(), outer.now()]
+
+
+def test_a_block_within_another_forgets_nothing() -> None:
+    assert testing.on_ranks(ask_outside_of_an_inner_block, 1, timeout=60, fresh=True) == [[True, True]]
+
+
+def ask_too_late() -> str:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ddpkit").addHandler(handler)
+    with ddpkit.stopping() as stop:
+        assert not stop.now()
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)  # another thread says that it has come
+    return "\n".join(said)
+
+
+def test_a_signal_after_the_last_step_is_not_passed_over_in_silence() -> None:
+    (said,) = testing.on_ranks(ask_too_late, 1, timeout=60, fresh=True)
+    assert f"rank 0 ({HOST}) got SIGTERM, but no step came after it in the block of stopping()" in said
+
+
 INTERRUPTED = """
 import sys, time, ddpkit
 with ddpkit.stopping() as stop:
@@ -340,7 +444,14 @@ def test_a_second_interrupt_ends_the_process_without_a_traceback(tmp_path: Path)
     command = ["sh", "-c", f'exec "$0" -c "$1" > {output} 2>&1', sys.executable, INTERRUPTED]
     ended = launch(command, meanwhile=interrupt, timeout=60)[0]
     assert ended.code == -signal.SIGINT
-    assert output.read_text() == f"ready\nall ranks stop after this step: rank 0 ({HOST}) got SIGINT\nstopped\n"
+    said = output.read_text().splitlines()
+    assert sorted(said) == [
+        f"all ranks stop after this step: rank 0 ({HOST}) got SIGINT",
+        f"rank 0 ({HOST}) got SIGINT: all ranks stop after the next step or two; "
+        "Ctrl-C again ends at once, and saves nothing",
+        "ready",
+        "stopped",
+    ]
 
 
 def end_a_child(number: int) -> int | None:

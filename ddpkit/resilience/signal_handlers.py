@@ -1,0 +1,135 @@
+"""Handle, in blocks, the signals that ask a process to stop in good order."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+_AGAIN = 2.0  # seconds in which one more Ctrl-C is the same: torchrun passes on what the terminal sends to ranks, too
+_ENDING = 30.0  # seconds after a stop in which signals are passed over: srun ends ranks as soon as the first has ended
+
+
+@dataclass(eq=False)
+class Block:
+    """A block in which signals are handled.
+
+    Attributes:
+        signals: Their numbers.
+        ask: Called with the number of one that comes.
+        is_stopped: Whether, when the block is over, such a signal has stopped the ranks.
+    """
+
+    signals: tuple[int, ...]
+    ask: Callable[[int], None]
+    is_stopped: bool = False
+
+
+@dataclass
+class _Process:
+    """What is known of signals in this process; only its main thread changes it."""
+
+    blocks: list[Block] = field(default_factory=list)  # those that are not over, the innermost last
+    former: dict[int, Any] = field(default_factory=dict)  # handlers in whose place ours are, by signal
+    pid: int = 0
+    interrupted_at: float = -math.inf
+    over_at: float = -math.inf  # when the last block ended
+
+
+_process = _Process()
+
+
+def handled_signals() -> tuple[int, ...]:
+    """Return the numbers of the signals that ask this process to stop in good order."""
+    return tuple({number: None for block in _process.blocks for number in block.signals})
+
+
+@contextmanager
+def handling(signals: Iterable[int], ask: Callable[[int], None]) -> Iterator[Block]:
+    """Call `ask` with the number of each signal that comes in this block, instead of what handled it before.
+
+    One more Ctrl-C, 2 s after the first or later, ends the process.
+
+    Args:
+        signals: Numbers of the signals.
+        ask: What to call.
+
+    Raises:
+        ValueError: If a signal cannot be handled, or this is not the main thread.
+    """
+    block = Block(tuple(dict.fromkeys(signals)), ask)
+    _process.pid = os.getpid()
+    try:
+        for number in block.signals:
+            _take_over(number)
+    except BaseException:
+        _put_back_unused()
+        raise
+    if not _process.blocks:
+        _process.interrupted_at = -math.inf
+    _process.blocks.append(block)
+    try:
+        yield block
+    finally:
+        _process.blocks.remove(block)
+        _process.over_at = time.monotonic()
+        if not block.is_stopped:
+            _put_back_unused()
+
+
+def _take_over(number: int) -> None:
+    if number in _process.former and signal.getsignal(number) is _handle:
+        return
+    try:
+        _process.former[number] = signal.signal(number, _handle)
+    except (ValueError, OSError, TypeError) as error:
+        raise ValueError(f"stopping() cannot handle signal {number!r}: {error}.") from error
+
+
+def _put_back_unused() -> None:
+    """Put back the former handlers of signals that no block handles."""
+    for number in _process.former.keys() - set(handled_signals()):
+        _put_back(number)
+
+
+def _put_back(number: int) -> None:
+    former = _process.former.pop(number)
+    if signal.getsignal(number) is _handle:
+        signal.signal(number, former or signal.SIG_DFL)
+
+
+def _handle(number: int, _: FrameType | None) -> None:
+    asked = [block.ask for block in _process.blocks if number in block.signals]
+    now = time.monotonic()
+    if os.getpid() != _process.pid:
+        _handle_in_child(number)
+    elif not asked:
+        _handle_after_the_block(number, now)
+    elif number != signal.SIGINT:
+        asked[-1](number)
+    elif _process.interrupted_at == -math.inf:
+        _process.interrupted_at = now
+        asked[-1](number)
+    elif now > _process.interrupted_at + _AGAIN:  # not the same Ctrl-C
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(_process.pid, number)
+
+
+def _handle_after_the_block(number: int, now: float) -> None:
+    passed_over = _AGAIN if number == signal.SIGINT else _ENDING
+    if now > _process.over_at + passed_over:
+        _put_back(number)
+        os.kill(_process.pid, number)
+
+
+def _handle_in_child(number: int) -> None:
+    """Let a child that was forked, such as a loader's worker, end as its rank does, or by SIGTERM as ever."""
+    if number == signal.SIGTERM:
+        _put_back(number)
+        os.kill(os.getpid(), number)
