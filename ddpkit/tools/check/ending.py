@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from .observing.expressions import awaits_stop_iteration
 from .recorder import Recorder
 
 _EPOCHS = 3  # that begin; the third is not finished
@@ -31,6 +32,7 @@ class Ending:
         self._has_loader = False
         self._backwards = 0
         self.was_cut = False
+        self._is_uncut = False  # whether an epoch goes on that was to be cut
 
     def note_loader(self) -> None:
         """Note that the script trains from a loader, which can be cut short."""
@@ -39,6 +41,7 @@ class Ending:
     def begin_epoch(self) -> None:
         """Note that a loader from which the script trains begins anew."""
         self._begun_at = self._recorder.step
+        self._is_uncut = False
         self._epochs += 1
 
     def begin_backward(self) -> None:
@@ -46,8 +49,11 @@ class Ending:
         self._backwards += 1
 
     def cut_epoch(self) -> bool:
-        """Return whether a loader shall end its epoch here."""
+        """Return whether a loader shall end its epoch here, for which the script must be prepared."""
         if self._backwards or self._recorder.step - self._begun_at < self._steps:
+            return False
+        if not awaits_stop_iteration():
+            self._is_uncut = True
             return False
         self.was_cut = True
         return True
@@ -57,7 +63,9 @@ class Ending:
         allowed = self._steps
         if self._has_loader:  # a loader that fetches ahead yields one batch more after it was cut
             allowed += 1
-        is_long = steps >= _LONGEST * self._steps or steps - self._begun_at >= allowed
+        is_long = steps >= _LONGEST * self._steps
+        if not self._is_uncut:
+            is_long = is_long or steps - self._begun_at >= allowed
         if is_long or self._epochs > _EPOCHS:
             self.wait("steps")
 

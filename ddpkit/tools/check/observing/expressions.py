@@ -244,6 +244,25 @@ def loop_keys() -> list[str]:
     return found
 
 
+def awaits_stop_iteration() -> bool:
+    """Return whether the script is prepared for the end of what it reads now: by a loop, or because it names it."""
+    frame = next(own_frames(sys._getframe(1)), None)
+    if frame is None or mentions("StopIteration"):
+        return True
+    return not _calls_next(frame.f_code.co_filename, frame.f_lineno)
+
+
+@cache
+def _calls_next(file: str, line: int) -> bool:
+    """Return whether there is a `next(iterator)` on a line, without a default."""
+    for node in ast.walk(syntax_of(file)):
+        if not isinstance(node, ast.Call) or not node.lineno <= line <= (node.end_lineno or node.lineno):
+            continue
+        if isinstance(node.func, ast.Name) and node.func.id == "next" and len(node.args) == 1:
+            return True
+    return False
+
+
 def mentions(word: str) -> bool:
     """Return whether a file of the script has a word in it."""
     return any(word in _text_of(file) for file in own_files())

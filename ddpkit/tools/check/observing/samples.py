@@ -14,6 +14,7 @@ from torch.utils.data import dataloader as loading
 from torch.utils.data._utils import fetch
 
 from ....collectives.digest import digest
+from ....data.loader import Loader
 from ..ending import Ending
 from ..places import Place, Stack, deciding_lines, stack
 from ..recorder import Recorder
@@ -153,7 +154,7 @@ class Samples:
             "epochs_set": self._epochs_set.get(sampler, 0) if _is_weakly_known(sampler) else 0,
             "shuffles": bool(getattr(sampler, "shuffle", False)),
             "repeats": is_in_loop(),
-            "names_epoch": mentions("set_epoch"),
+            "names_epoch": isinstance(loader, Loader) or mentions("set_epoch"),  # ddpkit's takes the next one by itself
             "replaces": bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
             "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
