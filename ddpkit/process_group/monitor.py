@@ -421,7 +421,7 @@ class Monitor(threading.Thread):
 
     def _on_stop(self, decision: StopDecision) -> None:
         self._connections.post_down(_line(stop=decision))
-        self._agreement.decision = decision
+        self._agreement.decision = decision  # only now: the main thread may leave when it sees it
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:

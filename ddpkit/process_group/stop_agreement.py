@@ -111,11 +111,13 @@ class StopAgreement:
         return [rank for rank in silent if not any(is_below(rank, other) for other in left)]
 
     def decide(self, left: Collection[int]) -> StopDecision | None:
-        """Decide on rank 0 once all have answered that have not left; return the decision only then."""
+        """Return on rank 0 the decision, once, when all have answered that have not left.
+
+        The main thread does not know it yet: it would stop, and leave before the others have been told.
+        """
         if self._first is None or self.decision is not None or self.missing(left):
             return None
-        self.decision = StopDecision(max(self._counts.values()) + 1, self._first)
-        return self.decision
+        return StopDecision(max(self._counts.values()) + 1, self._first)
 
 
 REQUEST = get_type_hints(StopRequest)  # the form of its JSON

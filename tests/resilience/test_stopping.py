@@ -23,6 +23,7 @@ from processes import Ended, free_port, launch, platform_env, run
 import ddpkit
 from ddpkit import testing
 from ddpkit.process_group import monitor_tree
+from ddpkit.process_group.stop_agreement import StopAgreement, StopRequest
 from ddpkit.resilience.signal_handlers import handled_signals
 
 HOST = socket.gethostname()
@@ -128,6 +129,18 @@ def signal_from_thread(seed: int) -> tuple[int, str | None]:
 @pytest.mark.parametrize("seed", range(5))
 def test_signals_at_random_moments_stop_all_at_one_step_for_one_reason(seed: int) -> None:
     assert len(set(on_ranks(signal_from_thread, 3, seed, timeout=60))) == 1
+
+
+def test_rank_0_does_not_stop_before_it_has_told_the_others() -> None:
+    """It would leave, and they would take the decision for lost."""
+    agreement = StopAgreement(2)
+    assert agreement.begins(StopRequest(1, HOST, "got SIGTERM", signal.SIGTERM))
+    for rank in range(2):
+        agreement.add(rank, agreement.answer())
+    decision = agreement.decide(left=[])
+    assert decision is not None
+    assert decision.step == 1
+    assert agreement.decision is None  # the main thread looks at it
 
 
 def ask(asking: int) -> list[Any]:
