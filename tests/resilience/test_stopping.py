@@ -113,10 +113,10 @@ def signal_from_thread(seed: int) -> tuple[int, str | None]:
     moment = draw.random() / 10
     rank = ddpkit.get_rank()
     timer = threading.Timer(moment if rank in victims else 0, os.kill, (os.getpid(), draw.choice(SIGNALS)))
-    if rank in victims:
-        timer.start()
     lengths = random.Random(1_000 * seed + rank)
     with ddpkit.stopping() as stop:
+        if rank in victims:
+            timer.start()
         for step in range(1, STEPS):
             time.sleep(lengths.random() / 100)
             if stop.now():
