@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SHARDED_CLASSES = {  # by module; one that was never imported has made no tensor
@@ -22,6 +23,7 @@ _SHARDED_CLASSES = {  # by module; one that was never imported has made no tenso
     "torch.distributed._shard.sharded_tensor": "ShardedTensor",
     "torch.distributed.fsdp._flat_param": "FlatParameter",
 }
+_OF_BROKEN_LOADERS = ("DataLoader worker (pid", "DataLoader timed out", "Pin memory thread exited")
 _ORDINARY_MODULES = ("torch", "torch.nn.parameter")  # of Tensor and Parameter
 
 
@@ -140,6 +142,23 @@ def ignored_by_ddp(module: nn.Module) -> Collection[str]:
     """Return the names of the tensors that DDP was told to leave alone (private, the same from torch 2.6 to 2.13)."""
     ignored: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return ignored
+
+
+def rebuild_buckets(model: DistributedDataParallel) -> None:
+    """Do what the first forward after DDP's first backward begins with, if it is still to come. Collective then.
+
+    The ranks agree on the buckets in which gradients travel (private, the same from torch 2.6 to 2.13).
+    """
+    model.reducer._rebuild_buckets()
+
+
+def is_of_broken_loader(error: BaseException) -> bool:
+    """Return whether a loader has lost a worker, or waits for one too long (private, the same from torch 2.6 to 2.13).
+
+    Such an error says nothing about a batch.
+    """
+    text = error.args[0] if error.args else ""
+    return type(error) is RuntimeError and isinstance(text, str) and text.startswith(_OF_BROKEN_LOADERS)
 
 
 def after_backward(function: Callable[[], None]) -> None:

@@ -24,6 +24,7 @@ from ..seeding.generator_states import get_rng_state, set_rng_state
 from ..seeding.hashing import hash_seeds
 from ..seeding.seeds import seed_cpu
 from ..timing.clock import Phase
+from ..torch_internals import is_of_broken_loader
 from .enduring_workers import enduring_workers
 from .place import Place
 from .samplers import DistributedEvalSampler, DistributedSampler, ResumableSampler
@@ -340,7 +341,8 @@ class Loader(DataLoader[Any]):
         for indices in batches:
             batch = _Batch(indices)
             batch.seeds = (self._seed, loop.epoch, self._place.rank, position)
-            loop.drawn.append(batch)
+            if not isinstance(self.sampler, DistributedEvalSampler):
+                loop.drawn.append(batch)
             yield batch
             position += self._global_batch
 
@@ -361,8 +363,9 @@ class Loader(DataLoader[Any]):
             if self._is_counted(loop):
                 self.set_epoch(loop.epoch + 1)
             raise
-        except Exception:
-            self._count_batch(loop)
+        except Exception as error:
+            if not isinstance(error, DdpkitError) and not is_of_broken_loader(error):
+                self._count_batch(loop)
             raise
         self._count_batch(loop)
         return batch
@@ -371,8 +374,9 @@ class Loader(DataLoader[Any]):
         if isinstance(self.sampler, ResumableSampler) and self._is_counted(loop):
             self.sampler.advance(self._global_batch)
         loop.batches += 1
-        samples = loop.drawn.popleft() if loop.drawn else ()
-        lifecycle.tell(samples, epoch=loop.epoch, batch=loop.batches)
+        if loop.drawn:
+            lifecycle.tell_samples(loop.drawn.popleft())
+        lifecycle.tell(epoch=loop.epoch, batch=loop.batches)
 
     def _is_counted(self, loop: _Loop) -> bool:
         # torch's way to another epoch, sampler.set_epoch(), does not pass here
@@ -408,7 +412,7 @@ class _Loop:
     counts: bool = True  # whether its batches count in the loader's state
     read_here: list[Any] = field(default_factory=list)  # datasets that have an epoch, without workers
     batches: int = 0  # handed out
-    drawn: deque[list[int]] = field(default_factory=deque)  # indices of those that are still to come, as far as drawn
+    drawn: deque[list[int]] = field(default_factory=deque)  # in training, indices of those that are still to come
 
 
 class _Pass(Iterator[Any]):

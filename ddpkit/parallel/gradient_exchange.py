@@ -31,19 +31,25 @@ from .step_times import follow_optimizers
 
 Modules = tuple[nn.Module | Tensor, ...]
 NamedTensors = Iterator[tuple[str, Tensor]]
+Settings = tuple[tuple[str, str], ...]
 
 
 @untraced
 def begin_exchange(
     call: str,
     modules: Modules,
+    *,
+    exchange: str = "average_gradients",
+    settings: Settings = (),
     spoiled: bool = False,
 ) -> tuple[Gradients, GradientExchange | None]:
     """Send the gradients, if there are several ranks; refuse those that cannot travel.
 
     Args:
-        call: The name of the function that is called, for errors.
+        call: The name of what is called, for errors on this rank.
         modules: The modules and tensors whose gradients they are.
+        exchange: The name of the exchange, which must be the same on every rank.
+        settings: What else must be the same on every rank, by name.
         spoiled: Whether this rank has none to give, and no rank may use the means.
     """
     joined = lifecycle.joined()
@@ -60,13 +66,14 @@ def begin_exchange(
     if not joined:
         return gradients, None
     follow_optimizers()
-    return gradients, GradientExchange(gradients)
+    fingerprint, layouts = _plan_for(exchange, settings, gradients)
+    return gradients, GradientExchange(gradients, fingerprint, layouts)
 
 
 def _tell_peers(call: str, error: Exception) -> None:
     """Let the other ranks raise from the check in which they would wait for this one."""
     refusal = fingerprint_of(call, error=describe_error(error))
-    exchange = GradientExchange(Gradients([]), refusal)
+    exchange = GradientExchange(Gradients([]), refusal, [])
     with suppress(MismatchError):
         exchange.first.check()
 
@@ -133,14 +140,16 @@ def _named_by_argument(modules: Modules) -> NamedTensors:
                 yield name + suffix, p
 
 
+@torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether no element is infinite or NaN."""
-    extremes: list[Tensor] = []
+    """Return whether no element is infinite or NaN. It waits for an accelerator once for each device."""
+    finite: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         if real.numel():
-            extremes += torch.aminmax(real)
-    return all(math.isfinite(each) for each in extremes)
+            found = [extreme.isfinite() for extreme in torch.aminmax(real)]
+            finite.setdefault(real.device, []).extend(found)
+    return all(bool(torch.stack(found).all()) for found in finite.values())
 
 
 class Gradients:
@@ -359,10 +368,8 @@ class GradientExchange:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, gradients: Gradients, refusal: str = "") -> None:
+    def __init__(self, gradients: Gradients, fingerprint: str, layouts: list[_BucketLayout]) -> None:
         self.gradients = gradients
-        fingerprint, layouts = _plan_for(gradients)
-        fingerprint = refusal or fingerprint
         self.buckets = [_Bucket(layout, gradients) for layout in layouts]
         expected = _next_formats.get(_who_averages(), _USUAL_FORMAT)
         suitable = _format_of(layouts)
@@ -440,17 +447,21 @@ def _start(flat: Tensor) -> dist.Work:
 _Parameter = tuple[torch.device, torch.dtype, torch.Size, str]  # with its name
 
 
-def _plan_for(gradients: Gradients) -> tuple[str, list[_BucketLayout]]:
+def _plan_for(exchange: str, settings: Settings, gradients: Gradients) -> tuple[str, list[_BucketLayout]]:
     parameters = []
     for p, name in zip(gradients.parameters, gradients.names, strict=True):
         parameters.append((p.device, p.dtype, p.shape, name))
-    return _plan(tuple(parameters))
+    return _plan(exchange, settings, tuple(parameters))
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(parameters: tuple[_Parameter, ...]) -> tuple[str, list[_BucketLayout]]:
+def _plan(
+    exchange: str,
+    settings: Settings,
+    parameters: tuple[_Parameter, ...],
+) -> tuple[str, list[_BucketLayout]]:
     """Describe parameters to the other ranks, and sort them by what can travel in one tensor."""
-    described = {}
+    described = dict(settings)
     buckets: dict[tuple[torch.device, torch.dtype], _BucketLayout] = {}
     for i, (device, dtype, shape, name) in enumerate(parameters):
         text = f"{name_dtype(dtype)}{list(shape)}"
@@ -464,7 +475,7 @@ def _plan(parameters: tuple[_Parameter, ...]) -> tuple[str, list[_BucketLayout]]
         layout = buckets.setdefault((device, sum_dtype), empty)
         layout.indices.append(i)
         layout.sizes.append(math.prod(shape))
-    return fingerprint_of("average_gradients", described), list(buckets.values())
+    return fingerprint_of(exchange, described), list(buckets.values())
 
 
 @functools.lru_cache(maxsize=256)

@@ -80,7 +80,6 @@ class Job:
         interrupted: Whether it was left while a KeyboardInterrupt was handled.
         finalizer: Runs where a child of multiprocessing ends.
         data_parallel: The ranks among which the samples are shared out, this one among them; None for all.
-        apart: Whose block this process is in, in which it exchanges nothing with other ranks; "" outside.
         unfinished: By whom it was begun, what all ranks have to wait for before they leave in good order.
     """
 
@@ -98,7 +97,6 @@ class Job:
     interrupted: bool = False
     finalizer: Any = None
     data_parallel: Peers | None = None
-    apart: str = ""
     unfinished: dict[object, Callable[[], None]] = field(default_factory=dict)
 
     def is_current(self) -> bool:

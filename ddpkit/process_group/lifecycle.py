@@ -8,6 +8,7 @@ import logging
 import multiprocessing.util
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,7 +43,8 @@ _job: Job | None = None
 _departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
 _idle_clock = StepClock()  # of a process without a job of several ranks
 _idle_agreement = StopAgreement(1)  # the same
-_samples_at_hand: Sequence[int] = ()
+_batches: deque[Sequence[object]] = deque(maxlen=64)  # samples of those that loaders have handed out last
+_apart = ""  # whose block this process is in, in which it exchanges nothing with other ranks
 _children_keep_garbage = False  # whether forked children are told to, which cannot be taken back
 _FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
 
@@ -359,23 +361,22 @@ def distributed(
             _leave()
 
 
-def tell(samples: Sequence[int] = (), **progress: int) -> None:
-    """Say how far the script is, and at which samples, for those who ask what the ranks are doing."""
-    global _samples_at_hand
-    _samples_at_hand = samples
+def tell(**progress: int) -> None:
+    """Say how far the script is, for those who ask what the ranks are doing."""
     if _job is not None and _job.session is not None:
         _job.session.told = {name: int(number) for name, number in progress.items()}
 
 
-def samples_at_hand() -> Sequence[int]:
-    """Return the indices, in the dataset, of the batch that a loader has handed out last, if they are known."""
-    return _samples_at_hand
+def tell_samples(indices: Sequence[object]) -> None:
+    """Say which samples of a dataset are in the batch that a loader hands out, or could not make."""
+    _batches.append(indices)
 
 
-def forget_samples() -> None:
-    """Take note that the step with that batch is over."""
-    global _samples_at_hand
-    _samples_at_hand = ()
+def take_samples() -> list[Sequence[object]]:
+    """Return the samples of the batches since the last call, of the latest ones if they are many."""
+    taken = list(_batches)
+    _batches.clear()
+    return taken
 
 
 def step_clock() -> StepClock:
@@ -493,32 +494,30 @@ def joined() -> bool:
         DdpkitError: In a block in which ranks stay apart.
         NotSetUpError: If several processes were launched but not set up, or their group has been destroyed.
     """
+    if _apart:
+        raise DdpkitError(
+            f"In a block of {_apart} no values can be exchanged with other ranks, for one that raises there would "
+            "keep the others waiting. Call it before or after the block."
+        )
     job = _job
     if job is None or not job.is_current():
         job = _join_group()
     if job is None:
         return False
     _refuse_forked(job)
-    if job.apart:
-        raise DdpkitError(
-            f"In a block of {job.apart} no values can be exchanged with other ranks, for one that raises there would "
-            "keep the others waiting. Call it before or after the block."
-        )
     return job.context.world_size > 1
 
 
 @contextmanager
 def apart(call: str) -> Iterator[None]:
-    """Refuse ddpkit's own exchanges in a block in which one rank may raise alone."""
-    job = _job
-    if job is None:
-        yield
-        return
-    job.apart = call
+    """Refuse ddpkit's own exchanges in a block in which one rank may raise alone; refuse one block in another, too."""
+    global _apart
+    joined()
+    _apart = call
     try:
         yield
     finally:
-        job.apart = ""
+        _apart = ""
 
 
 def _join_group() -> Job | None:

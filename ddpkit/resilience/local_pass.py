@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..parallel.models import broadcast_into
 from ..process_group import lifecycle
-from ..torch_internals import is_fully_sharded
+from ..torch_internals import ignored_by_ddp, is_fully_sharded, rebuild_buckets
 
 Modules = Sequence[nn.Module | Tensor]
 
@@ -20,8 +21,8 @@ Modules = Sequence[nn.Module | Tensor]
 class LocalPass:
     """A block of forwards and backwards in which DDP exchanges nothing, nor may anything of ddpkit's.
 
-    A rank that raises in the block keeps no other rank waiting. Buffers that DDP sends out before a
-    forward travel when the block begins.
+    A rank that raises in the block keeps no other rank waiting. What DDP exchanges at the beginning
+    of a forward travels when the block begins: buffers, and how gradients are cut into buckets.
 
     Args:
         call: Whose block it is, for errors.
@@ -34,18 +35,20 @@ class LocalPass:
     def __init__(self, call: str, modules: Modules) -> None:
         self._call = call
         self._modules = modules
-        self._kept: list[tuple[Tensor, Tensor]] = []  # buffers, with copies from the block's beginning
+        self._before: _Before | None = None
         self._stack = ExitStack()
         for module in modules:
             _check_local(call, module)
 
     def __enter__(self) -> LocalPass:
-        models = self._wrapped()
-        self._send_buffers(models)
-        self._keep_buffers()
+        lifecycle.joined()  # refuses a block in another one, before anything is exchanged
+        models = _wrapped(self._modules)
+        self._exchange_first(models)
+        self._before = _Before.of(self._modules)
         for model in models:
             self._stack.enter_context(model.no_sync())
             model.require_forward_param_sync = False  # its buffers
+            self._stack.callback(setattr, model, "require_forward_param_sync", True)
         self._stack.enter_context(lifecycle.apart(self._call))
         return self
 
@@ -58,41 +61,69 @@ class LocalPass:
         self._stack.close()
 
     def undo(self) -> None:
-        """Give the buffers back the values that they had when the block began, and drop all gradients."""
-        with torch.no_grad():
-            for buffer, copy in self._kept:
-                buffer.copy_(copy)
-        for module in self._modules:
-            for parameter in _parameters(module):
-                parameter.grad = None
+        """Give buffers and frozen parameters back what they had when the block began; drop all gradients."""
+        if self._before is not None:
+            self._before.restore()
 
-    def _wrapped(self) -> list[DistributedDataParallel]:
-        found = []
-        for module in self._modules:
-            if isinstance(module, nn.Module):
-                found += [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
-        return found
-
-    def _send_buffers(self, models: Iterable[DistributedDataParallel]) -> None:
-        """Make the buffers rank 0's, as DDP does before each forward. Collective."""
+    def _exchange_first(self, models: list[DistributedDataParallel]) -> None:
+        """Exchange what DDP does before a forward. Collective."""
+        if not torch.is_grad_enabled() or not lifecycle.joined():
+            return
         buffers = []
         for model in models:
-            if model.broadcast_buffers and torch.is_grad_enabled():
+            rebuild_buckets(model)
+            if model.broadcast_buffers:
                 buffers += list(model.module.buffers())
-        if buffers and lifecycle.joined():
+        if buffers:
             with torch.no_grad():
                 broadcast_into(buffers)
 
-    def _keep_buffers(self) -> None:
-        self._kept = []
-        with torch.no_grad():
-            for module in self._modules:
-                if isinstance(module, nn.Module):
-                    self._kept += [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+@dataclass
+class _Before:
+    """What a block may change, from when it began.
+
+    Attributes:
+        buffers: Each with its module and name there, the object, and a copy of its values.
+        parameters: Each with whether it was trained.
+    """
+
+    buffers: list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
+    parameters: list[tuple[Tensor, bool]]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, modules: Modules) -> _Before:
+        before = cls([], [])
+        for module in modules:
+            if isinstance(module, Tensor):
+                before.parameters.append((module, module.requires_grad))
+                continue
+            for parameter in module.parameters():
+                before.parameters.append((parameter, parameter.requires_grad))
+            for part in module.modules():
+                for name, buffer in part._buffers.items():
+                    copy = None if buffer is None else buffer.clone()
+                    before.buffers.append((part, name, buffer, copy))
+        return before
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for part, name, buffer, copy in self.buffers:
+            part._buffers[name] = buffer  # the model may have put another in its place
+            if buffer is not None and copy is not None:
+                buffer.copy_(copy)
+        for parameter, is_trained in self.parameters:
+            parameter.requires_grad_(is_trained)
+            parameter.grad = None
 
 
-def _parameters(module: nn.Module | Tensor) -> list[Tensor]:
-    return list(module.parameters()) if isinstance(module, nn.Module) else [module]
+def _wrapped(modules: Modules) -> list[DistributedDataParallel]:
+    found = []
+    for module in modules:
+        if isinstance(module, nn.Module):
+            found += [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
+    return found
 
 
 def _check_local(call: str, module: object) -> None:
@@ -102,12 +133,20 @@ def _check_local(call: str, module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"{call} takes modules and tensors, got {type(module).__name__}: unpack a list with *.")
     for part in module.modules():
-        problem = ""
-        if isinstance(part, nn.SyncBatchNorm):
-            problem = "SyncBatchNorm exchanges statistics in forward"
-        elif is_fully_sharded(part):
-            problem = "fully_shard exchanges weights in forward"
-        elif isinstance(part, DistributedDataParallel) and part.static_graph:
-            problem = "DDP with static_graph=True exchanges gradients in its first backward, whatever no_sync() says"
+        problem = _why_not_local(part)
         if problem:
-            raise TypeError(f"{call} cannot guard this model: {problem}, where ranks would wait for one that raised.")
+            raise TypeError(f"{call} cannot guard this model: {problem}.")
+
+
+def _why_not_local(part: nn.Module) -> str:
+    if isinstance(part, nn.SyncBatchNorm):
+        return "SyncBatchNorm exchanges statistics in forward, where ranks would wait for one that has raised"
+    if is_fully_sharded(part):
+        return "fully_shard exchanges weights in forward, where ranks would wait for one that has raised"
+    if not isinstance(part, DistributedDataParallel):
+        return ""
+    if part.static_graph:
+        return "DDP with static_graph=True exchanges gradients in its first backward, whatever no_sync() says"
+    if ignored_by_ddp(part.module):
+        return "its DDP was told to leave some parameters or buffers alone"
+    return ""

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import as_integer
-from ..collectives.consistency import raise_everywhere
+from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..collectives.reduce import reduce_tree
 from ..errors import DdpkitError
 from ..process_group import lifecycle
+from ..process_group.failures import message_of
 from .local_pass import LocalPass
 
 _TEXTS = ("DefaultCPUAllocator", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")  # of RuntimeErrors
@@ -22,7 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception says that memory, of the CPU or an accelerator, has run out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+    return isinstance(error, RuntimeError) and any(text in message_of(error) for text in _TEXTS)
 
 
 def find_batch_size(
@@ -62,33 +63,34 @@ def find_batch_size(
         local_pass = LocalPass(call, modules)
     while True:
         with raise_everywhere(call, peers):
-            problem = _try(trial, batch_size, local_pass)
-        failed = reduce_tree(float(bool(problem)), "sum", None, check=True, peers=peers)
-        if not failed:
+            fits = _try(trial, batch_size, local_pass)
+        check_fingerprint(fingerprint_of(call, {"batch size": f"{batch_size}"}), peers)
+        if reduce_tree(fits, "min", None, check=True, peers=peers):
             return batch_size
         if batch_size == 1:
-            found = problem or "on other ranks"
-            raise DdpkitError(f"{call} found no batch size: memory does not suffice for one sample ({found}).")
+            where = "on other ranks" if fits else "on this rank"
+            raise DdpkitError(f"{call} found no size: memory does not suffice for one sample {where}.")
         batch_size //= 2
 
 
-def _try(trial: Callable[[int], object], batch_size: int, local_pass: LocalPass) -> str:
-    """Run a trial; return why memory did not suffice, "" if it did."""
-    problem = ""
+def _try(trial: Callable[[int], object], batch_size: int, local_pass: LocalPass) -> bool:
+    """Run a trial; return whether memory sufficed."""
     try:
         with local_pass:
             trial(batch_size)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        problem = str(error)
         release(error)
+        return False
     finally:
         local_pass.undo()
-    return problem
+    return True
 
 
-def release(error: BaseException) -> None:
-    """Free what the frames hold in which an exception was raised, such as tensors."""
-    traceback.clear_frames(error.__traceback__)
-    error.__traceback__ = None
+def release(error: BaseException | None) -> None:
+    """Free what the frames hold in which an exception was raised, and those that led to it, such as tensors."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

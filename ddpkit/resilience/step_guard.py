@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from torch import Tensor, nn
 
 from ..arguments import as_integer
-from ..collectives.differences import list_lines
 from ..errors import BadStepError, DdpkitError
 from ..parallel.gradient_exchange import GradientExchange, Gradients, all_finite, begin_exchange, parameters_of
 from ..process_group import lifecycle
-from ..process_group.failures import describe_error
 from ..process_group.own_failure import is_of_broken_collective
-from ..process_group.peers import ranks_of, subset_of
-from ..process_group.store_values import parse
+from ..torch_internals import is_of_broken_loader
+from .bad_steps import BadStep, exchange_bad_steps, explain
 from .local_pass import LocalPass
-from .out_of_memory import is_out_of_memory, release
+from .out_of_memory import release
 
 log = logging.getLogger(__name__)
 _CALL = "StepGuard"
 _NEVER_SKIPPED = (DdpkitError, StopIteration)
-_SAMPLES_SHOWN = 16
-_LONGEST = 500  # characters of an error that the other ranks hear
-_FIELDS = {"problem": str, "is_out_of_memory": bool, "samples": [int]}
 
 
 class StepGuard:
@@ -40,7 +33,7 @@ class StepGuard:
 
     Within the block nothing is exchanged, so no rank waits for one that has raised; DDP's exchange
     is off. The gradients travel at the end, in one flat all-reduce, and whether a rank has raised
-    travels with them: as long as all is well there is no other message. *Collective.*
+    travels with them. *Collective*: with the same arguments on every rank.
 
     Args:
         *modules: All models that are trained in the step, wrapped or not, and single parameters.
@@ -48,10 +41,10 @@ class StepGuard:
         max_skips: Steps in a row that may be skipped; one more is an error on every rank. With 0 the
             first bad step is.
         errors: The exceptions that make a step a bad one; others leave the block, as do errors of
-            ddpkit's own.
+            ddpkit's own, of collectives, and of loaders that have lost a worker.
         check_gradients: Whether gradients that are not finite make a step a bad one. Say False where
             a `GradScaler` looks for them.
-        max_pieces: In how many pieces `attempts()` cuts a batch at most when memory runs out.
+        max_pieces: In how many pieces to cut a batch at most when memory runs out: see `attempts()`.
 
     Attributes:
         skipped: Whether the last step was skipped.
@@ -60,7 +53,7 @@ class StepGuard:
 
     Raises:
         TypeError: If a model exchanges values in its forward: `fully_shard`, SyncBatchNorm, DDP with
-            `static_graph=True`; or something is neither module nor tensor.
+            `static_graph=True`; or an argument is of a wrong type.
         ValueError: If a number is out of range, or nothing is trained.
 
     Example:
@@ -87,10 +80,12 @@ class StepGuard:
         self._pass = LocalPass(_CALL, modules)
         self._max_skips = as_integer(max_skips, "max_skips", least=0)
         self._max_pieces = as_integer(max_pieces, "max_pieces")
-        self._errors = errors
-        self._check_gradients = check_gradients
+        self._errors = _checked(errors)
+        self._check_gradients = bool(check_gradients)
+        self._batches: list[Sequence[object]] = []  # samples of the step at hand
         self._in_a_row = 0
-        self._again = False  # whether the step may be tried again, in more pieces
+        self._is_trying = False  # whether the block is in a loop over `attempts()`
+        self._again = False  # whether the step is to be tried again, in more pieces
         self.pieces = 1
         self.skips = 0
         self.skipped = False
@@ -112,13 +107,18 @@ class StepGuard:
             ...         for part in batch.chunk(pieces):
             ...             (net(part).sum() / len(batch)).backward()
         """
-        self._again = True
-        while self._again:
-            self._again = False
+        self._is_trying = True
+        try:
             yield self.pieces
+            while self._again:
+                yield self.pieces
+        finally:
+            self._is_trying = False
 
     def __enter__(self) -> StepGuard:
         self._pass.__enter__()
+        if not self._again:
+            self._batches = lifecycle.take_samples()[-1:]  # drawn before the block
         return self
 
     def __exit__(
@@ -130,130 +130,89 @@ class StepGuard:
         self._pass.__exit__(kind, error, trace)
         if error is not None and not self._may_be_skipped(error):
             return False
-        raised = None if error is None else _Report.of(error)
-        gradients, exchange = begin_exchange(_CALL, self._modules, spoiled=raised is not None)
-        if exchange is None:
-            is_good = raised is None and self._are_good(gradients)
+        self._batches = lifecycle.take_samples() or self._batches
+        self._again = False
+        if error is None:
+            self._end(None)
         else:
-            exchange.wait()
-            is_good = exchange.is_usable(finite=self._check_gradients)
-        if is_good:
-            self._accept(gradients, exchange)
-        else:
-            self._skip(raised or _Report.of_gradients(gradients), error)
-        if not self._again:
-            lifecycle.forget_samples()
+            own = BadStep.of_error(error, self._batches)
+            log.warning("this rank could not take the step", exc_info=error)
+            self._pass.undo()
+            release(error)  # the exchange needs memory
+            self._end(own)
         lifecycle.step_clock().end_step()
         return True
 
     def _may_be_skipped(self, error: BaseException) -> bool:
-        if isinstance(error, _NEVER_SKIPPED) or is_of_broken_collective(error):
+        if isinstance(error, _NEVER_SKIPPED) or not isinstance(error, self._errors):
             return False
-        return isinstance(error, self._errors)
+        return not is_of_broken_collective(error) and not is_of_broken_loader(error)
 
-    def _are_good(self, gradients: Gradients) -> bool:
+    def _end(self, own: BadStep | None) -> None:
+        """Exchange the gradients, and use the means if no rank has a bad step. Collective."""
+        gradients, exchange = begin_exchange(
+            _CALL,
+            self._modules,
+            exchange=_CALL,
+            settings=self._settings(),
+            spoiled=own is not None,
+        )
+        if not gradients.parameters:
+            raise DdpkitError(f"No parameter needs a gradient at the end of a block of {_CALL}.")
+        if self._is_good(own, gradients, exchange):
+            if exchange is not None:
+                exchange.distribute()
+                gradients.give_back()
+            self.skipped = False
+            self._in_a_row = 0
+            return
+        own = own or BadStep.of_gradients(gradients, self._batches)
+        self._pass.undo()
+        self._skip(exchange_bad_steps(own))
+
+    def _settings(self) -> tuple[tuple[str, str], ...]:
+        """Return what must be the same on every rank, for else they would decide otherwise."""
+        return (
+            ("max_skips", f"{self._max_skips}"),
+            ("max_pieces", f"{self._max_pieces}"),
+            ("check_gradients", f"{self._check_gradients}"),
+            ("pieces", f"{self.pieces}"),
+        )
+
+    def _is_good(self, own: BadStep | None, gradients: Gradients, exchange: GradientExchange | None) -> bool:
+        if exchange is not None:
+            exchange.wait()
+            return exchange.is_usable(finite=self._check_gradients)
+        if own is not None:
+            return False
         if not self._check_gradients:
             return True
         return all_finite(gradient for gradient in gradients.values if gradient is not None)
 
-    def _accept(self, gradients: Gradients, exchange: GradientExchange | None) -> None:
-        if exchange is not None:
-            exchange.distribute()
-            gradients.give_back()
-        self.skipped = False
-        self._in_a_row = 0
-
-    def _skip(self, own: _Report, error: BaseException | None) -> None:
-        """Undo the step, and hear from all ranks why. Collective."""
-        self._pass.undo()
-        if error is not None:
-            log.warning("this rank could not take the step", exc_info=error)
-        reports = _exchange(own)
+    def _skip(self, steps: dict[int, BadStep]) -> None:
+        """Skip the step, or let it be tried again, for what is wrong on these ranks."""
         self.skipped = True
-        if not self._cut_smaller(reports):
-            self._count(reports, error)
-        if error is not None:
-            release(error)
-
-    def _count(self, reports: dict[int, _Report], error: BaseException | None) -> None:
+        is_memory = bool(steps) and all(step.is_out_of_memory for step in steps.values())
+        if is_memory and self._is_trying and self.pieces < self._max_pieces:
+            self.pieces = min(2 * self.pieces, self._max_pieces)
+            self._again = True
+            _say(explain(f"All ranks cut batches in {self.pieces} pieces from now on:", steps))
+            return
         self.skips += 1
         self._in_a_row += 1
         if self._in_a_row > self._max_skips:
-            steps = f"{self._in_a_row} steps in a row could not be taken, and {self._max_skips} may be skipped"
-            raise BadStepError(_explain(f"{steps}; of the last:", reports), sorted(reports)) from error
-        _say(_explain(f"All ranks skip this step (in a row: {self._in_a_row}, in all: {self.skips}):", reports))
-
-    def _cut_smaller(self, reports: dict[int, _Report]) -> bool:
-        """Cut batches in twice as many pieces if that may help: if all that failed have run out of memory."""
-        if self.pieces >= self._max_pieces:
-            return False
-        if not reports or not all(each.is_out_of_memory for each in reports.values()):
-            return False
-        self.pieces = min(2 * self.pieces, self._max_pieces)
-        self._again = True
-        _say(_explain(f"All ranks cut batches in {self.pieces} pieces from now on:", reports))
-        return True
+            problem = f"{self._in_a_row} steps in a row could not be taken, and {self._max_skips} may be skipped"
+            raise BadStepError(explain(f"{problem}; of the last:", steps), sorted(steps))
+        _say(explain(f"All ranks skip this step (in a row: {self._in_a_row}, in all: {self.skips}):", steps))
 
 
-@dataclass(frozen=True)
-class _Report:
-    """Why a rank cannot take a step.
-
-    Attributes:
-        problem: What was raised, or is wrong with its gradients; "" if nothing is.
-        is_out_of_memory: Whether that is why.
-        samples: The indices of its batch in the dataset, as far as they are known.
-    """
-
-    problem: str
-    is_out_of_memory: bool
-    samples: list[int]
-
-    @classmethod
-    def of(cls, error: BaseException) -> _Report:
-        return cls(_in_one_line(error), is_out_of_memory(error), _samples())
-
-    @classmethod
-    def of_gradients(cls, gradients: Gradients) -> _Report:
-        """Look for the first gradient of this rank that is not finite."""
-        for name, gradient in zip(gradients.names, gradients.values, strict=True):
-            if gradient is not None and not all_finite([gradient]):
-                return cls(f"the gradient of {name or 'a tensor'} is not finite", False, _samples())
-        return cls("", False, [])
-
-    def __str__(self) -> str:
-        if not self.samples:
-            return self.problem
-        shown = ", ".join(map(str, self.samples))
-        return f"{self.problem} (samples {shown})"
-
-
-def _in_one_line(error: BaseException) -> str:
-    """Describe an exception; one of a loader's worker holds a traceback, which ends with the cause."""
-    message = str(error).rstrip()
-    if "Original Traceback" in message:
-        return message.splitlines()[-1][:_LONGEST]
-    return describe_error(error, _LONGEST).strip().splitlines()[0]
-
-
-def _samples() -> list[int]:
-    return [int(index) for index in lifecycle.samples_at_hand()[:_SAMPLES_SHOWN]]
-
-
-def _exchange(own: _Report) -> dict[int, _Report]:
-    """Return the reports of the ranks that have a problem, by rank. Collective."""
-    peers = lifecycle.data_parallel()
-    texts = lifecycle.exchange(json.dumps(asdict(own)), subset_of(peers))
-    found = {}
-    for rank, text in zip(ranks_of(peers), texts, strict=True):
-        report = _Report(**parse(text, "step guard", _FIELDS))
-        if report.problem:
-            found[rank] = report
+def _checked(errors: object) -> tuple[type[Exception], ...]:
+    """Return the exceptions as a tuple; refuse what is none, or would stop Ctrl-C."""
+    found = errors if isinstance(errors, tuple) else (errors,)
+    for each in found:
+        if not isinstance(each, type) or not issubclass(each, Exception):
+            raise TypeError(f"errors must be a class of exceptions, or a tuple of them, got {errors!r}.")
     return found
-
-
-def _explain(headline: str, reports: dict[int, _Report]) -> str:
-    return list_lines(headline, [f"rank {rank}: {report}" for rank, report in reports.items()])
 
 
 def _say(text: str) -> None:

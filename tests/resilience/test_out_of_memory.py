@@ -67,6 +67,21 @@ def test_other_errors_of_a_trial_are_raised_and_the_other_ranks_hear_of_them(ran
 
 
 @pytest.mark.ranks(1, 2)
+def test_an_error_for_want_of_memory_may_have_no_text(rank: int) -> None:
+    def trial(size: int) -> None:
+        if size > 4:
+            raise MemoryError
+
+    assert find_batch_size(trial, 16) == 4
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_begin_with_other_sizes_hear_of_it(rank: int) -> None:
+    with pytest.raises(MismatchError, match="batch size: 8 on rank 0; 12 on rank 1"):
+        find_batch_size(lambda size: None, 12 if rank else 8)
+
+
+@pytest.mark.ranks(1, 2)
 def test_a_size_that_is_none_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match="largest"):
         find_batch_size(lambda size: None, 0)

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ from processes import Ended, free_port, platform_env, run
 from torch import nn
 
 import ddpkit
-from ddpkit import BadStepError, DdpkitError, StepGuard
+from ddpkit import BadStepError, DdpkitError, MismatchError, StepGuard
 
 F = nn.functional
 STEPS, SAMPLES = 8, 4  # optimiser steps, and samples of a rank in one
@@ -180,7 +181,7 @@ def test_as_many_steps_in_a_row_as_are_allowed_are_skipped_and_one_more_is_an_er
                 raise ValueError(f"bad on rank {rank}")
     assert f"rank {last}: ValueError: bad on rank {last}" in str(caught.value)
     assert caught.value.ranks == [last]
-    assert isinstance(caught.value.__cause__, ValueError) == (rank == last)
+    assert isinstance(caught.value.__context__, ValueError) == (rank == last)
 
 
 class Images:
@@ -227,6 +228,31 @@ def test_a_broken_sample_costs_its_step_and_is_named(workers: int, rank: int, ca
         assert "Traceback" not in text
 
 
+@pytest.mark.ranks(1, 2)
+def test_the_samples_of_all_micro_batches_are_named_and_no_others(
+    rank: int, world_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Linear(3, 1)
+    guard = StepGuard(net)
+    loader = ddpkit.make_loader(torch.arange(24.0).view(8, 3), batch_size=2, shuffle=False)
+    other = ddpkit.make_loader(torch.ones(100, 3), batch_size=50, train=False)
+    with caplog.at_level(logging.WARNING, logger="ddpkit"):
+        list(other)
+        batches = iter(loader)
+        with guard:
+            for _ in range(2):
+                net(next(batches)).sum().backward()
+            raise ValueError("bad")
+        list(other)
+        with guard:
+            raise ValueError("worse")
+    shown = [record.getMessage() for record in caplog.records if "All ranks" in record.getMessage()]
+    if rank == 0:
+        mine = [str(index) for index in range(0, 4 * world_size, world_size)]
+        assert f"rank 0: ValueError: bad (samples {', '.join(mine)})" in shown[0]
+        assert shown[1].endswith("ValueError: worse")
+
+
 @pytest.mark.ranks(1, 2, 3)
 def test_where_memory_runs_out_all_ranks_cut_the_batch_and_the_step_is_the_same(rank: int, world_size: int) -> None:
     net = ddpkit.wrap_model(make_net())
@@ -261,6 +287,15 @@ def test_where_the_smallest_pieces_do_not_fit_the_step_is_skipped(rank: int) -> 
                 torch.empty(1 << 52)
         assert guard.skipped
     assert (guard.pieces, guard.skips) == (2, 2)
+
+
+@pytest.mark.ranks(1, 2)
+def test_without_attempts_each_step_that_does_not_fit_counts(rank: int) -> None:
+    guard = StepGuard(make_net(), max_pieces=2)
+    for _ in range(3):
+        with guard:
+            torch.empty(1 << 52)
+    assert (guard.pieces, guard.skips) == (1, 3)
 
 
 @pytest.mark.ranks(1, 2)
@@ -299,6 +334,199 @@ def test_ranks_that_train_by_themselves_skip_by_themselves(rank: int) -> None:
     ddpkit.set_data_parallel(None)
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_model_may_have_trained_without_a_guard_before(rank: int, world_size: int) -> None:
+    """After DDP's first backward its next forward exchanges how gradients are cut into buckets."""
+    net = ddpkit.wrap_model(make_net())
+    guard = StepGuard(net)
+    F.mse_loss(net(batch_of(0, rank)[0]), batch_of(0, rank)[1]).backward()
+    for is_bad in (True, False, True):
+        with guard:
+            if is_bad and rank == world_size - 1:
+                raise OSError("broken image")
+            net(batch_of(1, rank)[0]).sum().backward()
+        assert guard.skipped == is_bad
+    F.mse_loss(net(batch_of(0, rank)[0]), batch_of(0, rank)[1]).backward()
+    ddpkit.check_replicas(net)
+
+
+class Average(nn.Module):
+    """Puts another tensor in the place of its buffer in each forward, and has one that is None at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.last = x[-1]
+        return self.layer(x)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_buffers_that_a_model_replaces_are_put_back_too(wrapped: bool, rank: int) -> None:
+    plain = Average()
+    net = ddpkit.wrap_model(plain, broadcast_buffers=False) if wrapped else plain
+    guard = StepGuard(net)
+    with guard:
+        net(torch.full((2, 1), math.nan if rank == 0 else 1.0)).sum().backward()
+    assert guard.skipped
+    assert (plain.mean.item(), plain.last) == (0.0, None)
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_is_frozen_when_an_error_comes_is_trained_again(rank: int, world_size: int) -> None:
+    maker, judge = make_net(), make_net()
+    guard = StepGuard(maker, judge)
+    for is_bad in (True, False):
+        with guard:
+            judge.requires_grad_(False)
+            judge(maker(torch.ones(2, 3).double()).expand(2, 3)).sum().backward()
+            if is_bad and rank == world_size - 1:
+                raise ValueError("bad")
+            judge.requires_grad_(True)
+        assert guard.skipped == is_bad
+    assert all(p.requires_grad for p in judge.parameters())
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_block_in_another_is_refused(rank: int) -> None:
+    outer, inner = StepGuard(make_net()), StepGuard(make_net())
+    with pytest.raises(DdpkitError, match="In a block of StepGuard no values can be exchanged"):
+        with outer:
+            with inner:
+                pass
+    assert ddpkit.all_reduce(1) == ddpkit.get_world_size()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [{"max_skips": 3}, {"max_pieces": 2}, {"check_gradients": False}],
+)
+def test_ranks_that_would_decide_otherwise_hear_of_it_at_once(options: dict[str, Any], rank: int) -> None:
+    net = make_net()
+    guard = StepGuard(net, **(options if rank else {}))
+    with pytest.raises(MismatchError, match=next(iter(options))):
+        with guard:
+            net(torch.ones(1, 3).double()).sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_a_guard_hears_that_the_others_have_one(rank: int) -> None:
+    net = make_net()
+    net(torch.ones(1, 3).double()).sum().backward()
+    with pytest.raises(MismatchError, match="StepGuard"):
+        if rank == 0:
+            ddpkit.average_gradients(net)
+        else:
+            with StepGuard(net):
+                raise ValueError("bad")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no words")
+
+
+class Sized:
+    """A dataset whose sampler asks for pairs."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, pair: tuple[int, int]) -> torch.Tensor:
+        raise OSError(f"first line of {pair}\nsecond line")
+
+
+class Pairs(torch.utils.data.Sampler):
+    num_replicas, rank = 1, 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Any:
+        return iter([(index, 224) for index in range(8)])
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_and_samples_of_any_kind_can_be_told(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    guard = StepGuard(make_net())
+    batches = iter(ddpkit.make_loader(Sized(), batch_size=2, sampler=Pairs(), num_workers=workers))
+    with caplog.at_level(logging.WARNING, logger="ddpkit"):
+        with guard:
+            raise Unspeakable
+        with guard:
+            next(batches)
+        with guard:
+            raise ValueError
+    said = [record.getMessage() for record in caplog.records if "All ranks" in record.getMessage()]
+    assert "rank 0: Unspeakable: (no message: its __str__ raises TypeError)" in said[0]
+    assert "rank 0: OSError: first line of (0, 224) (samples (0, 224), (1, 224))" in said[1]
+    assert said[2].endswith("rank 0: ValueError")
+
+
+@pytest.mark.ranks(1, 2)
+def test_complex_gradients_are_looked_at_as_they_are(rank: int) -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    guard = StepGuard(weight)
+    for factor in (1.0, math.inf):
+        with guard:
+            (weight.conj() * weight * factor).sum().abs().backward()
+        assert guard.skipped == math.isinf(factor)
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_the_frames_of_an_error_hold_is_freed(rank: int) -> None:
+    kept = []
+
+    def fail() -> None:
+        large = torch.ones(10)
+        kept.append(weakref.ref(large))
+        raise MemoryError
+
+    guard = StepGuard(make_net())
+    with guard:
+        try:
+            fail()
+        except MemoryError as error:
+            raise ValueError("bad") from error
+    assert kept[0]() is None
+
+
+@pytest.mark.ranks(2)
+def test_evaluation_after_guarded_steps_has_rank_0s_buffers_as_with_ddp_alone(rank: int) -> None:
+    net = ddpkit.wrap_model(nn.BatchNorm1d(1))
+    with StepGuard(net):
+        net(torch.full((2, 1), float(rank))).sum().backward()
+    net.eval()
+    assert len(set(ddpkit.all_gather_object(net(torch.ones(1, 1)).item()))) == 1
+
+
+class Deadly(Images):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.broken:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.ranks(1)
+def test_a_loader_that_has_lost_a_worker_is_no_bad_batch() -> None:
+    loader = ddpkit.make_loader(Deadly(), batch_size=2, shuffle=False, num_workers=1)
+    guard = StepGuard(nn.Linear(3, 1))
+    batches = iter(loader)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        for _ in range(len(loader)):
+            with guard:
+                next(batches)
+    assert guard.skips == 0
+    assert loader.state_dict()["consumed"] <= 16
+
+
 @pytest.mark.ranks(1, 2)
 def test_nothing_is_exchanged_in_the_block(rank: int) -> None:
     net = make_net()
@@ -329,6 +557,8 @@ def test_the_end_of_the_data_is_no_bad_step(rank: int) -> None:
         (lambda: StepGuard([nn.Linear(1, 1)]), TypeError, "takes modules and tensors, got list: unpack a list with *"),
         (lambda: StepGuard(), ValueError, "needs modules with parameters that are trained"),
         (lambda: StepGuard(nn.Linear(1, 1).requires_grad_(False)), ValueError, "parameters that are trained"),
+        (lambda: StepGuard(nn.Linear(1, 1), errors=[OSError]), TypeError, "errors must be a class of exceptions"),
+        (lambda: StepGuard(nn.Linear(1, 1), errors=BaseException), TypeError, "errors must be a class of exceptions"),
         (lambda: StepGuard(nn.Linear(1, 1), max_skips=-1), ValueError, "max_skips"),
         (lambda: StepGuard(nn.Linear(1, 1), max_pieces=0), ValueError, "max_pieces"),
     ],
