@@ -1,0 +1,40 @@
+"""Stop when the validation loss of all ranks together stops falling, and keep the best checkpoint."""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset, random_split
+
+import ddpkit
+
+
+def main() -> None:
+    context = ddpkit.setup()
+    torch.manual_seed(0)
+    x = torch.randn(610, 8)
+    data, rest = random_split(TensorDataset(x, x[:, :1] + 0.5 * torch.randn(610, 1)), [480, 130])
+    train = ddpkit.make_loader(data, batch_size=24 // context.world_size)
+    held_out = ddpkit.make_loader(rest, batch_size=16, train=False)
+    model = ddpkit.wrap_model(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    checkpoints = ddpkit.Checkpointer("runs/early-stopping", keep=1, keep_best=1)
+    losses = [float("inf")]
+    for epoch in train.epochs(50):
+        for x, y in train:
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        net = ddpkit.unwrap_model(model)  # ranks may have different numbers of batches here
+        with torch.no_grad():
+            total = sum(nn.functional.mse_loss(net(x), y, reduction="sum").item() for x, y in held_out)
+        loss = ddpkit.all_reduce(total) / 130  # equal on all ranks, and so are their decisions
+        checkpoints.save(epoch, score=-loss, model=model)
+        losses.append(loss)
+        if min(losses[-2:]) > min(losses):
+            break
+    checkpoints.load_best(model=model)
+    if ddpkit.is_main_process():
+        print("best loss:", min(losses))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Evaluate each sample once, on any number of ranks, with predictions in the order of the dataset."""
+
+import torch
+from torch import nn
+
+import ddpkit
+
+
+class Digits(torch.utils.data.Dataset):
+    """Points, and the quadrant that each is in; the index comes along."""
+
+    def __init__(self) -> None:
+        self.points = torch.randn(101, 2)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.points[index], index
+
+
+def main() -> None:
+    context = ddpkit.setup()
+    torch.manual_seed(0)
+    dataset, model = Digits(), nn.Linear(2, 4).to(context.device)  # no wrapper: nothing is trained
+    labels = (dataset.points[:, 0] > 0).long() * 2 + (dataset.points[:, 1] > 0).long()
+    loader = ddpkit.make_loader(dataset, batch_size=8, train=False)
+    found, indices = [], []
+    with torch.no_grad():
+        for points, index in loader:
+            found.append(model(points.to(context.device)).argmax(1))
+            indices.append(index)
+    predictions = ddpkit.gather_exact(torch.cat(found), torch.cat(indices), n=len(dataset))
+    accuracy = (predictions.cpu() == labels).float().mean().item()  # or any torchmetrics metric, on every rank
+    if ddpkit.is_main_process():
+        print("accuracy:", accuracy)
+
+
+if __name__ == "__main__":
+    main()

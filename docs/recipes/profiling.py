@@ -1,0 +1,32 @@
+"""Profile a few steps on each rank, after a warm-up, and see where the time goes."""
+
+import torch
+from torch import nn
+from torch.profiler import profile, schedule
+from torch.utils.data import TensorDataset
+
+import ddpkit
+
+
+def main() -> None:
+    context = ddpkit.setup()
+    torch.manual_seed(0)
+    inputs = torch.randn(480, 256)
+    loader = ddpkit.make_loader(TensorDataset(inputs, inputs[:, :1]), 12 // context.world_size)
+    model = ddpkit.wrap_model(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with profile(schedule=schedule(wait=5, warmup=2, active=3, repeat=1)) as profiler:
+        for x, y in loader:
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            profiler.step()
+    profiler.export_chrome_trace(f"trace-{context.rank}.json")  # one a rank; open them in Perfetto
+    times = ddpkit.step_times()  # on several ranks: which phase, and who waits for whom
+    if ddpkit.is_main_process():
+        print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=5))
+        print("phases:", times.phases if times else "one process")
+
+
+if __name__ == "__main__":
+    main()

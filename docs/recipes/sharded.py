@@ -1,0 +1,37 @@
+"""Train a model that is sharded by torch's `fully_shard`, and go on with any number of ranks."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+import ddpkit
+
+
+def main() -> None:
+    context = ddpkit.setup()
+    torch.manual_seed(0)
+    inputs = torch.randn(480, 4)
+    loader = ddpkit.make_loader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), 12 // context.world_size)
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1)).to(context.device)
+    if ddpkit.is_distributed():
+        fully_shard(model)  # in the place of wrap_model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # of the shards, so after it
+    checkpoints = ddpkit.Checkpointer("runs/sharded")
+    saved = checkpoints.load_latest(model=model, optimizer=optimizer, loader=loader)
+    step = saved["step"] if saved else 0
+    for _ in loader.epochs(3):
+        for x, y in loader:
+            loss = nn.functional.mse_loss(model(x.to(context.device)), y.to(context.device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+        checkpoints.save(step, model=model, optimizer=optimizer, loader=loader)
+    mean = ddpkit.all_reduce_mean(loss.item())
+    if ddpkit.is_main_process():
+        print("loss:", mean)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Train from a stream of shards, spread over ranks and workers, that knows no length."""
+
+import torch
+from torch import nn
+
+import ddpkit
+
+
+class Shards:
+    """Twelve shards of uneven length. `shard()` deals them out to readers."""
+
+    def shard(self, index, num_shards):
+        for number in range(index, 12, num_shards):
+            generator = torch.Generator().manual_seed(number)
+            yield from torch.randn(20 + number, 4, generator=generator)
+
+
+def main() -> None:
+    ddpkit.setup()
+    torch.manual_seed(0)
+    model = ddpkit.wrap_model(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batches = iter(ddpkit.make_loader(Shards(), batch_size=8, num_workers=1))
+    steps = 0
+    while True:
+        x = next(batches, None)
+        if ddpkit.stop_together(x is None):  # the first rank that is through ends all
+            break
+        nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    if ddpkit.is_main_process():
+        print("steps:", steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The quick start and the recipes of the docs: on several ranks they give what one process gives."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from processes import ROOT, free_port, launch, platform_env, run
+
+FOLDER = ROOT / "docs" / "recipes"
+RECIPES = sorted(path.stem for path in FOLDER.glob("*.py"))
+DEPENDS_ON_RANKS = {"stream", "profiling"}  # in the one, ranks stop with the first; the other prints times
+STARTS_RANKS = {"from_a_notebook"}
+TOLERANCE = {"mixed_precision": 1e-2}  # relative; bfloat16 has three digits
+
+
+def run_recipe(name: str, folder: str) -> None:
+    os.chdir(folder)
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+
+
+def play(name: str, ranks: int, folder: Path) -> str:
+    """Run a recipe in an empty folder on so many ranks; return what the main process prints last."""
+    folder.mkdir()
+    envs = [{"OMP_NUM_THREADS": "1"}]
+    if ranks > 1:
+        port = free_port()
+        envs = [platform_env(rank, ranks, port) for rank in range(ranks)]
+    ended = run(run_recipe, envs, name, str(folder))
+    for end in ended:
+        assert end.code == 0, end.output
+    if name != "profiling":  # torch's profiler prints on each rank
+        assert not any(end.output for end in ended[1:]), "only the main process speaks"
+    return ended[0].output.splitlines()[-1]
+
+
+def number_in(line: str) -> float:
+    return float(line.split(": ")[-1])
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in STARTS_RANKS])
+def test_a_recipe_gives_on_several_ranks_what_it_gives_on_one(name: str, ranks: int, tmp_path: Path) -> None:
+    if name == "logged_metrics":
+        pytest.importorskip("tensorboard")
+    alone = play(name, 1, tmp_path / "one")
+    together = play(name, ranks, tmp_path / "several")
+    if name not in DEPENDS_ON_RANKS:
+        assert number_in(together) == pytest.approx(number_in(alone), rel=TOLERANCE.get(name, 1e-4))
+
+
+@pytest.mark.parametrize("name", sorted(STARTS_RANKS))
+def test_a_recipe_that_starts_its_ranks_runs(name: str) -> None:
+    (ended,) = launch([sys.executable, str(FOLDER / f"{name}.py")])
+    assert ended.code == 0, ended.output
+    assert number_in(ended.output.splitlines()[-1]) < 1
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_short_and_on_the_page(name: str) -> None:
+    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 40
+    assert f"../recipes/{name}.py" in (ROOT / "docs/guide/recipes.md").read_text()
+
+
+def test_the_page_shows_nothing_else() -> None:
+    shown = re.findall(r"\.\./recipes/(\w+)\.py", (ROOT / "docs/guide/recipes.md").read_text())
+    assert sorted(set(shown)) == RECIPES
+
+
+# Quick start
+
+
+def run_script(path: str, stop_at: int) -> None:
+    """Run a script in its folder; a rank that is to stop gets a signal in this epoch."""
+    os.chdir(os.path.dirname(path))
+    script = runpy.run_path(path)
+    if stop_at >= 0 and os.environ.get("RANK") == "1":
+        checkpoint = Path("runs/quick-start", f"step-{100 * stop_at:09}.pt")
+        threading.Thread(target=signal_after, args=(checkpoint,), daemon=True).start()
+    sys.exit(script["main"](epochs=4))
+
+
+def signal_after(checkpoint: Path) -> None:
+    while not checkpoint.exists():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def epochs_of(output: str) -> dict[str, str]:
+    """The loss at the end of each epoch, by the words before it."""
+    return dict(re.findall(r"^(epoch .*): loss (.*)$", output, re.MULTILINE))
+
+
+def test_the_quick_start_stops_on_two_ranks_and_goes_on_with_three_to_the_losses_of_one(tmp_path: Path) -> None:
+    page = (ROOT / "docs/guide/quick-start.md").read_text()
+    (source,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    losses = []
+    for name, runs in {"one": [(1, -1)], "stopped": [(2, 1), (3, -1)]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.py").write_text(source)
+        outputs = ""
+        for ranks, stop_at in runs:
+            envs = [{"OMP_NUM_THREADS": "1"}]
+            if ranks > 1:
+                port = free_port()
+                envs = [platform_env(rank, ranks, port) for rank in range(ranks)]
+            ended = run(run_script, envs, str(folder / "train.py"), stop_at)
+            assert {end.code for end in ended} == {0 if stop_at < 0 else 128 + signal.SIGUSR1}, ended
+            outputs += ended[0].output
+        losses.append(epochs_of(outputs))
+    assert len(losses[0]) == 4
+    assert list(losses[1]) == list(losses[0])
+    for words, loss in losses[0].items():
+        assert float(losses[1][words]) == pytest.approx(float(loss), abs=2e-4)
