@@ -161,6 +161,11 @@ def is_of_broken_loader(error: BaseException) -> bool:
     return type(error) is RuntimeError and isinstance(text, str) and text.startswith(_OF_BROKEN_LOADERS)
 
 
+def is_from_worker(error: BaseException) -> bool:
+    """Return whether a worker of a loader has raised an exception, while it made a batch (as in torch 2.6 to 2.13)."""
+    return any("Original Traceback (most recent call last)" in str(each) for each in error.args)
+
+
 def after_backward(function: Callable[[], None]) -> None:
     """Call a function at the end of the backward that is running, after those that were given before (private).
 

@@ -20,11 +20,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from ..arguments import as_integer
 from ..errors import DdpkitError
 from ..process_group import lifecycle
+from ..process_group.failures import describe_error
 from ..seeding.generator_states import get_rng_state, set_rng_state
 from ..seeding.hashing import hash_seeds
 from ..seeding.seeds import seed_cpu
 from ..timing.clock import Phase
-from ..torch_internals import is_of_broken_loader
+from ..torch_internals import is_from_worker
 from .enduring_workers import enduring_workers
 from .place import Place
 from .samplers import DistributedEvalSampler, DistributedSampler, ResumableSampler
@@ -363,9 +364,12 @@ class Loader(DataLoader[Any]):
             if self._is_counted(loop):
                 self.set_epoch(loop.epoch + 1)
             raise
+        except DdpkitError:  # of another rank
+            raise
         except Exception as error:
-            if not isinstance(error, DdpkitError) and not is_of_broken_loader(error):
-                self._count_batch(loop)
+            if self.num_workers > 0 and not is_from_worker(error):
+                raise DdpkitError(f"The loader has lost a worker, or one is late: {describe_error(error)}") from error
+            self._count_batch(loop)
             raise
         self._count_batch(loop)
         return batch

@@ -12,6 +12,7 @@ from ..process_group import lifecycle
 from ..process_group.failures import describe_error, message_of
 from ..process_group.peers import ranks_of, subset_of
 from ..process_group.store_values import parse, printable
+from ..torch_internals import is_from_worker
 from .out_of_memory import is_out_of_memory
 
 _SAMPLES_SHOWN = 16
@@ -58,7 +59,7 @@ def _in_one_line(error: BaseException) -> str:
     """Describe an exception by its first line; that of a loader's worker comes with a traceback, which has it."""
     kind = type(error).__name__
     lines = message_of(error).splitlines()
-    if "Original Traceback (most recent call last):" in lines:
+    if is_from_worker(error):
         raised = [line for line in lines if line.startswith(kind)]
         return printable(raised[-1][:_LONGEST]) if raised else kind
     return describe_error(error, _LONGEST).splitlines()[0].removesuffix(": ")
