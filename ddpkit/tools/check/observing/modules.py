@@ -38,6 +38,7 @@ class Wrapped:
         cast: Where it was moved or converted.
         forwards: For each call with gradients since the last step, whether backward is to synchronise.
         pending: Whether a call has not been followed by backward.
+        regroups: Whether the next call with gradients makes DDP's buckets anew, which the ranks do together.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -54,6 +55,14 @@ class Wrapped:
         self.cast: Stack = []
         self.forwards: list[bool] = []
         self.pending = False
+        self.regroups = False
+        self._has_regrouped = bool(module.find_unused_parameters) and not module.static_graph  # then it never does
+
+    def begin_backward(self) -> None:
+        """Note a backward that averages gradients: after the first, DDP knows in which order they come."""
+        self.pending = False
+        self.regroups = not self._has_regrouped
+        self._has_regrouped = True
 
 
 class Modules:
@@ -111,7 +120,7 @@ class Modules:
         """Return whether the backward that begins now averages gradients; count it as begun."""
         pending = [wrapped for wrapped in self.wrapped.values() if wrapped.pending]
         for wrapped in pending:
-            wrapped.pending = False
+            wrapped.begin_backward()
         return bool(pending)
 
     def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
@@ -184,7 +193,10 @@ class Modules:
         wrapped = self._of(module)
         if wrapped and isinstance(module, DistributedDataParallel):
             self._in_ddp += 1
-            if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            regroups = wrapped.regroups and torch.is_grad_enabled()
+            if regroups:
+                wrapped.regroups = False
+            if regroups or module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
                 self._recorder.tell_collective({"group": "0", "op": "forward of DDP", "where": stack()[:4]})
             if torch.is_grad_enabled():
                 synchronises = bool(module.require_backward_grad_sync)
