@@ -30,16 +30,23 @@ def _find_unaveraged(facts: Facts, steps: list[Any]) -> Iterator[Finding]:
         described = _described(facts, optimizer)
         if described is None:
             continue
-        differing = {}
-        for name, index in _comparable(described).items():
-            gradients = [record["gradients"][i] for record, i in zip(records, index, strict=True)]
-            difference = _difference(gradients)
-            if difference > _ROUNDING:
-                differing[name] = difference
-        if not differing or _become_equal(steps, optimizer, number, described):
+        by_hand = _reduced(facts, optimizer)
+        differing = {n: d for n, d in _differing_gradients(records, described).items() if n not in by_hand}
+        if not differing or _are_averaged(steps, optimizer, number, described):
             continue
         done.add(optimizer)
         yield _unaveraged(facts, optimizer, number, records[0], described, differing)
+
+
+def _differing_gradients(records: list[Record], described: list[Any]) -> dict[str, float]:
+    """Name the parameters whose gradients differ at a step by more than rounding, and by how much."""
+    found = {}
+    for name, index in _comparable(described).items():
+        gradients = [record["gradients"][i] for record, i in zip(records, index, strict=True)]
+        difference = _difference(gradients)
+        if difference > _ROUNDING:
+            found[name] = difference
+    return found
 
 
 def _described(facts: Facts, optimizer: int) -> list[dict[str, Any]] | None:
@@ -94,6 +101,24 @@ def _become_equal(steps: list[Any], optimizer: int, number: int, described: list
             hashes = [[record["parameters"][i] for i in index] for record, index in _by_rank(records, described)]
             if all_equal(hashes):
                 return True
+    return False
+
+
+def _reduced(facts: Facts, optimizer: int) -> set[str]:
+    """Name the parameters of an optimiser that a collective was given after they were trained; -1 is for buffers."""
+    trained = [record.get("trained") for record in facts.of("collective")[facts.ranks[0]]]
+    return {name for number, name in filter(None, trained) if number == optimizer}
+
+
+def _are_averaged(steps: list[Any], optimizer: int, number: int, described: list[Any]) -> bool:
+    """Return whether the ranks make parameters equal again, now and then, after gradients that differ."""
+    if _become_equal(steps, optimizer, number, described):
+        return True
+    for (other, earlier), records in steps:
+        if other != optimizer or earlier >= number or not any(records[0]["rates"]):
+            continue
+        if _differing_gradients(records, described) and _become_equal(steps, optimizer, earlier, described):
+            return True
     return False
 
 
@@ -265,8 +290,9 @@ def _find_drift(facts: Facts, steps: list[Any]) -> Finding | None:
         described = _described(facts, optimizer)
         if number == 1 or described is None:
             continue
-        differing = _different(records, described)
-        if not differing or _become_equal(steps, optimizer, number, described):
+        by_hand = _reduced(facts, optimizer)
+        differing = [name for name in _different(records, described) if name not in by_hand]
+        if not differing or _are_averaged(steps, optimizer, number, described):
             continue
         first = next(r for (o, n), r in steps if (o, n) == (optimizer, 1))[0]
         lines = places(first["changing"])
@@ -288,7 +314,13 @@ def _find_buffers(facts: Facts, steps: list[Any]) -> Finding | None:
             hashes = [record["buffers"].get(name, {}).get("hashes") for record in records]
             if number == 1 or entry["sent"] or None in hashes or all_equal(hashes):
                 continue
+            if _become_equal_buffers(steps, name):
+                continue
+            by_hand = _reduced(facts, -1)
             differing = [n for n in hashes[0] if not all_equal([h.get(n) for h in hashes])]
+            differing = [n for n in differing if f"{name}.{n}" not in by_hand]
+            if not differing:
+                continue
             lines: list[Any] = next((entry["lines"][n] for n in differing if entry["lines"][n]), [])
             where = place(lines) or place(entry["ddp"]) or place(records[0]["where"])
             evidence = f"buffer {_name_some(differing)}: different on {say_ranks(facts.ranks)} at step {number}"
@@ -297,3 +329,14 @@ def _find_buffers(facts: Facts, steps: list[Any]) -> Finding | None:
             also = places(lines, entry["ddp"])
             return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
     return None
+
+
+def _become_equal_buffers(steps: list[Any], name: str) -> bool:
+    """Return whether the running statistics of a network differ at a step and are equal at a later one."""
+    has_differed = False
+    for _, records in steps:
+        hashes = [record["buffers"].get(name, {}).get("hashes") for record in records]
+        if has_differed and hashes[0] and all_equal(hashes):
+            return True
+        has_differed = has_differed or not all_equal(hashes)
+    return False

@@ -53,6 +53,7 @@ class Collectives:
         self._modules = modules
         self._depth = 0
         self.sums: list[dict[str, Any]] = []
+        self.trained: dict[int, tuple[int, str]] = {}  # optimiser and name, by address; -1 for buffers
 
     def install(self) -> None:
         """Begin."""
@@ -109,6 +110,8 @@ class Collectives:
             fields["shape"] = list(tensor.shape)
             if tensor.numel() <= _SMALL and not tensor.is_meta:
                 fields["values"] = tensor.detach().reshape(-1).to("cpu").tolist()
+            if tensor.numel():
+                fields["trained"] = self.trained.get(tensor.data_ptr())
         if "reduce" in name:
             fields["reduction"] = _reduction(args, kwargs)
         fields["samples"] = self._modules.samples

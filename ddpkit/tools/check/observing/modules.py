@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..places import Stack, is_own, own_frames, place_of, stack
 from ..recorder import Recorder
-from .patching import after, before, guarded, replace
+from .patching import Function, after, before, guarded, replace
 from .tensors import content, size_of
 
 _HERE = os.path.dirname(__file__)
@@ -56,13 +56,14 @@ class Wrapped:
         self.forwards: list[bool] = []
         self.pending = False
         self.regroups = False
-        self._has_regrouped = bool(module.find_unused_parameters) and not module.static_graph  # then it never does
+        self._will_regroup = bool(module.static_graph or not module.find_unused_parameters)
 
     def begin_backward(self) -> None:
         """Note a backward that averages gradients: after the first, DDP knows in which order they come."""
         self.pending = False
-        self.regroups = not self._has_regrouped
-        self._has_regrouped = True
+        if self._will_regroup:
+            self._will_regroup = False
+            self.regroups = True
 
 
 class Modules:
@@ -76,6 +77,7 @@ class Modules:
         self._parameters: dict[int, tuple[Any, Stack]] = {}
         self._depth = 0
         self._in_ddp = 0
+        self.on_call: Function = bool  # before a network is called with gradients
 
     def install(self) -> None:
         """Begin."""
@@ -206,6 +208,8 @@ class Modules:
             self._look_for_bypass(module)
         if self._depth == 1:
             self._note_call(module, args)
+            if torch.is_grad_enabled():
+                self.on_call()
 
     def _left(self, module: nn.Module, args: Any, result: Any) -> None:
         self._depth -= 1
