@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from typing import Any
 
+from ..loops import Loop, is_inside, leaving_condition, loops_around
 from ..places import Place, rank_condition
 from ..recorder import Record
-from .facts import Facts, Finding, Parting, all_equal, place, places, say_ranks
+from .facts import SCRIPT_END, Facts, Finding, Parting, all_equal, place, places, say_ranks
 
 
 def find(facts: Facts) -> Iterator[Finding]:
@@ -163,10 +165,55 @@ def _explain(facts: Facts, parting: Parting) -> Finding:
     evidence = "; ".join(said)
     lines = places(one["where"] if one else [], other["where"] if other else [])
     guarded = [line for line in lines if rank_condition(line)]
+    if not guarded and (left := _explain_by_loop(facts, parting, evidence, lines)):
+        return left
     where = next(iter(guarded or lines), None)
     why = "each waits for the other, or they mix what does not belong together"
     fix = "let all ranks call the same collectives in the same order: none under `if rank == 0:`"
     return Finding("collective-order", "wrong", where, sorted(parting.ranks), evidence, why, fix, lines)
+
+
+def _explain_by_loop(facts: Facts, parting: Parting, evidence: str, lines: list[Place]) -> Finding | None:
+    """Find the loop that one rank has left and another goes on with."""
+    for one, other in ((0, 1), (1, 0)):
+        running, left = parting.entered[one], parting.entered[other]
+        for line in places(running["where"] if running else []):
+            for loop in reversed(loops_around(line.file, line.line)):
+                spanned = [p for p in _seen_at(facts, parting.ranks[other], line) if is_inside(loop, p.line)]
+                if not spanned or not _is_left(loop, line, left, parting.ends):
+                    continue
+                condition = leaving_condition(loop)
+                if condition is not None:
+                    return _left_early(facts, line._replace(line=condition), evidence, lines)
+                if left is not None and isinstance(loop, ast.For):
+                    return _left_at_end(facts, line._replace(line=loop.lineno), evidence, lines)
+    return None
+
+
+def _seen_at(facts: Facts, rank: int, line: Place) -> list[Place]:
+    """List the lines of a function from which a rank has entered collectives."""
+    entered = places(*(record["where"] for record in facts.of("collective")[rank]))
+    return [place for place in entered if (place.file, place.function) == (line.file, line.function)]
+
+
+def _is_left(loop: Loop, line: Place, left: Record | None, ends: str) -> bool:
+    """Return whether a rank is behind a loop: elsewhere in its function, or at the end of the script."""
+    if left is None:
+        return ends == SCRIPT_END
+    same = [p for p in places(left["where"]) if (p.file, p.function) == (line.file, line.function)]
+    return bool(same) and not any(is_inside(loop, place.line) for place in same)
+
+
+def _left_early(facts: Facts, where: Place, evidence: str, lines: list[Place]) -> Finding:
+    why = "one rank leaves the loop by something that it knows alone, and others wait for it"
+    fix = "let all ranks leave together: `if ddpkit.stop_together(stop): break`"
+    return Finding("one-rank-decides", "wrong", where, facts.ranks, evidence, why, fix, lines)
+
+
+def _left_at_end(facts: Facts, where: Place, evidence: str, lines: list[Place]) -> Finding:
+    why = "the loop has more rounds on one rank than on another, which waits for it or meets it elsewhere"
+    fix = "give all ranks as many rounds, or train in `with Join([model]):`"
+    return Finding("batches-differ", "wrong", where, facts.ranks, evidence, why, fix, lines)
 
 
 def _say(rank: int, record: Record | None, ends: str = "") -> str:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..places import Place, enclosing, own_files, own_frames, place_of, syntax_of
+from ..loops import loops_around
+from ..places import Place, own_files, own_frames, place_of, syntax_of
 from .modules import is_own_object
 
 _dividing: dict[tuple[Any, ...], bool] = {}
@@ -139,7 +140,7 @@ def is_in_loop() -> bool:
     """Return whether the running functions will come here again: a loop is around the present line of one."""
     for number, frame in enumerate(own_frames(sys._getframe(1))):
         line = frame.f_lineno
-        loops = _loops_around(frame.f_code.co_filename, line)
+        loops = loops_around(frame.f_code.co_filename, line)
         if any(number or isinstance(loop, ast.While) or loop.lineno != line for loop in loops):
             return True
     return False
@@ -149,7 +150,7 @@ def is_in_loop() -> bool:
 def _decisions_around(file: str, line: int) -> list[ast.If]:
     """List the `if`s in the loops around a line that have consequences."""
     found: dict[int, ast.If] = {}
-    for loop in _loops_around(file, line):
+    for loop in loops_around(file, line):
         for statement in ast.walk(loop):
             if isinstance(statement, ast.If) and _has_consequences(statement):
                 found[statement.lineno] = statement
@@ -167,21 +168,10 @@ def decisions() -> list[dict[str, Any]]:
     return found
 
 
-def _loops_around(file: str, line: int) -> list[ast.stmt]:
-    """List the loops around a line in its function."""
-    loops: list[ast.stmt] = []
-    for statement in enclosing(file, line):
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            loops = []
-        elif isinstance(statement, ast.For | ast.While):
-            loops.append(statement)
-    return loops
-
-
 def skips() -> list[Place]:
     """List the `if`s by which the innermost running loop leaves out a batch."""
     for frame in own_frames(sys._getframe(1)):
-        for loop in reversed(_loops_around(frame.f_code.co_filename, frame.f_lineno)):
+        for loop in reversed(loops_around(frame.f_code.co_filename, frame.f_lineno)):
             lines = []
             for statement in ast.walk(loop):
                 body = statement.body if isinstance(statement, ast.If) else []
@@ -195,7 +185,7 @@ def numbers_of_rounds() -> list[int]:
     """List how many rounds the running loops over `range(n)` make, the outermost first."""
     found = []
     for frame in reversed(list(own_frames(sys._getframe(1)))):
-        for loop in _loops_around(frame.f_code.co_filename, frame.f_lineno):
+        for loop in loops_around(frame.f_code.co_filename, frame.f_lineno):
             if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range":
                 bounds = [evaluate(argument, frame) for argument in loop.iter.args]
                 if bounds and all(isinstance(bound, int) for bound in bounds):
@@ -236,7 +226,7 @@ def loop_keys() -> list[str]:
     if frame is None:
         return []
     found = []
-    for loop in _loops_around(frame.f_code.co_filename, frame.f_lineno):
+    for loop in loops_around(frame.f_code.co_filename, frame.f_lineno):
         for node in ast.walk(loop.target) if isinstance(loop, ast.For) else ():
             value = evaluate(node, frame) if isinstance(node, ast.Name) else None
             if isinstance(value, str | int):
