@@ -26,20 +26,30 @@ def find(facts: Facts) -> Iterator[Finding]:
 
 def _find_decision(facts: Facts) -> Finding | None:
     """Find a decision that each rank takes by a number of its own."""
+    for where, rows in _decisions(facts):
+        columns = zip(*rows, strict=False)
+        differing = [column for column in columns if not all_equal(column)]
+        if differing:
+            numbers = " and ".join(f"{value:.4g}" for value in differing[0])
+            evidence = f"{say_ranks(facts.ranks)} decide by numbers of their own: {numbers}"
+            why = "one rank stops or saves when others do not: they wait for it, or rank 0's share decides for all"
+            fix = "average the number over ranks before: `loss = ddpkit.all_reduce_mean(loss, weight=count)`"
+            return Finding("one-rank-decides", "wrong", where, facts.ranks, evidence, why, fix)
+    return None
+
+
+def _decisions(facts: Facts) -> Iterator[tuple[Place, list[list[float]]]]:
+    """Yield the lines at which all ranks decide, with the numbers that each compares there."""
+    for _, records in facts.rows("decision", "file", "line", "number"):
+        values = [record["values"] for record in records]
+        if all_equal([len(row) for row in values]):
+            first = records[0]
+            yield Place(first["file"], first["line"], first["function"]), values
     for _, records in facts.rows("step", "optimizer", "number"):
         tables = [{tuple(d["where"]): d["values"] for d in record["decisions"]} for record in records]
-        for where, values in tables[0].items():
-            if not all(where in table and len(table[where]) == len(values) for table in tables):
-                continue
-            columns = list(zip(*(table[where] for table in tables), strict=True))
-            differing = [column for column in columns if not all_equal(column)]
-            if differing:
-                numbers = " and ".join(f"{value:.4g}" for value in differing[0])
-                evidence = f"{say_ranks(facts.ranks)} decide by numbers of their own: {numbers}"
-                why = "one rank stops or saves when others do not: they wait for it, or rank 0's share decides for all"
-                fix = "average the number over ranks before: `loss = ddpkit.all_reduce_mean(loss, weight=count)`"
-                return Finding("one-rank-decides", "wrong", Place(*where), facts.ranks, evidence, why, fix)
-    return None
+        for where in tables[0]:
+            if all(where in table and len(table[where]) == len(tables[0][where]) for table in tables):
+                yield Place(*where), [table[where] for table in tables]
 
 
 def _find_skipping(facts: Facts) -> Finding | None:

@@ -22,6 +22,7 @@ from .modules import is_own_object
 
 _dividing: dict[tuple[Any, ...], bool] = {}
 _RANKS = ("world", "ranks", "num_processes", "nproc", "gpus", "replicas")  # in names of the number of ranks
+_CLOCKS = ("time", "now", "clock", "elapsed", "seconds")  # in names of what each rank measures for itself
 
 
 @cache
@@ -147,7 +148,7 @@ def is_in_loop() -> bool:
 
 
 @cache
-def _decisions_around(file: str, line: int) -> list[ast.If]:
+def decisions_around(file: str, line: int) -> list[ast.If]:
     """List the `if`s in the loops around a line that have consequences."""
     found: dict[int, ast.If] = {}
     for loop in loops_around(file, line):
@@ -157,15 +158,35 @@ def _decisions_around(file: str, line: int) -> list[ast.If]:
     return list(found.values())
 
 
-def decisions() -> list[dict[str, Any]]:
-    """List the `if`s around and after which the running loops end or save, with the fractions that they compare."""
-    found = []
-    for frame in own_frames(sys._getframe(1)):
-        for statement in _decisions_around(frame.f_code.co_filename, frame.f_lineno):
-            values = _fractions(statement.test, frame)
-            if values:
-                found.append({"where": place_of(frame)._replace(line=statement.lineno), "values": values})
+@cache
+def saving_decisions(file: str) -> dict[int, ast.If]:
+    """List the `if`s of a file that save by something else than the time, by their lines."""
+    found = {}
+    for node in ast.walk(syntax_of(file)):
+        if not isinstance(node, ast.If) or not any(map(_saves, node.body)):
+            continue
+        test = ast.unparse(node.test).lower()
+        if _has_consequences(node) and not any(word in test for word in _CLOCKS):
+            found[node.lineno] = node
     return found
+
+
+def decisions() -> list[dict[str, Any]]:
+    """List the `if`s before the present line, in the loop around it, that end it or save; and what they compare.
+
+    Others come after the step, when their numbers may have changed.
+    """
+    for frame in own_frames(sys._getframe(1)):
+        line = frame.f_lineno
+        loops = loops_around(frame.f_code.co_filename, line)
+        if not loops:
+            continue
+        found = []
+        for statement in decisions_around(frame.f_code.co_filename, line):
+            if loops[-1].lineno <= statement.lineno < line and (values := fractions(statement.test, frame)):
+                found.append({"where": place_of(frame)._replace(line=statement.lineno), "values": values})
+        return found
+    return []
 
 
 def skips() -> list[Place]:
@@ -202,12 +223,15 @@ def _has_consequences(statement: ast.If) -> bool:
         for node in ast.walk(part):
             if isinstance(node, ast.Break | ast.Return):
                 return True
-            if isinstance(node, ast.Call) and "save" in ast.unparse(node.func).lower():
-                return True
-    return False
+    return any(map(_saves, statement.body))
 
 
-def _fractions(test: ast.expr, frame: FrameType) -> list[float]:
+def _saves(statement: ast.stmt) -> bool:
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return any("save" in ast.unparse(call.func).lower() for call in calls)
+
+
+def fractions(test: ast.expr, frame: FrameType) -> list[float]:
     """Evaluate what a test compares, as far as these are fractions."""
     found = []
     for node in ast.walk(test):

@@ -77,7 +77,7 @@ class Modules:
         self._parameters: dict[int, tuple[Any, Stack]] = {}
         self._depth = 0
         self._in_ddp = 0
-        self.on_call: Function = bool  # before a network is called with gradients
+        self.on_call: list[Function] = []  # before a network is called with gradients
 
     def install(self) -> None:
         """Begin."""
@@ -209,7 +209,8 @@ class Modules:
         if self._depth == 1:
             self._note_call(module, args)
             if torch.is_grad_enabled():
-                self.on_call()
+                for look in self.on_call:
+                    look()
 
     def _left(self, module: nn.Module, args: Any, result: Any) -> None:
         self._depth -= 1

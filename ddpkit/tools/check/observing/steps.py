@@ -14,6 +14,7 @@ from ..ending import Ending
 from ..places import Place, Stack, assigning_lines, changing_lines, stack
 from ..recorder import Recorder
 from .collectives import Collectives
+from .decisions import Decisions
 from .expressions import decisions, divides_by_ranks, numbers_of_rounds, skips
 from .losses import Losses
 from .modules import Modules, Wrapped, inner_of, roots, variables
@@ -55,6 +56,7 @@ class Steps:
         self._collectives = collectives
         self._made: weakref.WeakKeyDictionary[Optimizer, Stack] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._decisions = Decisions(recorder)
         self._depth = 0
         self._loaded: Stack = []
         self.on_step: list[Function] = []
@@ -63,7 +65,7 @@ class Steps:
 
     def install(self) -> None:
         """Begin."""
-        self._modules.on_call = guarded(self._note_buffers)
+        self._modules.on_call += [guarded(self._decisions.end), guarded(self._note_buffers)]
         after(Optimizer, "__init__", self._note_made)
         before(Optimizer, "load_state_dict", self._note_loaded)
         register_optimizer_step_pre_hook(self._begins)
@@ -79,6 +81,7 @@ class Steps:
         self._depth += 1
         if self._depth > 1:  # an optimiser that is part of another
             return
+        self._decisions.end()
         seen = self._seen.get(optimizer)
         if seen is None:
             seen = _Seen(len(self._seen), self._made.get(optimizer, []))
@@ -104,6 +107,7 @@ class Steps:
         self._modules.begin_step()
         self._losses.begin_step()
         self._windows.begin_step()
+        guarded(self._decisions.begin)()
 
     @torch.no_grad()
     def _record(self, optimizer: Optimizer, seen: _Seen) -> None:
