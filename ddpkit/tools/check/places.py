@@ -156,6 +156,20 @@ def changing_lines(names: tuple[str, ...]) -> list[Place]:
     return found
 
 
+def lines_that_set_item(key: str) -> list[Place]:
+    """List the lines of the script that set an item of this name: `group["lr"] = x`."""
+    found = []
+    for file in own_files():
+        for node in ast.walk(syntax_of(file)):
+            if not isinstance(node, ast.Assign | ast.AugAssign):
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            slices = [target.slice for target in targets if isinstance(target, ast.Subscript)]
+            if any(isinstance(part, ast.Constant) and part.value == key for part in slices):
+                found.append(Place(os.path.abspath(file), node.lineno, ""))
+    return found
+
+
 def calls_with(name: str, argument: str) -> list[Place]:
     """List the lines of the script that call a method of this name with a variable whose name has this part."""
     found = []

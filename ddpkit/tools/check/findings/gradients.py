@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -257,7 +258,7 @@ def _started_different(facts: Facts, names: list[str], made: list[Any], optimize
     evidence = f"{_name_some(names)}: at the first optimizer step {say_ranks(facts.ranks)} hold different values"
     why = "equal gradients keep replicas apart that begin apart: there is no one model, and rank 0's is saved"
     fix = "send out rank 0's: `for t in model.state_dict().values(): dist.broadcast(t, src=0)`"
-    where = in_function_of(made, optimizer)
+    where = in_function_of(made, optimizer) or place(optimizer)
     also = places(made, optimizer)
     return Finding("replicas-differ-at-start", "wrong", where, facts.ranks, evidence, why, fix, also)
 
@@ -275,6 +276,8 @@ def _find_states(facts: Facts, steps: list[Any]) -> Finding | None:
         else:
             continue
         loaded: list[Any] = next((record["loaded"] for record in records if record["loaded"]), [])
+        if not loaded and not all_equal(rates):
+            loaded = _rates_set(facts, steps)
         condition = next(filter(None, map(rank_condition, places(loaded))), None)
         where = condition or place(loaded) or place(records[0]["where"])
         why = "equal gradients become different updates, and the replicas drift apart"
@@ -282,6 +285,17 @@ def _find_states(facts: Facts, steps: list[Any]) -> Finding | None:
         also = places(loaded, records[0]["where"])
         return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
     return None
+
+
+def _rates_set(facts: Facts, steps: list[Any]) -> list[Any]:
+    """Return where learning rates change on one rank alone: by a schedule that others do not step, or by hand."""
+    stepped = facts.of("schedule step")
+    calls = [Counter(tuple(record["where"][0]) for record in records) for records in stepped.values()]
+    for line in dict.fromkeys(line for ranks in calls for line in ranks):
+        if 0 in [ranks[line] for ranks in calls]:
+            return [line]
+    lines: list[Any] = steps[0][1][0]["rate_lines"]
+    return lines
 
 
 def _find_drift(facts: Facts, steps: list[Any]) -> Finding | None:

@@ -85,6 +85,8 @@ class Modules:
         hooks.register_module_buffer_registration_hook(guarded(self._registered))
         hooks.register_module_forward_pre_hook(guarded(self._entered))
         hooks.register_module_forward_hook(guarded(self._left), always_call=True)
+        after(nn.Parameter, "__deepcopy__", self._copied)
+        after(Tensor, "__deepcopy__", self._copied)
         after(DistributedDataParallel, "__init__", self._made)
         before(DistributedDataParallel, "no_sync", self._no_sync)
         before(DistributedDataParallel, "__setattr__", self._set)
@@ -128,6 +130,10 @@ class Modules:
     def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
             self._parameters[id(parameter)] = (weakref.ref(parameter), _made_at())
+
+    def _copied(self, copied: Tensor, original: Tensor, memo: Any) -> None:
+        if id(original) in self._parameters:
+            self._parameters[id(copied)] = (weakref.ref(copied), _made_at())
 
     def _made(self, _: None, made: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         self.wrapped[id(made)] = Wrapped(made)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..ending import Ending
-from ..places import Place, Stack, assigning_lines, changing_lines, stack
+from ..places import Place, Stack, assigning_lines, changing_lines, lines_that_set_item, stack
 from ..recorder import Recorder
 from .collectives import Collectives
 from .decisions import Decisions
@@ -134,6 +134,7 @@ class Steps:
             causes=[_describe(wrapped) for wrapped in self._modules.wrapped.values()],
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            rate_lines=lines_that_set_item("lr") if seen.steps == 1 else [],
             others=self._others(seen.steps, parameters),
             buffers=self._take_buffers(seen.steps),
             calls=self._modules.calls,
