@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from ..places import Place
+from ..places import Place, rank_conditions_of_names
 from ..recorder import Record
 from .facts import Facts, Finding, all_equal, place, places, say_ranks
 
@@ -154,7 +154,8 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     if all(len(plan) >= len(expected) for plan in plans):
         return _all_on_each(facts, epoch, expected) if trains else None
     if extra > allowed and missing:
-        return _shuffled_differently(facts, epoch, missing, extra, len(expected))
+        found = _find_other_epochs(facts, records)
+        return found or _shuffled_differently(facts, epoch, missing, extra, len(expected))
     if extra > allowed:
         return _repeated(facts, epoch, extra, len(expected))
     if extra and not trains:
@@ -186,6 +187,21 @@ def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
         found.also = [*places(shuffled)[1:], *([found.where] if found.where else [])]
         found.where = place(shuffled)
     return found
+
+
+def _find_other_epochs(facts: Facts, records: list[Record]) -> Finding | None:
+    """Find ranks that tell their samplers different epochs."""
+    told = [record["last_set"] for record in records]
+    if None in told or all_equal([entry["epoch"] for entry in told]):
+        return None
+    numbers = " and ".join(str(entry["epoch"]) for entry in told)
+    evidence = f"{say_ranks(facts.ranks)} tell their samplers that this is epoch {numbers}"
+    why = "they shuffle in different orders, so that their shares overlap, and do not end together"
+    fix = "let rank 0 tell the others where to begin: `dist.broadcast(start, src=0)`"
+    call = Place(*told[0]["where"][0])
+    conditions = rank_conditions_of_names(call)
+    where = next(iter(conditions), call)
+    return Finding("one-rank-decides", "wrong", where, facts.ranks, evidence, why, fix, [*conditions, call])
 
 
 def _shuffled_differently(facts: Facts, epoch: Record, missing: int, extra: int, total: int) -> Finding:

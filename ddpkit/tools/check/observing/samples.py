@@ -62,6 +62,7 @@ class Samples:
         self._iterators: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
         self._lines: dict[str, int] = {}
         self._epochs_set: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._last_set: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._fetches = 0
 
     def install(self) -> None:
@@ -99,6 +100,7 @@ class Samples:
 
     def _note_epoch(self, sampler: Any, epoch: int) -> None:
         self._epochs_set[sampler] = self._epochs_set.get(sampler, 0) + 1
+        self._last_set[sampler] = {"epoch": epoch, "where": stack()}
 
     def _known(self, loader: Any) -> _Loader:
         known = self._loaders.get(loader)
@@ -163,6 +165,7 @@ class Samples:
             "sampler_made": self._made.get(sampler, []) if _is_weakly_known(sampler) else [],
             "has_epoch": hasattr(sampler, "set_epoch"),
             "epochs_set": self._epochs_set.get(sampler, 0) if _is_weakly_known(sampler) else 0,
+            "last_set": self._last_set.get(sampler) if _is_weakly_known(sampler) else None,
             "shuffles": bool(getattr(sampler, "shuffle", False)),
             "repeats": is_in_loop(),
             "names_epoch": isinstance(loader, Loader) or mentions("set_epoch"),  # ddpkit's takes the next one by itself
