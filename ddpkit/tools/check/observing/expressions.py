@@ -100,6 +100,20 @@ def _dividing_lines(code: CodeType) -> list[Place]:
     return found
 
 
+def lines_divided_by_ranks() -> list[Place]:
+    """List the lines of the function that calls backward which divide a loss by the number of ranks before."""
+    frame = next(own_frames(sys._getframe(1)), None)
+    if frame is None:
+        return []
+    code = frame.f_code
+    lines = {place.line for place in _dividing_lines(code) if place.line <= frame.f_lineno}
+    found = []
+    for node in _nodes_of(code.co_filename, code.co_name, code.co_firstlineno):
+        if getattr(node, "lineno", 0) in lines and _divides(frame, [node]):
+            found.append(place_of(frame)._replace(line=getattr(node, "lineno", 0)))
+    return found
+
+
 def is_number_of_ranks(node: ast.expr, frame: FrameType) -> bool:
     """Return whether an expression is the number of ranks, by its name and its value."""
     for part in ast.walk(node):

@@ -141,6 +141,7 @@ class Steps:
             losses=self._losses.of_this_step(),
             backward=self._losses.places,
             divided=self._losses.divided,
+            by_ranks=self._losses.by_ranks,
             divides=self._losses.divides or divides_by_ranks(4),
             summed=self._summed(gradients),
             class_name=type(optimizer).__name__,
@@ -246,6 +247,7 @@ def _describe(wrapped: Wrapped) -> dict[str, Any]:
         "forwards": wrapped.forwards[-8:],
         "thawed": wrapped.thawed,
         "cast": wrapped.cast,
+        "hooked": bool(getattr(wrapped.kept, "_comm_hooks", ())),
     }
 
 
