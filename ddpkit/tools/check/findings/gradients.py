@@ -116,7 +116,8 @@ def _are_averaged(steps: list[Any], optimizer: int, number: int, described: list
     if _become_equal(steps, optimizer, number, described):
         return True
     for (other, earlier), records in steps:
-        if other != optimizer or earlier >= number or not any(records[0]["rates"]):
+        # the first step of Adam is as long for any gradient
+        if other != optimizer or not 1 < earlier < number or not any(records[0]["rates"]):
             continue
         if _differing_gradients(records, described) and _become_equal(steps, optimizer, earlier, described):
             return True
