@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 
 from ..places import stack
 from ..recorder import Recorder
-from .expressions import cuts, divides_by_ranks, loop_keys
+from .expressions import averages_gathered, cuts, divides_by_ranks, loop_keys
 from .modules import Modules
 from .patching import Function, before, guarded, replace
 
@@ -119,6 +119,7 @@ class Collectives:
         fields["cuts"] = cuts()
         fields["keys"] = loop_keys()
         fields["divides"] = divides_by_ranks()
+        fields["averages"] = name == "all_gather" and averages_gathered()
         self._recorder.tell_collective(fields)
 
 
