@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .findings.facts import Parting
+from .findings.facts import SCRIPT_END, Parting
 from .recorder import Record
 
 _OF_ONE_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -27,7 +27,7 @@ class Order:
         if record["kind"] == "join" or self._has_join:  # ranks that have ended shadow the others' collectives
             self._has_join = True
         elif record["kind"] in ("done", "end"):
-            self._ended[rank] = record.get("error") or record.get("reason") or "the end of the script"
+            self._ended.setdefault(rank, record.get("error") or record.get("reason") or SCRIPT_END)
             self._compare_ends()
         elif record["kind"] == "collective":
             self._entered.setdefault((record["group"], rank), []).append(record)

@@ -156,6 +156,20 @@ def changing_lines(names: tuple[str, ...]) -> list[Place]:
     return found
 
 
+def lines_that_set_item(key: str) -> list[Place]:
+    """List the lines of the script that set an item of this name: `group["lr"] = x`."""
+    found = []
+    for file in own_files():
+        for node in ast.walk(syntax_of(file)):
+            if not isinstance(node, ast.Assign | ast.AugAssign):
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            slices = [target.slice for target in targets if isinstance(target, ast.Subscript)]
+            if any(isinstance(part, ast.Constant) and part.value == key for part in slices):
+                found.append(Place(os.path.abspath(file), node.lineno, ""))
+    return found
+
+
 def calls_with(name: str, argument: str) -> list[Place]:
     """List the lines of the script that call a method of this name with a variable whose name has this part."""
     found = []
@@ -182,6 +196,30 @@ def rank_condition(place: Place) -> Place | None:
         if isinstance(statement, ast.If) and asks_for_rank(statement.test):
             return place._replace(line=statement.lineno)
     return None
+
+
+def rank_conditions_of_names(place: Place) -> list[Place]:
+    """List the `if`s that ask for the rank around assignments to what the call on a line depends on.
+
+    It depends on the names in its arguments, and on those of the loops over these names.
+    """
+    tree = syntax_of(place.file)
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.lineno == place.line:
+            names |= {name for argument in node.args for name in _names_in(argument)}
+    for statement in enclosing(place.file, place.line):
+        if isinstance(statement, ast.For) and names & _names_in(statement.target):
+            names |= _names_in(statement.iter)
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and any(names & _names_in(target) for target in node.targets):
+            lines.append(place._replace(line=node.lineno))
+    return list(dict.fromkeys(filter(None, map(rank_condition, lines))))
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
 def asks_for_rank(test: ast.expr) -> bool:

@@ -10,6 +10,7 @@ from ..places import Place
 from ..recorder import Record
 
 SEVERITIES = ("wrong", "suspicious", "slow")  # from bad to less bad
+SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
 
 
 @dataclass

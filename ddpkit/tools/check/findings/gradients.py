@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,16 +31,23 @@ def _find_unaveraged(facts: Facts, steps: list[Any]) -> Iterator[Finding]:
         described = _described(facts, optimizer)
         if described is None:
             continue
-        differing = {}
-        for name, index in _comparable(described).items():
-            gradients = [record["gradients"][i] for record, i in zip(records, index, strict=True)]
-            difference = _difference(gradients)
-            if difference > _ROUNDING:
-                differing[name] = difference
-        if not differing or _become_equal(steps, optimizer, number, described):
+        by_hand = _reduced(facts, optimizer)
+        differing = {n: d for n, d in _differing_gradients(records, described).items() if n not in by_hand}
+        if not differing or _are_averaged(steps, optimizer, number, described):
             continue
         done.add(optimizer)
         yield _unaveraged(facts, optimizer, number, records[0], described, differing)
+
+
+def _differing_gradients(records: list[Record], described: list[Any]) -> dict[str, float]:
+    """Name the parameters whose gradients differ at a step by more than rounding, and by how much."""
+    found = {}
+    for name, index in _comparable(described).items():
+        gradients = [record["gradients"][i] for record, i in zip(records, index, strict=True)]
+        difference = _difference(gradients)
+        if difference > _ROUNDING:
+            found[name] = difference
+    return found
 
 
 def _described(facts: Facts, optimizer: int) -> list[dict[str, Any]] | None:
@@ -94,6 +102,25 @@ def _become_equal(steps: list[Any], optimizer: int, number: int, described: list
             hashes = [[record["parameters"][i] for i in index] for record, index in _by_rank(records, described)]
             if all_equal(hashes):
                 return True
+    return False
+
+
+def _reduced(facts: Facts, optimizer: int) -> set[str]:
+    """Name the parameters of an optimiser that a collective was given after they were trained; -1 is for buffers."""
+    trained = [record.get("trained") for record in facts.of("collective")[facts.ranks[0]]]
+    return {name for number, name in filter(None, trained) if number == optimizer}
+
+
+def _are_averaged(steps: list[Any], optimizer: int, number: int, described: list[Any]) -> bool:
+    """Return whether the ranks make parameters equal again, now and then, after gradients that differ."""
+    if _become_equal(steps, optimizer, number, described):
+        return True
+    for (other, earlier), records in steps:
+        # the first step of Adam is as long for any gradient
+        if other != optimizer or not 1 < earlier < number or not any(records[0]["rates"]):
+            continue
+        if _differing_gradients(records, described) and _become_equal(steps, optimizer, earlier, described):
+            return True
     return False
 
 
@@ -232,7 +259,7 @@ def _started_different(facts: Facts, names: list[str], made: list[Any], optimize
     evidence = f"{_name_some(names)}: at the first optimizer step {say_ranks(facts.ranks)} hold different values"
     why = "equal gradients keep replicas apart that begin apart: there is no one model, and rank 0's is saved"
     fix = "send out rank 0's: `for t in model.state_dict().values(): dist.broadcast(t, src=0)`"
-    where = in_function_of(made, optimizer)
+    where = in_function_of(made, optimizer) or place(optimizer)
     also = places(made, optimizer)
     return Finding("replicas-differ-at-start", "wrong", where, facts.ranks, evidence, why, fix, also)
 
@@ -250,6 +277,8 @@ def _find_states(facts: Facts, steps: list[Any]) -> Finding | None:
         else:
             continue
         loaded: list[Any] = next((record["loaded"] for record in records if record["loaded"]), [])
+        if not loaded and not all_equal(rates):
+            loaded = _rates_set(facts, steps)
         condition = next(filter(None, map(rank_condition, places(loaded))), None)
         where = condition or place(loaded) or place(records[0]["where"])
         why = "equal gradients become different updates, and the replicas drift apart"
@@ -259,14 +288,26 @@ def _find_states(facts: Facts, steps: list[Any]) -> Finding | None:
     return None
 
 
+def _rates_set(facts: Facts, steps: list[Any]) -> list[Any]:
+    """Return where learning rates change on one rank alone: by a schedule that others do not step, or by hand."""
+    stepped = facts.of("schedule step")
+    calls = [Counter(tuple(record["where"][0]) for record in records) for records in stepped.values()]
+    for line in dict.fromkeys(line for ranks in calls for line in ranks):
+        if 0 in [ranks[line] for ranks in calls]:
+            return [line]
+    lines: list[Any] = steps[0][1][0]["rate_lines"]
+    return lines
+
+
 def _find_drift(facts: Facts, steps: list[Any]) -> Finding | None:
     """Find parameters that are equal at one step and differ at a later one."""
     for (optimizer, number), records in steps:
         described = _described(facts, optimizer)
         if number == 1 or described is None:
             continue
-        differing = _different(records, described)
-        if not differing or _become_equal(steps, optimizer, number, described):
+        by_hand = _reduced(facts, optimizer)
+        differing = [name for name in _different(records, described) if name not in by_hand]
+        if not differing or _are_averaged(steps, optimizer, number, described):
             continue
         first = next(r for (o, n), r in steps if (o, n) == (optimizer, 1))[0]
         lines = places(first["changing"])
@@ -288,7 +329,13 @@ def _find_buffers(facts: Facts, steps: list[Any]) -> Finding | None:
             hashes = [record["buffers"].get(name, {}).get("hashes") for record in records]
             if number == 1 or entry["sent"] or None in hashes or all_equal(hashes):
                 continue
+            if _become_equal_buffers(steps, name):
+                continue
+            by_hand = _reduced(facts, -1)
             differing = [n for n in hashes[0] if not all_equal([h.get(n) for h in hashes])]
+            differing = [n for n in differing if f"{name}.{n}" not in by_hand]
+            if not differing:
+                continue
             lines: list[Any] = next((entry["lines"][n] for n in differing if entry["lines"][n]), [])
             where = place(lines) or place(entry["ddp"]) or place(records[0]["where"])
             evidence = f"buffer {_name_some(differing)}: different on {say_ranks(facts.ranks)} at step {number}"
@@ -297,3 +344,14 @@ def _find_buffers(facts: Facts, steps: list[Any]) -> Finding | None:
             also = places(lines, entry["ddp"])
             return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
     return None
+
+
+def _become_equal_buffers(steps: list[Any], name: str) -> bool:
+    """Return whether the running statistics of a network differ at a step and are equal at a later one."""
+    has_differed = False
+    for _, records in steps:
+        hashes = [record["buffers"].get(name, {}).get("hashes") for record in records]
+        if has_differed and hashes[0] and all_equal(hashes):
+            return True
+        has_differed = has_differed or not all_equal(hashes)
+    return False

@@ -21,6 +21,7 @@ def find(facts: Facts) -> Iterator[Finding]:
     found = _find_uneven(facts, rows) or _find_shorter_window(facts, rows) or _find_divided_twice(facts, rows)
     if found is not None:
         yield found
+    yield from _find_divided_by_ranks(facts, rows)
     yield from _find_sums(facts, rows)
     yield from _find_clipped(facts, rows)
 
@@ -131,6 +132,32 @@ def _find_divided_twice(facts: Facts, rows: list[Any]) -> Finding | None:
     first = step["losses"][0]["where"]
     where, also = _at_backward(step, place(first))
     return Finding("wrong-divisor", "wrong", where, facts.ranks, evidence, why, fix, also)
+
+
+def _find_divided_by_ranks(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
+    """Find means that are divided by the number of ranks, and then averaged over ranks by DDP."""
+    for _, records in rows:
+        for record in records:
+            is_plain = record["by_ranks"] and record["causes"] and not record["summed"]
+            if not is_plain or any(cause["hooked"] for cause in record["causes"]):
+                return
+            if any(loss["masked"] for loss in record["losses"]):  # it may be a sum, divided by the count of all
+                return
+            if not _near(sum(loss["total"] for loss in record["losses"]), 1 / facts.world_size):
+                return
+    if not rows:
+        return
+    step = rows[0][1][0]
+    name = step["class_name"]
+    is_free = any(name.startswith(word) or name.endswith(word) for word in _SCALE_FREE)
+    evidence = f"{say_ranks(facts.ranks)} divide their mean losses by {facts.world_size}, and DDP averages them again"
+    why = f"the gradient is 1/{facts.world_size} of that of the mean, and shrinks with the number of ranks"
+    fix = "leave the division out: DDP averages gradients over ranks"
+    lines = places(step["by_ranks"])
+    severity = "suspicious" if is_free else "wrong"
+    yield Finding(
+        "wrong-divisor", severity, lines[0], facts.ranks, evidence, why, fix, [*lines, *places(step["backward"])]
+    )
 
 
 def _find_sums(facts: Facts, rows: list[Any]) -> Iterator[Finding]:

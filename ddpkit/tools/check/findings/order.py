@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from typing import Any
 
+from ..loops import Loop, is_inside, leaving_condition, loops_around
 from ..places import Place, rank_condition
 from ..recorder import Record
-from .facts import Facts, Finding, Parting, all_equal, place, places, say_ranks
+from .facts import SCRIPT_END, Facts, Finding, Parting, all_equal, place, places, say_ranks
 
 
 def find(facts: Facts) -> Iterator[Finding]:
@@ -24,20 +26,30 @@ def find(facts: Facts) -> Iterator[Finding]:
 
 def _find_decision(facts: Facts) -> Finding | None:
     """Find a decision that each rank takes by a number of its own."""
+    for where, rows in _decisions(facts):
+        columns = zip(*rows, strict=False)
+        differing = [column for column in columns if not all_equal(column)]
+        if differing:
+            numbers = " and ".join(f"{value:.4g}" for value in differing[0])
+            evidence = f"{say_ranks(facts.ranks)} decide by numbers of their own: {numbers}"
+            why = "one rank stops or saves when others do not: they wait for it, or rank 0's share decides for all"
+            fix = "average the number over ranks before: `loss = ddpkit.all_reduce_mean(loss, weight=count)`"
+            return Finding("one-rank-decides", "wrong", where, facts.ranks, evidence, why, fix)
+    return None
+
+
+def _decisions(facts: Facts) -> Iterator[tuple[Place, list[list[float]]]]:
+    """Yield the lines at which all ranks decide, with the numbers that each compares there."""
+    for _, records in facts.rows("decision", "file", "line", "number"):
+        values = [record["values"] for record in records]
+        if all_equal([len(row) for row in values]):
+            first = records[0]
+            yield Place(first["file"], first["line"], first["function"]), values
     for _, records in facts.rows("step", "optimizer", "number"):
         tables = [{tuple(d["where"]): d["values"] for d in record["decisions"]} for record in records]
-        for where, values in tables[0].items():
-            if not all(where in table and len(table[where]) == len(values) for table in tables):
-                continue
-            columns = list(zip(*(table[where] for table in tables), strict=True))
-            differing = [column for column in columns if not all_equal(column)]
-            if differing:
-                numbers = " and ".join(f"{value:.4g}" for value in differing[0])
-                evidence = f"{say_ranks(facts.ranks)} decide by numbers of their own: {numbers}"
-                why = "one rank stops or saves when others do not: they wait for it, or rank 0's share decides for all"
-                fix = "average the number over ranks before: `loss = ddpkit.all_reduce_mean(loss, weight=count)`"
-                return Finding("one-rank-decides", "wrong", Place(*where), facts.ranks, evidence, why, fix)
-    return None
+        for where in tables[0]:
+            if all(where in table and len(table[where]) == len(tables[0][where]) for table in tables):
+                yield Place(*where), [table[where] for table in tables]
 
 
 def _find_skipping(facts: Facts) -> Finding | None:
@@ -163,10 +175,55 @@ def _explain(facts: Facts, parting: Parting) -> Finding:
     evidence = "; ".join(said)
     lines = places(one["where"] if one else [], other["where"] if other else [])
     guarded = [line for line in lines if rank_condition(line)]
+    if not guarded and (left := _explain_by_loop(facts, parting, evidence, lines)):
+        return left
     where = next(iter(guarded or lines), None)
     why = "each waits for the other, or they mix what does not belong together"
     fix = "let all ranks call the same collectives in the same order: none under `if rank == 0:`"
     return Finding("collective-order", "wrong", where, sorted(parting.ranks), evidence, why, fix, lines)
+
+
+def _explain_by_loop(facts: Facts, parting: Parting, evidence: str, lines: list[Place]) -> Finding | None:
+    """Find the loop that one rank has left and another goes on with."""
+    for one, other in ((0, 1), (1, 0)):
+        running, left = parting.entered[one], parting.entered[other]
+        for line in places(running["where"] if running else []):
+            for loop in reversed(loops_around(line.file, line.line)):
+                spanned = [p for p in _seen_at(facts, parting.ranks[other], line) if is_inside(loop, p.line)]
+                if not spanned or not _is_left(loop, line, left, parting.ends):
+                    continue
+                condition = leaving_condition(loop)
+                if condition is not None:
+                    return _left_early(facts, line._replace(line=condition), evidence, lines)
+                if left is not None and isinstance(loop, ast.For):
+                    return _left_at_end(facts, line._replace(line=loop.lineno), evidence, lines)
+    return None
+
+
+def _seen_at(facts: Facts, rank: int, line: Place) -> list[Place]:
+    """List the lines of a function from which a rank has entered collectives."""
+    entered = places(*(record["where"] for record in facts.of("collective")[rank]))
+    return [place for place in entered if (place.file, place.function) == (line.file, line.function)]
+
+
+def _is_left(loop: Loop, line: Place, left: Record | None, ends: str) -> bool:
+    """Return whether a rank is behind a loop: elsewhere in its function, or at the end of the script."""
+    if left is None:
+        return ends == SCRIPT_END
+    same = [p for p in places(left["where"]) if (p.file, p.function) == (line.file, line.function)]
+    return bool(same) and not any(is_inside(loop, place.line) for place in same)
+
+
+def _left_early(facts: Facts, where: Place, evidence: str, lines: list[Place]) -> Finding:
+    why = "one rank leaves the loop by something that it knows alone, and others wait for it"
+    fix = "let all ranks leave together: `if ddpkit.stop_together(stop): break`"
+    return Finding("one-rank-decides", "wrong", where, facts.ranks, evidence, why, fix, lines)
+
+
+def _left_at_end(facts: Facts, where: Place, evidence: str, lines: list[Place]) -> Finding:
+    why = "the loop has more rounds on one rank than on another, which waits for it or meets it elsewhere"
+    fix = "give all ranks as many rounds, or train in `with Join([model]):`"
+    return Finding("batches-differ", "wrong", where, facts.ranks, evidence, why, fix, lines)
 
 
 def _say(rank: int, record: Record | None, ends: str = "") -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Iterator
 from typing import Any
 
+from ..recorder import Record
 from .facts import Facts, Finding, place, places, say_ranks
 
 _FEW = 8  # words: a choice that all ranks are to make alike takes as many
+_OWN = ("Generator ", "RandomState ")  # names of generators that the script has made
+_DEALING = ("randperm", "permutation", "shuffle", "randint", "integers", "choice", "multinomial", "rank", "world")
 
 
 def find(facts: Facts) -> Iterator[Finding]:
@@ -50,10 +54,29 @@ def _find_in_steps(facts: Facts) -> Finding | None:
         kinds = common if kinds is None else kinds & common
     if not kinds or len(rows) < 2:
         return None
-    lines = max((records[0]["random"]["lines"] for records in rows), key=len)
+    drawing = max((records[0]["random"] for records in rows), key=_number_of_lines)
+    lines = drawing["lines"]
+    own = {kind for kind in kinds if kind.startswith(_OWN)}
+    noise = {kind: [line for line in drawing["by_kind"].get(kind, []) if not _deals(line)] for kind in own}
+    kinds = {kind for kind in kinds if kind not in own or noise[kind]}
+    if not kinds:
+        return None
+    if kinds <= own:
+        lines = [line for kind in sorted(kinds) for line in noise[kind]]
     names = ", ".join(sorted(kinds))
     evidence = f"at each of {min(3, len(rows))} steps {say_ranks(facts.ranks)} draw from equal states of {names}"
     return _same(facts, evidence, lines, sorted(kinds))
+
+
+def _number_of_lines(drawing: Record) -> int:
+    return len(drawing["lines"])
+
+
+def _deals(line: list[Any]) -> bool:
+    """Return whether a line draws positions or numbers that all ranks may need alike, to deal them out by rank."""
+    file, number, _ = line
+    text = linecache.getline(file, number).lower()
+    return any(word in text for word in _DEALING)
 
 
 def _common(records: list[Any]) -> set[str]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from ..places import Place
+from ..places import Place, rank_conditions_of_names
 from ..recorder import Record
 from .facts import Facts, Finding, all_equal, place, places, say_ranks
 
@@ -14,9 +14,10 @@ _COMPARED = 3  # batches that must be equal on all ranks, if there are as many
 
 
 def find(facts: Facts) -> Iterator[Finding]:
-    """Look at each loader once, at its first epochs."""
+    """Look at each loader once, at its first epochs; loaders that one line makes have one bug."""
     training = facts.training
     done: set[str] = set()
+    told: set[tuple[str, str]] = set()
     for (loader, number), records in facts.rows("epoch", "loader", "number"):
         trains = loader in training
         found = None
@@ -24,10 +25,18 @@ def find(facts: Facts) -> Iterator[Finding]:
             found = _examine(facts, records, number, trains)
         if found is not None:
             done.add(loader)
-            yield found
+            bug = (_line_of(loader), found.kind)
+            if bug not in told:
+                yield found
+            told.add(bug)
     if not training:
         yield from _find_equal_inputs(facts)
     yield from _find_same_orders(facts, training, done)
+
+
+def _line_of(loader: str) -> str:
+    """Name the line that made a loader."""
+    return loader.rpartition("#")[0]
 
 
 def _examine(facts: Facts, records: list[Record], number: int, trains: bool) -> Finding | None:
@@ -145,7 +154,8 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     if all(len(plan) >= len(expected) for plan in plans):
         return _all_on_each(facts, epoch, expected) if trains else None
     if extra > allowed and missing:
-        return _shuffled_differently(facts, epoch, missing, extra, len(expected))
+        found = _find_other_epochs(facts, records)
+        return found or _shuffled_differently(facts, epoch, missing, extra, len(expected))
     if extra > allowed:
         return _repeated(facts, epoch, extra, len(expected))
     if extra and not trains:
@@ -177,6 +187,21 @@ def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
         found.also = [*places(shuffled)[1:], *([found.where] if found.where else [])]
         found.where = place(shuffled)
     return found
+
+
+def _find_other_epochs(facts: Facts, records: list[Record]) -> Finding | None:
+    """Find ranks that tell their samplers different epochs."""
+    told = [record["last_set"] for record in records]
+    if None in told or all_equal([entry["epoch"] for entry in told]):
+        return None
+    numbers = " and ".join(str(entry["epoch"]) for entry in told)
+    evidence = f"{say_ranks(facts.ranks)} tell their samplers that this is epoch {numbers}"
+    why = "they shuffle in different orders, so that their shares overlap, and do not end together"
+    fix = "let rank 0 tell the others where to begin: `dist.broadcast(start, src=0)`"
+    call = Place(*told[0]["where"][0])
+    conditions = rank_conditions_of_names(call)
+    where = next(iter(conditions), call)
+    return Finding("one-rank-decides", "wrong", where, facts.ranks, evidence, why, fix, [*conditions, call])
 
 
 def _shuffled_differently(facts: Facts, epoch: Record, missing: int, extra: int, total: int) -> Finding:
@@ -274,13 +299,10 @@ def _never_come(facts: Facts, records: list[Record], missing: int) -> bool:
 
 def _find_same_orders(facts: Facts, training: set[str], done: set[str]) -> Iterator[Finding]:
     """Find loaders that deal the same order in each epoch, or will, because nobody calls `set_epoch`."""
-    epochs: dict[str, list[Record]] = {}
-    for record in facts.of("epoch")[facts.ranks[0]]:
-        epochs.setdefault(record["loader"], []).append(record)
-    for loader, records in epochs.items():
+    for records in _epochs_of_lines(facts, training):
         first = records[0]
         plan = first.get("plan")
-        if loader not in training or not first["has_epoch"] or not plan or plan == sorted(plan):
+        if not first["has_epoch"] or not plan or plan == sorted(plan):
             continue
         others = [record["plan"] for record in records[1:]]
         if others:
@@ -296,6 +318,29 @@ def _find_same_orders(facts: Facts, training: set[str], done: set[str]) -> Itera
         where = place(first["where"])
         also = places(first["sampler_made"], first["made"])
         yield Finding("epoch-not-set", "wrong", where, facts.ranks, evidence, why, fix, also)
+
+
+def _epochs_of_lines(facts: Facts, training: set[str]) -> list[list[Record]]:
+    """Put together the epochs of each loader, and of loaders which one line makes anew for each epoch."""
+    epochs: dict[str, list[Record]] = {}
+    for record in facts.of("epoch")[facts.ranks[0]]:
+        if record["loader"] in training:
+            epochs.setdefault(record["loader"], []).append(record)
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for loader, records in epochs.items():
+        key: tuple[Any, ...] = (loader,)
+        if len(records) == 1:  # of the same data, for the same optimizer
+            key = (_line_of(loader), records[0].get("dataset"), _optimizers_after(facts, records[0]))
+        found.setdefault(key, []).extend(records)
+    return list(found.values())
+
+
+def _optimizers_after(facts: Facts, epoch: Record) -> int:
+    """Count the optimizers that make their first step after an epoch, when another one has begun."""
+    records = facts.records[facts.ranks[0]]
+    later = records[records.index(epoch) + 1 :]
+    ends = [number for number, record in enumerate(later) if record["kind"] == "epoch"]
+    return sum(record["kind"] == "optimizer" for record in later[ends[0] :]) if ends else 0
 
 
 def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:

@@ -33,7 +33,8 @@ def _planned_steps(facts: Facts, rank: int) -> float:
         return 0.0
     records = facts.records[rank]
     finished = max(i for i, record in enumerate(records) if record in ends)
-    calls = sum(record["kind"] == "schedule step" for record in records[:finished])
+    made = records.index(facts.of("schedule")[rank][0])  # its constructor steps once
+    calls = sum(record["kind"] == "schedule step" for record in records[made:finished])
     seen = sum(end["batches"] for end in ends)
     by_epoch = _calls_after(facts, rank, finished)
     if not calls and by_epoch:

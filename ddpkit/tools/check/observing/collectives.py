@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 
 from ..places import stack
 from ..recorder import Recorder
-from .expressions import cuts, divides_by_ranks, loop_keys
+from .expressions import averages_gathered, cuts, divides_by_ranks, loop_keys
 from .modules import Modules
 from .patching import Function, before, guarded, replace
 
@@ -53,6 +53,7 @@ class Collectives:
         self._modules = modules
         self._depth = 0
         self.sums: list[dict[str, Any]] = []
+        self.trained: dict[int, tuple[int, str]] = {}  # optimiser and name, by address; -1 for buffers
 
     def install(self) -> None:
         """Begin."""
@@ -109,6 +110,8 @@ class Collectives:
             fields["shape"] = list(tensor.shape)
             if tensor.numel() <= _SMALL and not tensor.is_meta:
                 fields["values"] = tensor.detach().reshape(-1).to("cpu").tolist()
+            if tensor.numel():
+                fields["trained"] = self.trained.get(tensor.data_ptr())
         if "reduce" in name:
             fields["reduction"] = _reduction(args, kwargs)
         fields["samples"] = self._modules.samples
@@ -116,6 +119,7 @@ class Collectives:
         fields["cuts"] = cuts()
         fields["keys"] = loop_keys()
         fields["divides"] = divides_by_ranks()
+        fields["averages"] = name == "all_gather" and averages_gathered()
         self._recorder.tell_collective(fields)
 
 

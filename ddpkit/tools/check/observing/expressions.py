@@ -16,11 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..places import Place, enclosing, own_files, own_frames, place_of, syntax_of
+from ..loops import loops_around
+from ..places import Place, own_files, own_frames, place_of, syntax_of
 from .modules import is_own_object
 
 _dividing: dict[tuple[Any, ...], bool] = {}
 _RANKS = ("world", "ranks", "num_processes", "nproc", "gpus", "replicas")  # in names of the number of ranks
+_CLOCKS = ("time", "now", "clock", "elapsed", "seconds")  # in names of what each rank measures for itself
 
 
 @cache
@@ -80,6 +82,28 @@ def _divides(frame: FrameType, nodes: list[ast.AST]) -> bool:
     return False
 
 
+def averages_gathered() -> bool:
+    """Return whether the function that gathers tensors into a list takes the mean of that list afterwards."""
+    frame = next(own_frames(sys._getframe(1)), None)
+    if frame is None:
+        return False
+    code = frame.f_code
+    nodes = _nodes_of(code.co_filename, code.co_name, code.co_firstlineno)
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Call) and node.lineno == frame.f_lineno and "gather" in ast.unparse(node.func):
+            names |= {argument.id for argument in node.args[:1] if isinstance(argument, ast.Name)}
+    return any(_is_mean_of(node, names) for node in nodes if getattr(node, "lineno", 0) > frame.f_lineno)
+
+
+def _is_mean_of(node: ast.AST, names: set[str]) -> bool:
+    """Return whether a node is `f(names).mean()`, `mean(names)` or `sum(names) / n`."""
+    is_mean = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mean")
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        is_mean = "sum(" in ast.unparse(node.left)
+    return is_mean and any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
+
+
 def dividing_lines() -> list[Place]:
     """List the lines of the function that calls backward which divide a loss."""
     frame = next(own_frames(sys._getframe(1)), None)
@@ -95,6 +119,20 @@ def _dividing_lines(code: CodeType) -> list[Place]:
             names = [str(getattr(part, "id", getattr(part, "attr", ""))) for part in ast.walk(value)]
             if any("loss" in name.lower() for name in names):
                 found.append(Place(os.path.abspath(code.co_filename), node.lineno, code.co_name))
+    return found
+
+
+def lines_divided_by_ranks() -> list[Place]:
+    """List the lines of the function that calls backward which divide a loss by the number of ranks before."""
+    frame = next(own_frames(sys._getframe(1)), None)
+    if frame is None:
+        return []
+    code = frame.f_code
+    lines = {place.line for place in _dividing_lines(code) if place.line <= frame.f_lineno}
+    found = []
+    for node in _nodes_of(code.co_filename, code.co_name, code.co_firstlineno):
+        if getattr(node, "lineno", 0) in lines and _divides(frame, [node]):
+            found.append(place_of(frame)._replace(line=getattr(node, "lineno", 0)))
     return found
 
 
@@ -139,49 +177,58 @@ def is_in_loop() -> bool:
     """Return whether the running functions will come here again: a loop is around the present line of one."""
     for number, frame in enumerate(own_frames(sys._getframe(1))):
         line = frame.f_lineno
-        loops = _loops_around(frame.f_code.co_filename, line)
+        loops = loops_around(frame.f_code.co_filename, line)
         if any(number or isinstance(loop, ast.While) or loop.lineno != line for loop in loops):
             return True
     return False
 
 
 @cache
-def _decisions_around(file: str, line: int) -> list[ast.If]:
+def decisions_around(file: str, line: int) -> list[ast.If]:
     """List the `if`s in the loops around a line that have consequences."""
     found: dict[int, ast.If] = {}
-    for loop in _loops_around(file, line):
+    for loop in loops_around(file, line):
         for statement in ast.walk(loop):
             if isinstance(statement, ast.If) and _has_consequences(statement):
                 found[statement.lineno] = statement
     return list(found.values())
 
 
-def decisions() -> list[dict[str, Any]]:
-    """List the `if`s around and after which the running loops end or save, with the fractions that they compare."""
-    found = []
-    for frame in own_frames(sys._getframe(1)):
-        for statement in _decisions_around(frame.f_code.co_filename, frame.f_lineno):
-            values = _fractions(statement.test, frame)
-            if values:
-                found.append({"where": place_of(frame)._replace(line=statement.lineno), "values": values})
+@cache
+def saving_decisions(file: str) -> dict[int, ast.If]:
+    """List the `if`s of a file that save by something else than the time, by their lines."""
+    found = {}
+    for node in ast.walk(syntax_of(file)):
+        if not isinstance(node, ast.If) or not any(map(_saves, node.body)):
+            continue
+        test = ast.unparse(node.test).lower()
+        if _has_consequences(node) and not any(word in test for word in _CLOCKS):
+            found[node.lineno] = node
     return found
 
 
-def _loops_around(file: str, line: int) -> list[ast.stmt]:
-    """List the loops around a line in its function."""
-    loops: list[ast.stmt] = []
-    for statement in enclosing(file, line):
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            loops = []
-        elif isinstance(statement, ast.For | ast.While):
-            loops.append(statement)
-    return loops
+def decisions() -> list[dict[str, Any]]:
+    """List the `if`s before the present line, in the loop around it, that end it or save; and what they compare.
+
+    Others come after the step, when their numbers may have changed.
+    """
+    for frame in own_frames(sys._getframe(1)):
+        line = frame.f_lineno
+        loops = loops_around(frame.f_code.co_filename, line)
+        if not loops:
+            continue
+        found = []
+        for statement in decisions_around(frame.f_code.co_filename, line):
+            if loops[-1].lineno <= statement.lineno < line and (values := fractions(statement.test, frame)):
+                found.append({"where": place_of(frame)._replace(line=statement.lineno), "values": values})
+        return found
+    return []
 
 
 def skips() -> list[Place]:
     """List the `if`s by which the innermost running loop leaves out a batch."""
     for frame in own_frames(sys._getframe(1)):
-        for loop in reversed(_loops_around(frame.f_code.co_filename, frame.f_lineno)):
+        for loop in reversed(loops_around(frame.f_code.co_filename, frame.f_lineno)):
             lines = []
             for statement in ast.walk(loop):
                 body = statement.body if isinstance(statement, ast.If) else []
@@ -195,7 +242,7 @@ def numbers_of_rounds() -> list[int]:
     """List how many rounds the running loops over `range(n)` make, the outermost first."""
     found = []
     for frame in reversed(list(own_frames(sys._getframe(1)))):
-        for loop in _loops_around(frame.f_code.co_filename, frame.f_lineno):
+        for loop in loops_around(frame.f_code.co_filename, frame.f_lineno):
             if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range":
                 bounds = [evaluate(argument, frame) for argument in loop.iter.args]
                 if bounds and all(isinstance(bound, int) for bound in bounds):
@@ -212,12 +259,15 @@ def _has_consequences(statement: ast.If) -> bool:
         for node in ast.walk(part):
             if isinstance(node, ast.Break | ast.Return):
                 return True
-            if isinstance(node, ast.Call) and "save" in ast.unparse(node.func).lower():
-                return True
-    return False
+    return any(map(_saves, statement.body))
 
 
-def _fractions(test: ast.expr, frame: FrameType) -> list[float]:
+def _saves(statement: ast.stmt) -> bool:
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return any("save" in ast.unparse(call.func).lower() for call in calls)
+
+
+def fractions(test: ast.expr, frame: FrameType) -> list[float]:
     """Evaluate what a test compares, as far as these are fractions."""
     found = []
     for node in ast.walk(test):
@@ -236,7 +286,7 @@ def loop_keys() -> list[str]:
     if frame is None:
         return []
     found = []
-    for loop in _loops_around(frame.f_code.co_filename, frame.f_lineno):
+    for loop in loops_around(frame.f_code.co_filename, frame.f_lineno):
         for node in ast.walk(loop.target) if isinstance(loop, ast.For) else ():
             value = evaluate(node, frame) if isinstance(node, ast.Name) else None
             if isinstance(value, str | int):

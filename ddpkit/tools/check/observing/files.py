@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,7 @@ class Files:
         """Begin."""
         sys.addaudithook(self._audit)
         before(torch, "save", self._save)
+        before(pickle, "dump", self._save)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event != "open" or self._busy or not self._recorder.is_main:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..places import Place, Stack, stack
 from ..recorder import Recorder
-from .expressions import divides_by_ranks, dividing_lines
+from .expressions import divides_by_ranks, dividing_lines, lines_divided_by_ranks
 from .modules import Modules
 from .patching import Function, before, guarded, replace
 
@@ -40,6 +40,7 @@ class Losses:
         self.places: Stack = []
         self.divides = False
         self.divided: list[Place] = []
+        self.by_ranks: list[Place] = []
 
     def install(self) -> None:
         """Begin."""
@@ -66,6 +67,7 @@ class Losses:
         self.places = stack()[:4]
         self.divides = divides_by_ranks(4)
         self.divided = dividing_lines()
+        self.by_ranks = lines_divided_by_ranks()
 
     def _observed(self, original: Function) -> Function:
         watch = guarded(self._watch)

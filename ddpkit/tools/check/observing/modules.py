@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..places import Stack, is_own, own_frames, place_of, stack
 from ..recorder import Recorder
-from .patching import after, before, guarded, replace
+from .patching import Function, after, before, guarded, replace
 from .tensors import content, size_of
 
 _HERE = os.path.dirname(__file__)
@@ -38,6 +38,7 @@ class Wrapped:
         cast: Where it was moved or converted.
         forwards: For each call with gradients since the last step, whether backward is to synchronise.
         pending: Whether a call has not been followed by backward.
+        regroups: Whether the next call with gradients makes DDP's buckets anew, which the ranks do together.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -54,6 +55,15 @@ class Wrapped:
         self.cast: Stack = []
         self.forwards: list[bool] = []
         self.pending = False
+        self.regroups = False
+        self._will_regroup = bool(module.static_graph or not module.find_unused_parameters)
+
+    def begin_backward(self) -> None:
+        """Note a backward that averages gradients: after the first, DDP knows in which order they come."""
+        self.pending = False
+        if self._will_regroup:
+            self._will_regroup = False
+            self.regroups = True
 
 
 class Modules:
@@ -67,6 +77,7 @@ class Modules:
         self._parameters: dict[int, tuple[Any, Stack]] = {}
         self._depth = 0
         self._in_ddp = 0
+        self.on_call: list[Function] = []  # before a network is called with gradients
 
     def install(self) -> None:
         """Begin."""
@@ -74,6 +85,8 @@ class Modules:
         hooks.register_module_buffer_registration_hook(guarded(self._registered))
         hooks.register_module_forward_pre_hook(guarded(self._entered))
         hooks.register_module_forward_hook(guarded(self._left), always_call=True)
+        after(nn.Parameter, "__deepcopy__", self._copied)
+        after(Tensor, "__deepcopy__", self._copied)
         after(DistributedDataParallel, "__init__", self._made)
         before(DistributedDataParallel, "no_sync", self._no_sync)
         before(DistributedDataParallel, "__setattr__", self._set)
@@ -111,12 +124,16 @@ class Modules:
         """Return whether the backward that begins now averages gradients; count it as begun."""
         pending = [wrapped for wrapped in self.wrapped.values() if wrapped.pending]
         for wrapped in pending:
-            wrapped.pending = False
+            wrapped.begin_backward()
         return bool(pending)
 
     def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
             self._parameters[id(parameter)] = (weakref.ref(parameter), _made_at())
+
+    def _copied(self, copied: Tensor, original: Tensor, memo: Any) -> None:
+        if id(original) in self._parameters:
+            self._parameters[id(copied)] = (weakref.ref(copied), _made_at())
 
     def _made(self, _: None, made: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         self.wrapped[id(made)] = Wrapped(made)
@@ -184,7 +201,10 @@ class Modules:
         wrapped = self._of(module)
         if wrapped and isinstance(module, DistributedDataParallel):
             self._in_ddp += 1
-            if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            regroups = wrapped.regroups and torch.is_grad_enabled()
+            if regroups:
+                wrapped.regroups = False
+            if regroups or module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
                 self._recorder.tell_collective({"group": "0", "op": "forward of DDP", "where": stack()[:4]})
             if torch.is_grad_enabled():
                 synchronises = bool(module.require_backward_grad_sync)
@@ -194,6 +214,9 @@ class Modules:
             self._look_for_bypass(module)
         if self._depth == 1:
             self._note_call(module, args)
+            if torch.is_grad_enabled():
+                for look in self.on_call:
+                    look()
 
     def _left(self, module: nn.Module, args: Any, result: Any) -> None:
         self._depth -= 1

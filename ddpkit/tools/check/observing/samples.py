@@ -41,6 +41,12 @@ class _Loader:
         self.fetched = False  # a batch since the last step
         self.batches = 0
         self.last: Any = None
+        self.dataset = 0  # its identity
+
+    @property
+    def line(self) -> str:
+        """Name the line that made it, which may make others."""
+        return self.key.rpartition("#")[0]
 
 
 class Samples:
@@ -52,9 +58,11 @@ class Samples:
         self._windows = windows
         self._made: weakref.WeakKeyDictionary[Any, Stack] = weakref.WeakKeyDictionary()
         self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        self._all: list[_Loader] = []  # nobody keeps a loader that is made in the head of a loop
         self._iterators: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
         self._lines: dict[str, int] = {}
         self._epochs_set: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._last_set: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._fetches = 0
 
     def install(self) -> None:
@@ -70,19 +78,21 @@ class Samples:
 
     def begin_backward(self) -> None:
         """Note that the loaders which have yielded since the last step feed the training."""
-        for loader in list(self._loaders.values()):
+        for loader in self._all:
             if loader.fetched and not loader.trains:
+                if any(other.trains and other.line == loader.line for other in self._all):
+                    self._ending.begin_epoch()  # of a loader that is made anew for each
                 loader.trains = True
                 self._ending.note_loader()
                 self._recorder.tell("trains", loader=loader.key)
 
     def position(self) -> list[list[Any]]:
         """Tell which batch of which epoch each loader that trains has yielded last."""
-        return [[loader.key, loader.epoch, loader.batches] for loader in list(self._loaders.values()) if loader.trains]
+        return [[loader.key, loader.epoch, loader.batches] for loader in self._all if loader.trains]
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
-        for loader in list(self._loaders.values()):
+        for loader in self._all:
             loader.fetched = False
 
     def _note_made(self, _: None, made: Any, *args: Any, **kwargs: Any) -> None:
@@ -90,6 +100,7 @@ class Samples:
 
     def _note_epoch(self, sampler: Any, epoch: int) -> None:
         self._epochs_set[sampler] = self._epochs_set.get(sampler, 0) + 1
+        self._last_set[sampler] = {"epoch": epoch, "where": stack()}
 
     def _known(self, loader: Any) -> _Loader:
         known = self._loaders.get(loader)
@@ -98,7 +109,9 @@ class Samples:
             place = f"{made[0].file}:{made[0].line}" if made else type(loader).__name__
             self._lines[place] = self._lines.get(place, 0) + 1
             known = _Loader(f"{place}#{self._lines[place]}", made)
+            known.dataset = id(loader.dataset)
             self._loaders[loader] = known
+            self._all.append(known)
         return known
 
     def _begin(self, original: Function) -> Function:
@@ -152,6 +165,7 @@ class Samples:
             "sampler_made": self._made.get(sampler, []) if _is_weakly_known(sampler) else [],
             "has_epoch": hasattr(sampler, "set_epoch"),
             "epochs_set": self._epochs_set.get(sampler, 0) if _is_weakly_known(sampler) else 0,
+            "last_set": self._last_set.get(sampler) if _is_weakly_known(sampler) else None,
             "shuffles": bool(getattr(sampler, "shuffle", False)),
             "repeats": is_in_loop(),
             "names_epoch": isinstance(loader, Loader) or mentions("set_epoch"),  # ddpkit's takes the next one by itself
@@ -240,7 +254,7 @@ class Samples:
     def _tell_fetch(self, fetcher: Any, old: State, new: State, draws: Draws) -> None:
         drawn = {kind: old[kind][0] for kind in old if new.get(kind, old[kind])[0] != old[kind][0]}
         info = torch.utils.data.get_worker_info()
-        key = next((k.key for o, k in list(self._loaders.items()) if o.dataset is fetcher.dataset), "")
+        key = next((known.key for known in self._all if known.dataset == id(fetcher.dataset)), "")
         if drawn:
             self._recorder.tell(
                 "fetch",

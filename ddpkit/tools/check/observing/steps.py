@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..ending import Ending
-from ..places import Place, Stack, assigning_lines, changing_lines, stack
+from ..places import Place, Stack, assigning_lines, changing_lines, lines_that_set_item, stack
 from ..recorder import Recorder
 from .collectives import Collectives
+from .decisions import Decisions
 from .expressions import decisions, divides_by_ranks, numbers_of_rounds, skips
 from .losses import Losses
 from .modules import Modules, Wrapped, inner_of, roots, variables
@@ -55,13 +56,16 @@ class Steps:
         self._collectives = collectives
         self._made: weakref.WeakKeyDictionary[Optimizer, Stack] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._decisions = Decisions(recorder)
         self._depth = 0
         self._loaded: Stack = []
         self.on_step: list[Function] = []
         self.position: Function = list
+        self._buffers: dict[str, dict[str, Any]] | None = None  # at the first call of a network since the last step
 
     def install(self) -> None:
         """Begin."""
+        self._modules.on_call += [guarded(self._decisions.end), guarded(self._note_buffers)]
         after(Optimizer, "__init__", self._note_made)
         before(Optimizer, "load_state_dict", self._note_loaded)
         register_optimizer_step_pre_hook(self._begins)
@@ -77,6 +81,7 @@ class Steps:
         self._depth += 1
         if self._depth > 1:  # an optimiser that is part of another
             return
+        self._decisions.end()
         seen = self._seen.get(optimizer)
         if seen is None:
             seen = _Seen(len(self._seen), self._made.get(optimizer, []))
@@ -96,11 +101,13 @@ class Steps:
         if len(args) > 1 or "closure" in kwargs:
             guarded(self._record)(optimizer, seen)
         self._ending.after_step()
+        self._buffers = None
         for look in self.on_step:
             look()
         self._modules.begin_step()
         self._losses.begin_step()
         self._windows.begin_step()
+        guarded(self._decisions.begin)()
 
     @torch.no_grad()
     def _record(self, optimizer: Optimizer, seen: _Seen) -> None:
@@ -109,6 +116,9 @@ class Steps:
             seen.parameters = parameters
             self._introduce(seen)
         whole_ones = [whole(p) for p in parameters]
+        for name, plain in zip(seen.names, whole_ones, strict=True):
+            if plain is not None:
+                self._collectives.trained[plain.data_ptr()] = (seen.number, name)
         gradients = [_whole_gradient(p) for p in parameters]
         self._recorder.tell(
             "step",
@@ -124,12 +134,14 @@ class Steps:
             causes=[_describe(wrapped) for wrapped in self._modules.wrapped.values()],
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            rate_lines=lines_that_set_item("lr") if seen.steps == 1 else [],
             others=self._others(seen.steps, parameters),
-            buffers=self._buffers() if seen.steps <= _LOOKED_AT else {},
+            buffers=self._take_buffers(seen.steps),
             calls=self._modules.calls,
             losses=self._losses.of_this_step(),
             backward=self._losses.places,
             divided=self._losses.divided,
+            by_ranks=self._losses.by_ranks,
             divides=self._losses.divides or divides_by_ranks(4),
             summed=self._summed(gradients),
             class_name=type(optimizer).__name__,
@@ -184,11 +196,23 @@ class Steps:
                 found[name] = [[crc(t) for t in others], self._modules.made(others[0])]
         return found
 
-    def _buffers(self) -> dict[str, dict[str, Any]]:
+    def _note_buffers(self) -> None:
+        """Hash buffers before a network changes them, for a script may average them after a step."""
+        if self._buffers is None and self._recorder.step < _LOOKED_AT:
+            self._buffers = self._hash_buffers()
+
+    def _take_buffers(self, number: int) -> dict[str, dict[str, Any]]:
+        if number > _LOOKED_AT:
+            return {}
+        return self._hash_buffers() if self._buffers is None else self._buffers
+
+    def _hash_buffers(self) -> dict[str, dict[str, Any]]:
         """Hash the running statistics of networks, and tell if DDP sends them out."""
         found: dict[str, dict[str, Any]] = {}
         for name, root in roots():
             buffers = {n: b for n, b in root.named_buffers() if b.is_floating_point() and whole(b) is not None}
+            for buffer_name, buffer in buffers.items():
+                self._collectives.trained[buffer.data_ptr()] = (-1, f"{name}.{buffer_name}")
             if buffers:
                 sent, made = self._are_sent(root)
                 found[name] = {
@@ -223,6 +247,7 @@ def _describe(wrapped: Wrapped) -> dict[str, Any]:
         "forwards": wrapped.forwards[-8:],
         "thawed": wrapped.thawed,
         "cast": wrapped.cast,
+        "hooked": bool(getattr(wrapped.kept, "_comm_hooks", ())),
     }
 
 
