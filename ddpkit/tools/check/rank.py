@@ -100,7 +100,7 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     modules = Modules(recorder)
     losses = Losses(recorder, modules)
     windows = Windows(recorder)
-    samples = Samples(recorder, ending, windows)
+    samples = Samples(recorder, ending, windows, modules)
     collectives = Collectives(recorder, modules)
     steps = Steps(recorder, ending, modules, losses, windows, collectives)
     losses.on_backward += [samples.begin_backward, ending.begin_backward]
