@@ -37,10 +37,11 @@ def _find_same_files(facts: Facts) -> Iterator[Finding]:
 
 def _find_prefixes(facts: Facts) -> Iterator[Finding]:
     done = set()
+    loaded = [record["keys"] for records in facts.of("wrapper loads").values() for record in records]
     for rank, records in facts.of("saved").items():
         for record in records:
             where = place(record["where"])
-            if where in done:
+            if where in done or record["loads"] or record["keys"] in loaded:
                 continue
             done.add(where)
             evidence = f"{record['number']} saved tensors are called `{record['keys'][0]}` and so on"
