@@ -86,7 +86,7 @@ class Losses:
     def _watch(self, result: Tensor, name: str, input: Tensor, target: Tensor, kwargs: dict[str, Any]) -> None:
         reduction = kwargs.get("reduction", "mean")
         count = _count(name, input, target, kwargs)
-        loss: dict[str, Any] = {"where": stack()[:3], "count": count, "total": 0.0}
+        loss: dict[str, Any] = {"where": stack()[:3], "count": count, "total": 0.0, "summed": reduction != "mean"}
         loss["masked"] = reduction != "mean" or (not target.is_floating_point() and count < target.numel())
         self._found.append(loss)
 
