@@ -17,14 +17,18 @@ def find(facts: Facts) -> Iterator[Finding]:
     """Look at each loader once, at its first epochs."""
     training = facts.training
     done: set[str] = set()
+    said: set[tuple[str, Place | None]] = set()
     for (loader, number), records in facts.rows("epoch", "loader", "number"):
         trains = loader in training
         found = None
         if loader not in done:
             found = _examine(facts, records, number, trains)
-        if found is not None:
-            done.add(loader)
+        if found is None:
+            continue
+        done.add(loader)
+        if (found.kind, found.where) not in said:  # a function may make a loader each time it is called
             yield found
+        said.add((found.kind, found.where))
     if not training:
         yield from _find_equal_inputs(facts)
     yield from _find_same_orders(facts, training, done)
@@ -228,13 +232,23 @@ _GATHERS = (
 
 def _drops_padding(facts: Facts, reduced: Record, total: int) -> bool:
     """Return whether the script leaves out what was repeated: in a library, by a slice, or by its counts."""
-    if "gather_for_metrics" in reduced["library"] or total in reduced["cuts"]:
+    if "gather_for_metrics" in reduced["library"] or total in reduced["cuts"] or _are_merged(facts, total):
         return True
     sums = []
     for (_, _), records in facts.rows("collective", "position", "group"):
         if records[0].get("values") and all(len(r.get("values", [])) == len(records[0]["values"]) for r in records):
             sums += [sum(values) for values in zip(*(r["values"] for r in records), strict=True)]
     return total in sums
+
+
+def _are_merged(facts: Facts, total: int) -> bool:
+    """Return whether the ranks gather the names of so many samples, and can tell which come twice."""
+    names: dict[tuple[Any, ...], set[int]] = {}
+    for records in facts.of("collective").values():
+        for record in records:
+            if record.get("names") and record["where"]:
+                names.setdefault(tuple(record["where"][0]), set()).update(record["names"])
+    return any(len(found) == total for found in names.values())
 
 
 def _missing(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,7 +43,9 @@ _OTHERS = (
     "scatter_object_list",
     "new_group",
 )
+_INTO_FIRST = ("all_gather_into_tensor", "all_gather_single")  # their first argument is what they fill
 _MANY = 4096  # sums that are kept for a step
+_NAMED = 20_000  # samples whose names are told
 _SMALL = 8  # elements of a tensor that are told
 
 
@@ -111,6 +115,9 @@ class Collectives:
                 fields["values"] = tensor.detach().reshape(-1).to("cpu").tolist()
         if "reduce" in name:
             fields["reduction"] = _reduction(args, kwargs)
+        if "gather" in name:
+            sent = args[1:] if name in _INTO_FIRST else args
+            fields["names"] = _names_in((*sent, *kwargs.values()))
         fields["samples"] = self._modules.samples
         fields["library"] = _library()
         fields["cuts"] = cuts()
@@ -124,6 +131,18 @@ def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if given is None:
         return "SUM"
     return str(given).rpartition(".")[2]
+
+
+def _names_in(args: tuple[Any, ...]) -> list[int]:
+    """List hashes of what names the samples in gathered objects: keys, members of sets, indices that come once."""
+    found: set[Any] = set()
+    for value in args:
+        if isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim == 1:
+            numbers = value.tolist() if len(value) <= _NAMED else []
+            found |= set(numbers) if len(set(numbers)) == len(numbers) else set()
+        elif isinstance(value, Mapping | set | frozenset) and len(value) <= _NAMED:
+            found |= set(value)
+    return sorted(zlib.crc32(repr(name).encode()) for name in found)
 
 
 def _name_of(group: Any) -> str:
