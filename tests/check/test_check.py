@@ -153,6 +153,26 @@ def test_a_script_that_hangs_is_ended_with_the_stacks_and_leaves_no_process(tmp_
             os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+def test_a_rank_that_goes_on_when_another_has_ended_is_named_with_its_stack(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        TRAIN.replace("    optimizer.step()", "    optimizer.step()\n    if dist.get_rank(): sys.exit(0)")
+    )
+    code, report = check(script, tmp_path)
+    assert (code, report["findings"]) == (2, [])
+    assert "rank 0 went on when rank 1 had ended" in report["trouble"]
+    assert any("train.py" in line for line in report["details"])
+
+
+def test_an_exception_on_one_rank_is_told_and_no_bug_of_order(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    fault = "if step == 2 and dist.get_rank(): raise RuntimeError('out of memory')"
+    script.write_text(TRAIN.replace("    loss.backward()", f"    {fault}\n    loss.backward()"))
+    code, report = check(script, tmp_path)
+    assert (code, report["findings"]) == (2, [])
+    assert "rank 1 failed after 2 optimizer steps: RuntimeError: out of memory" in report["trouble"]
+
+
 def test_a_healthy_script_is_checked_on_three_ranks_with_its_own_arguments(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN + "assert sys.argv[1:] == ['--lr', '1', '-n'], sys.argv\n")

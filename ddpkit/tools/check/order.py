@@ -19,6 +19,7 @@ class Order:
         self._ranks = ranks
         self._entered: dict[tuple[str, int], list[Record]] = {}
         self._ended: dict[int, str] = {}
+        self._failed: set[int] = set()
         self._has_join = False
         self.parted: Parting | None = None
 
@@ -27,12 +28,20 @@ class Order:
         if record["kind"] == "join" or self._has_join:  # ranks that have ended shadow the others' collectives
             self._has_join = True
         elif record["kind"] in ("done", "end"):
-            self._ended[rank] = record.get("error") or record.get("reason") or "the end of the script"
+            self._end(rank, record)
             self._compare_ends()
         elif record["kind"] == "collective":
             self._entered.setdefault((record["group"], rank), []).append(record)
             self._compare(rank, record)
             self._compare_ends()
+
+    def _end(self, rank: int, record: Record) -> None:
+        """Note that a rank enters no more collectives, unless it has failed, of which the others know nothing."""
+        has_failed = record.get("error") or record.get("code")
+        if has_failed:
+            self._failed.add(rank)
+        if rank not in self._failed:
+            self._ended.setdefault(rank, record.get("reason") or "the end of the script")
 
     def _compare(self, rank: int, record: Record) -> None:
         position = len(self._entered[record["group"], rank]) - 1
