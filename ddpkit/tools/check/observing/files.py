@@ -6,6 +6,7 @@ import ast
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .patching import before
 
 _WRITES = os.O_WRONLY | os.O_RDWR
 _PREFIXES = ("module.", "_orig_mod.", "_forward_module.")
+_LOCKS = ("fcntl.flock", "fcntl.lockf")
 _ELSEWHERE = ("/dev/", "/proc/", "/sys/")
 
 
@@ -35,9 +37,21 @@ class Files:
         before(nn.Module, "load_state_dict", self._load)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event != "open" or self._busy or not self._recorder.is_main:
+        if self._busy or not self._recorder.is_main:
             return
-        path, mode, flags = args
+        if event in _LOCKS:
+            self._tell_lock(args[0])
+        elif event == "open":
+            self._note_open(*args)
+
+    def _tell_lock(self, descriptor: int) -> None:
+        """Tell of a file that ranks write one after the other, or use as a lock alone."""
+        with suppress(OSError):
+            self._recorder.tell("locked", path=os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def _note_open(self, path: Any, mode: str | None, flags: int | None) -> None:
+        if (flags or 0) & os.O_EXCL:  # one rank alone can
+            return
         writes = any(letter in (mode or "") for letter in "wa+") or bool((flags or 0) & _WRITES)
         if writes and isinstance(path, str | bytes | os.PathLike):
             appends = "a" in (mode or "") or bool((flags or 0) & os.O_APPEND)
