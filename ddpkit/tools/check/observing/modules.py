@@ -65,6 +65,7 @@ class Modules:
         self.calls: list[dict[str, Any]] = []
         self.samples = 0  # that networks were given since the last step, without gradients
         self._parameters: dict[int, tuple[Any, Stack]] = {}
+        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._depth = 0
         self._in_ddp = 0
 
@@ -98,6 +99,10 @@ class Modules:
             if module and any(parameter is other for other in inner_of(module).parameters()):
                 return wrapped, False
         return None, False
+
+    def is_used(self, network: nn.Module) -> bool:
+        """Return whether a network, or a part of it, was called."""
+        return any(module in self._called for module in network.modules())
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
@@ -181,6 +186,7 @@ class Modules:
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
+        self._called.add(module)
         wrapped = self._of(module)
         if wrapped and isinstance(module, DistributedDataParallel):
             self._in_ddp += 1
