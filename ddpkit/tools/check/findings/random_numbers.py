@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..places import Place, is_shared_out
 from .facts import Facts, Finding, place, places, say_ranks
 
 _FEW = 8  # words: a choice that all ranks are to make alike takes as many
@@ -51,9 +52,12 @@ def _find_in_steps(facts: Facts) -> Finding | None:
     if not kinds or len(rows) < 2:
         return None
     lines = max((records[0]["random"]["lines"] for records in rows), key=len)
+    own_lines = [line for line in lines if not is_shared_out(Place(*line))]
+    if lines and not own_lines:
+        return None
     names = ", ".join(sorted(kinds))
     evidence = f"at each of {min(3, len(rows))} steps {say_ranks(facts.ranks)} draw from equal states of {names}"
-    return _same(facts, evidence, lines, sorted(kinds))
+    return _same(facts, evidence, own_lines, sorted(kinds))
 
 
 def _common(records: list[Any]) -> set[str]:
