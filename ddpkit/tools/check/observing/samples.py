@@ -18,7 +18,7 @@ from ....data.loader import Loader
 from ..ending import Ending
 from ..places import Place, Stack, deciding_lines, stack
 from ..recorder import Recorder
-from .expressions import is_in_loop, mentions
+from .expressions import bound_of_loop, is_in_loop, mentions
 from .modules import Modules, is_own_object
 from .patching import Function, after, before, guarded, replace
 from .random_numbers import GENERATORS, Draws, State, Windows, generators_in, states
@@ -168,6 +168,7 @@ class Samples:
             "epochs_set": self._epochs_set.get(sampler, 0) if _is_weakly_known(sampler) else 0,
             "shuffles": bool(getattr(sampler, "shuffle", False)),
             "repeats": is_in_loop(),
+            "bound": bound_of_loop(),
             "names_epoch": isinstance(loader, Loader) or mentions("set_epoch"),  # ddpkit's takes the next one by itself
             "replaces": bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
