@@ -20,6 +20,7 @@ class Order:
         self._entered: dict[tuple[str, int], list[Record]] = {}
         self._ended: dict[int, str] = {}
         self._failed: set[int] = set()
+        self._stepping: set[int] = set()
         self._has_join = False
         self.parted: Parting | None = None
 
@@ -27,6 +28,8 @@ class Order:
         """Take in what a rank tells."""
         if record["kind"] == "join" or self._has_join:  # ranks that have ended shadow the others' collectives
             self._has_join = True
+        elif record["kind"] == "step":
+            self._stepping.add(rank)
         elif record["kind"] in ("done", "end"):
             self._end(rank, record)
             self._compare_ends()
@@ -55,7 +58,8 @@ class Order:
         """Find a rank that has entered a collective which one that has ended never will."""
         for ended, reason in self._ended.items():
             count = len(self._entered.get(("0", ended), []))
-            for rank in self._ranks:
+            others = self._stepping if reason == "steps" else self._ranks  # it was stopped here, others help it
+            for rank in others:
                 theirs = self._entered.get(("0", rank), [])
                 if len(theirs) > count:
                     self._part(rank, ended, theirs[count], None, reason)

@@ -22,7 +22,7 @@ class Outcome:
 
     Attributes:
         facts: What the ranks have told.
-        steps: The optimiser steps that every rank has made.
+        steps: The optimiser steps that every rank has made which makes any.
         trouble: Why the script could not be checked as far as it should, "" if it could.
         details: The end of the script's output, or the stacks of ranks that hang.
         seconds: How long it took.
@@ -77,9 +77,17 @@ class Watch:
 
     def _patience(self) -> float:
         """Bound the time in which no rank tells anything."""
+        if self._waits_for_helpers():
+            return min(self._timeout, _AFTER_FAILURE)
         if any(record["kind"] == "end" for record in self._finished.values()):
             return min(self._timeout, _AFTER_END)
         return self._timeout
+
+    def _waits_for_helpers(self) -> bool:
+        """Return whether all ranks that make steps have made enough, and others help them which make none."""
+        running = [rank for rank in self._ranks.everywhere if rank.number not in self._finished]
+        are_done = [record.get("reason") == "steps" for record in self._finished.values()]
+        return any(are_done) and all(are_done) and not any(map(_steps, running))
 
     def _take(self, rank: Rank, record: Record) -> None:
         self._order.take(rank.number, record)
@@ -93,7 +101,8 @@ class Watch:
 
     def _outcome(self, hanging: bool, seconds: float) -> Outcome:
         facts = Facts({rank.number: rank.records for rank in self._ranks.everywhere}, self._order.parted)
-        steps = min(_steps(rank) for rank in self._ranks.everywhere)
+        made = [_steps(rank) for rank in self._ranks.everywhere]
+        steps = min(filter(None, made), default=0)
         trouble, details = self._describe_trouble(hanging, steps)
         failed = {r["name"]: r["error"] for records in facts.of("observer failed").values() for r in records}
         return Outcome(facts, steps, trouble, details, seconds, failed)
@@ -109,7 +118,7 @@ class Watch:
                 return f"rank {number} failed after {steps} optimizer steps: {record['error']}", rank.tail()
             if record["kind"] == "end" and record["code"]:
                 return f"rank {number} exited with code {record['code']} after {steps} optimizer steps", rank.tail()
-        if hanging and not self._order.parted:
+        if hanging and not self._order.parted and not self._waits_for_helpers():
             return self._describe_hanging()
         if not steps:
             return "the script ended without a step of a torch optimizer", self._ranks.everywhere[0].tail()
