@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import CLEAN, TORCHRUN, run
+from processes import CLEAN, TORCHRUN, free_port, run
 
 from ddpkit.tools import cli
 from ddpkit.tools.check.findings.all import find_all
@@ -185,6 +185,15 @@ def test_a_healthy_script_is_checked_on_three_ranks_with_its_own_arguments(tmp_p
 def test_a_script_that_asks_for_nccl_gets_gloo_where_there_is_no_gpu(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN.replace('"gloo"', '"nccl"'))
+    code, report = check(script, tmp_path)
+    assert (code, report["findings"], report["trouble"]) == (0, [], "")
+
+
+def test_a_script_whose_ranks_meet_at_an_address_of_their_own_is_checked(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    start = 'dist.init_process_group("gloo"'
+    method = f'init_method="tcp://127.0.0.1:{free_port()}", rank=int(os.environ["RANK"]), world_size=2'
+    script.write_text("import os" + TRAIN.replace(start, f"{start}, {method}"))
     code, report = check(script, tmp_path)
     assert (code, report["findings"], report["trouble"]) == (0, [], "")
 

@@ -13,6 +13,7 @@ import warnings
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -122,12 +123,20 @@ def _joining(original: Function) -> Function:
         if not torch.cuda.is_available():
             backend = None if backend is None else "gloo"
             kwargs.pop("device_id", None)
-        if os.environ.get("MASTER_PORT") != given:  # nobody serves a store there yet
+        method = kwargs.get("init_method") or next(iter(args), None)
+        if os.environ.get("MASTER_PORT") != given or _names_another_port(method):  # nobody serves a store there yet
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         original(backend, *args, **kwargs)
         _kept.append(dist.group.WORLD)
 
     return call
+
+
+def _names_another_port(method: Any) -> bool:
+    """Return whether ranks are told to meet at an address of their own."""
+    if not isinstance(method, str) or not method.startswith("tcp://"):
+        return False
+    return str(urlsplit(method).port) != os.environ.get("MASTER_PORT")
 
 
 def _refuse_to_spawn(recorder: Recorder, ending: Ending) -> Function:
