@@ -124,6 +124,9 @@ BAD = {
     "raise ValueError('no such data')\n": "ValueError: no such data",
     "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n": "was killed by SIGKILL",
     "import torch.multiprocessing as mp\ndef f(i): ...\nmp.spawn(f, nprocs=2)\n": "starts processes of its own",
+    "import multiprocessing as mp, torch.distributed as dist\n"
+    "p = mp.Process(target=dist.init_process_group, args=('gloo',))\n"
+    "p.start()\np.join()\n": "starts processes of its own",
 }
 
 

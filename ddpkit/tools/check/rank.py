@@ -110,6 +110,7 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     others = (collectives, Files(recorder), Schedules(recorder), Scaling(recorder))
     for observer in (modules, losses, windows, samples, steps, *others):
         observer.install()
+    before(dist, "init_process_group", _refuse_in_child(recorder))
     replace(dist, "init_process_group", _joining)
     dist.distributed_c10d.init_process_group = dist.init_process_group
     before(torch.multiprocessing, "spawn", _refuse_to_spawn(recorder, ending))  # which never returns
@@ -143,6 +144,16 @@ def _refuse_to_spawn(recorder: Recorder, ending: Ending) -> Function:
     def look(*args: Any, **kwargs: Any) -> None:
         recorder.tell("spawns", where=stack())
         ending.wait("spawns")
+
+    return look
+
+
+def _refuse_in_child(recorder: Recorder) -> Function:
+    """Tell of a process that the script has forked to be a rank, and is not observed as one."""
+
+    def look(*args: Any, **kwargs: Any) -> None:
+        if not recorder.is_main:
+            recorder.tell("spawns", where=stack())
 
     return look
 
