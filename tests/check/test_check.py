@@ -185,6 +185,22 @@ def test_a_healthy_script_is_checked_on_three_ranks_with_its_own_arguments(tmp_p
     assert (ended.code, report["findings"], report["trouble"], report["ranks"]) == (0, [], "", 3)
 
 
+def test_a_module_of_a_package_is_checked(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "names.py").write_text("BACKEND = 'gloo'\n")
+    text = TRAIN.replace('"gloo"', "BACKEND") + "assert sys.argv[1:] == ['-m', '5'], sys.argv\n"
+    (package / "train.py").write_text("from .names import BACKEND\n" + text.replace("model(t", "model.module(t"))
+    command = [sys.executable, "-m", "ddpkit", "check", "--json", "-m", "package.train", "-m", "5"]
+    env = {**CLEAN, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=LATE)
+    report = json.loads(done.stdout)
+    (finding,) = report["findings"]
+    assert (done.returncode, finding["kind"], report["trouble"]) == (1, "gradients-not-averaged", "")
+    assert finding["where"]["file"].endswith("train.py") and finding["where"]["line"] == 10
+
+
 def test_a_script_that_asks_for_nccl_gets_gloo_where_there_is_no_gpu(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN.replace('"gloo"', '"nccl"'))

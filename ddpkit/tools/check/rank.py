@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
+import runpy
 import signal
 import sys
 import traceback
@@ -41,14 +42,16 @@ class Script:
     """The script to check.
 
     Attributes:
-        path: Of its file.
+        path: Of its file, or the name of a module.
         arguments: Of its command line.
         steps: The optimiser steps of an epoch.
+        is_module: Whether it is run as `python -m` does.
     """
 
     path: str
     arguments: list[str]
     steps: int
+    is_module: bool = False
 
 
 def be_rank(script: Script, records: int, control: int, stacks: int) -> None:
@@ -81,8 +84,14 @@ def be_rank(script: Script, records: int, control: int, stacks: int) -> None:
 
 
 def run_as_main(script: Script) -> None:
-    """Run a file as `python FILE` does."""
+    """Run a file as `python FILE` does, or a module as `python -m MODULE` does."""
     sys.argv = [script.path, *script.arguments]
+    warnings.resetwarnings()
+    atexit._clear()
+    if script.is_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(script.path, run_name="__main__", alter_sys=True)
+        return
     sys.path[0] = os.path.dirname(os.path.abspath(script.path))
     with open(script.path, "rb") as file:
         code = compile(file.read(), script.path, "exec")
@@ -90,8 +99,6 @@ def run_as_main(script: Script) -> None:
     main.__file__ = script.path
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
-    warnings.resetwarnings()
-    atexit._clear()
     exec(code, vars(main))
 
 
