@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from ..places import Place
@@ -148,6 +149,8 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     allowed = max(padding, -len(expected) % batch)
     if all(len(plan) >= len(expected) for plan in plans):
         return _all_on_each(facts, epoch, expected) if trains else None
+    if extra > allowed and _come_in_runs(plans):
+        return None
     if extra > allowed and missing:
         return _shuffled_differently(facts, epoch, missing, extra, len(expected))
     if extra > allowed:
@@ -155,6 +158,15 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     if extra and not trains:
         return _padded(facts, epoch, extra, len(expected))
     return _missing(facts, records, missing, len(expected), batch, trains)
+
+
+def _come_in_runs(plans: list[list[int]]) -> bool:
+    """Return whether one order of all ranks repeats samples, each a few times in turn: that is meant."""
+    if all_equal(plans):
+        return False
+    order: list[int] = [index for row in zip(*plans, strict=False) for index in row]
+    runs = sum(one != other for one, other in pairwise(order)) + 1
+    return runs <= len(set(order)) + len(plans)
 
 
 def _all_on_each(facts: Facts, epoch: Record, expected: set[int]) -> Finding:
