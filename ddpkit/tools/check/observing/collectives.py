@@ -43,6 +43,7 @@ _OTHERS = (
     "scatter_object_list",
     "new_group",
 )
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _INTO_FIRST = ("all_gather_into_tensor", "all_gather_single")  # their first argument is what they fill
 _MANY = 4096  # sums that are kept for a step
 _NAMED = 20_000  # samples whose names are told
@@ -56,11 +57,15 @@ class Collectives:
         self._recorder = recorder
         self._modules = modules
         self._depth = 0
+        self._sent_at = -1  # step for which that was told last
         self.sums: list[dict[str, Any]] = []
 
     def install(self) -> None:
         """Begin."""
         before(Join, "__enter__", self._note_join)
+        for name in _POINT_TO_POINT:
+            before(dist, name, self._note_sent)
+            setattr(distributed_c10d, name, getattr(dist, name))  # which P2POp compares
         for name in (*_WITH_TENSORS, *_OTHERS):
             original = getattr(dist, name, None)
             if original is None:
@@ -70,6 +75,12 @@ class Collectives:
 
     def _note_join(self, *args: Any) -> None:
         self._recorder.tell("join", where=stack()[:1])
+
+    def _note_sent(self, *args: Any, **kwargs: Any) -> None:
+        """Tell once a step that a tensor goes from one rank to another."""
+        if self._recorder.is_main and self._recorder.step > self._sent_at and not self._depth:
+            self._sent_at = self._recorder.step
+            self._recorder.tell("point to point", where=stack()[:1])
 
     def _observed(self, original: Function) -> Function:
         tell = guarded(self._tell)
@@ -118,6 +129,7 @@ class Collectives:
         if "gather" in name:
             sent = args[1:] if name in _INTO_FIRST else args
             fields["names"] = _names_in((*sent, *kwargs.values()))
+        fields["inside"] = self._modules.is_calling
         fields["samples"] = self._modules.samples
         fields["library"] = _library()
         fields["cuts"] = cuts()

@@ -100,6 +100,11 @@ class Modules:
                 return wrapped, False
         return None, False
 
+    @property
+    def is_calling(self) -> bool:
+        """Return whether a network is being called."""
+        return self._depth > 0
+
     def is_used(self, network: nn.Module) -> bool:
         """Return whether a network, or a part of it, was called."""
         return any(module in self._called for module in network.modules())
