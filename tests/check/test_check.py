@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import CLEAN, TORCHRUN, run
+from processes import CLEAN, TORCHRUN, free_port, run
 
 from ddpkit.tools import cli
 from ddpkit.tools.check.findings.all import find_all
@@ -124,6 +124,9 @@ BAD = {
     "raise ValueError('no such data')\n": "ValueError: no such data",
     "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n": "was killed by SIGKILL",
     "import torch.multiprocessing as mp\ndef f(i): ...\nmp.spawn(f, nprocs=2)\n": "starts processes of its own",
+    "import multiprocessing as mp, torch.distributed as dist\n"
+    "p = mp.Process(target=dist.init_process_group, args=('gloo',))\n"
+    "p.start()\np.join()\n": "starts processes of its own",
 }
 
 
@@ -153,6 +156,34 @@ def test_a_script_that_hangs_is_ended_with_the_stacks_and_leaves_no_process(tmp_
             os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+def test_a_rank_that_goes_on_when_another_has_ended_is_named_with_its_stack(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    parting = "    if dist.get_rank():\n        sys.exit(0)\n    import time\n    time.sleep(600)"
+    script.write_text(TRAIN.replace("    optimizer.step()", f"    optimizer.step()\n{parting}"))
+    code, report = check(script, tmp_path)
+    assert (code, report["findings"]) == (2, [])
+    assert "rank 0 went on when rank 1 had ended" in report["trouble"]
+    assert any("train.py" in line for line in report["details"])
+
+
+def test_a_rank_that_waits_in_a_forward_for_one_that_has_ended_is_named_with_its_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    parting = "    optimizer.step()\n    if dist.get_rank(): sys.exit(0)"
+    script.write_text(TRAIN.replace("    optimizer.step()", parting))
+    code, report = check(script, tmp_path)
+    assert code == 1
+    assert any("forward of DDP" in finding["evidence"] for finding in report["findings"]), report
+
+
+def test_an_exception_on_one_rank_is_told_and_no_bug_of_order(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    fault = "if step == 2 and dist.get_rank(): raise RuntimeError('out of memory')"
+    script.write_text(TRAIN.replace("    loss.backward()", f"    {fault}\n    loss.backward()"))
+    code, report = check(script, tmp_path)
+    assert (code, report["findings"]) == (2, [])
+    assert "rank 1 failed after 2 optimizer steps: RuntimeError: out of memory" in report["trouble"]
+
+
 def test_a_healthy_script_is_checked_on_three_ranks_with_its_own_arguments(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN + "assert sys.argv[1:] == ['--lr', '1', '-n'], sys.argv\n")
@@ -162,9 +193,34 @@ def test_a_healthy_script_is_checked_on_three_ranks_with_its_own_arguments(tmp_p
     assert (ended.code, report["findings"], report["trouble"], report["ranks"]) == (0, [], "", 3)
 
 
+def test_a_module_of_a_package_is_checked(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "names.py").write_text("BACKEND = 'gloo'\n")
+    text = TRAIN.replace('"gloo"', "BACKEND") + "assert sys.argv[1:] == ['-m', '5'], sys.argv\n"
+    (package / "train.py").write_text("from .names import BACKEND\n" + text.replace("model(t", "model.module(t"))
+    command = [sys.executable, "-m", "ddpkit", "check", "--json", "-m", "package.train", "-m", "5"]
+    env = {**CLEAN, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=LATE)
+    report = json.loads(done.stdout)
+    (finding,) = report["findings"]
+    assert (done.returncode, finding["kind"], report["trouble"]) == (1, "gradients-not-averaged", "")
+    assert finding["where"]["file"].endswith("train.py") and finding["where"]["line"] == 10
+
+
 def test_a_script_that_asks_for_nccl_gets_gloo_where_there_is_no_gpu(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN.replace('"gloo"', '"nccl"'))
+    code, report = check(script, tmp_path)
+    assert (code, report["findings"], report["trouble"]) == (0, [], "")
+
+
+def test_a_script_whose_ranks_meet_at_an_address_of_their_own_is_checked(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    start = 'dist.init_process_group("gloo"'
+    method = f'init_method="tcp://127.0.0.1:{free_port()}", rank=int(os.environ["RANK"]), world_size=2'
+    script.write_text("import os" + TRAIN.replace(start, f"{start}, {method}"))
     code, report = check(script, tmp_path)
     assert (code, report["findings"], report["trouble"]) == (0, [], "")
 

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", choices=("cpu", "cuda"), default="cpu", help="hide the GPUs from the script, or do not (cpu)")
     add("--json", action="store_true", help="print one JSON object instead of text")
+    add("-m", "--module", action="store_true", help="the script is the name of a module, as for `python -m`")
     add("script", help="the training script; what follows is its own")
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -45,12 +46,12 @@ def run(args: argparse.Namespace) -> int:
         launch = detect_launch()
     except LaunchError as error:
         return _refuse(str(error))
-    if not os.path.isfile(args.script):
+    if not args.module and not os.path.isfile(args.script):
         return _refuse(f"{args.script}: there is no such file.")
     if args.ranks < 2 or args.steps < 1 or args.timeout <= 0:
         return _refuse("-n must be at least 2, --steps at least 1, --timeout positive.")
     signal.signal(signal.SIGTERM, _exit)
-    script = Script(args.script, args.arguments, args.steps)
+    script = Script(args.script, args.arguments, args.steps, args.module)
     if launch.kind == "single":
         environments = {rank: _environment(rank, args) for rank in range(args.ranks)}
         with Ranks(script, environments, serves=True) as ranks:

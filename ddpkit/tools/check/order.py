@@ -19,6 +19,8 @@ class Order:
         self._ranks = ranks
         self._entered: dict[tuple[str, int], list[Record]] = {}
         self._ended: dict[int, str] = {}
+        self._failed: set[int] = set()
+        self._stepping: set[int] = set()
         self._has_join = False
         self.parted: Parting | None = None
 
@@ -26,13 +28,23 @@ class Order:
         """Take in what a rank tells."""
         if record["kind"] == "join" or self._has_join:  # ranks that have ended shadow the others' collectives
             self._has_join = True
+        elif record["kind"] == "step":
+            self._stepping.add(rank)
         elif record["kind"] in ("done", "end"):
-            self._ended.setdefault(rank, record.get("error") or record.get("reason") or SCRIPT_END)
+            self._end(rank, record)
             self._compare_ends()
         elif record["kind"] == "collective":
             self._entered.setdefault((record["group"], rank), []).append(record)
             self._compare(rank, record)
             self._compare_ends()
+
+    def _end(self, rank: int, record: Record) -> None:
+        """Note that a rank enters no more collectives, unless it has failed, of which the others know nothing."""
+        has_failed = record.get("error") or record.get("code")
+        if has_failed:
+            self._failed.add(rank)
+        if rank not in self._failed:
+            self._ended.setdefault(rank, record.get("reason") or SCRIPT_END)
 
     def _compare(self, rank: int, record: Record) -> None:
         position = len(self._entered[record["group"], rank]) - 1
@@ -46,7 +58,8 @@ class Order:
         """Find a rank that has entered a collective which one that has ended never will."""
         for ended, reason in self._ended.items():
             count = len(self._entered.get(("0", ended), []))
-            for rank in self._ranks:
+            others = self._stepping if reason == "steps" else self._ranks  # it was stopped here, others help it
+            for rank in others:
                 theirs = self._entered.get(("0", rank), [])
                 if len(theirs) > count:
                     self._part(rank, ended, theirs[count], None, reason)

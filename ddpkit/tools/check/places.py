@@ -230,6 +230,37 @@ def asks_for_rank(test: ast.expr) -> bool:
     )
 
 
+def is_shared_out(place: Place) -> bool:
+    """Return whether what a line assigns is sliced by rank, on that line or later in its function."""
+    line = [s for s in enclosing(place.file, place.line) if not isinstance(s, ast.FunctionDef | ast.ClassDef)][-1:]
+    function = [s for s in enclosing(place.file, place.line) if isinstance(s, ast.FunctionDef)][-1:]
+    body = function[0] if function else syntax_of(place.file)
+    if not line or isinstance(line[0], ast.For | ast.While | ast.If | ast.With):
+        return False
+    of_rank = _names_made_of_rank(body)
+    slices = [node for node in ast.walk(body) if isinstance(node, ast.Subscript)]
+    drawn = _assigned(line[0])
+    for node in slices:
+        is_here = node in list(ast.walk(line[0])) or bool(_names_in(node.value) & drawn)
+        if is_here and (asks_for_rank(node.slice) or _names_in(node.slice) & of_rank):
+            return True
+    return False
+
+
+def _names_made_of_rank(body: ast.AST) -> set[str]:
+    """Name the variables of a function that are computed from the rank."""
+    found: set[str] = set()
+    for node in ast.walk(body):
+        if isinstance(node, ast.Assign) and (asks_for_rank(node.value) or _names_in(node.value) & found):
+            found |= _assigned(node)
+    return found
+
+
+def _assigned(statement: ast.AST) -> set[str]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return {name for target in targets for name in _names_in(target)}
+
+
 _ORDERS = frozenset(["randperm", "permutation", "shuffle", "sample", "choice", "choices", "randint", "range", "arange"])
 _SIZES = frozenset(["ceil", "floor", "min", "max", "round"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
+import runpy
 import signal
 import sys
 import traceback
@@ -13,6 +14,7 @@ import warnings
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -40,14 +42,16 @@ class Script:
     """The script to check.
 
     Attributes:
-        path: Of its file.
+        path: Of its file, or the name of a module.
         arguments: Of its command line.
         steps: The optimiser steps of an epoch.
+        is_module: Whether it is run as `python -m` does.
     """
 
     path: str
     arguments: list[str]
     steps: int
+    is_module: bool = False
 
 
 def be_rank(script: Script, records: int, control: int, stacks: int) -> None:
@@ -80,8 +84,14 @@ def be_rank(script: Script, records: int, control: int, stacks: int) -> None:
 
 
 def run_as_main(script: Script) -> None:
-    """Run a file as `python FILE` does."""
+    """Run a file as `python FILE` does, or a module as `python -m MODULE` does."""
     sys.argv = [script.path, *script.arguments]
+    warnings.resetwarnings()
+    atexit._clear()
+    if script.is_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(script.path, run_name="__main__", alter_sys=True)
+        return
     sys.path[0] = os.path.dirname(os.path.abspath(script.path))
     with open(script.path, "rb") as file:
         code = compile(file.read(), script.path, "exec")
@@ -89,8 +99,6 @@ def run_as_main(script: Script) -> None:
     main.__file__ = script.path
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
-    warnings.resetwarnings()
-    atexit._clear()
     exec(code, vars(main))
 
 
@@ -100,7 +108,7 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     modules = Modules(recorder)
     losses = Losses(recorder, modules)
     windows = Windows(recorder)
-    samples = Samples(recorder, ending, windows)
+    samples = Samples(recorder, ending, windows, modules)
     collectives = Collectives(recorder, modules)
     steps = Steps(recorder, ending, modules, losses, windows, collectives)
     losses.on_backward += [samples.begin_backward, ending.begin_backward]
@@ -109,6 +117,7 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     others = (collectives, Files(recorder), Schedules(recorder), Scaling(recorder))
     for observer in (modules, losses, windows, samples, steps, *others):
         observer.install()
+    before(dist, "init_process_group", _refuse_in_child(recorder))
     replace(dist, "init_process_group", _joining)
     dist.distributed_c10d.init_process_group = dist.init_process_group
     before(torch.multiprocessing, "spawn", _refuse_to_spawn(recorder, ending))  # which never returns
@@ -122,7 +131,8 @@ def _joining(original: Function) -> Function:
         if not torch.cuda.is_available():
             backend = None if backend is None else "gloo"
             kwargs.pop("device_id", None)
-        if os.environ.get("MASTER_PORT") != given:  # nobody serves a store there yet
+        method = kwargs.get("init_method") or next(iter(args), None)
+        if os.environ.get("MASTER_PORT") != given or _names_another_port(method):  # nobody serves a store there yet
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         original(backend, *args, **kwargs)
         _kept.append(dist.group.WORLD)
@@ -130,10 +140,27 @@ def _joining(original: Function) -> Function:
     return call
 
 
+def _names_another_port(method: Any) -> bool:
+    """Return whether ranks are told to meet at an address of their own."""
+    if not isinstance(method, str) or not method.startswith("tcp://"):
+        return False
+    return str(urlsplit(method).port) != os.environ.get("MASTER_PORT")
+
+
 def _refuse_to_spawn(recorder: Recorder, ending: Ending) -> Function:
     def look(*args: Any, **kwargs: Any) -> None:
         recorder.tell("spawns", where=stack())
         ending.wait("spawns")
+
+    return look
+
+
+def _refuse_in_child(recorder: Recorder) -> Function:
+    """Tell of a process that the script has forked to be a rank, and is not observed as one."""
+
+    def look(*args: Any, **kwargs: Any) -> None:
+        if not recorder.is_main:
+            recorder.tell("spawns", where=stack())
 
     return look
 

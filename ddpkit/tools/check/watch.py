@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from .findings.facts import Facts
+from .findings.facts import Facts, say_ranks
 from .order import Order
 from .ranks import Rank, Ranks
 from .recorder import Record
 
 _POLL = 0.1  # seconds
 _AFTER_PARTING = 1.0  # seconds in which the ranks may say more, once they have parted
-_AFTER_FAILURE = 5.0  # seconds in which other ranks may report, once one has failed or ended
+_AFTER_FAILURE = 5.0  # seconds in which other ranks may report, once one has failed
+_AFTER_END = 20.0  # seconds in which other ranks may tell nothing, once one has ended
 
 
 @dataclass
@@ -21,7 +22,7 @@ class Outcome:
 
     Attributes:
         facts: What the ranks have told.
-        steps: The optimiser steps that every rank has made.
+        steps: The optimiser steps that every rank has made which makes any.
         trouble: Why the script could not be checked as far as it should, "" if it could.
         details: The end of the script's output, or the stacks of ranks that hang.
         seconds: How long it took.
@@ -63,16 +64,30 @@ class Watch:
                 self._take(rank, record)
             now = time.monotonic()
             if heard:
-                deadline = now + self._timeout
+                deadline = now + self._patience()
             self._note_deaths()
             if self._order.parted:
                 last = min(last, now + _AFTER_PARTING)
             if any(_has_failed(record) for record in self._finished.values()):
                 last = min(last, now + _AFTER_FAILURE)
             if now > min(deadline, last):
-                hanging = now > deadline
+                hanging = True
                 break
         return self._outcome(hanging, time.monotonic() - begun)
+
+    def _patience(self) -> float:
+        """Bound the time in which no rank tells anything."""
+        if self._waits_for_helpers():
+            return min(self._timeout, _AFTER_FAILURE)
+        if any(record["kind"] == "end" for record in self._finished.values()):
+            return min(self._timeout, _AFTER_END)
+        return self._timeout
+
+    def _waits_for_helpers(self) -> bool:
+        """Return whether all ranks that make steps have made enough, and others help them which make none."""
+        running = [rank for rank in self._ranks.everywhere if rank.number not in self._finished]
+        are_done = [record.get("reason") == "steps" for record in self._finished.values()]
+        return any(are_done) and all(are_done) and not any(map(_steps, running))
 
     def _take(self, rank: Rank, record: Record) -> None:
         self._order.take(rank.number, record)
@@ -86,7 +101,8 @@ class Watch:
 
     def _outcome(self, hanging: bool, seconds: float) -> Outcome:
         facts = Facts({rank.number: rank.records for rank in self._ranks.everywhere}, self._order.parted)
-        steps = min(_steps(rank) for rank in self._ranks.everywhere)
+        made = [_steps(rank) for rank in self._ranks.everywhere]
+        steps = min(filter(None, made), default=0)
         trouble, details = self._describe_trouble(hanging, steps)
         failed = {r["name"]: r["error"] for records in facts.of("observer failed").values() for r in records}
         return Outcome(facts, steps, trouble, details, seconds, failed)
@@ -102,18 +118,27 @@ class Watch:
                 return f"rank {number} failed after {steps} optimizer steps: {record['error']}", rank.tail()
             if record["kind"] == "end" and record["code"]:
                 return f"rank {number} exited with code {record['code']} after {steps} optimizer steps", rank.tail()
-        if hanging:
-            running = [rank for rank in self._ranks.everywhere if rank.number not in self._finished]
-            stacks = []
-            for rank in running:
-                stacks += [f"rank {rank.number}:", *rank.read_stack().splitlines()[1:7]]
-            return f"no rank told anything for {self._timeout:g} s", stacks
+        if hanging and not self._order.parted and not self._waits_for_helpers():
+            return self._describe_hanging()
         if not steps:
             return "the script ended without a step of a torch optimizer", self._ranks.everywhere[0].tail()
         return "", []
 
+    def _describe_hanging(self) -> tuple[str, list[str]]:
+        """Tell which ranks go on, and at which lines."""
+        running = [rank for rank in self._ranks.everywhere if rank.number not in self._finished]
+        stacks = []
+        for rank in running:
+            stacks += [f"rank {rank.number}:", *rank.read_stack().splitlines()[1:7]]
+        if not self._finished:
+            return f"no rank told anything for {self._timeout:g} s", stacks
+        ended = say_ranks(sorted(self._finished))
+        return f"{say_ranks([rank.number for rank in running])} went on when {ended} had ended", stacks
+
 
 def _has_failed(record: Record) -> bool:
+    if record["kind"] == "end":
+        return bool(record["error"] or record["code"])
     return bool(record["kind"] != "done")
 
 

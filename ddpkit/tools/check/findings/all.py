@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import gradients, losses, metrics, order, random_numbers, samples, schedules, writing
 from .facts import SEVERITIES, Facts, Finding
+from .parallelism import OF_REPLICAS, hold_parts
 
 _SUBJECTS = (gradients, losses, samples, random_numbers, metrics, order, writing, schedules)
 _FOLLOW = {  # what another finding explains
@@ -29,6 +30,8 @@ def find_all(facts: Facts) -> list[Finding]:
             found += subject.find(facts)
     kinds = {finding.kind for finding in found}
     explained = {kind for cause in kinds for kind in _FOLLOW.get(cause, ())}
+    if kinds & OF_REPLICAS and hold_parts(facts):
+        explained |= OF_REPLICAS
     return sorted((finding for finding in found if finding.kind not in explained), key=_badness)
 
 

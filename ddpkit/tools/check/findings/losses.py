@@ -41,6 +41,8 @@ def _find_uneven(facts: Facts, rows: list[Any]) -> Finding | None:
             if not all(line in table for table in tables):
                 continue
             losses = [_by_backward(table[line]) for table in tables]
+            if 1 < len(losses[0]) <= len(records[0]["position"]):  # each from a loader of its own: tasks
+                continue
             every = [loss for rank in losses for loss in rank]
             totals = [total for total, _ in every]
             counts = [count for _, count in every]
@@ -168,7 +170,7 @@ def _find_sums(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
             continue
         if any(record["divides"] or record["summed"]["divides"] for record in records if record["summed"]):
             continue
-        if _counts_travel(facts):
+        if _counts_travel(facts) or _are_one_mean([record["losses"] for record in records]):
             continue
         name = records[0]["class_name"]
         is_free = any(name.startswith(word) or name.endswith(word) for word in _SCALE_FREE)
@@ -180,6 +182,15 @@ def _find_sums(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
         also = places(summed["where"])[1:]
         yield Finding("wrong-divisor", severity, where, facts.ranks, evidence, why, fix, also)
         return
+
+
+def _are_one_mean(by_rank: list[list[dict[str, Any]]]) -> bool:
+    """Return whether sums over samples were divided before by the number of samples of all ranks: they weigh 1."""
+    totals: dict[tuple[Any, ...], float] = {}
+    for losses in by_rank:
+        for line, found in _by_line([loss for loss in losses if loss["summed"]]).items():
+            totals[line] = totals.get(line, 0.0) + sum(loss["total"] for loss in found)
+    return any(_near(total, 1.0) for total in totals.values())
 
 
 def _counts_travel(facts: Facts) -> bool:

@@ -109,6 +109,8 @@ def _find_uneven_epochs(facts: Facts) -> Finding | None:
         batches = [record["batches"] for record in records]
         if loader not in training or None in batches or all_equal(batches) or _is_handled(facts):
             continue
+        if _have_common_bound(records, batches):
+            continue
         return _uneven(facts, records[0], batches)
     for (loader, _), records in facts.rows("epoch end", "loader", "number"):
         batches = [record["batches"] for record in records]
@@ -116,6 +118,12 @@ def _find_uneven_epochs(facts: Facts) -> Finding | None:
         if loader in training and is_seen and not all_equal(batches) and not _is_handled(facts):
             return _uneven(facts, _epoch_of(facts, loader), batches)
     return None
+
+
+def _have_common_bound(records: list[Record], batches: list[int]) -> bool:
+    """Return whether the loops of all ranks end after as many batches, which each loader has."""
+    bounds = [record["bound"] for record in records]
+    return None not in bounds and all_equal(bounds) and bounds[0] <= min(batches)
 
 
 def _epoch_of(facts: Facts, loader: str) -> Record:

@@ -6,6 +6,7 @@ import linecache
 from collections.abc import Iterator
 from typing import Any
 
+from ..places import Place, is_shared_out
 from ..recorder import Record
 from .facts import Facts, Finding, place, places, say_ranks
 
@@ -63,9 +64,12 @@ def _find_in_steps(facts: Facts) -> Finding | None:
         return None
     if kinds <= own:
         lines = [line for kind in sorted(kinds) for line in noise[kind]]
+    own_lines = [line for line in lines if not is_shared_out(Place(*line))]
+    if lines and not own_lines:
+        return None
     names = ", ".join(sorted(kinds))
     evidence = f"at each of {min(3, len(rows))} steps {say_ranks(facts.ranks)} draw from equal states of {names}"
-    return _same(facts, evidence, lines, sorted(kinds))
+    return _same(facts, evidence, own_lines, sorted(kinds))
 
 
 def _number_of_lines(drawing: Record) -> int:

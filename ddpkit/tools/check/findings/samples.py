@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from ..places import Place, rank_conditions_of_names
@@ -17,18 +18,19 @@ def find(facts: Facts) -> Iterator[Finding]:
     """Look at each loader once, at its first epochs; loaders that one line makes have one bug."""
     training = facts.training
     done: set[str] = set()
-    told: set[tuple[str, str]] = set()
+    told: set[tuple[str, object]] = set()
     for (loader, number), records in facts.rows("epoch", "loader", "number"):
         trains = loader in training
         found = None
         if loader not in done:
             found = _examine(facts, records, number, trains)
-        if found is not None:
-            done.add(loader)
-            bug = (_line_of(loader), found.kind)
-            if bug not in told:
-                yield found
-            told.add(bug)
+        if found is None:
+            continue
+        done.add(loader)
+        bugs: set[tuple[str, object]] = {(found.kind, _line_of(loader)), (found.kind, found.where)}
+        if not bugs & told:  # a function may make a loader each time it is called
+            yield found
+        told |= bugs
     if not training:
         yield from _find_equal_inputs(facts)
     yield from _find_same_orders(facts, training, done)
@@ -153,6 +155,8 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     allowed = max(padding, -len(expected) % batch)
     if all(len(plan) >= len(expected) for plan in plans):
         return _all_on_each(facts, epoch, expected) if trains else None
+    if extra > allowed and _come_in_runs(plans):
+        return None
     if extra > allowed and missing:
         found = _find_other_epochs(facts, records)
         return found or _shuffled_differently(facts, epoch, missing, extra, len(expected))
@@ -161,6 +165,15 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     if extra and not trains:
         return _padded(facts, epoch, extra, len(expected))
     return _missing(facts, records, missing, len(expected), batch, trains)
+
+
+def _come_in_runs(plans: list[list[int]]) -> bool:
+    """Return whether one order of all ranks repeats samples, each a few times in turn: that is meant."""
+    if all_equal(plans):
+        return False
+    order: list[int] = [index for row in zip(*plans, strict=False) for index in row]
+    runs = sum(one != other for one, other in pairwise(order)) + 1
+    return runs <= len(set(order)) + len(plans)
 
 
 def _all_on_each(facts: Facts, epoch: Record, expected: set[int]) -> Finding:
@@ -253,13 +266,23 @@ _GATHERS = (
 
 def _drops_padding(facts: Facts, reduced: Record, total: int) -> bool:
     """Return whether the script leaves out what was repeated: in a library, by a slice, or by its counts."""
-    if "gather_for_metrics" in reduced["library"] or total in reduced["cuts"]:
+    if "gather_for_metrics" in reduced["library"] or total in reduced["cuts"] or _are_merged(facts, total):
         return True
     sums = []
     for (_, _), records in facts.rows("collective", "position", "group"):
         if records[0].get("values") and all(len(r.get("values", [])) == len(records[0]["values"]) for r in records):
             sums += [sum(values) for values in zip(*(r["values"] for r in records), strict=True)]
     return total in sums
+
+
+def _are_merged(facts: Facts, total: int) -> bool:
+    """Return whether the ranks gather the names of so many samples, and can tell which come twice."""
+    names: dict[tuple[Any, ...], set[int]] = {}
+    for records in facts.of("collective").values():
+        for record in records:
+            if record.get("names") and record["where"]:
+                names.setdefault(tuple(record["where"][0]), set()).update(record["names"])
+    return any(len(found) == total for found in names.values())
 
 
 def _missing(

@@ -21,10 +21,11 @@ def _find_same_files(facts: Facts) -> Iterator[Finding]:
         for record in records:
             writers.setdefault(record["path"], {}).setdefault(rank, record)
     done = set()
+    locked = {record["path"] for records in facts.of("locked").values() for record in records}
     for path, by_rank in writers.items():
         first = next(iter(by_rank.values()))
         where = place(first["where"])
-        if len(by_rank) < 2 or where in done:
+        if len(by_rank) < 2 or where in done or path in locked:
             continue
         done.add(where)
         evidence = f"{say_ranks(sorted(by_rank))} write {os.path.basename(path)}"
@@ -37,10 +38,11 @@ def _find_same_files(facts: Facts) -> Iterator[Finding]:
 
 def _find_prefixes(facts: Facts) -> Iterator[Finding]:
     done = set()
+    loaded = [record["keys"] for records in facts.of("wrapper loads").values() for record in records]
     for rank, records in facts.of("saved").items():
         for record in records:
             where = place(record["where"])
-            if where in done:
+            if where in done or record["loads"] or record["keys"] in loaded:
                 continue
             done.add(where)
             evidence = f"{record['number']} saved tensors are called `{record['keys'][0]}` and so on"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,7 +43,10 @@ _OTHERS = (
     "scatter_object_list",
     "new_group",
 )
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+_INTO_FIRST = ("all_gather_into_tensor", "all_gather_single")  # their first argument is what they fill
 _MANY = 4096  # sums that are kept for a step
+_NAMED = 20_000  # samples whose names are told
 _SMALL = 8  # elements of a tensor that are told
 
 
@@ -52,12 +57,16 @@ class Collectives:
         self._recorder = recorder
         self._modules = modules
         self._depth = 0
+        self._sent_at = -1  # step for which that was told last
         self.sums: list[dict[str, Any]] = []
         self.trained: dict[int, tuple[int, str]] = {}  # optimiser and name, by address; -1 for buffers
 
     def install(self) -> None:
         """Begin."""
         before(Join, "__enter__", self._note_join)
+        for name in _POINT_TO_POINT:
+            before(dist, name, self._note_sent)
+            setattr(distributed_c10d, name, getattr(dist, name))  # which P2POp compares
         for name in (*_WITH_TENSORS, *_OTHERS):
             original = getattr(dist, name, None)
             if original is None:
@@ -67,6 +76,12 @@ class Collectives:
 
     def _note_join(self, *args: Any) -> None:
         self._recorder.tell("join", where=stack()[:1])
+
+    def _note_sent(self, *args: Any, **kwargs: Any) -> None:
+        """Tell once a step that a tensor goes from one rank to another."""
+        if self._recorder.is_main and self._recorder.step > self._sent_at and not self._depth:
+            self._sent_at = self._recorder.step
+            self._recorder.tell("point to point", where=stack()[:1])
 
     def _observed(self, original: Function) -> Function:
         tell = guarded(self._tell)
@@ -114,6 +129,10 @@ class Collectives:
                 fields["trained"] = self.trained.get(tensor.data_ptr())
         if "reduce" in name:
             fields["reduction"] = _reduction(args, kwargs)
+        if "gather" in name:
+            sent = args[1:] if name in _INTO_FIRST else args
+            fields["names"] = _names_in((*sent, *kwargs.values()))
+        fields["inside"] = self._modules.is_calling
         fields["samples"] = self._modules.samples
         fields["library"] = _library()
         fields["cuts"] = cuts()
@@ -128,6 +147,18 @@ def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if given is None:
         return "SUM"
     return str(given).rpartition(".")[2]
+
+
+def _names_in(args: tuple[Any, ...]) -> list[int]:
+    """List hashes of what names the samples in gathered objects: keys, members of sets, indices that come once."""
+    found: set[Any] = set()
+    for value in args:
+        if isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim == 1:
+            numbers = value.tolist() if len(value) <= _NAMED else []
+            found |= set(numbers) if len(set(numbers)) == len(numbers) else set()
+        elif isinstance(value, Mapping | set | frozenset) and len(value) <= _NAMED:
+            found |= set(value)
+    return sorted(zlib.crc32(repr(name).encode()) for name in found)
 
 
 def _name_of(group: Any) -> str:

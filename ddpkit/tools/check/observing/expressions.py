@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import cache
+from inspect import CO_GENERATOR
 from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
@@ -248,6 +249,33 @@ def numbers_of_rounds() -> list[int]:
                 if bounds and all(isinstance(bound, int) for bound in bounds):
                     found.append(len(range(*bounds)))
     return found
+
+
+def bound_of_loop() -> int | None:
+    """Return after how many rounds the loop ends that asks for a loader's batches, None if the loader decides."""
+    for frame in own_frames(sys._getframe(1)):
+        for loop in loops_around(frame.f_code.co_filename, frame.f_lineno):
+            if isinstance(loop, ast.For) and loop.iter.lineno <= frame.f_lineno <= (loop.iter.end_lineno or 0):
+                bounds = [evaluate(node, frame) for node in _bounds(loop)]
+                return min((bound for bound in bounds if type(bound) is int), default=None)
+        if not frame.f_code.co_flags & CO_GENERATOR:
+            return None
+    return None
+
+
+def _bounds(loop: ast.For) -> Iterator[ast.expr]:
+    """Find n in `zip(range(n), loader)`, `islice(loader, n)`, and in `if i == n: break` within the loop."""
+    for node in ast.walk(loop.iter):
+        name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call) and (name, len(node.args)) in (("range", 1), ("islice", 2)):
+            yield node.args[-1]
+    counters = {part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)}
+    for statement in ast.walk(loop):
+        if not isinstance(statement, ast.If) or not isinstance(statement.test, ast.Compare):
+            continue
+        is_break = any(isinstance(part, ast.Break) for part in statement.body)
+        if is_break and any(getattr(part, "id", "") in counters for part in ast.walk(statement.test.left)):
+            yield statement.test.comparators[0]
 
 
 def _has_consequences(statement: ast.If) -> bool:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import pickle
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..places import is_own, stack
 from ..recorder import Recorder
+from .expressions import evaluate, running
 from .patching import before
 
 _WRITES = os.O_WRONLY | os.O_RDWR
 _PREFIXES = ("module.", "_orig_mod.", "_forward_module.")
+_LOCKS = ("fcntl.flock", "fcntl.lockf")
 _ELSEWHERE = ("/dev/", "/proc/", "/sys/")
 
 
@@ -32,11 +36,24 @@ class Files:
         sys.addaudithook(self._audit)
         before(torch, "save", self._save)
         before(pickle, "dump", self._save)
+        before(nn.Module, "load_state_dict", self._load)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event != "open" or self._busy or not self._recorder.is_main:
+        if self._busy or not self._recorder.is_main:
             return
-        path, mode, flags = args
+        if event in _LOCKS:
+            self._tell_lock(args[0])
+        elif event == "open":
+            self._note_open(*args)
+
+    def _tell_lock(self, descriptor: int) -> None:
+        """Tell of a file that ranks write one after the other, or use as a lock alone."""
+        with suppress(OSError):
+            self._recorder.tell("locked", path=os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def _note_open(self, path: Any, mode: str | None, flags: int | None) -> None:
+        if (flags or 0) & os.O_EXCL:  # one rank alone can
+            return
         writes = any(letter in (mode or "") for letter in "wa+") or bool((flags or 0) & _WRITES)
         if writes and isinstance(path, str | bytes | os.PathLike):
             appends = "a" in (mode or "") or bool((flags or 0) & os.O_APPEND)
@@ -56,9 +73,44 @@ class Files:
         places = stack()
         keys = list(_wrapped_keys(obj))
         if keys and places:
-            self._recorder.tell("saved", keys=keys[:3], number=len(keys), where=places)
+            loads = _loads_into_wrapper(keys[0])
+            self._recorder.tell("saved", keys=keys[:3], number=len(keys), where=places, loads=loads)
         if isinstance(f, str | os.PathLike):
             self._tell(os.fspath(f), False, "torch.save")
+
+    def _load(self, module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> None:
+        keys = _wrapped_keys(state)
+        if keys and _has_tensor(module, keys[0]):
+            self._recorder.tell("wrapper loads", keys=keys[:3])
+
+
+def _has_tensor(module: Any, name: str) -> bool:
+    if not isinstance(module, nn.Module):
+        return False
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return any(name == other for other, _ in tensors)
+
+
+def _loads_into_wrapper(name: str) -> bool:
+    """Return whether a running function also loads a state into a wrapper with a tensor of this name."""
+    for frame, nodes in running():
+        for node in nodes:
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            owner = node.func.value
+            is_load = node.func.attr == "load_state_dict" and _is_assigned_before(owner, node.lineno, nodes)
+            if is_load and _has_tensor(evaluate(owner, frame), name):
+                return True
+    return False
+
+
+def _is_assigned_before(owner: ast.expr, line: int, nodes: list[ast.AST]) -> bool:
+    """Return whether what an expression names is not replaced behind a line, as by wrapping it."""
+    for node in nodes:
+        targets = node.targets if isinstance(node, ast.Assign) and node.lineno > line else []
+        if any(ast.unparse(target) == ast.unparse(owner) for target in targets):
+            return False
+    return True
 
 
 def _is_direct() -> bool:

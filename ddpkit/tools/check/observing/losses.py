@@ -25,6 +25,7 @@ _LOSSES = (
     "binary_cross_entropy_with_logits",
 )
 _MANY = 64  # losses that are kept for a step
+_IMAGES = 4  # dimensions of classes by pixel, of which each rank ignores a few: their means count as equals everywhere
 
 
 class Losses:
@@ -88,8 +89,9 @@ class Losses:
     def _watch(self, result: Tensor, name: str, input: Tensor, target: Tensor, kwargs: dict[str, Any]) -> None:
         reduction = kwargs.get("reduction", "mean")
         count = _count(name, input, target, kwargs)
-        loss: dict[str, Any] = {"where": stack()[:3], "count": count, "total": 0.0}
-        loss["masked"] = reduction != "mean" or (not target.is_floating_point() and count < target.numel())
+        loss: dict[str, Any] = {"where": stack()[:3], "count": count, "total": 0.0, "summed": reduction != "mean"}
+        ignores = not target.is_floating_point() and count < target.numel()
+        loss["masked"] = reduction != "mean" or (ignores and input.ndim < _IMAGES)
         self._found.append(loss)
 
         def arrived(gradient: Tensor) -> None:

@@ -75,6 +75,7 @@ class Modules:
         self.calls: list[dict[str, Any]] = []
         self.samples = 0  # that networks were given since the last step, without gradients
         self._parameters: dict[int, tuple[Any, Stack]] = {}
+        self._called: set[int] = set()  # identities of networks, not of their parts
         self._depth = 0
         self._in_ddp = 0
         self.on_call: list[Function] = []  # before a network is called with gradients
@@ -111,6 +112,20 @@ class Modules:
             if module and any(parameter is other for other in inner_of(module).parameters()):
                 return wrapped, False
         return None, False
+
+    @property
+    def is_calling(self) -> bool:
+        """Return whether a network is being called."""
+        return self._depth > 0
+
+    def is_used(self, network: nn.Module) -> bool:
+        """Return whether a network was called, or a part of it, or one that it is a part of."""
+        if any(id(module) in self._called for module in network.modules()):
+            return True
+        if any(id(network) in wrapped.inside for key, wrapped in self.wrapped.items() if key in self._called):
+            return True
+        called = [root for _, root in roots() if id(root) in self._called]
+        return any(network is module for root in called for module in root.modules())
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
@@ -230,6 +245,7 @@ class Modules:
                 wrapped.bypassed = [place_of(frame) for frame in frames][:8]
 
     def _note_call(self, module: nn.Module, args: Any) -> None:
+        self._called.add(id(module))
         if isinstance(module, nn.modules.loss._Loss):
             return
         if not torch.is_grad_enabled():

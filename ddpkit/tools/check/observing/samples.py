@@ -18,8 +18,8 @@ from ....data.loader import Loader
 from ..ending import Ending
 from ..places import Place, Stack, deciding_lines, stack
 from ..recorder import Recorder
-from .expressions import is_in_loop, mentions
-from .modules import is_own_object
+from .expressions import bound_of_loop, is_in_loop, mentions
+from .modules import Modules, is_own_object
 from .patching import Function, after, before, guarded, replace
 from .random_numbers import GENERATORS, Draws, State, Windows, generators_in, states
 from .tensors import content, size_of
@@ -39,6 +39,7 @@ class _Loader:
         self.epoch = -1
         self.trains = False
         self.fetched = False  # a batch since the last step
+        self.calls_before = (0, 0)  # of networks, with and without gradients, when it was
         self.batches = 0
         self.last: Any = None
         self.dataset = 0  # its identity
@@ -52,10 +53,11 @@ class _Loader:
 class Samples:
     """Observes loaders from the moment of `install`."""
 
-    def __init__(self, recorder: Recorder, ending: Ending, windows: Windows) -> None:
+    def __init__(self, recorder: Recorder, ending: Ending, windows: Windows, modules: Modules) -> None:
         self._recorder = recorder
         self._ending = ending
         self._windows = windows
+        self._modules = modules
         self._made: weakref.WeakKeyDictionary[Any, Stack] = weakref.WeakKeyDictionary()
         self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
         self._all: list[_Loader] = []  # nobody keeps a loader that is made in the head of a loop
@@ -141,6 +143,7 @@ class Samples:
         known.batches = 0
         known.last = None
         self._iterators[iterator] = known
+        weakref.finalize(iterator, self._leave, known)
         if known.trains:
             self._ending.begin_epoch()
         described = self._describe(loader, known, iterator)
@@ -150,6 +153,17 @@ class Samples:
         planned = _Planned(iterator._index_sampler, described, loader.dataset, self._recorder)
         iterator._index_sampler = planned
         iterator._sampler_iter = iter(planned)
+
+    def _leave(self, known: _Loader) -> None:
+        """Forget batches of an iterator that is gone, if networks were called for them without gradients alone."""
+        with_gradients, without = known.calls_before
+        calls, samples = self._calls()
+        if calls == with_gradients and samples > without:
+            known.fetched = False
+
+    def _calls(self) -> tuple[int, int]:
+        """Count the calls of networks since the last step: those with gradients, and the samples of the others."""
+        return len(self._modules.calls), self._modules.samples
 
     def _describe(self, loader: Any, known: _Loader, iterator: Any) -> dict[str, Any]:
         sampler = _sampler_of(loader)
@@ -168,6 +182,7 @@ class Samples:
             "last_set": self._last_set.get(sampler) if _is_weakly_known(sampler) else None,
             "shuffles": bool(getattr(sampler, "shuffle", False)),
             "repeats": is_in_loop(),
+            "bound": bound_of_loop(),
             "names_epoch": isinstance(loader, Loader) or mentions("set_epoch"),  # ddpkit's takes the next one by itself
             "replaces": bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
@@ -219,7 +234,9 @@ class Samples:
         )
 
     def _note_batch(self, known: _Loader, batch: Any) -> None:
-        known.fetched = True
+        if not known.fetched:
+            known.fetched = True
+            known.calls_before = self._calls()
         known.batches += 1
         if known.batches <= _BATCHES:
             self._recorder.tell(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from typing import Any
 
@@ -53,16 +54,40 @@ class Schedules:
 
 def _length_of(schedule: Any) -> int:
     """Return after how many steps a schedule is meant to end, 0 if that is not known."""
+    if getattr(schedule, "end_factor", 0.0) >= getattr(schedule, "start_factor", 1.0) or hasattr(schedule, "factor"):
+        return 0  # a warm-up, or a rate that is constant for a while
     for name in _HORIZONS:
         value = getattr(schedule, name, None)
         if isinstance(value, int):
             return value
-    numbers: list[int] = []
+    found = [0]
     for function in getattr(schedule, "lr_lambdas", ()):
-        while isinstance(function, functools.partial):
-            numbers += [value for value in function.keywords.values() if isinstance(value, int)]
-            function = function.func
-        for cell in getattr(function, "__closure__", None) or ():
-            if isinstance(cell.cell_contents, int):
-                numbers.append(cell.cell_contents)
-    return max(numbers, default=0)
+        found += [number for number in _numbers_in(function) if _ends_at(function, number)]
+    return max(found)
+
+
+def _numbers_in(function: Any) -> list[int]:
+    """List the whole numbers on which a function depends."""
+    numbers: list[int] = []
+    while isinstance(function, functools.partial):
+        numbers += [value for value in function.keywords.values() if isinstance(value, int)]
+        function = function.func
+    for cell in getattr(function, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, int):
+            numbers.append(cell.cell_contents)
+    return numbers
+
+
+def _ends_at(function: Any, number: int) -> bool:
+    """Return whether a factor comes down until a step, and no further: not if that is the end of a warm-up."""
+    earlier, last = _value(function, number * 4 // 5), _value(function, number)
+    after = _value(function, 2 * number)
+    return last < earlier and not 0.0 <= after < last
+
+
+def _value(function: Any, step: int) -> float:
+    """Return a factor, not a number where there is none."""
+    try:
+        return float(function(step))
+    except (ArithmeticError, TypeError, ValueError, LookupError):
+        return math.nan

@@ -182,7 +182,7 @@ class Steps:
         self._recorder.tell("optimizer", optimizer=seen.number, made=seen.made, parameters=described)
 
     def _others(self, number: int, parameters: list[Tensor]) -> dict[str, list[Any]]:
-        """Hash the parameters of networks that this optimiser does not train, at its first step."""
+        """Hash the parameters of networks that are used and not trained, at the first step."""
         if number > 1:
             return {}
         trained = set(map(id, parameters))
@@ -192,7 +192,8 @@ class Steps:
         for name, root in roots():
             tensors = [*root.parameters(), *root.buffers()]
             others = [t for t in tensors if whole(t) is not None]
-            if others and not any(id(t) in trained for t in tensors):
+            is_trained = any(id(t) in trained for t in tensors)
+            if others and not is_trained and self._modules.is_used(root):
                 found[name] = [[crc(t) for t in others], self._modules.made(others[0])]
         return found
 
