@@ -140,7 +140,6 @@ class StepGuard:
             self._pass.undo()
             release(error)  # the exchange needs memory
             self._end(own)
-        lifecycle.step_clock().end_step()
         return True
 
     def _may_be_skipped(self, error: BaseException) -> bool:
@@ -159,7 +158,10 @@ class StepGuard:
         )
         if not gradients.parameters:
             raise DdpkitError(f"No parameter needs a gradient at the end of a block of {_CALL}.")
-        if self._is_good(own, gradients, exchange):
+        is_good = self._is_good(own, gradients, exchange)
+        if exchange is not None:
+            lifecycle.step_clock().end_step()
+        if is_good:
             if exchange is not None:
                 exchange.distribute()
                 gradients.give_back()
