@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import signal
@@ -102,6 +103,16 @@ def _put_back(number: int) -> None:
     former = _process.former.pop(number)
     if signal.getsignal(number) is _handle:
         signal.signal(number, former or signal.SIG_DFL)
+
+
+@atexit.register
+def _ignore_at_exit() -> None:
+    """Ignore what is passed over, while the interpreter ends: it puts back defaults, by which such signals kill."""
+    if os.getpid() != _process.pid:
+        return
+    for number in _process.former:
+        if signal.getsignal(number) is _handle:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _handle(number: int, _: FrameType | None) -> None:

@@ -441,6 +441,27 @@ def wait_for(path: Path, word: str) -> None:
         time.sleep(0.02)
 
 
+ENDING = """
+import os, signal, sys, ddpkit
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid()):
+        kill(pid, 15)  # as srun does when the first rank has ended; this one is about to
+
+late = Late()
+with ddpkit.stopping() as stop:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    while not stop.now():
+        pass
+sys.exit(stop.exit_code)
+"""
+
+
+def test_a_signal_that_comes_while_the_interpreter_ends_changes_no_exit_code() -> None:
+    ended = launch([sys.executable, "-c", ENDING], timeout=60)[0]
+    assert ended.code == 128 + signal.SIGUSR1, ended
+
+
 def test_a_second_interrupt_ends_the_process_without_a_traceback(tmp_path: Path) -> None:
     output = tmp_path / "output"
     output.touch()
