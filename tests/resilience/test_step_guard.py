@@ -526,6 +526,7 @@ class Deadly(Images):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's handler raises anywhere
 def test_a_loader_that_has_lost_a_worker_is_no_bad_batch() -> None:
     loader = ddpkit.make_loader(Deadly(), batch_size=2, shuffle=False, num_workers=1)
     guard = StepGuard(nn.Linear(3, 1))
