@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -70,3 +72,14 @@ class Decisions:
         values = fractions(statement.test, frame)
         if values and self._taken[place] <= _MANY:
             self._recorder.tell("decision", **place._asdict(), number=self._taken[place], values=values)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Look at nothing in a block: a loader makes thousands of calls for a batch, and decides nothing."""
+    former = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(former)

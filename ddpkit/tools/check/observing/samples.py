@@ -18,6 +18,7 @@ from ....data.loader import Loader
 from ..ending import Ending
 from ..places import Place, Stack, deciding_lines, stack
 from ..recorder import Recorder
+from .decisions import untraced
 from .expressions import bound_of_loop, is_in_loop, mentions
 from .modules import Modules, is_own_object
 from .patching import Function, after, before, guarded, replace
@@ -212,7 +213,8 @@ class Samples:
                 self._end_epoch(known, was_cut=True)
                 raise StopIteration
             try:
-                batch = original(iterator)
+                with untraced():
+                    batch = original(iterator)
             except StopIteration:
                 self._end_epoch(known, was_cut=False)
                 raise
