@@ -179,6 +179,11 @@ def forward_pre_hooks(module: nn.Module) -> MutableMapping[int, Callable[..., An
     return module._forward_pre_hooks
 
 
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own buffers by name, those that are None too, to replace some (private, as in 2.6 to 2.13)."""
+    return module._buffers
+
+
 def module_versions(state_dict: Any) -> dict[str, Any]:
     """Return the versions of a state dict's modules, by path (private, the same from torch 2.6 to 2.13).
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..parallel.models import broadcast_into
 from ..process_group import lifecycle
-from ..torch_internals import ignored_by_ddp, is_fully_sharded, rebuild_buckets
+from ..torch_internals import ignored_by_ddp, is_fully_sharded, own_buffers, rebuild_buckets
 
 Modules = Sequence[nn.Module | Tensor]
 
@@ -102,7 +102,7 @@ class _Before:
             for parameter in module.parameters():
                 before.parameters.append((parameter, parameter.requires_grad))
             for part in module.modules():
-                for name, buffer in part._buffers.items():
+                for name, buffer in own_buffers(part).items():
                     copy = None if buffer is None else buffer.clone()
                     before.buffers.append((part, name, buffer, copy))
         return before
@@ -110,7 +110,7 @@ class _Before:
     @torch.no_grad()
     def restore(self) -> None:
         for part, name, buffer, copy in self.buffers:
-            part._buffers[name] = buffer  # the model may have put another in its place
+            own_buffers(part)[name] = buffer  # the model may have put another in its place
             if buffer is not None and copy is not None:
                 buffer.copy_(copy)
         for parameter, is_trained in self.parameters:
