@@ -86,6 +86,10 @@ class StopAgreement:
             self._steps += 1
             return self._steps, self.is_asked
 
+    def is_reached(self) -> bool:
+        """Return whether this rank has counted the step at which all stop."""
+        return self.decision is not None and self._steps >= self.decision.step
+
     # The monitor's thread
 
     def answer(self) -> int:

@@ -163,10 +163,10 @@ def _name_of(number: int) -> str:
 
 
 def _say_what_came_too_late() -> None:
-    """Log a request after which no step was counted any more."""
+    """Log a request after which no step was counted any more, whether or not the ranks have agreed on one."""
     agreement = lifecycle.stop_agreement()
     request = agreement.request
-    if request is not None and agreement.decision is None and not handled_signals():
+    if request is not None and not agreement.is_reached() and not handled_signals():
         log.warning("%s, but no step came after it in the block of stopping(): nothing was stopped.", request)
 
 

@@ -12,7 +12,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from processes import Ended, free_port, launch, platform_env, run
 
 import ddpkit
 from ddpkit import testing
-from ddpkit.process_group import monitor_tree
+from ddpkit.process_group import lifecycle, monitor_tree
 from ddpkit.process_group.stop_agreement import StopAgreement, StopRequest
 from ddpkit.resilience.signal_handlers import handled_signals
 
@@ -408,7 +410,7 @@ def test_a_block_within_another_forgets_nothing() -> None:
     assert testing.on_ranks(ask_outside_of_an_inner_block, 1, timeout=60, fresh=True) == [[True, True]]
 
 
-def ask_too_late() -> str:
+def ask_too_late(until: Callable[[], bool]) -> str:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -416,12 +418,22 @@ def ask_too_late() -> str:
     with ddpkit.stopping() as stop:
         assert not stop.now()
         os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.1)  # another thread says that it has come
+        while not until():
+            time.sleep(0.001)
     return "\n".join(said)
 
 
-def test_a_signal_after_the_last_step_is_not_passed_over_in_silence() -> None:
-    (said,) = testing.on_ranks(ask_too_late, 1, timeout=60, fresh=True)
+def at_once() -> bool:
+    return True
+
+
+def after_the_agreement() -> bool:
+    return lifecycle.stop_agreement().decision is not None
+
+
+@pytest.mark.parametrize("n, until", [(1, at_once), (2, at_once), (2, after_the_agreement)])
+def test_a_signal_after_the_last_step_is_not_passed_over_in_silence(n: int, until: Callable[[], bool]) -> None:
+    said, *_ = testing.on_ranks(partial(ask_too_late, until), n, timeout=60, fresh=True)
     assert f"rank 0 ({HOST}) got SIGTERM, but no step came after it in the block of stopping()" in said
 
 
