@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -184,6 +184,12 @@ def calls_with(name: str, argument: str) -> list[Place]:
 
 def own_files() -> list[str]:
     """List the script's files that are loaded."""
+    return _own_files(len(sys.modules))
+
+
+@lru_cache(maxsize=1)
+def _own_files(modules: int) -> list[str]:
+    """List them anew when there are more modules than before: it takes a millisecond."""
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     return [file for file in files if isinstance(file, str) and is_own(file) and os.path.isfile(file)]
 

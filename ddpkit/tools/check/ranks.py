@@ -24,6 +24,7 @@ from .recorder import Record
 _SET_PDEATHSIG = 1
 _SET_CHILD_SUBREAPER = 36
 _CHUNK = 1 << 16
+_PAUSE = 0.01  # seconds in which more may come: a reader that wakes for each record takes the ranks' cores
 _STACK_WAIT = 3.0  # seconds for a rank to write its stack
 _ENDING = 10.0  # seconds in which killed processes disappear
 
@@ -225,6 +226,7 @@ class Ranks:
         """Wait for records, at most so long, and yield them with their ranks."""
         running = {rank.reader: rank for rank in self.all if rank.ended is None}
         select.select([*running], [], [], seconds)
+        time.sleep(_PAUSE)
         for rank in [*running.values(), *self.remote]:
             rank.reap()
             for record in rank.read():

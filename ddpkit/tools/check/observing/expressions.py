@@ -128,13 +128,19 @@ def lines_divided_by_ranks() -> list[Place]:
     frame = next(own_frames(sys._getframe(1)), None)
     if frame is None:
         return []
-    code = frame.f_code
-    lines = {place.line for place in _dividing_lines(code) if place.line <= frame.f_lineno}
     found = []
-    for node in _nodes_of(code.co_filename, code.co_name, code.co_firstlineno):
-        if getattr(node, "lineno", 0) in lines and _divides(frame, [node]):
-            found.append(place_of(frame)._replace(line=getattr(node, "lineno", 0)))
+    for line, node in _dividing_nodes(frame.f_code):
+        if line <= frame.f_lineno and _divides(frame, [node]):
+            found.append(place_of(frame)._replace(line=line))
     return found
+
+
+@cache
+def _dividing_nodes(code: CodeType) -> list[tuple[int, ast.AST]]:
+    """List what stands on the lines that divide a loss, with the numbers of these."""
+    lines = {place.line for place in _dividing_lines(code)}
+    nodes = _nodes_of(code.co_filename, code.co_name, code.co_firstlineno)
+    return [(line, node) for node in nodes if (line := getattr(node, "lineno", 0)) in lines]
 
 
 def is_number_of_ranks(node: ast.expr, frame: FrameType) -> bool:
