@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 
 from ..places import stack
 from ..recorder import Recorder
-from .expressions import averages_gathered, cuts, divides_by_ranks, loop_keys
+from .expressions import averages_gathered, cuts, divides_by_ranks, loop_keys, loops_over_sets
 from .modules import Modules
 from .patching import Function, before, guarded, replace
 
@@ -85,6 +85,7 @@ class Collectives:
 
     def _observed(self, original: Function) -> Function:
         tell = guarded(self._tell)
+        square = guarded(_square_of_sum)
         reduced = guarded(self._note_reduced)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -93,22 +94,27 @@ class Collectives:
             self._depth += 1
             try:
                 tell(original.__name__, args, kwargs)
+                given = square(args, kwargs) if original.__name__ == "all_reduce" else None
                 result = original(*args, **kwargs)
-                if original.__name__ == "all_reduce" and result is None:
-                    reduced(args, kwargs)
+                if given is not None and result is None:
+                    reduced(given, args, kwargs)
                 return result
             finally:
                 self._depth -= 1
 
         return call
 
-    def _note_reduced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the size of a sum, which may be that of the gradients."""
-        tensor = args[0] if args else kwargs["tensor"]
-        if tensor.is_floating_point() and _reduction(args, kwargs) == "SUM" and len(self.sums) < _MANY:
-            square = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) ** 2
+    def _note_reduced(self, given: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the size of a sum, and of what this rank gave to it; they may be gradients."""
+        if len(self.sums) < _MANY:
             self.sums.append(
-                {"numel": tensor.numel(), "square": square, "where": stack()[:4], "divides": divides_by_ranks(4)}
+                {
+                    "numel": _tensor_of(args, kwargs).numel(),
+                    "given": given,
+                    "square": _square_of_sum(args, kwargs),
+                    "where": stack()[:4],
+                    "divides": divides_by_ranks(4),
+                }
             )
 
     def take_sums(self) -> list[dict[str, Any]]:
@@ -137,9 +143,23 @@ class Collectives:
         fields["library"] = _library()
         fields["cuts"] = cuts()
         fields["keys"] = loop_keys()
+        fields["sets"] = loops_over_sets()
         fields["divides"] = divides_by_ranks()
         fields["averages"] = name == "all_gather" and averages_gathered()
         self._recorder.tell_collective(fields)
+
+
+def _tensor_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor: Tensor = args[0] if args else kwargs["tensor"]
+    return tensor
+
+
+def _square_of_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """Return the square of a tensor's norm if it is to be added up over ranks, else None."""
+    tensor = _tensor_of(args, kwargs)
+    if not tensor.is_floating_point() or _reduction(args, kwargs) != "SUM":
+        return None
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) ** 2
 
 
 def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

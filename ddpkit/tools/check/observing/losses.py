@@ -12,7 +12,7 @@ from ..places import Place, Stack, stack
 from ..recorder import Recorder
 from .expressions import divides_by_ranks, dividing_lines, lines_divided_by_ranks
 from .modules import Modules
-from .patching import Function, before, guarded, replace
+from .patching import Function, after, before, guarded, replace
 
 _LOSSES = (
     "cross_entropy",
@@ -42,6 +42,7 @@ class Losses:
         self.divides = False
         self.divided: list[Place] = []
         self.by_ranks: list[Place] = []
+        self.norm: float | None = None  # of the gradients after the last backward, where no DDP averages them
 
     def install(self) -> None:
         """Begin."""
@@ -49,6 +50,7 @@ class Losses:
             replace(functional, name, self._observed)
         before(Tensor, "backward", self._begin_backward)
         before(torch.autograd, "backward", self._begin_backward)
+        after(Tensor, "backward", self._end_backward)
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
@@ -69,6 +71,9 @@ class Losses:
         self.divides = divides_by_ranks(4)
         self.divided = dividing_lines()
         self.by_ranks = lines_divided_by_ranks()
+
+    def _end_backward(self, *args: Any, **kwargs: Any) -> None:
+        self.norm = None if self._modules.wrapped else self._modules.norm_of_gradients()
 
     def _observed(self, original: Function) -> Function:
         watch = guarded(self._watch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import weakref
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..places import Stack, is_own, own_frames, place_of, stack
 from ..recorder import Recorder
 from .patching import Function, after, before, guarded, replace
-from .tensors import content, size_of
+from .tensors import content, size_of, whole
 
 _HERE = os.path.dirname(__file__)
 _MANY_CALLS = 16  # calls of networks that are kept for a step
@@ -126,6 +127,13 @@ class Modules:
             return True
         called = [root for _, root in roots() if id(root) in self._called]
         return any(network is module for root in called for module in root.modules())
+
+    def norm_of_gradients(self) -> float:
+        """Return the norm of the gradients of all parameters that were seen, as far as these are whole."""
+        parameters = [ref() for ref, _ in self._parameters.values()]
+        gradients = [p.grad for p in parameters if isinstance(p, Tensor) and p.is_leaf and p.grad is not None]
+        plain = [g for g in map(whole, gradients) if g is not None and not g.is_sparse]
+        return math.hypot(*(float(torch.linalg.vector_norm(g, dtype=torch.float64)) for g in plain))
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""

@@ -23,7 +23,7 @@ from .expressions import bound_of_loop, is_in_loop, mentions
 from .modules import Modules, is_own_object
 from .patching import Function, after, before, guarded, replace
 from .random_numbers import GENERATORS, Draws, State, Windows, generators_in, states
-from .tensors import content, size_of
+from .tensors import content, rows, size_of
 
 _MANY = 2_000_000  # samples of an epoch that are listed
 _BATCHES = 64  # of an epoch that are described one by one
@@ -44,6 +44,7 @@ class _Loader:
         self.batches = 0
         self.last: Any = None
         self.dataset = 0  # its identity
+        self.is_stream = False
 
     @property
     def line(self) -> str:
@@ -113,6 +114,7 @@ class Samples:
             self._lines[place] = self._lines.get(place, 0) + 1
             known = _Loader(f"{place}#{self._lines[place]}", made)
             known.dataset = id(loader.dataset)
+            known.is_stream = isinstance(loader.dataset, IterableDataset)
             self._loaders[loader] = known
             self._all.append(known)
         return known
@@ -248,6 +250,7 @@ class Samples:
                 batch=known.batches,
                 content=content(batch),
                 samples=size_of(batch),
+                rows=rows(batch) if known.is_stream else [],
             )
 
     def _fetch(self, original: Function) -> Function:

@@ -11,7 +11,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..ending import Ending
-from ..places import Place, Stack, assigning_lines, changing_lines, lines_that_set_item, stack
+from ..places import (
+    Place,
+    Stack,
+    assigning_lines,
+    changing_lines,
+    lines_that_scale_gradients,
+    lines_that_set_item,
+    stack,
+)
 from ..recorder import Recorder
 from .collectives import Collectives
 from .decisions import Decisions
@@ -135,6 +143,7 @@ class Steps:
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             rate_lines=lines_that_set_item("lr") if seen.steps == 1 else [],
+            scaling=lines_that_scale_gradients() if seen.steps == 1 else [],
             others=self._others(seen.steps, parameters),
             buffers=self._take_buffers(seen.steps),
             calls=self._modules.calls,
@@ -160,7 +169,9 @@ class Steps:
             return None
         square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in present)
         ratio = (sum(entry["square"] for entry in sums) / square) ** 0.5 if square else 0.0
-        return {"ratio": ratio, "where": sums[0]["where"], "divides": sums[0]["divides"]}
+        given = sum(entry["given"] for entry in sums) ** 0.5
+        norms = {"given": given, "backward": self._losses.norm}
+        return {"ratio": ratio, "where": sums[0]["where"], "divides": sums[0]["divides"], **norms}
 
     def _introduce(self, seen: _Seen) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""
