@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import re
 import resource
@@ -69,6 +70,7 @@ def test_a_rank_needs_the_connections_of_its_store_its_watch_and_its_group(
     rank: int, asked: Options, kind: str, connections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = Launch(kind, rank, 1000)
+    gc.collect()  # what earlier tests have left may hold some
     few = len(os.listdir("/dev/fd")) + 24
     for limit, enough in ((few + connections - 10, False), (few + connections + 10, True), (-1, True)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
