@@ -55,6 +55,7 @@ from .process_group.lifecycle import (
 from .resilience.out_of_memory import find_batch_size
 from .resilience.step_guard import StepGuard
 from .resilience.stopping import Stop, stopping
+from .resilience.survival import Attempt, survive
 from .seeding.seeds import sample_seed, seed_everything
 from .spawning.spawn import spawn
 from .timing.pace import SlowRank
@@ -127,6 +128,8 @@ __all__ = [
     "Stop",
     "StepGuard",
     "find_batch_size",
+    "survive",
+    "Attempt",
     "step_times",
     "StepTimes",
     "SlowRank",

@@ -123,6 +123,7 @@ class Failures:
     Attributes:
         known: The first failure, as far as this rank has heard of one.
         settled: Whether this rank has reported the failure or is leaving the job, so that it is raised no more.
+        held: Whether this rank is in the middle of something that it must end before a failure is raised in it.
         left: Ranks that have left the job.
         reasons: By rank, the failure that it was handling when it left.
         exiting: Ranks whose process is about to end, and until when to wait for its exit code.
@@ -137,6 +138,7 @@ class Failures:
         self._hosts = hosts
         self.known: Failure | None = None
         self.settled = False
+        self.held = False
         self.left: list[int] = []
         self.reasons: dict[int, Failure] = {}
         self.exiting: dict[int, float] = {}

@@ -18,7 +18,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from ..errors import DdpkitError, LaunchError, NotSetUpError
+from ..errors import BarrierTimeoutError, DdpkitError, LaunchError, NotSetUpError, PeerError
 from ..launch import ranks
 from ..launch.launch import Launch
 from ..timing.clock import Phase, StepClock
@@ -116,6 +116,42 @@ def setup(
         raise ValueError(f"setup() was called before, with another device:\n{_job.context}")
     _check_origin(origin, _job.launch)
     return _job.context
+
+
+def rejoin(asked: Options, store: dist.Store, rank: int, world_size: int, lost: Callable[[], str]) -> Context:
+    """Leave a job that has lost ranks, and join the one of those who go on. Collective among these.
+
+    Args:
+        asked: The arguments of the `setup()` before.
+        store: Where they meet.
+        rank: This process's number among them.
+        world_size: Their number.
+        lost: Returns which of them has ended while they join, "" if none has.
+    """
+    origin = checked_origin(None, store, rank, world_size)
+    return _join(replace(asked, origin=replace(origin, lost=lost))).context
+
+
+def asked_options() -> Options:
+    """Return the arguments of `setup()`; call it only where there is a job."""
+    assert _job is not None
+    return _job.asked
+
+
+def hold_failures(hold: bool) -> None:
+    """Let a peer's failure not interrupt this process, or again."""
+    if _job is not None and _job.session is not None:
+        _job.session.failures.held = hold
+
+
+def lost_peer(error: BaseException) -> DdpkitError | None:
+    """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
+    if isinstance(error, PeerError | BarrierTimeoutError):
+        return error
+    if _job is None or _job.session is None:
+        return None
+    cause = cause_of(error, _job.session)
+    return cause if isinstance(cause, PeerError | BarrierTimeoutError) else None
 
 
 def _check_origin(origin: Origin, found: Launch) -> None:
@@ -350,7 +386,7 @@ def distributed(
     try:
         yield context
         if outermost:
-            _finish()
+            finish()
     except BaseException as error:
         cause = report(error) if outermost else error  # else the block around it may handle it
         if cause is not error:
@@ -440,7 +476,7 @@ def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> N
         _job.unfinished[owner] = finish
 
 
-def _finish() -> None:
+def finish() -> None:
     """Do, in the order in which it was begun, what was to be finished before this job ends. Collective then."""
     while _job is not None and _job.unfinished and _job.is_current():
         owner = next(iter(_job.unfinished))

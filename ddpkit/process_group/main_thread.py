@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import BarrierTimeoutError, LaunchError, MismatchError, PeerError, ReplicaMismatchError
 from .session import Session
@@ -36,6 +36,14 @@ _WAITING = tuple(
     os.path.join(_PYTHON, name) for name in ("concurrent", "multiprocessing", "socketserver", "subprocess")
 )
 _FAILURES = (PeerError, BarrierTimeoutError, LaunchError, MismatchError, ReplicaMismatchError)
+_undisturbed: set[CodeType] = set()
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def undisturbed(function: F) -> F:
+    """Let no failure be raised in a function, nor in what it calls."""
+    _undisturbed.add(function.__code__)
+    return function
 
 
 class MainThread:
@@ -153,7 +161,7 @@ class MainThread:
         self._handler_ran_at = time.monotonic()
         if self.handles_failure():
             return
-        if _is_lost_in(frame):
+        if failures.held or _is_lost_in(frame):
             self.next_signal_at = time.monotonic() + _random_below(_PAUSE_LOST)
             self._wake()
             return
@@ -213,13 +221,14 @@ def _random_below(seconds: float) -> float:
 def _is_lost_in(frame: FrameType | None) -> bool:
     """Return whether what is raised here would get lost, or do harm.
 
-    A handler of logging's and a `__del__` lose it. An event loop that is left in the middle of its own bookkeeping
-    forgets a task, and then waits for it forever when it closes.
+    A handler of logging's and a `__del__` lose it, and what handles a failure already has no use for it. An event
+    loop that is left in the middle of its own bookkeeping forgets a task, and then waits for it forever when it closes.
     """
     if frame is not None and frame.f_code.co_filename.startswith(_ASYNCIO):
         return True
     while frame is not None:
-        if frame.f_code.co_filename == logging.__file__ or frame.f_code.co_name == "__del__":
+        code = frame.f_code
+        if code.co_filename == logging.__file__ or code.co_name == "__del__" or code in _undisturbed:
             return True
         frame = frame.f_back
     return False

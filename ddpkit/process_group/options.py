@@ -19,10 +19,17 @@ _PLACE = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the caller says that this process belongs, instead of the environment; nothing if it does not say."""
+    """Where the caller says that this process belongs, instead of the environment; nothing if it does not say.
+
+    Attributes:
+        launch: Its place in the job.
+        store: Where the ranks meet.
+        lost: Returns what became of a process without which this one cannot join, "" while all live.
+    """
 
     launch: Launch | None = None
     store: dist.Store | None = None
+    lost: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def assemble(job: Job) -> None:
     adopted = dist.is_initialized()
     is_host = launch.rank == 0 and asked.origin.store is None and not store_outlives_ranks(launch)
     agent = _agent_of(launch)
-    orphaned: Callable[[], str] = agent.lost if agent else str
+    orphaned: Callable[[], str] = asked.origin.lost or (agent.lost if agent else str)
     if adopted:
         opened = OpenStore(group_store(), None, None)
     elif asked.origin.store is not None:
@@ -206,11 +206,22 @@ def _listen_for_monitors(launch: Launch, opened: OpenStore) -> tuple[socket.sock
     """Open the socket on which the monitor of rank 0 listens, where only those who must can reach it."""
     address, port = opened.address, opened.port
     if address is None:
-        server = without_prefixes(opened.store)
-        if isinstance(server, dist.TCPStore):
-            address, port = server.host, server.port
+        address, port = _address_of(opened.store)
     one_node = launch.num_nodes == 1 or launch.local_world_size == launch.world_size
     return listen(reachable(address, port), one_node or is_loopback(address))
+
+
+def _address_of(store: dist.Store) -> tuple[str | None, int | None]:
+    """Return where a store is, as far as it tells."""
+    server = without_prefixes(store)
+    if isinstance(server, dist.TCPStore):
+        return server.host, server.port
+    return None, None
+
+
+def host_address(store: dist.Store) -> str:
+    """Return this host's address as the other ranks of a store reach it."""
+    return reachable(*_address_of(store))
 
 
 def _start_monitor(

@@ -1,0 +1,278 @@
+"""Agree, where ranks of a job have gone, on who goes on: without the store, which may have gone with them.
+
+Each member of a job keeps a store of its own. Those that are left ask the members in turn, from the first one on: one
+whose port is closed has ended. The first that lives leads: it waits for the others, and tells them who they are.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import get_type_hints
+
+import torch.distributed as dist
+
+from ..errors import LaunchError
+from . import sockets
+from .polling import Pause
+from .session import Session
+from .startup import host_address
+from .store_values import parse
+from .tcp_store import connect
+
+_PROBE = 2.0  # seconds in which a host that can be reached accepts or refuses a connection
+_READING = 2.0  # seconds in which the others read an answer
+_BETWEEN_PROBES = 0.05  # seconds
+_LEADERS_PATIENCE = 10.0  # seconds that others wait longer than the one that leads
+_DECIDED = "decided"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a member says when it asks to go on.
+
+    Attributes:
+        member: Its number: its rank when the job began.
+        regroupings: How often it has been told who goes on.
+        steps: The steps that it has committed.
+        is_whole: Whether its states are those of that step, not of the middle of the next.
+    """
+
+    member: int
+    regroupings: int
+    steps: int
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who goes on, and from where.
+
+    Attributes:
+        regrouping: Its number.
+        members: In the order of their new ranks.
+        steps: The committed steps from which all go on.
+        source: A member that has the states of that step.
+        behind: Those that have not.
+        refusal: Why nobody goes on, "" if the members do.
+    """
+
+    regrouping: int
+    members: list[int]
+    steps: int
+    source: int
+    behind: list[int]
+    refusal: str = ""
+
+
+_ARRIVAL = {**get_type_hints(Arrival)}
+_DECISION = {**get_type_hints(Decision), "members": [int], "behind": [int]}
+
+
+def decide(arrivals: Collection[Arrival], unknown: Collection[int], least: int) -> Decision:
+    """Decide who goes on.
+
+    Args:
+        arrivals: Of those that are there.
+        unknown: Members that have not come and may yet live, on the other side of a cut network.
+        least: So many must go on.
+    """
+    members = sorted(arrival.member for arrival in arrivals)
+    whole = [arrival for arrival in arrivals if arrival.is_whole]
+    steps = max((arrival.steps for arrival in whole), default=0)
+    able = sorted(arrival.member for arrival in whole if arrival.steps == steps)
+    refusal = ""
+    if not able:
+        refusal = "no rank that is left has the states of a whole step"
+    elif len(members) < least:
+        refusal = f"{len(members)} ranks are left, and at least {least} were asked for"
+    elif not _may_speak_for_all(members, unknown):
+        refusal = f"members {sorted(unknown)} cannot be reached, and may go on without this rank"
+    behind = [member for member in members if member not in able]
+    number = 1 + max(arrival.regroupings for arrival in arrivals)
+    return Decision(number, members, steps, able[0] if able else -1, behind, refusal)
+
+
+def _may_speak_for_all(members: Sequence[int], unknown: Collection[int]) -> bool:
+    """Return whether those who are absent cannot be more; of two halves the one with the first member goes on."""
+    if len(members) != len(unknown):
+        return len(members) > len(unknown)
+    return members[0] < min(unknown)
+
+
+class Refuge:
+    """Where the members of a job meet again when some are lost.
+
+    Args:
+        session: Of the job, in which all take part. Collective.
+        patience: Seconds to wait for a member that may live.
+    """
+
+    def __init__(self, session: Session, patience: float) -> None:
+        self._patience = patience
+        self._pulse = _Pulse(patience)
+        one_node = len(set(session.nodes)) == 1
+        self.member = session.rank
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        address = "127.0.0.1" if one_node else host_address(session.store)
+        everyone = session.exchange(json.dumps({"address": (address, self._store.port)}))
+        found = [parse(text, "refuge", {"address": tuple[str, int]})["address"] for text in everyone]
+        self._addresses: dict[int, tuple[str, int]] = {rank: (host, port) for rank, (host, port) in enumerate(found)}
+
+    def is_together(self) -> None:
+        """Note that the others have just done something with this member."""
+        self._pulse.was_away = False
+
+    def close(self) -> None:
+        """Let the others see that this member goes on no more."""
+        self._pulse.close()
+        del self._store
+
+    def has_ended(self, member: int) -> bool:
+        """Return whether a member's process has ended: its host refuses connections to it."""
+        try:
+            sockets.connect(*self._addresses[member], _PROBE).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def regroup(self, me: Arrival, members: Collection[int], least: int) -> tuple[Decision, dist.Store]:
+        """Agree on who goes on.
+
+        Args:
+            me: What this rank says.
+            members: Those of the job that has lost some.
+            least: So many must go on.
+
+        Returns:
+            The decision, and the store in which those who go on meet.
+
+        Raises:
+            LaunchError: If nobody goes on, or the others without this rank.
+        """
+        for member in sorted(members):
+            if member == self.member:
+                break
+            if not self.has_ended(member):
+                decision, store = self._follow(member, me)
+                if decision is not None:
+                    return _accepted(decision, self.member), store
+        return _accepted(self._lead(me, members, least), self.member), self._store
+
+    def _follow(self, leader: int, me: Arrival) -> tuple[Decision | None, dist.Store]:
+        """Wait for the decision of a member that may lead; None if it has ended or does not answer."""
+        seconds = self._patience + _LEADERS_PATIENCE
+        deadline = time.monotonic() + seconds
+        pause = Pause()
+        store: dist.Store = self._store
+        try:
+            store = connect(*self._addresses[leader], timedelta(seconds=seconds))
+            if store.check([_DECIDED]):
+                last = _decision(store, _DECIDED)
+                if last.regrouping > me.regroupings and self.member not in last.members:
+                    return last, store  # it was made without this rank
+            answer = f"answer/{uuid.uuid4().hex}"
+            store.set(_arrival_key(self.member), json.dumps({**asdict(me), "answer": answer}))
+            while not store.check([answer]):
+                if time.monotonic() > deadline:
+                    return None, store
+                pause()
+            decision = _decision(store, answer)
+            store.delete_key(answer)
+            return decision, store
+        except RuntimeError:  # the leader has ended
+            return None, store
+
+    def _lead(self, me: Arrival, members: Collection[int], least: int) -> Decision:
+        """Wait for those that live, and tell them who goes on."""
+        deadline = time.monotonic() + self._patience
+        arrivals = {self.member: me}
+        answers: dict[int, str] = {}
+        ended: set[int] = set()
+        next_probe = 0.0
+        pause = Pause()
+        while True:
+            for member in set(members) - {self.member}:
+                if self._store.check([_arrival_key(member)]):
+                    arrivals[member], answers[member] = self._read_arrival(member)
+            if time.monotonic() >= next_probe:
+                others = set(members) - ended - {self.member}
+                ended |= {member for member in others if self.has_ended(member)}
+                next_probe = time.monotonic() + _BETWEEN_PROBES
+            absent = set(members) - arrivals.keys() - ended
+            if not absent or time.monotonic() > deadline:
+                break
+            pause()
+        present = [arrival for member, arrival in arrivals.items() if member not in ended]
+        unknown = absent | (ended if self._pulse.was_away else set())  # they may have gone on, and ended well
+        decision = decide(present, unknown, least)
+        text = json.dumps(asdict(decision))
+        self._store.set(_DECIDED, text)
+        for member, answer in answers.items():
+            self._store.delete_key(_arrival_key(member))
+            self._store.set(answer, text)
+        if decision.refusal:  # by which this process ends
+            self._wait_for_readers(list(answers.values()))
+        return decision
+
+    def _wait_for_readers(self, answers: list[str]) -> None:
+        deadline = time.monotonic() + _READING
+        while time.monotonic() < deadline and any(self._store.check([answer]) for answer in answers):
+            time.sleep(0.01)
+
+    def _read_arrival(self, member: int) -> tuple[Arrival, str]:
+        key = _arrival_key(member)
+        found = parse(self._store.get(key), key, {**_ARRIVAL, "answer": str})
+        answer = found.pop("answer")
+        return Arrival(**found), answer
+
+
+def _arrival_key(member: int) -> str:
+    return f"arrival/{member}"
+
+
+def _decision(store: dist.Store, key: str) -> Decision:
+    return Decision(**parse(store.get(key), key, _DECISION))
+
+
+def _accepted(decision: Decision, member: int) -> Decision:
+    """Return a decision by which a member goes on; raise `LaunchError` if it does not."""
+    if decision.refusal:
+        raise LaunchError(f"The ranks that are left cannot go on: {decision.refusal}.")
+    if member not in decision.members:
+        raise LaunchError("The other ranks have gone on without this one, which they took for lost.")
+    return decision
+
+
+class _Pulse(threading.Thread):
+    """Notices that this process was stopped for so long that the others may have gone on without it.
+
+    Args:
+        patience: For how many seconds they wait.
+    """
+
+    def __init__(self, patience: float) -> None:
+        super().__init__(name="ddpkit pulse", daemon=True)
+        self.was_away = False
+        self._patience = patience
+        self._over = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Look at the clock again and again."""
+        last = time.monotonic()
+        while not self._over.wait(self._patience / 10):
+            now = time.monotonic()
+            self.was_away = self.was_away or now > last + self._patience
+            last = now
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()

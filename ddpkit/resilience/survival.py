@@ -1,0 +1,327 @@
+"""Go on with the ranks that are left when some are lost, from the last step that was whole."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..arguments import as_integer, check_timeout
+from ..collectives.ops import broadcast
+from ..collectives.sync import barrier
+from ..data.loader import Loader
+from ..errors import DdpkitError
+from ..launch import ranks
+from ..parallel.models import unwrap_model
+from ..process_group import lifecycle
+from ..process_group.job import Context
+from ..process_group.main_thread import undisturbed
+from ..process_group.options import ChooseDevice
+from ..process_group.regrouping import Arrival, Decision, Refuge
+from ..seeding.generator_states import get_rng_state, set_rng_state
+
+log = logging.getLogger(__name__)
+_GIVEN_UP = "given up"
+_AnyLoader = TypeVar("_AnyLoader", bound=Loader)
+
+
+def survive(
+    *states: Any,
+    min_ranks: int = 1,
+    patience: timedelta = timedelta(seconds=10),
+    backend: str | None = None,
+    device: str | torch.device | ChooseDevice | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    num_threads: int | None = None,
+) -> Iterator[Attempt]:
+    """Let the ranks that are left go on when others are lost. Collective.
+
+    Each attempt is a block that holds the training. Its beginning calls `setup()`; when a rank is lost, killed or cut
+    off, the block ends on all others, and they begin the next attempt among themselves, from the last committed step:
+
+        for attempt in ddpkit.survive(model, optimizer):
+            with attempt as context:
+                loader = attempt.resume(ddpkit.make_loader(data, 32))
+                wrapped = ddpkit.wrap_model(model)
+                for epoch in loader.epochs(10):
+                    for batch in loader:
+                        ...  # forward, backward
+                        optimizer.step()
+                        attempt.commit()
+
+    What hangs on the number of ranks (loaders, wrapped models, scale plans) is made in the block, so it is made anew.
+    From the beginning of `optimizer.step()` until `commit()` the loss of a rank does not interrupt; do nothing there
+    that talks to other ranks.
+
+    Args:
+        *states: What a step changes: the model, not wrapped, its optimizer, a schedule, a scaler, an average; anything
+            with `state_dict` and `load_state_dict`. They are equal on all ranks.
+        min_ranks: With fewer the job ends.
+        patience: How long to wait for a rank that may live, where the others have noticed a loss.
+        backend: As for `setup()`, as are the ones below.
+        device: The same.
+        timeout: The same.
+        num_threads: The same.
+
+    Yields:
+        Attempts, until one ends well.
+
+    Raises:
+        DdpkitError: If an attempt is not entered by `with`.
+        LaunchError: If the ranks that are left cannot go on: there are too few of them, they may be the smaller part
+            of a network that was cut, or all were in the middle of a step.
+        TypeError: If a state has no `state_dict`, or an argument is of a wrong type.
+        ValueError: If `min_ranks` is less than 1.
+
+    Example:
+        >>> net = nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> for attempt in survive(net, optimizer):
+        ...     with attempt as context:
+        ...         for step in range(attempt.steps, 3):
+        ...             net(torch.ones(1, 1)).sum().backward()
+        ...             optimizer.step()
+        ...             attempt.commit()
+        >>> attempt.steps, context.world_size
+        (3, 1)
+    """
+    check_timeout(patience)
+    least = as_integer(min_ranks, "min_ranks")
+    for state in states:
+        if not hasattr(state, "state_dict") or not hasattr(state, "load_state_dict"):
+            raise TypeError(f"survive() keeps objects with state_dict() and load_state_dict(), got {type(state)}.")
+    context = lifecycle.setup(backend=backend, device=device, timeout=timeout, num_threads=num_threads)
+    survivors = _Survivors(context, _Kept(states), least, patience)
+    try:
+        while True:
+            attempt = Attempt(survivors)
+            yield attempt
+            if attempt.lost is None:
+                break
+            survivors.go_on(attempt.lost)
+    finally:
+        survivors.close()
+
+
+class Attempt:
+    """One run of the block in `survive`: a context that gives the `Context` of the job.
+
+    Attributes:
+        lost: The error that named the rank whose loss has ended it, None if none was lost.
+    """
+
+    def __init__(self, survivors: _Survivors) -> None:
+        self.lost: DdpkitError | None = None
+        self._survivors = survivors
+        self._kept = survivors.kept
+        self._has_ended = False
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that were committed, in all attempts."""
+        return self._kept.steps
+
+    def __enter__(self) -> Context:
+        self._kept.begin()
+        return self._survivors.context
+
+    def resume(self, loader: _AnyLoader) -> _AnyLoader:
+        """Let a loader go on behind the last committed step, and return it.
+
+        Args:
+            loader: One of `make_loader`'s over a dataset. Several are told apart by the order of the calls.
+
+        Raises:
+            TypeError: If it cannot resume.
+        """
+        self._kept.add_loader(loader)
+        return loader
+
+    def commit(self) -> None:
+        """Say that a step is whole: after the optimizer and all else that it changes have stepped, on every rank."""
+        self._survivors.commit()
+
+    @undisturbed
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        lifecycle.hold_failures(True)
+        if error is not None:
+            return self._is_loss(error)
+        try:
+            lifecycle.finish()
+            barrier()  # with a rank the last step may yet be lost
+        except RuntimeError as late:
+            if not self._is_loss(late):
+                raise
+        return False
+
+    def _is_loss(self, error: BaseException) -> bool:
+        """Return whether this is because another rank was lost; if not, this rank fails."""
+        self.lost = lifecycle.lost_peer(error)
+        if self.lost is None:
+            self._survivors.close(error)
+        return self.lost is not None
+
+
+class _Survivors:
+    """The ranks that are left, seen from one of them."""
+
+    def __init__(self, context: Context, kept: _Kept, least: int, patience: timedelta) -> None:
+        self.context = context
+        self.kept = kept
+        self._least = least
+        self._patience = patience.total_seconds()
+        self._regroupings = 0
+        self._asked = lifecycle.asked_options()
+        self._refuge: Refuge | None = None
+        self._members = list(range(context.world_size))
+        if lifecycle.joined():
+            self._refuge = Refuge(lifecycle.current_session(), self._patience)
+
+    def commit(self) -> None:
+        """Keep the present states."""
+        self.kept.commit()
+        if self._refuge is not None:
+            self._refuge.is_together()
+
+    def go_on(self, lost: DdpkitError) -> None:
+        """Join those who are left, until nobody is lost meanwhile, and let all have the same states."""
+        assert self._refuge is not None
+        begun = time.monotonic()
+        while True:
+            lifecycle.teardown()
+            decision, store = self._refuge.regroup(self._arrival(), self._members, self._least)
+            self._regroupings = decision.regrouping
+            try:
+                self._rejoin(decision, dist.PrefixStore(f"job {decision.regrouping}", store))
+                break
+            except RuntimeError:
+                if not any(map(self._refuge.has_ended, decision.members)):
+                    raise
+        former, self._members = self._members, decision.members
+        if ranks.is_main_process():
+            took = time.monotonic() - begun
+            news = f"{len(self._members)} of {len(former)} ranks go on from step {decision.steps}, after {took:.1f} s"
+            log.warning("%s: %s", news, str(lost).partition("\n")[0])
+
+    def _arrival(self) -> Arrival:
+        assert self._refuge is not None
+        return Arrival(self._refuge.member, self._regroupings, self.kept.steps, self.kept.is_whole)
+
+    def _rejoin(self, decision: Decision, store: dist.Store) -> None:
+        assert self._refuge is not None
+        refuge = self._refuge
+        members = decision.members
+        needed = members if members[0] == refuge.member else members[:1]  # the first hosts the store
+        is_joining = True
+
+        def lost() -> str:
+            if not is_joining:
+                return ""
+            if store.check([_GIVEN_UP]):
+                return "another has given up"
+            return ", ".join(f"member {member} has ended" for member in needed if refuge.has_ended(member))
+
+        rank = members.index(refuge.member)
+        try:
+            self.context = lifecycle.rejoin(self._asked, store, rank, len(members), lost)
+        except BaseException:
+            with suppress(RuntimeError):
+                store.set(_GIVEN_UP, "")
+            raise
+        is_joining = False
+        self.kept.put_back(decision, refuge.member)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the job; after an error the others hear of it, and that this rank does not go on."""
+        self.kept.close()
+        self._refuge = None
+        if error is not None:
+            lifecycle.report(error)
+        lifecycle.teardown()
+
+
+class _Kept:
+    """The states of the last step that was whole: those that steps change are as they are, the others are copies."""
+
+    def __init__(self, states: tuple[Any, ...]) -> None:
+        self.steps = 0
+        self.is_whole = True
+        self._states = [unwrap_model(state) if isinstance(state, nn.Module) else state for state in states]
+        self._modules = [state for state in self._states if isinstance(state, nn.Module)]
+        self._loaders: list[Loader] = []
+        self._positions: list[dict[str, Any]] = []
+        optimizers = [state for state in states if isinstance(state, Optimizer)]
+        self._handles = [optimizer.register_step_pre_hook(self._begin_step) for optimizer in optimizers]
+        self._copy()
+
+    def _begin_step(self, *_: Any) -> None:
+        lifecycle.hold_failures(True)
+        self.is_whole = False
+
+    def commit(self) -> None:
+        """Take the present states for those of a whole step."""
+        lifecycle.hold_failures(True)
+        self._positions = [loader.state_dict() for loader in self._loaders]
+        self._copy()
+        self.steps += 1
+        self.is_whole = True
+        lifecycle.hold_failures(False)
+
+    def _copy(self) -> None:
+        """Copy what a forward changes."""
+        self._buffers = [buffer.clone() for buffer in self._live_buffers()]
+        self._random = get_rng_state()
+
+    def _live_buffers(self) -> list[Tensor]:
+        return [buffer for module in self._modules for buffer in module.buffers()]
+
+    def begin(self) -> None:
+        """Begin an attempt, which makes loaders anew."""
+        self._loaders = []
+
+    def add_loader(self, loader: Loader) -> None:
+        """Keep a loader's position; put it where the one before it was that came as the same in order."""
+        number = len(self._loaders)
+        position = loader.state_dict()
+        if number < len(self._positions):
+            position = self._positions[number]
+            loader.load_state_dict(position)
+        self._loaders.append(loader)
+
+    @torch.no_grad()
+    def put_back(self, decision: Decision, member: int) -> None:
+        """Give all who go on the states of the step from which they do. Collective."""
+        for module in self._modules:
+            module.zero_grad(set_to_none=True)
+        if member not in decision.behind:
+            for buffer, copy in zip(self._live_buffers(), self._buffers, strict=True):
+                buffer.copy_(copy)
+        set_rng_state(self._random)
+        if not decision.behind:
+            return
+        mine = ([state.state_dict() for state in self._states], self._positions)
+        states, positions = broadcast(mine, src=decision.members.index(decision.source))
+        if member in decision.behind:
+            self.is_whole = False
+            for state, saved in zip(self._states, states, strict=True):
+                state.load_state_dict(saved)
+            self._positions = positions
+            self._copy()
+            self.steps = decision.steps
+            self.is_whole = True
+
+    def close(self) -> None:
+        """Watch optimizers no more."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,300 @@
+"""Going on without the ranks that are lost: whoever dies, and wherever, no sample is lost or repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import Ended, free_port, platform_env, run
+from torch import nn
+
+import ddpkit
+from ddpkit.process_group.regrouping import Arrival, Refuge, decide
+
+SAMPLES = 120
+BATCH = 2
+EPOCHS = 2
+POINTS = ["forward", "backward", "optimizer", "before the commit", "after the commit", "joining"]
+Death = tuple[int, int, str]  # of which member, in which step, where
+
+
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.weight - x
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: str, deaths: list[Death], min_ranks: int = 1, **options: Any) -> None:
+    """Train on numbers; write down which this rank uses for which step, and the result."""
+    member = int(os.environ["RANK"])
+    mine = [(step, point) for who, step, point in deaths if who == member]
+    net = Weight()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    Path(folder, f"{member}.pid").write_text(f"{os.getpid()}")
+
+    def write(*fields: Any) -> None:
+        with open(f"{folder}/{member}.log", "a") as log:
+            log.write(json.dumps(fields) + "\n")
+
+    def at(step: int, point: str) -> None:
+        if (step, point) in mine:
+            die()
+        if (step, f"raise in {point}") in mine:
+            raise ValueError("a bug")
+        if (step, f"stop in {point}") in mine:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    former = Refuge.regroup
+
+    def regroup(self: Refuge, *args: Any) -> Any:
+        found = former(self, *args)
+        if any(point == "joining" for _, point in mine):
+            die()
+        return found
+
+    Refuge.regroup = regroup  # type: ignore[method-assign]
+    optimizer.register_step_pre_hook(lambda *_: at(step, "optimizer"))
+    for number, attempt in enumerate(ddpkit.survive(net, optimizer, min_ranks=min_ranks, **options)):
+        with attempt:
+            loader = attempt.resume(ddpkit.make_loader(torch.arange(SAMPLES), BATCH, seed=3))
+            wrapped = ddpkit.wrap_model(net)
+            step = attempt.steps
+            for epoch in loader.epochs(EPOCHS):
+                for batch in loader:
+                    write(number, step, epoch, batch.tolist())
+                    at(step, "forward")
+                    loss = wrapped(batch.double()).square().mean() / 2
+                    loss.register_hook(lambda _, step=step: at(step, "backward"))
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    at(step, "before the commit")
+                    attempt.commit()
+                    at(step, "after the commit")
+                    step += 1
+            result = {"steps": attempt.steps, "weight": net.weight.item(), "seen": net.seen.item()}
+            result |= {"rank": ddpkit.get_rank(), "world_size": ddpkit.get_world_size(), "attempts": number + 1}
+    Path(folder, f"{member}.json").write_text(json.dumps(result))
+
+
+def start(ranks: int, folder: Path, deaths: list[Death], *args: Any, fn: Any = train) -> list[Ended]:
+    port = free_port()
+    envs = [platform_env(rank, ranks, port) for rank in range(ranks)]
+    return run(fn, envs, str(folder), deaths, *args, timeout=120)
+
+
+def check(folder: Path, ranks: int, survivors: list[int]) -> None:
+    """The survivors agree; every sample of each epoch counts once; the weight is that of the batches of all ranks."""
+    results = [json.loads((folder / f"{member}.json").read_text()) for member in survivors]
+    assert {result["world_size"] for result in results} == {len(survivors)}
+    assert [result["rank"] for result in results] == list(range(len(survivors)))
+    assert len({(result["steps"], result["weight"]) for result in results}) == 1
+    lines = [json.loads(line) for m in range(ranks) for line in (folder / f"{m}.log").read_text().splitlines()]
+    last: dict[int, int] = {}
+    for number, step, _, _ in lines:
+        last[step] = max(number, last.get(step, 0))
+    counted = [line for line in lines if line[0] == last[line[1]]]
+    assert set(last) == set(range(results[0]["steps"]))
+    for epoch in range(EPOCHS):
+        samples = Counter(sample for _, _, e, batch in counted if e == epoch for sample in batch)
+        assert samples == Counter(range(SAMPLES))
+    weight, momentum = 0.0, 0.0
+    for step in sorted(last):
+        batch = [sample for _, s, _, samples in counted if s == step for sample in samples]
+        momentum = 0.9 * momentum + sum(weight - sample for sample in batch) / len(batch)
+        weight -= 0.1 * momentum
+    assert results[0]["weight"] == pytest.approx(weight, rel=1e-12)
+    assert {result["seen"] for result in results} == {results[0]["steps"]}
+
+
+@pytest.mark.parametrize("point", POINTS[:5])
+@pytest.mark.parametrize("member", [0, 2])
+def test_the_others_go_on_wherever_one_is_killed(member: int, point: str, tmp_path: Path) -> None:
+    ended = start(3, tmp_path, [(member, 7, point)])
+    survivors = [other for other in range(3) if other != member]
+    assert [ended[other].code for other in survivors] == [0, 0], "".join(e.output for e in ended)
+    check(tmp_path, 3, survivors)
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [(0, 5, "backward"), (1, 5, "backward")],
+        [(0, 5, "backward"), (1, 0, "joining")],  # it leads
+        [(0, 5, "backward"), (2, 0, "joining")],
+        [(3, 4, "optimizer"), (0, 9, "after the commit"), (1, 12, "forward")],
+    ],
+    ids=["two at once", "the leader while joining", "another while joining", "one after the other"],
+)
+def test_several_may_be_lost(deaths: list[Death], tmp_path: Path) -> None:
+    ended = start(4, tmp_path, deaths)
+    survivors = sorted(set(range(4)) - {member for member, _, _ in deaths})
+    assert [ended[other].code for other in survivors] == [0] * len(survivors), "".join(e.output for e in ended)
+    check(tmp_path, 4, survivors)
+
+
+def test_a_rank_that_raises_ends_with_its_error_and_the_others_go_on(tmp_path: Path) -> None:
+    ended = start(3, tmp_path, [(1, 6, "raise in forward")])
+    assert [e.code for e in ended] == [0, 1, 0], "".join(e.output for e in ended)
+    assert "ValueError: a bug" in ended[1].output
+    assert "2 of 3 ranks go on from step 6, after" in ended[0].output
+    assert "rank 1" in ended[0].output and "a bug" in ended[0].output
+    check(tmp_path, 3, [0, 2])
+
+
+def test_the_job_ends_where_too_few_are_left(tmp_path: Path) -> None:
+    ended = start(3, tmp_path, [(2, 6, "forward")], 3)
+    assert [e.code for e in ended] == [1, 1, -signal.SIGKILL]
+    for e in ended[:2]:
+        assert "The ranks that are left cannot go on: 2 ranks are left, and at least 3 were asked for." in e.output
+
+
+def arrival(member: int, steps: int = 7, is_whole: bool = True, regroupings: int = 0) -> Arrival:
+    return Arrival(member, regroupings, steps, is_whole)
+
+
+def test_all_go_on_from_the_last_whole_step_that_one_of_them_has() -> None:
+    arrivals = [arrival(3, 8), arrival(1, 7), arrival(0, 8, is_whole=False), arrival(4, 8, regroupings=2)]
+    decision = decide(arrivals, [], 1)
+    assert (decision.members, decision.steps, decision.source, decision.behind) == ([0, 1, 3, 4], 8, 3, [0, 1])
+    assert (decision.regrouping, decision.refusal) == (3, "")
+
+
+@pytest.mark.parametrize(
+    ("there", "unknown", "goes_on"),
+    [([1, 2], [0], True), ([0], [1], True), ([1], [0], False), ([0, 1], [2, 3, 4], False), ([2, 3], [0, 1], False)],
+)
+def test_of_a_network_that_was_cut_one_part_at_most_goes_on(
+    there: list[int], unknown: list[int], goes_on: bool
+) -> None:
+    assert (decide([arrival(member) for member in there], unknown, 1).refusal == "") == goes_on
+    if goes_on:
+        assert decide([arrival(member) for member in unknown], there, 1).refusal
+
+
+def test_nobody_goes_on_from_the_middle_of_a_step() -> None:
+    assert "states of a whole step" in decide([arrival(0, is_whole=False), arrival(1, is_whole=False)], [], 1).refusal
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="state_dict"):
+        next(ddpkit.survive(3))
+    with pytest.raises(ValueError, match="min_ranks"):
+        next(ddpkit.survive(min_ranks=0))
+    with pytest.raises(TypeError, match="timedelta"):
+        next(ddpkit.survive(patience=3))  # type: ignore[arg-type]
+
+
+def train_and_wake(folder: str, deaths: list[Death]) -> None:
+    seconds = timedelta(seconds=4)
+    train(folder, deaths, timeout=seconds, patience=seconds)
+    for stopped, _, _ in deaths:
+        os.kill(int(Path(folder, f"{stopped}.pid").read_text()), signal.SIGCONT)
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_hangs_is_left_behind_and_does_not_go_on_by_itself(stopped: int, tmp_path: Path) -> None:
+    ended = start(3, tmp_path, [(stopped, 6, "stop in forward")], fn=train_and_wake)
+    survivors = [member for member in range(3) if member != stopped]
+    assert [ended[member].code for member in survivors] == [0, 0], "".join(e.output for e in ended)
+    check(tmp_path, 3, survivors)
+    assert ended[stopped].code == 1
+    assert "may go on without this rank" in ended[stopped].output or "gone on without this one" in ended[stopped].output
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).relu())
+
+
+def train_normed(folder: str, deaths: list[Death], begin: int = 0, end: int = 24) -> None:
+    """Train from step `begin`, which a file holds, to step `end`, with statistics, moments and a schedule."""
+    torch.manual_seed(5)
+    member = int(os.environ["RANK"])
+    net = Normed()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    data = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
+    for attempt in ddpkit.survive(net, optimizer, schedule):
+        with attempt:
+            loader = attempt.resume(ddpkit.make_loader(data, BATCH, seed=3))
+            kept = ddpkit.Checkpointer(f"{folder}/checkpoints")
+            if begin and not attempt.steps:
+                kept.load_latest(net=net, optimizer=optimizer, schedule=schedule, loader=loader)
+            wrapped = ddpkit.wrap_model(net)
+            step = begin + attempt.steps
+            for _ in loader.epochs(9):
+                for batch in loader:
+                    if step == end:
+                        break
+                    if (member, step, "backward") in deaths:
+                        die()
+                    optimizer.zero_grad()
+                    wrapped(batch).square().mean().backward()
+                    optimizer.step()
+                    schedule.step()
+                    attempt.commit()
+                    step += 1
+                if step == end:
+                    break
+            if end < 24:
+                kept.save(end, net=net, optimizer=optimizer, schedule=schedule, loader=loader)
+            state = [net.state_dict(), optimizer.state_dict(), schedule.state_dict()]
+            torch.save(state, f"{folder}/{ddpkit.get_rank()}-{end}.pt")
+
+
+def planned(folder: Path) -> Any:
+    for ranks, begin, end in ((3, 0, 10), (2, 10, 24)):
+        port = free_port()
+        envs = [platform_env(rank, ranks, port) for rank in range(ranks)]
+        assert [e.code for e in run(train_normed, envs, str(folder), [], begin, end, timeout=120)] == [0] * ranks
+    return torch.load(folder / "0-24.pt")
+
+
+def test_a_loss_leads_to_the_same_weights_as_a_planned_end_of_the_rank(tmp_path: Path) -> None:
+    (tmp_path / "planned").mkdir()
+    expected = planned(tmp_path / "planned")
+    ended = start(3, tmp_path, [(1, 10, "backward")], fn=train_normed)
+    assert [e.code for e in ended] == [0, -signal.SIGKILL, 0], "".join(e.output for e in ended)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}-24.pt")
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("seed", range(100))
+def test_random_deaths_lose_and_repeat_nothing(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    ranks = chance.choice([2, 3, 3, 4])
+    dying = chance.sample(range(ranks), chance.randint(1, ranks - 1))
+    first = chance.randrange(12)
+    deaths = [(member, first + chance.choice([0, 0, 1, 5]), chance.choice(POINTS[:5])) for member in dying]
+    if len(deaths) > 1 and chance.random() < 0.3:
+        deaths[1] = (deaths[1][0], 0, "joining")
+    ended = start(ranks, tmp_path, deaths)
+    survivors = sorted(set(range(ranks)) - set(dying))
+    assert [ended[member].code for member in survivors] == [0] * len(survivors), (deaths, [e.output for e in ended])
+    check(tmp_path, ranks, survivors)
