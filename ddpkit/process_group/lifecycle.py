@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import math
 import multiprocessing.util
 import os
 import sys
@@ -31,6 +32,7 @@ from .leaving import destroy_group, say_goodbye
 from .options import ChooseDevice, Options, Origin, checked_options, checked_origin
 from .own_failure import cause_of, ended_well, fill_error_file, last_error, publish
 from .peers import Peers, ranks_of
+from .polling import call_with_timeout
 from .rendezvous import StartedByRank
 from .session import Ranks, Session
 from .sockets import SETTLE, cut
@@ -150,7 +152,12 @@ def lost_peer(error: BaseException) -> DdpkitError | None:
         return error
     if _job is None or _job.session is None:
         return None
-    cause = cause_of(error, _job.session)
+    session = _job.session
+    try:  # on another thread, for the store may belong to a process that is stopped
+        session.failures.raise_if_known()
+        cause = call_with_timeout(lambda: cause_of(error, session), math.inf, session.failures.raise_if_known)
+    except PeerError as known:
+        return known
     return cause if isinstance(cause, PeerError | BarrierTimeoutError) else None
 
 
