@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..arguments import as_integer
 from ..errors import PeerError
@@ -14,18 +14,19 @@ from ..spawning.pickling import dump_call, open_reply
 from ..spawning.rank_process import first_cause
 from .messages import Answer, CallFunction, Task
 
+T = TypeVar("T")
 _FOREVER = 1e8  # seconds
 _NO_RUN = "on_ranks() needs a pytest run with ddpkit's plugin; outside of one use ddpkit.spawn()."
 
 
 def on_ranks(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     nprocs: int,
     *args: Any,
     timeout: float = 60.0,
     join: bool = True,
     fresh: bool = False,
-) -> list[Any]:
+) -> list[T]:
     """Call `fn(*args)` on ranks that have called `setup()`, in a test that is not marked itself.
 
     Args:
