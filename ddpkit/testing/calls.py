@@ -48,6 +48,11 @@ def on_ranks(
         PeerError: If a process died, or the exception cannot be pickled.
         TimeoutError: If the time is up; the message holds every unfinished rank's stack.
         TypeError: If `fn` or an argument cannot be sent to other processes.
+
+    Example::
+
+        def test_three_ranks_find_the_same_mean():
+            assert on_ranks(mean_of_the_data, 3) == [mean_of_the_data()] * 3
     """
     nprocs = as_integer(nprocs, "nprocs")
     if not isinstance(timeout, (int, float)) or not 0 < timeout < _FOREVER:
