@@ -164,7 +164,7 @@ def all_gather(value: T, *, group: Group | None = None) -> list[T]:
 
 
 @untraced
-def all_gather_object(obj: Any, *, group: Group | None = None) -> list[Any]:
+def all_gather_object(obj: T, *, group: Group | None = None) -> list[T]:
     """Give every rank the objects of all ranks, as pickled copies. Collective.
 
     Args:

@@ -72,7 +72,7 @@ def sums(tensor: Tensor, ints: dict[str, int], yes: bool) -> None:
 def gathering(tensor: Tensor, floats: dict[str, float]) -> None:
     assert_type(ddpkit.all_gather(tensor), list[Tensor])
     assert_type(ddpkit.all_gather({"a": tensor}), list[dict[str, Tensor]])
-    assert_type(ddpkit.all_gather_object("a"), list[Any])
+    assert_type(ddpkit.all_gather_object("a"), list[str])
     assert_type(ddpkit.gather_exact({"a": tensor}, [0], 1), dict[str, Tensor])
     assert_type(ddpkit.gather_exact(["a"], range(1), 1), list[str])
     assert_type(ddpkit.broadcast(floats), dict[str, float])
