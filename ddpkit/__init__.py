@@ -10,7 +10,7 @@ from .checkpoint.checkpointer import Checkpointer
 from .collectives.data_parallel import set_data_parallel
 from .collectives.ops import all_gather, all_gather_object, all_reduce, all_reduce_mean, broadcast, gather_exact
 from .collectives.sync import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
-from .data.loader import make_loader
+from .data.loader import Loader, make_loader
 from .data.samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
 from .errors import (
     BadStepError,
@@ -113,6 +113,7 @@ __all__ = [
     "DistributedEvalSampler",
     "DistributedWeightedSampler",
     "make_loader",
+    "Loader",
     "sample_seed",
     # scaling rules
     "scale_lr",

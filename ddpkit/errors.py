@@ -13,7 +13,16 @@ _Error = TypeVar("_Error", bound="DdpkitError")
 
 
 class DdpkitError(RuntimeError):
-    """The root of ddpkit's own errors."""
+    """The root of ddpkit's own errors.
+
+    Example:
+        >>> from ddpkit import DdpkitError, detect_launch
+        >>> try:
+        ...     detect_launch({"RANK": "1"})
+        ... except DdpkitError as error:
+        ...     print(type(error).__name__)
+        LaunchError
+    """
 
     _made: float  # when, in this process: so which job's it is, and for how long it has been on its way
 
@@ -29,23 +38,77 @@ class DdpkitError(RuntimeError):
 
 
 class LaunchError(DdpkitError):
-    """The environment hints at several processes but the hints are incomplete, contradictory or shared."""
+    """The environment hints at several processes but the hints are incomplete, contradictory or shared.
+
+    Example:
+        >>> from ddpkit import detect_launch
+        >>> detect_launch({"RANK": "1"})
+        Traceback (most recent call last):
+        ddpkit.errors.LaunchError: ...WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set. Found: RANK=1. ...
+    """
 
 
 class NotSetUpError(DdpkitError):
-    """Several processes were launched, but `setup()` was not called."""
+    """Several processes were launched, but `setup()` was not called.
+
+    Example:
+        >>> from unittest.mock import patch
+        >>> from ddpkit import barrier
+        >>> launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        >>> with patch.dict("os.environ", launched):
+        ...     barrier()
+        Traceback (most recent call last):
+        ddpkit.errors.NotSetUpError: 2 processes were launched (platform), but this one has not joined them. ...
+    """
 
 
 class MismatchError(DdpkitError):
-    """Ranks passed values that cannot be combined."""
+    """Ranks passed values that cannot be combined.
+
+    Example:
+        >>> from ddpkit import MismatchError, all_reduce_mean
+        >>> try:
+        ...     means = all_reduce_mean({"loss": 2.0})
+        ... except MismatchError as error:
+        ...     print(error)
+
+        On two, of which one has another key::
+
+            all_reduce_mean(value) needs the same structure, dtypes and shapes on every rank, but found:
+              value['loss']: number on rank 0; missing on rank 1
+              value['lost']: missing on rank 0; number on rank 1
+    """
 
 
 class ReplicaMismatchError(DdpkitError):
-    """Model or optimizer state that must be equal on every rank is not."""
+    """Model or optimizer state that must be equal on every rank is not.
+
+    Example:
+        >>> import torch
+        >>> from ddpkit import ReplicaMismatchError, check_replicas
+        >>> try:
+        ...     check_replicas(torch.nn.Linear(1, 1))
+        ... except ReplicaMismatchError as error:
+        ...     print(error)
+
+        On two, of which one has another bias::
+
+            1 of 3 entries differ between ranks:
+              parameter bias: float32[1] #2144df1c on rank 0; float32[1] #aca16a6a on rank 1
+    """
 
 
 class CheckpointError(DdpkitError):
-    """A checkpoint cannot be read or written."""
+    """A checkpoint cannot be read or written.
+
+    Example:
+        >>> import tempfile
+        >>> from ddpkit import Checkpointer
+        >>> with tempfile.NamedTemporaryFile() as file:
+        ...     Checkpointer("checkpoints").load(file.name)
+        Traceback (most recent call last):
+        ddpkit.errors.CheckpointError: Cannot read ...: its checksum is missing: it was truncated, or ...
+    """
 
 
 class BadStepError(DdpkitError):
@@ -53,6 +116,17 @@ class BadStepError(DdpkitError):
 
     Attributes:
         ranks: Those on which the last one failed.
+
+    Example:
+        >>> import math, torch
+        >>> from ddpkit import BadStepError, StepGuard
+        >>> net = torch.nn.Linear(1, 1)
+        >>> try:
+        ...     with StepGuard(net, max_skips=0):
+        ...         net(torch.full((1, 1), math.nan)).sum().backward()
+        ... except BadStepError as error:
+        ...     print(error.ranks)
+        [0]
     """
 
     ranks: list[int]
@@ -69,6 +143,18 @@ class BarrierTimeoutError(DdpkitError):
         missing: `(rank, host)` of those that had not arrived when the first rank gave up.
         arrived: `(rank, host)` of those that had.
         elsewhere: Where missing ranks were waiting instead, by rank, as far as they had said so.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> from ddpkit import BarrierTimeoutError, barrier
+        >>> try:
+        ...     barrier("shards", timedelta(minutes=30))
+        ... except BarrierTimeoutError as error:
+        ...     print("not here:", error.missing)
+
+        On two, of which one does not come::
+
+            barrier 'shards': 1 of 2 ranks did not arrive within 1800 s: rank 1 (node2). Arrived: rank 0 (node1).
     """
 
     missing: list[tuple[int, str]]
@@ -97,6 +183,14 @@ class PeerError(DdpkitError):
         error_type: Name of its exception's class, or "lost" for a process that died without one.
         message: The exception's message.
         traceback: Its formatted traceback, "" where there was none.
+
+    Example:
+        >>> from ddpkit import spawn
+        >>> try:
+        ...     spawn(int, 1, "seven")
+        ... except ValueError as error:  # a rank's own exception, with a PeerError as its cause
+        ...     print(error.__cause__.rank, error.__cause__.error_type)
+        0 ValueError
     """
 
     def __init__(self, rank: int, host: str, error_type: str, message: str, traceback: str = "") -> None:

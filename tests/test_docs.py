@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import pydoc
 import re
+import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -68,3 +71,30 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
     targets = re.findall(r"\]\((?!\w+:)([^)#]+)", (ROOT / page).read_text())
     missing = [target for target in targets if not (ROOT / page).parent.joinpath(target).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("inventory", sorted((ROOT / "docs/inventories").iterdir()), ids=lambda path: path.stem)
+def test_names_that_the_reference_links_to_exist(inventory: Path) -> None:
+    names = [line.split()[0] for line in inventory.read_text().splitlines() if not line.startswith("#")]
+    assert [name for name in names if name != "None" and pydoc.locate(name) is None] == []
+
+
+@pytest.mark.storm
+def test_the_reference_shows_what_users_pass_and_get(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx")
+    alone = "-D root_doc=reference -D exclude_patterns=_build,guide,index.md,design.md,CONTRIBUTING.md,changelog.md"
+    build = [sys.executable, "-m", "sphinx", "-q", "-b", "html", *alone.split()]
+    subprocess.run([*build, ROOT / "docs", tmp_path], check=True, capture_output=True)
+    page = (tmp_path / "reference.html").read_text()
+    text = re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", "", page)))
+    assert "all_reduce_mean(value: Tensor, …) → Tensor" in text
+    assert "unwrap_model(model: M | DistributedDataParallel | DataParallel[M]) → M" in text
+    assert "run_on_main( fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs, ) → T" in text
+    assert "timeout: timedelta = timedelta(minutes=10)," in text
+    assert "group: ProcessGroup | DeviceMesh | None = None, ) → None" in text
+    assert "→ AbstractContextManager[Context]" in text
+    assert "class ddpkit.Loader[source]" in text
+    assert "exception ddpkit.LaunchError[source]" in text
+    assert page.count('<span class="badge">Collective</span>') > 20
+    assert 'href="https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module"' in page
+    assert 'href="_modules/ddpkit/collectives/ops.html#all_reduce_mean"' in page

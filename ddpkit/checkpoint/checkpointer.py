@@ -151,9 +151,10 @@ class Checkpointer:
                 written, the message says that the checkpoint itself is complete. If it is the error
                 of a save before, which was not waited for, the message says so, and nothing was
                 saved.
-            MismatchError: If the ranks pass other steps, scores, names or `wait`; if another rank
+            MismatchError: If the ranks pass other steps, scores, names or ``wait``; if another rank
                 passes a bad argument.
-            ValueError, TypeError: If an argument cannot be used.
+            TypeError: If an argument is of a wrong type.
+            ValueError: If a number is out of range, or a name is used twice.
         """
         call = "Checkpointer.save"
         own: dict[str, Any] = {}

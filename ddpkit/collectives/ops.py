@@ -16,6 +16,7 @@ from .reduce import reduce_tree
 
 T = TypeVar("T")
 K = TypeVar("K")
+Integer = TypeVar("Integer", bound=int)  # or bool
 Op = Literal["sum", "mean", "min", "max"]
 
 
@@ -29,11 +30,11 @@ def all_reduce_mean(
 ) -> Tensor: ...
 @overload
 def all_reduce_mean(
-    value: dict[K, int], weight: SupportsFloat | None = None, *, check: bool = True, group: Group | None = None
+    value: dict[K, Integer], weight: SupportsFloat | None = None, *, check: bool = True, group: Group | None = None
 ) -> dict[K, float]: ...
 @overload
 def all_reduce_mean(
-    value: list[int], weight: SupportsFloat | None = None, *, check: bool = True, group: Group | None = None
+    value: list[Integer], weight: SupportsFloat | None = None, *, check: bool = True, group: Group | None = None
 ) -> list[float]: ...
 @overload
 def all_reduce_mean(
@@ -163,7 +164,7 @@ def all_gather(value: T, *, group: Group | None = None) -> list[T]:
 
 
 @untraced
-def all_gather_object(obj: Any, *, group: Group | None = None) -> list[Any]:
+def all_gather_object(obj: T, *, group: Group | None = None) -> list[T]:
     """Give every rank the objects of all ranks, as pickled copies. Collective.
 
     Args:

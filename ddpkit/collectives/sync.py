@@ -28,7 +28,9 @@ _WORK = timedelta(days=1)  # bound on work that one rank does while the others w
 
 
 def barrier(name: str | None = None, timeout: timedelta | None = None, *, group: Group | None = None) -> None:
-    """Wait until every rank is here. Collective, on any backend; it leaves the accelerator's queue alone.
+    """Wait until every rank is here. Collective.
+
+    It works on any backend, and leaves the accelerator's queue alone.
 
     Args:
         name: Its name in errors, 1 to 1000 characters; it may be used again. Ranks meet at the same use of the
@@ -37,8 +39,8 @@ def barrier(name: str | None = None, timeout: timedelta | None = None, *, group:
         group: Those that meet, in place of all: a group of torch's or one dimension of a mesh, with this rank in it.
 
     Raises:
-        BarrierTimeoutError: If ranks are missing when the time is up; `.missing` and `.arrived` say which, on every
-            rank, also on those that come later. The message says where a missing rank waits instead.
+        BarrierTimeoutError: If ranks are missing when the time is up; its `missing` and `arrived` say which, on
+            every rank, also on those that come later. The message says where a missing rank waits instead.
         PeerError: If a rank failed or left meanwhile, or passed a bad argument.
         TypeError: If `timeout` is a number: write `timedelta(seconds=...)`; if `name` is no string or `group` none.
         ValueError: If `timeout` is not positive, `name` empty or too long, or this rank is not in the group.
@@ -91,11 +93,11 @@ def together(name: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def main_process_first(local: bool = False) -> Iterator[None]:
-    """Run a block on rank 0 first, and on the others when it is done: to prepare what the others then find.
+    """Run a block on rank 0 first, then on the others: to prepare what the others find. Collective.
 
-    Collective; but the block itself may hold no collective. The others wait on the store, so slow work trips no
-    time-out of a collective: they wait for up to a day, and less only if the first rank raises, which all then do, or
-    if the monitor (`setup(watch=True)`) sees it die.
+    The block itself may hold no collective. The others wait on the store, so slow work trips no time-out of a
+    collective: they wait for up to a day, and less only if the first rank raises, which all then do, or if the monitor
+    (`setup(watch=True)`) sees it die.
 
     Args:
         local: Let the first rank of every node go first, for work on node-local disks.
@@ -126,11 +128,11 @@ def main_process_first(local: bool = False) -> Iterator[None]:
 
 
 def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `fn` on rank 0 and give its value to every rank. Collective; `fn` itself may hold no collective.
+    """Run `fn` on rank 0 and give its value to every rank. Collective.
 
-    The others wait on the store, so slow work trips no time-out of a collective: for up to a day, and less only if
-    rank 0 raises, or if the monitor (`setup(watch=True)`) sees it die. When all ranks are there the value goes through
-    the process group.
+    `fn` itself may hold no collective. The others wait on the store, so slow work trips no time-out of a collective:
+    for up to a day, and less only if rank 0 raises, or if the monitor (`setup(watch=True)`) sees it die. When all ranks
+    are there the value goes through the process group.
 
     Args:
         fn: Called with the arguments on rank 0 only.
@@ -186,7 +188,9 @@ def main_process_only(fn: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def stop_together(flag: bool) -> bool:
-    """Ask if any rank wants to stop; every rank gets the same answer. Collective, about as cheap as a barrier.
+    """Ask if any rank wants to stop; every rank gets the same answer. Collective.
+
+    It is about as cheap as a barrier.
 
     Args:
         flag: True if this rank wants to stop, for example because its data or its time has run out.

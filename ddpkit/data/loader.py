@@ -158,6 +158,16 @@ class Loader(DataLoader[Any]):
     Workers seed `random`, NumPy and torch before every batch, from (seed, epoch, rank, position in
     the global order): random augmentations are the same with any number of workers, persistent or
     not, and after a resume.
+
+    Example:
+        >>> loader = make_loader(range(6), batch_size=2, shuffle=False)
+        >>> for batch in loader:
+        ...     state = loader.state_dict()  # after the step
+        ...     break
+        >>> resumed = make_loader(range(6), batch_size=2, shuffle=False)
+        >>> resumed.load_state_dict(state)
+        >>> [batch.tolist() for batch in resumed]
+        [[2, 3], [4, 5]]
     """
 
     def __init__(
@@ -228,7 +238,7 @@ class Loader(DataLoader[Any]):
         the generators that the sampler, the dataset and `collate_fn` hold: in attributes, in
         containers of up to 100 entries, or as what a function or `functools.partial` was made with.
         A generator that a function finds among the names of its module is not put back. The epoch
-        that a dataset keeps as `epoch` is put back, too. Where nothing is left of the epoch the
+        that a dataset keeps as ``epoch`` is put back, too. Where nothing is left of the epoch the
         batch is made of the dataset's first samples.
         """
         saved = get_rng_state()

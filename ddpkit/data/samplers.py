@@ -253,7 +253,7 @@ class DistributedWeightedSampler(ResumableSampler):
         seed: Any integer, the same on every rank.
 
     Raises:
-        ValueError: If weights are no such vector, or, without replacement, fewer than `num_samples`
+        ValueError: If weights are no such vector, or, without replacement, fewer than ``num_samples``
             are positive.
 
     References:

@@ -24,6 +24,11 @@ class Launch:
         master_addr: Host name or address of rank 0, where the ranks meet.
         master_port: Port there.
         evidence: The variables that were used, "NAME=value", in the order of use, and in words what was concluded.
+
+    Example:
+        >>> launch = Launch("platform", 1, 4, master_addr="10.0.0.1", master_port=29500)
+        >>> launch.local_rank is None  # setup(launch=launch) asks the other ranks
+        True
     """
 
     kind: str

@@ -53,12 +53,22 @@ def launch_of_group() -> Launch:
 
 
 def get_rank() -> int:
-    """Return this process's number in the job, from 0."""
+    """Return this process's number in the job, from 0.
+
+    Example:
+        >>> get_rank()
+        0
+    """
     return current_launch().rank
 
 
 def get_world_size() -> int:
-    """Return the number of processes in the job; 1 without a launcher."""
+    """Return the number of processes in the job; 1 without a launcher.
+
+    Example:
+        >>> get_world_size()
+        1
+    """
     return current_launch().world_size
 
 
@@ -67,6 +77,10 @@ def get_local_rank() -> int:
 
     Raises:
         NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
+
+    Example:
+        >>> get_local_rank()
+        0
     """
     return _known(current_launch().local_rank, "local rank")
 
@@ -76,6 +90,10 @@ def get_local_world_size() -> int:
 
     Raises:
         NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
+
+    Example:
+        >>> get_local_world_size()
+        1
     """
     return _known(current_launch().local_world_size, "local world size")
 
@@ -85,22 +103,42 @@ def get_node_rank() -> int:
 
     Raises:
         NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
+
+    Example:
+        >>> get_node_rank()
+        0
     """
     return _known(current_launch().node_rank, "node rank")
 
 
 def is_distributed() -> bool:
-    """Return whether the job has more than one process."""
+    """Return whether the job has more than one process.
+
+    Example:
+        >>> is_distributed()
+        False
+    """
     return get_world_size() > 1
 
 
 def is_main_process() -> bool:
-    """Return whether this is rank 0."""
+    """Return whether this is rank 0.
+
+    Example:
+        >>> if is_main_process():
+        ...     print("once per job")
+        once per job
+    """
     return get_rank() == 0
 
 
 def is_local_main_process() -> bool:
-    """Return whether this is local rank 0, the first process on its node."""
+    """Return whether this is local rank 0, the first process on its node.
+
+    Example:
+        >>> is_local_main_process()
+        True
+    """
     return get_local_rank() == 0
 
 

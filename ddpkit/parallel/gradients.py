@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar, overload
+from typing import Any, SupportsFloat, TypeVar, overload
 
 import numpy as np
 import torch
@@ -98,11 +98,11 @@ def _no_gradient_sync(module: Any) -> Iterator[None]:
 
 
 @overload
-def global_mean(loss_sum: Loss, count: float) -> Loss: ...
+def global_mean(loss_sum: Loss, count: SupportsFloat) -> Loss: ...
 @overload
-def global_mean(loss_sum: nn.Module, count: float) -> None: ...
+def global_mean(loss_sum: nn.Module, count: SupportsFloat) -> None: ...
 @untraced
-def global_mean(loss_sum: Any, count: float) -> Any:
+def global_mean(loss_sum: Any, count: Any) -> Any:
     """Scale a sum of losses, or its gradients, to a mean over all ranks' samples. Collective.
 
     DDP and `average_gradients` take the mean of the ranks' gradients, which is wrong as soon as
@@ -191,7 +191,7 @@ def _scale_gradients(model: nn.Module, factor: float) -> None:
 
 @untraced
 def average_gradients(*modules: nn.Module | Tensor) -> None:
-    """Replace every `.grad` by its mean over the ranks, in one flat all-reduce. Collective.
+    """Replace every gradient by its mean over the ranks, in one flat all-reduce. Collective.
 
     Call it between `backward()` and `optimizer.step()`, with plain models that start equal on all
     ranks (seeded alike or broadcast; `check_replicas` tells). One call takes all networks of a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from ..collectives.sharded import explain_sharded
 from ..collectives.tensors import name_dtype
 from ..process_group import lifecycle
 from ..torch_internals import has_no_memory, is_compiled, is_dtensor
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def child_of_wrapper(module: nn.Module) -> str:
@@ -28,6 +31,12 @@ def child_of_wrapper(module: nn.Module) -> str:
     return ""
 
 
+@overload
+def unwrap_model(model: DistributedDataParallel) -> nn.Module: ...
+@overload
+def unwrap_model(model: DataParallel[M]) -> M: ...
+@overload
+def unwrap_model(model: M | DistributedDataParallel | DataParallel[M]) -> M: ...
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model itself, out of DDP, DataParallel and `torch.compile` in any nesting.
 

@@ -36,6 +36,11 @@ class StepTimes:
         phases: Seconds of a step by phase, which add up to it: "data" (waiting for the loader), "forward", "backward"
             (with the loss), "waiting" (for other ranks), "optimizer", "other".
         slow: On the main process, the rank for which the others wait; None if there is none, and on other ranks.
+
+    Example:
+        >>> times = step_times()
+        >>> if times is not None:  # on several ranks, when five steps have ended
+        ...     print(f"{times.phases['waiting'] / times.seconds:.0%} of a step is waiting")
     """
 
     steps: int

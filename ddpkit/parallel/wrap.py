@@ -56,14 +56,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def wrap_model(
-    model: nn.Module,
+    model: M,
     strategy: Strategy = "auto",
     *,
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     sync_batchnorm: bool = False,
     broadcast_buffers: bool = True,
-) -> nn.Module:
+) -> M | DistributedDataParallel | DataParallel[M]:
     """Move a model to this rank's device and wrap it in DDP if there are several. Collective.
 
     After it every rank holds rank 0's parameters and buffers. Call it before the optimizer is

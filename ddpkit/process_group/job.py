@@ -18,7 +18,32 @@ from .session import Session
 
 @dataclass(frozen=True)
 class Context:
-    """Where this process stands in the job, as `setup()` found it; prints as a block for the log."""
+    """Where this process stands in the job, as `setup()` found it; prints as a block for the log.
+
+    Attributes:
+        rank: This process's number in the job, from 0.
+        world_size: Number of processes in the job.
+        local_rank: This process's number on its node, from 0.
+        local_world_size: Number of the job's processes on this node.
+        node_rank: This node's number in the job, from 0.
+        num_nodes: Number of nodes in the job.
+        device: This rank's device.
+        backend: Backend of the process group, as torch names it; None where there is no group.
+        launcher: How this process was started: the `kind` of its `Launch`.
+        master: Where the ranks met, as "host:port"; None on one process, or in a store of the script's own.
+
+    Example:
+        >>> from ddpkit import distributed
+        >>> with distributed(device="cpu") as context:
+        ...     print(context)
+          launcher: single
+           backend: none (one process)
+        world size: 1 on 1 node
+              rank: 0
+        local rank: 0 of 1 on node 0
+            device: cpu
+            master: none
+    """
 
     rank: int
     world_size: int

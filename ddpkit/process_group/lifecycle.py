@@ -244,6 +244,10 @@ def teardown() -> None:
 
     Where it is called in an `except` or `finally` block, ranks that wait for this one hear of the exception. If the
     process then ends with an exit code other than 0, that was its failure, and all ranks hear of it.
+
+    Example:
+        >>> context = setup()
+        >>> teardown()
     """
     error = sys.exc_info()[1]
     if error is not None and ended_well(error):
@@ -496,6 +500,9 @@ def get_device() -> torch.device:
     Raises:
         NotSetUpError: If there are several accelerators and the launcher does not tell the local rank; `setup()` finds
             it out by asking the other ranks.
+
+    Example:
+        >>> batch = torch.ones(4, 2).to(get_device())
     """
     asked = None
     if _job is not None:
@@ -521,12 +528,22 @@ def choose_data_parallel(peers: Peers | None) -> None:
 
 
 def get_data_parallel_rank() -> int:
-    """Return this process's number among the data-parallel ranks, from 0: its rank unless `set_data_parallel` chose."""
+    """Return this process's number among the data-parallel ranks, from 0: its rank unless `set_data_parallel` chose.
+
+    Example:
+        >>> get_data_parallel_rank()
+        0
+    """
     return ranks_of(data_parallel()).index(ranks.get_rank())
 
 
 def get_data_parallel_world_size() -> int:
-    """Return the number of data-parallel ranks: the world size unless `set_data_parallel` chose."""
+    """Return the number of data-parallel ranks: the world size unless `set_data_parallel` chose.
+
+    Example:
+        >>> get_data_parallel_world_size()
+        1
+    """
     return len(ranks_of(data_parallel()))
 
 

@@ -49,7 +49,8 @@ def find_batch_size(
     Raises:
         DdpkitError: On every rank, if memory does not suffice for a batch of 1.
         MismatchError: On the other ranks, if a trial raises another error.
-        TypeError, ValueError: If an argument cannot be used.
+        TypeError: If an argument is of a wrong type.
+        ValueError: If a number is out of range.
 
     Example:
         >>> net = nn.Linear(4, 1)

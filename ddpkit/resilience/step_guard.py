@@ -24,7 +24,7 @@ _NEVER_SKIPPED = (DdpkitError, StopIteration)
 
 
 class StepGuard:
-    """Lets all ranks take a step, or all skip it.
+    """Lets all ranks take a step, or all skip it. Collective.
 
     A block of it holds the forwards and backwards of one optimiser step. If they raise on a rank, or
     their gradients are not finite, no rank has gradients after the block, buffers (such as
@@ -33,7 +33,7 @@ class StepGuard:
 
     Within the block nothing is exchanged, so no rank waits for one that has raised; DDP's exchange
     is off. The gradients travel at the end, in one flat all-reduce, and whether a rank has raised
-    travels with them. *Collective*: with the same arguments on every rank.
+    travels with them. The arguments are the same on every rank.
 
     Args:
         *modules: All models that are trained in the step, wrapped or not, and single parameters.

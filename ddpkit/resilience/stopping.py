@@ -21,13 +21,14 @@ from ..process_group.stop_agreement import StopDecision, StopRequest
 from .signal_handlers import handled_signals, handling
 
 log = logging.getLogger(__name__)
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LATER = 10.0  # seconds that the others wait longer than rank 0, which knows and says whose answer is missing
 _OF_SHELLS = 128  # is added to the number of a signal to make an exit code
 
 
 @contextmanager
-def stopping(signals: Iterable[int] = _SIGNALS) -> Iterator[Stop]:
+def stopping(
+    signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
+) -> Iterator[Stop]:
     """Let signals ask, in this block, that all ranks stop at the same step, instead of ending this process.
 
     A signal to any rank is enough. Call `now()` once a step, on every rank equally often; where it returns True, save
@@ -68,7 +69,14 @@ def stopping(signals: Iterable[int] = _SIGNALS) -> Iterator[Stop]:
 
 
 class Stop:
-    """The question whether all ranks stop now: see `stopping`."""
+    """The question whether all ranks stop now: see `stopping`.
+
+    Example:
+        >>> with stopping() as stop:
+        ...     stop.ask("an hour is over")
+        ...     print(stop.now(), stop.exit_code)
+        True 0
+    """
 
     def __init__(self) -> None:
         self._request: StopRequest | None = None  # by which all stop, once they do

@@ -24,7 +24,7 @@ def seed_everything(seed: int, per_rank: bool = False) -> int:
             and (seed 1, rank 0) differ.
 
     Returns:
-        The seed used on this rank: `seed` itself, or its mixture with the rank.
+        The seed used on this rank, which is `seed` itself or its mixture with the rank.
 
     Raises:
         ValueError: If the seed is out of range.

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..arguments import as_integer
 from ..errors import PeerError
@@ -14,18 +14,19 @@ from ..spawning.pickling import dump_call, open_reply
 from ..spawning.rank_process import first_cause
 from .messages import Answer, CallFunction, Task
 
+T = TypeVar("T")
 _FOREVER = 1e8  # seconds
 _NO_RUN = "on_ranks() needs a pytest run with ddpkit's plugin; outside of one use ddpkit.spawn()."
 
 
 def on_ranks(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     nprocs: int,
     *args: Any,
     timeout: float = 60.0,
     join: bool = True,
     fresh: bool = False,
-) -> list[Any]:
+) -> list[T]:
     """Call `fn(*args)` on ranks that have called `setup()`, in a test that is not marked itself.
 
     Args:
@@ -47,6 +48,11 @@ def on_ranks(
         PeerError: If a process died, or the exception cannot be pickled.
         TimeoutError: If the time is up; the message holds every unfinished rank's stack.
         TypeError: If `fn` or an argument cannot be sent to other processes.
+
+    Example::
+
+        def test_three_ranks_find_the_same_mean():
+            assert on_ranks(mean_of_the_data, 3) == [mean_of_the_data()] * 3
     """
     nprocs = as_integer(nprocs, "nprocs")
     if not isinstance(timeout, (int, float)) or not 0 < timeout < _FOREVER:

@@ -71,6 +71,10 @@ class SlowRank:
         phase: In which of its phases it takes longest, compared with the others.
         seconds: That it takes there, per step.
         others: Seconds that the others take there, per step, their median.
+
+    Example:
+        >>> print(SlowRank(3, share=0.25, phase="data", seconds=0.06, others=0.01))
+        makes every step 25 % longer: its data take 60.0 ms, the others' 10.0 ms
     """
 
     rank: int
