@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from ..arguments import as_integer, check_timeout
 from ..collectives.ops import broadcast
 from ..collectives.sync import barrier
-from ..data.loader import Loader
 from ..errors import DdpkitError
 from ..launch import ranks
 from ..parallel.models import unwrap_model
@@ -31,7 +30,16 @@ from ..seeding.generator_states import get_rng_state, set_rng_state
 
 log = logging.getLogger(__name__)
 _GIVEN_UP = "given up"
-_AnyLoader = TypeVar("_AnyLoader", bound=Loader)
+
+
+class Resumable(Protocol):
+    """A loader that can tell where it is, and go on from there."""
+
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def load_state_dict(self, state: Any) -> None: ...  # noqa: D102
+
+
+_Loader = TypeVar("_Loader", bound=Resumable)
 
 
 def survive(
@@ -46,7 +54,7 @@ def survive(
     """Let the ranks that are left go on when others are lost. Collective.
 
     Each attempt is a block that holds the training. Its beginning calls `setup()`; when a rank is lost, killed or cut
-    off, the block ends on all others, and they begin the next attempt among themselves, from the last committed step:
+    off, the block ends on all others, and they begin the next attempt among themselves, from the last committed step::
 
         for attempt in ddpkit.survive(model, optimizer):
             with attempt as context:
@@ -117,6 +125,13 @@ class Attempt:
 
     Attributes:
         lost: The error that named the rank whose loss has ended it, None if none was lost.
+
+    Example:
+        >>> for attempt in survive():
+        ...     with attempt:
+        ...         attempt.commit()
+        >>> attempt.steps, attempt.lost
+        (1, None)
     """
 
     def __init__(self, survivors: _Survivors) -> None:
@@ -134,7 +149,7 @@ class Attempt:
         self._kept.begin()
         return self._survivors.context
 
-    def resume(self, loader: _AnyLoader) -> _AnyLoader:
+    def resume(self, loader: _Loader) -> _Loader:
         """Let a loader go on behind the last committed step, and return it.
 
         Args:
@@ -259,7 +274,7 @@ class _Kept:
         self.is_whole = True
         self._states = [unwrap_model(state) if isinstance(state, nn.Module) else state for state in states]
         self._modules = [state for state in self._states if isinstance(state, nn.Module)]
-        self._loaders: list[Loader] = []
+        self._loaders: list[Resumable] = []
         self._positions: list[dict[str, Any]] = []
         optimizers = [state for state in states if isinstance(state, Optimizer)]
         self._handles = [optimizer.register_step_pre_hook(self._begin_step) for optimizer in optimizers]
@@ -290,7 +305,7 @@ class _Kept:
         """Begin an attempt, which makes loaders anew."""
         self._loaders = []
 
-    def add_loader(self, loader: Loader) -> None:
+    def add_loader(self, loader: Resumable) -> None:
         """Keep a loader's position; put it where the one before it was that came as the same in order."""
         number = len(self._loaders)
         position = loader.state_dict()
