@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch.distributed as dist
 
@@ -38,12 +38,33 @@ _AFTER_FAILURE = 10.0  # seconds that the other ranks get to report after the fi
 _EXITING = 10.0  # seconds in which a rank that has reported ends
 
 
+@overload
+def spawn(
+    fn: Callable[..., T],
+    nprocs: int,
+    *args: Any,
+    timeout: timedelta = ...,
+    end_together: Literal[True] = ...,
+) -> list[T]: ...
+
+
+@overload
+def spawn(
+    fn: Callable[..., T],
+    nprocs: int,
+    *args: Any,
+    timeout: timedelta = ...,
+    end_together: bool,
+) -> list[T | BaseException]: ...
+
+
 def spawn(
     fn: Callable[..., T],
     nprocs: int,
     *args: Any,
     timeout: timedelta = timedelta(minutes=10),
-) -> list[T]:
+    end_together: bool = True,
+) -> Any:
     """Run `fn(*args)` in `nprocs` new processes of one job and return their results.
 
     `fn` plays the part of a script's `main()` under torchrun: it calls `setup()` or
@@ -59,13 +80,16 @@ def spawn(
         nprocs: Number of processes, at least 1.
         *args: Passed to every rank as copies; tensors are not shared.
         timeout: Bound on the whole run.
+        end_together: Whether the others are ended when a rank has failed. With False, for functions
+            that `survive` the loss of ranks, they are waited for.
 
     Returns:
-        The ranks' results, by rank.
+        The ranks' results, by rank; with `end_together=False`, the exception of a rank that failed
+        in the place of its result.
 
     Raises:
         Exception: The exception of the rank that failed first, its rank and traceback in
-            `__cause__`, a `PeerError`.
+            `__cause__`, a `PeerError`. With `end_together=False`, only if all failed.
         PeerError: If a process died without an exception, or the exception cannot be pickled.
         TimeoutError: If the time is up; the message holds every unfinished rank's stack.
         TypeError: If `fn` or an argument cannot be sent to other processes; before any is started.
@@ -88,7 +112,7 @@ def spawn(
                     stack_file = Path(folder, str(rank))
                     ranks.append(_SpawnedRank(rank, call, env, stack_file, copier))
             copier.start()
-            return _results(ranks, timeout)
+            return _results(ranks, timeout, end_together)
         finally:  # also on Ctrl-C
             for process in ranks:
                 process.end()
@@ -165,19 +189,23 @@ class _SpawnedRank(RankProcess):
         self.pipe.close()  # the rank's lifeline: it exits when this closes
 
 
-def _results(ranks: list[_SpawnedRank], timeout: timedelta) -> list[Any]:
+def _results(ranks: list[_SpawnedRank], timeout: timedelta, end_together: bool) -> list[Any]:
     """Wait for all ranks and return their results, or raise the error of the first that failed."""
-    errors = _wait_for_all(ranks, timeout)
-    if errors:
+    errors = _wait_for_all(ranks, timeout, end_together)
+    if errors and (end_together or len(errors) == len(ranks)):
         raise first_cause(errors)
     unfinished = [process for process in ranks if not process.done]
     if unfinished:
         stacks = "\n".join(process.describe_stack() for process in unfinished)
         raise TimeoutError(f"spawn() ended after {timeout}; not finished:\n{stacks}")
-    return [process.result for process in ranks]
+    return [process.error or process.result for process in ranks]
 
 
-def _wait_for_all(ranks: list[_SpawnedRank], timeout: timedelta) -> list[tuple[int, BaseException]]:
+def _wait_for_all(
+    ranks: list[_SpawnedRank],
+    timeout: timedelta,
+    end_together: bool,
+) -> list[tuple[int, BaseException]]:
     """Take the ranks' messages until all are done or the time is up; return their errors as they come."""
     deadline = time.monotonic() + timeout.total_seconds()
     errors: list[tuple[int, BaseException]] = []
@@ -192,6 +220,7 @@ def _wait_for_all(ranks: list[_SpawnedRank], timeout: timedelta) -> list[tuple[i
             process.receive()
             if process.error is not None:
                 errors.append((process.rank, process.error))
+            if process.error is not None and end_together:
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
 
 

@@ -202,6 +202,20 @@ def test_bad_arguments_are_refused() -> None:
         next(ddpkit.survive(patience=3))  # type: ignore[arg-type]
 
 
+def train_spawned(folder: str, deaths: list[Death]) -> int:
+    train(folder, deaths)
+    return ddpkit.get_world_size()
+
+
+def test_ranks_of_spawn_go_on_where_it_waits_for_them(tmp_path: Path) -> None:
+    deaths = [(1, 6, "backward")]
+    found = ddpkit.spawn(train_spawned, 3, str(tmp_path), deaths, timeout=timedelta(minutes=2), end_together=False)
+    assert isinstance(found[1], ddpkit.PeerError)
+    check(tmp_path, 3, [0, 2])
+    with pytest.raises(ddpkit.PeerError):
+        ddpkit.spawn(die, 2, timeout=timedelta(minutes=2), end_together=False)
+
+
 def train_and_wake(folder: str, deaths: list[Death]) -> None:
     seconds = timedelta(seconds=4)
     train(folder, deaths, timeout=seconds, patience=seconds)
