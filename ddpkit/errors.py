@@ -5,6 +5,7 @@ Bad arguments are plain `ValueError` and `TypeError`.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -13,14 +14,17 @@ _Error = TypeVar("_Error", bound="DdpkitError")
 
 
 class DdpkitError(RuntimeError):
-    """The root of ddpkit's own errors."""
+    """The root of ddpkit's own errors; the traceback of most ends with the page of the guide that explains them."""
 
+    _page = ""  # of the guide
     _made: float  # when, in this process: so which job's it is, and for how long it has been on its way
 
     def __new__(cls: type[_Error], *args: Any, **kwargs: Any) -> _Error:
         """Make the error, and note when."""
         error = super().__new__(cls, *args)
         error._made = time.monotonic()
+        if cls._page and sys.version_info >= (3, 11):
+            error.add_note(f"Docs: guide/{cls._page}")
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:  # subclasses take keywords, so the default would not unpickle
@@ -31,21 +35,31 @@ class DdpkitError(RuntimeError):
 class LaunchError(DdpkitError):
     """The environment hints at several processes but the hints are incomplete, contradictory or shared."""
 
+    _page = "launching"
+
 
 class NotSetUpError(DdpkitError):
     """Several processes were launched, but `setup()` was not called."""
+
+    _page = "launching"
 
 
 class MismatchError(DdpkitError):
     """Ranks passed values that cannot be combined."""
 
+    _page = "collectives"
+
 
 class ReplicaMismatchError(DdpkitError):
     """Model or optimizer state that must be equal on every rank is not."""
 
+    _page = "dp-or-ddp"
+
 
 class CheckpointError(DdpkitError):
     """A checkpoint cannot be read or written."""
+
+    _page = "checkpoints"
 
 
 class BadStepError(DdpkitError):
@@ -55,6 +69,7 @@ class BadStepError(DdpkitError):
         ranks: Those on which the last one failed.
     """
 
+    _page = "bad-batches"
     ranks: list[int]
 
     def __init__(self, message: str, ranks: list[int]) -> None:
@@ -71,6 +86,7 @@ class BarrierTimeoutError(DdpkitError):
         elsewhere: Where missing ranks were waiting instead, by rank, as far as they had said so.
     """
 
+    _page = "where"
     missing: list[tuple[int, str]]
     arrived: list[tuple[int, str]]
     elsewhere: dict[int, str]
@@ -98,6 +114,8 @@ class PeerError(DdpkitError):
         message: The exception's message.
         traceback: Its formatted traceback, "" where there was none.
     """
+
+    _page = "faults"
 
     def __init__(self, rank: int, host: str, error_type: str, message: str, traceback: str = "") -> None:
         text = f"rank {rank} ({host}) failed: {error_type}"
