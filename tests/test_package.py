@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -131,11 +132,16 @@ def test_former_names_work_and_warn() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """As a release builds it: from the files in the source archive."""
     pytest.importorskip("hatch_fancy_pypi_readme")
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (path,) = folder.iterdir()
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t"]
+    subprocess.run([*build, "sdist"], cwd=ROOT, check=True, capture_output=True)
+    (archive,) = folder.iterdir()
+    shutil.unpack_archive(archive, folder, filter="data")
+    sources = folder / archive.name.removesuffix(".tar.gz")
+    subprocess.run([*build, "wheel"], cwd=sources, check=True, capture_output=True)
+    (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)
 
 
