@@ -23,7 +23,7 @@ class DdpkitError(RuntimeError):
         """Make the error, and note when."""
         error = super().__new__(cls, *args)
         error._made = time.monotonic()
-        if cls._page and sys.version_info >= (3, 11):
+        if cls._page and sys.version_info >= (3, 11):  # a note, so that what logs and reports quote stays one line
             error.add_note(f"Docs: guide/{cls._page}")
         return error
 

@@ -49,9 +49,10 @@ def test_ci_tries_each_python_that_the_package_names() -> None:
 
 def test_everything_names_one_torch_and_one_address() -> None:
     files = [*GITHUB.rglob("*.*"), *(ROOT / ".ci").iterdir(), *(ROOT / "docs").glob("*.md")]
-    texts = [path.read_text() for path in [*files, ROOT / ".readthedocs.yaml", ROOT / "pyproject.toml"]]
-    assert len(set(re.findall(r"torch(?:==|_torch='==)(\d[\d.]+\d)\b", "\n".join(texts)))) == 1
-    urls = set(re.findall(r"https://github\.com/\w+/ddpkit\b|https://\w+\.readthedocs\.io", "\n".join(texts)))
+    files += [ROOT / name for name in (".readthedocs.yaml", "pyproject.toml", "ddpkit/__init__.py")]
+    text = "\n".join(path.read_text() for path in files)
+    assert len(set(re.findall(r"torch(?:==|_torch='==)(\d[\d.]+\d)\b", text))) == 1
+    urls = set(re.findall(r"https://github\.com/\w+/ddpkit\b|https://\w+\.readthedocs\.io", text))
     assert urls == set(re.findall(r'^(?:Documentation|Repository) = "(.*)"', PYPROJECT, re.MULTILINE))
 
 
