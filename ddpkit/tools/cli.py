@@ -1,4 +1,4 @@
-"""The command line: `ddpkit doctor`, `check`, `where` and `bench`, also as `python -m ddpkit`."""
+"""The command line: `ddpkit check`, `where`, `doctor` and `bench`, also as `python -m ddpkit`."""
 
 from __future__ import annotations
 
