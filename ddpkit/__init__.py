@@ -10,7 +10,8 @@ What a script calls, in the order in which it calls them:
     Checkpointer      saves the run, and restores it on any number of ranks
 
 `ddpkit.__all__` has all names, in the order in which one learns them. What is not in it may change at
-any time. `python -m ddpkit` shows the tools: check, where, doctor and bench.
+any time, but for the plugin of pytest, `ddpkit.testing`. `python -m ddpkit` shows the tools: check,
+where, doctor and bench.
 
 Docs: https://ddpkit.readthedocs.io, or the folder docs/ of a clone. Where an error says
 "Docs: guide/launching", that is one of their pages.
@@ -32,6 +33,7 @@ Example:
     >>> mean = ddpkit.all_reduce_mean(loss.item())  # equal on every rank
     >>> ddpkit.is_main_process()  # the one that prints
     True
+    >>> ddpkit.teardown()
 """
 
 import warnings
