@@ -1,6 +1,39 @@
-"""ddpkit: one training script, any number of ranks.
+"""One PyTorch training script, unchanged and correct on any number of ranks.
 
-The names below come in the order in which one learns them; `docs/reference.md` has a sentence between the groups.
+What a script calls, in the order in which it calls them:
+
+    setup             joins the other ranks, or says why it cannot
+    make_loader       gives every rank its share of the data, and resumes it
+    wrap_model        lets the ranks' gradients become one
+    ScalePlan         says what more ranks mean for batch size, learning rate and steps
+    all_reduce_mean   turns this rank's numbers into everybody's
+    Checkpointer      saves the run, and restores it on any number of ranks
+
+`ddpkit.__all__` has all names, in the order in which one learns them. What is not in it may change at
+any time, but for the plugin of pytest, `ddpkit.testing`. `python -m ddpkit` shows the tools: check,
+where, doctor and bench.
+
+Docs: https://ddpkit.readthedocs.io, or the folder docs/ of a clone. Where an error says
+"Docs: guide/launching", that is one of their pages.
+
+Example:
+    >>> import torch
+    >>> from torch.utils.data import TensorDataset
+    >>> import ddpkit
+    >>> device = ddpkit.setup().device
+    >>> inputs, targets = torch.ones(8, 2), torch.zeros(8, 1)
+    >>> loader = ddpkit.make_loader(TensorDataset(inputs, targets), batch_size=4)  # per rank
+    >>> model = ddpkit.wrap_model(torch.nn.Linear(2, 1))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> for inputs, targets in loader:
+    ...     loss = (model(inputs.to(device)) - targets.to(device)).square().mean()
+    ...     optimizer.zero_grad()
+    ...     loss.backward()
+    ...     optimizer.step()
+    >>> mean = ddpkit.all_reduce_mean(loss.item())  # equal on every rank
+    >>> ddpkit.is_main_process()  # the one that prints
+    True
+    >>> ddpkit.teardown()
 """
 
 import warnings

@@ -5,6 +5,7 @@ Bad arguments are plain `ValueError` and `TypeError`.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ _Error = TypeVar("_Error", bound="DdpkitError")
 
 
 class DdpkitError(RuntimeError):
-    """The root of ddpkit's own errors.
+    """The root of ddpkit's own errors; the traceback of most ends with the page of the guide that explains them.
 
     Example:
         >>> from ddpkit import DdpkitError, detect_launch
@@ -24,12 +25,15 @@ class DdpkitError(RuntimeError):
         LaunchError
     """
 
+    _page = ""  # of the guide
     _made: float  # when, in this process: so which job's it is, and for how long it has been on its way
 
     def __new__(cls: type[_Error], *args: Any, **kwargs: Any) -> _Error:
         """Make the error, and note when."""
         error = super().__new__(cls, *args)
         error._made = time.monotonic()
+        if cls._page and sys.version_info >= (3, 11):  # a note, so that what logs and reports quote stays one line
+            error.add_note(f"Docs: guide/{cls._page}")
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:  # subclasses take keywords, so the default would not unpickle
@@ -47,6 +51,8 @@ class LaunchError(DdpkitError):
         ddpkit.errors.LaunchError: ...WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set. Found: RANK=1. ...
     """
 
+    _page = "launching"
+
 
 class NotSetUpError(DdpkitError):
     """Several processes were launched, but `setup()` was not called.
@@ -60,6 +66,8 @@ class NotSetUpError(DdpkitError):
         Traceback (most recent call last):
         ddpkit.errors.NotSetUpError: 2 processes were launched (platform), but this one has not joined them. ...
     """
+
+    _page = "launching"
 
 
 class MismatchError(DdpkitError):
@@ -79,6 +87,8 @@ class MismatchError(DdpkitError):
               value['lost']: missing on rank 0; number on rank 1
     """
 
+    _page = "collectives"
+
 
 class ReplicaMismatchError(DdpkitError):
     """Model or optimizer state that must be equal on every rank is not.
@@ -97,6 +107,8 @@ class ReplicaMismatchError(DdpkitError):
               parameter bias: float32[1] #2144df1c on rank 0; float32[1] #aca16a6a on rank 1
     """
 
+    _page = "dp-or-ddp"
+
 
 class CheckpointError(DdpkitError):
     """A checkpoint cannot be read or written.
@@ -109,6 +121,8 @@ class CheckpointError(DdpkitError):
         Traceback (most recent call last):
         ddpkit.errors.CheckpointError: Cannot read ...: its checksum is missing: it was truncated, or ...
     """
+
+    _page = "checkpoints"
 
 
 class BadStepError(DdpkitError):
@@ -129,6 +143,7 @@ class BadStepError(DdpkitError):
         [0]
     """
 
+    _page = "bad-batches"
     ranks: list[int]
 
     def __init__(self, message: str, ranks: list[int]) -> None:
@@ -157,6 +172,7 @@ class BarrierTimeoutError(DdpkitError):
             barrier 'shards': 1 of 2 ranks did not arrive within 1800 s: rank 1 (node2). Arrived: rank 0 (node1).
     """
 
+    _page = "where"
     missing: list[tuple[int, str]]
     arrived: list[tuple[int, str]]
     elsewhere: dict[int, str]
@@ -192,6 +208,8 @@ class PeerError(DdpkitError):
         ...     print(error.__cause__.rank, error.__cause__.error_type)
         0 ValueError
     """
+
+    _page = "faults"
 
     def __init__(self, rank: int, host: str, error_type: str, message: str, traceback: str = "") -> None:
         text = f"rank {rank} ({host}) failed: {error_type}"

@@ -15,7 +15,8 @@ from processes import run
 
 ROOT = Path(__file__).parents[1]
 QUIET = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "-p", "no:zarr"]
-PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
+DOCS = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
+PAGES = [ROOT / "README.md", *DOCS, *sorted((ROOT / ".github").glob("*.md"))]
 
 
 def python_of(text: str) -> str:

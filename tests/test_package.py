@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -145,15 +146,38 @@ def test_former_names_work_and_warn() -> None:
         _ = ddpkit.BarierTimeout
 
 
-def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.iterdir()
-    names = set(zipfile.ZipFile(wheel).namelist())
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """As a release builds it: from the files in the source archive."""
+    pytest.importorskip("hatch_fancy_pypi_readme")
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t"]
+    subprocess.run([*build, "sdist"], cwd=ROOT, check=True, capture_output=True)
+    (archive,) = folder.iterdir()
+    shutil.unpack_archive(archive, folder, filter="data")
+    sources = folder / archive.name.removesuffix(".tar.gz")
+    subprocess.run([*build, "wheel"], cwd=sources, check=True, capture_output=True)
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_a_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
     package = {name for name in names if ".dist-info/" not in name}
     modules = {f"ddpkit/{module}.py" for module in MODULES} - {"ddpkit/testing/hooks.py"}
     assert package == modules | {"ddpkit/py.typed", "ddpkit_pytest.py"}
     assert {name.split("/")[0] for name in names - package} == {f"ddpkit-{ddpkit.__version__}.dist-info"}
+
+
+def test_the_links_of_the_readme_lead_to_files_from_a_package_index_too(wheel: zipfile.ZipFile) -> None:
+    metadata = wheel.read(f"ddpkit-{ddpkit.__version__}.dist-info/METADATA").decode()
+    (repository,) = re.findall(r"^Project-URL: Repository, (.*)", metadata, re.MULTILINE)
+    files = f"{repository}/blob/v{ddpkit.__version__}/"
+    links = re.findall(r"\]\(([^)]*)\)", metadata)
+    assert len(links) > 20 and [link for link in links if not link.startswith("https://")] == []
+    ours = [link.removeprefix(files) for link in links if link.startswith(files)]
+    assert ours == re.findall(r"\]\((?!\w+:)([^)]*)\)", (ROOT / "README.md").read_text())
+    assert [name for name in ours if not (ROOT / name).is_file()] == []
 
 
 def test_the_changelog_has_a_section_for_this_version() -> None:

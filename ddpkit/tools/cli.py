@@ -1,4 +1,4 @@
-"""The command line: `ddpkit doctor`, `check`, `where` and `bench`, also as `python -m ddpkit`."""
+"""The command line: `ddpkit check`, `where`, `doctor` and `bench`, also as `python -m ddpkit`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,40 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from .. import __version__
 
+
+class _Tool(NamedTuple):
+    text: str
+    example: str
+    page: str  # of the guide
+
+
 _TOOLS = {
-    "doctor": "checks this machine or, under a launcher, the whole job; says how to fix it",
-    "check": "runs a training script for a few steps, and finds its silent distributed bugs",
-    "where": "asks a running job what each rank is doing, and for how long",
-    "bench": "measures collectives, metric reduction, barriers and steps, here or in a job",
+    "check": _Tool(
+        "runs a training script for a few steps, and finds its silent distributed bugs",
+        "python -m ddpkit check -n 2 train.py",
+        "check",
+    ),
+    "where": _Tool(
+        "asks a running job what each rank is doing, and for how long",
+        "python -m ddpkit where",
+        "where",
+    ),
+    "doctor": _Tool(
+        "checks this machine or, under a launcher, the whole job; says how to fix it",
+        "torchrun --nproc-per-node=4 -m ddpkit doctor",
+        "troubleshooting",
+    ),
+    "bench": _Tool(
+        "measures collectives, metric reduction, barriers and steps, here or in a job",
+        "python -m ddpkit bench --only collectives",
+        "bench",
+    ),
 }
+_DOCS = "TOOL --help lists its flags and its page of the docs; in Python, help(ddpkit) is about the library."
 _INTERRUPTED = 130  # exit codes as a shell reports them
 _BROKEN_PIPE = 141
 
@@ -44,15 +68,16 @@ def _nearest(message: str, known: Sequence[str]) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a tool.
+    """Run a tool; without a word, show what there is.
 
     Returns:
-        The exit code: 0 if all is well, 1 if something failed, 2 for flags it does not know.
+        The exit code: 0 if all is well, 1 if something failed, 2 for no tool or flags it does not know.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     parser = _parser(words)
     if not words:
         parser.print_help(sys.stderr)
+        return 2
     args = parser.parse_args(words)
     try:
         code: int = _command(args.tool).run(args)
@@ -69,19 +94,21 @@ def _parser(words: Sequence[str]) -> _Parser:
     """Make the parser; only the tool that the words name is imported."""
     called = os.path.basename(sys.argv[0])
     prog = "ddpkit" if called == "ddpkit" else "python -m ddpkit"
-    parser = _Parser(prog=prog, description="Tools for jobs on many ranks.")
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog=prog, description="Tools for jobs on many ranks.", epilog=_DOCS, formatter_class=shape)
     parser.add_argument("--version", action="version", version=f"ddpkit {__version__}")
     parser.known = [*_TOOLS, "--version"]
-    tools = parser.add_subparsers(dest="tool", required=True, metavar="|".join(_TOOLS))
+    tools = parser.add_subparsers(title="tools", dest="tool", required=True, metavar="TOOL")
     chosen = next((word for word in words if not word.startswith("-")), None)
-    for name, text in _TOOLS.items():
+    for name, (text, example, page) in _TOOLS.items():
         description = f"{text[0].upper()}{text[1:]}."
-        tool = tools.add_parser(name, help=text, description=description)
+        tool = tools.add_parser(name, help=text, description=description, formatter_class=shape)
         if name == chosen:
             _command(name).add_arguments(tool)
             flags = re.findall(r"--[\w-]+", tool.format_help())
             tool.known = flags
             parser.known = flags
+        tool.epilog = f"Example: {example}\nDocs: guide/{page}"
     return parser
 
 

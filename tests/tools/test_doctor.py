@@ -352,44 +352,6 @@ def test_the_doctor_does_not_disturb_a_job_that_runs_with_the_same_variables() -
     assert outputs == [b"1.0\n", b"joined\n1.0\n"]  # rank 0's first line has been read
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["doctor", "--timeout", "0"], "'0' is not a positive number of seconds"),
-        (["doctor", "--timeout", "soon"], "'soon' is not a positive number of seconds"),
-        (["doctor", "--timeout", "nan"], "'nan' is not a positive number of seconds"),
-        (["doctor", "--device", "gpu"], "device='gpu' is no device: "),
-        (["doctor", "--backend", "cpu:gloo,cuda:nocl"], "backend='cpu:gloo,cuda:nocl' is none that torch knows"),
-        (["doctor", "--backend", "fake"], "backend='fake' is none that torch knows"),
-        (["doctor", "--jsn"], "unrecognized arguments: --jsn; did you mean --json?"),
-        (["doctor", "--timeuot=3"], "unrecognized arguments: --timeuot=3; did you mean --timeout?"),
-        (["bench", "--sizse", "1K"], "unrecognized arguments: --sizse 1K; did you mean --sizes?"),
-        (["doctor", "--xyz"], "unrecognized arguments: --xyz (--help"),
-        (["docotr"], "did you mean doctor?"),
-        (["surgeon"], "invalid choice: 'surgeon'"),
-        ([], "the following arguments are required: doctor|check|where|bench"),
-        ([], "measures collectives, metric reduction"),
-    ],
-)
-def test_bad_flags_are_named(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(flags)
-    assert end.value.code == 2 and words in capsys.readouterr().err
-
-
-def test_help_names_both_tools(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["--help"])
-    out = capsys.readouterr().out
-    assert end.value.code == 0 and "checks this machine" in out and "measures collectives" in out
-
-
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["--version"])
-    assert end.value.code == 0 and capsys.readouterr().out == f"ddpkit {ddpkit.__version__}\n"
-
-
 def in_child(probe: Any, limit: tuple[int, int, int] | None, core: int | None, pipe: Any) -> None:
     if limit:
         resource.setrlimit(limit[0], limit[1:])
