@@ -113,6 +113,10 @@ def survive(
         while True:
             attempt = Attempt(survivors)
             yield attempt
+            if not attempt.has_ended:
+                raise DdpkitError(
+                    "An attempt of survive() was not entered: for attempt in survive(...): with attempt: ..."
+                )
             if attempt.lost is None:
                 break
             survivors.go_on(attempt.lost)
@@ -125,6 +129,7 @@ class Attempt:
 
     Attributes:
         lost: The error that named the rank whose loss has ended it, None if none was lost.
+        has_ended: Whether its block is over.
 
     Example:
         >>> for attempt in survive():
@@ -138,7 +143,7 @@ class Attempt:
         self.lost: DdpkitError | None = None
         self._survivors = survivors
         self._kept = survivors.kept
-        self._has_ended = False
+        self.has_ended = False
 
     @property
     def steps(self) -> int:
@@ -170,6 +175,7 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         lifecycle.hold_failures(True)
+        self.has_ended = True
         if error is not None:
             return self._is_loss(error)
         try:
@@ -260,7 +266,9 @@ class _Survivors:
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; after an error the others hear of it, and that this rank does not go on."""
         self.kept.close()
-        self._refuge = None
+        if self._refuge is not None:
+            self._refuge.close()
+            self._refuge = None
         if error is not None:
             lifecycle.report(error)
         lifecycle.teardown()

@@ -198,6 +198,12 @@ def test_nobody_goes_on_from_the_middle_of_a_step() -> None:
     assert "states of a whole step" in decide([arrival(0, is_whole=False), arrival(1, is_whole=False)], [], 1).refusal
 
 
+def test_an_attempt_must_be_entered() -> None:
+    with pytest.raises(ddpkit.DdpkitError, match="with attempt"):
+        for _ in ddpkit.survive():
+            pass
+
+
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="state_dict"):
         next(ddpkit.survive(3))
