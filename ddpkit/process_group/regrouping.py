@@ -118,8 +118,8 @@ class Refuge:
         self._pulse = _Pulse(patience)
         one_node = len(set(session.nodes)) == 1
         self.member = session.rank
-        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         address = "127.0.0.1" if one_node else host_address(session.store)
+        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         everyone = session.exchange(json.dumps({"address": (address, self._store.port)}))
         found = [parse(text, "refuge", {"address": tuple[str, int]})["address"] for text in everyone]
         self._addresses: dict[int, tuple[str, int]] = {rank: (host, port) for rank, (host, port) in enumerate(found)}

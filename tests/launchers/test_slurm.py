@@ -56,6 +56,19 @@ def test_who_ends_the_other_rank(slurm: Slurm, flags: list[str], by_launcher: st
     assert_ended(end, tmp_path, by_launcher)
 
 
+@pytest.mark.parametrize("victim", [0, 3])
+def test_the_others_go_on_where_srun_lets_them(slurm: Slurm, victim: int, tmp_path: Path) -> None:
+    tasks = ["--nodes=2", "--ntasks-per-node=2", "--no-kill", "--kill-on-bad-exit=0"]
+    program = [*PYTHON, str(ROOT / "tests" / "launchers" / "lost.py"), str(tmp_path), f"{victim}"]
+    ended = slurm.run("srun", *tasks, *program)
+    survivors = [member for member in range(4) if member != victim]
+    found = {path.name: path.read_text().split(" ", 1) for path in tmp_path.iterdir()}
+    assert sorted(found) == [str(member) for member in survivors], ended.output
+    assert [found[str(member)][0] for member in survivors] == ["0", "1", "2"]
+    assert {rest for _, rest in found.values()} == {found[str(survivors[0])][1]}
+    assert found[str(survivors[0])][1].startswith("3 8 ")  # 2 steps of 8 samples, 5 of 6, and a rest
+
+
 def test_srun_in_a_batch_script_starts_the_ranks(slurm: Slurm, tmp_path: Path) -> None:
     program = shlex.join([*PYTHON, *PROGRAM])
     assert_joined([slurm.submit(tmp_path, f"srun --kill-on-bad-exit {program}")], "slurm", 2, 2)
