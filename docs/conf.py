@@ -17,6 +17,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"ddpkit {version}"
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["landing.css"]
 
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!ddpkit\.\w+$).*")]  # only our public names have an entry here
