@@ -33,7 +33,7 @@ html_theme = "furo"
 html_title = f"ddpkit {version}"
 html_show_sourcelink = False
 html_static_path = ["_static"]
-html_css_files = ["reference.css"]
+html_css_files = ["reference.css", "landing.css"]
 
 # the names of others that the reference links to, as text: a build needs no network
 intersphinx_mapping = {
