@@ -39,7 +39,7 @@ class Resumable(Protocol):
     def load_state_dict(self, state: Any) -> None: ...  # noqa: D102
 
 
-_Loader = TypeVar("_Loader", bound=Resumable)
+T = TypeVar("T", bound=Resumable)
 
 
 def survive(
@@ -154,7 +154,7 @@ class Attempt:
         self._kept.begin()
         return self._survivors.context
 
-    def resume(self, loader: _Loader) -> _Loader:
+    def resume(self, loader: T) -> T:
         """Let a loader go on behind the last committed step, and return it.
 
         Args:
