@@ -99,7 +99,7 @@ def show_collective(app, what, name, obj, options, lines):
 
 def show_signature(app, what, name, obj, options, signature, returns):
     """Show what users pass and get: no constructor that is not theirs, and context managers as such."""
-    if obj is ddpkit.Loader or (signature or "").startswith("(*args: ~typing.Any, **kwargs"):
+    if obj in (ddpkit.Loader, ddpkit.Attempt) or (signature or "").startswith("(*args: ~typing.Any, **kwargs"):
         return "", None
     if what == "function" and inspect.isgeneratorfunction(inspect.unwrap(obj)):
         returns = returns.replace("collections.abc.Iterator", "contextlib.AbstractContextManager")
