@@ -101,7 +101,8 @@ def show_signature(app, what, name, obj, options, signature, returns):
     """Show what users pass and get: no constructor that is not theirs, and context managers as such."""
     if obj in (ddpkit.Loader, ddpkit.Attempt) or (signature or "").startswith("(*args: ~typing.Any, **kwargs"):
         return "", None
-    if what == "function" and inspect.isgeneratorfunction(inspect.unwrap(obj)):
+    function = inspect.unwrap(obj)
+    if what == "function" and function is not obj and inspect.isgeneratorfunction(function):  # a context manager
         returns = returns.replace("collections.abc.Iterator", "contextlib.AbstractContextManager")
     return _as_in_source(signature), _as_in_source(returns)
 
