@@ -44,6 +44,7 @@ from .collectives.data_parallel import set_data_parallel
 from .collectives.ops import all_gather, all_gather_object, all_reduce, all_reduce_mean, broadcast, gather_exact
 from .collectives.sync import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
 from .data.loader import Loader, make_loader
+from .data.micro_batches import make_micro_batch_loader
 from .data.samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
 from .errors import (
     BadStepError,
@@ -69,6 +70,7 @@ from .launch.ranks import (
     is_main_process,
 )
 from .logging import RankFilter, get_logger
+from .parallel.exact_gradients import exact_gradients
 from .parallel.gradients import accumulate, average_gradients, averaging, global_mean
 from .parallel.lr_scaling import ScalePlan, rule_for, scale_lr, warmup_factor
 from .parallel.models import unwrap_model
@@ -139,6 +141,7 @@ __all__ = [
     "global_mean",
     "average_gradients",
     "averaging",
+    "exact_gradients",
     "check_replicas",
     "sync_buffers",
     # data
@@ -147,6 +150,7 @@ __all__ = [
     "DistributedWeightedSampler",
     "make_loader",
     "Loader",
+    "make_micro_batch_loader",
     "sample_seed",
     # scaling rules
     "scale_lr",

@@ -184,6 +184,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def version_of(tensor: Tensor | None) -> int:
+    """Return how often a tensor was changed in place, as far as torch counts (private, as in 2.6 to 2.13)."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
 def module_versions(state_dict: Any) -> dict[str, Any]:
     """Return the versions of a state dict's modules, by path (private, the same from torch 2.6 to 2.13).
 

@@ -1,11 +1,12 @@
 """Trains a small GPT to write like Python's manual: on one process, or on any number of ranks with DDP or FSDP2.
 
 The text is that of Python's own `help()` pages, byte by byte; the last tenth is kept for validation. On one process; on
-two, of which each holds the model; and on two, of which each holds a part of every tensor::
+two, of which each holds the model, or a part of every tensor; and to the same bits on any number::
 
     python examples/gpt.py
     torchrun --nproc_per_node=2 examples/gpt.py
     torchrun --nproc_per_node=2 examples/gpt.py --parallel fsdp
+    torchrun --nproc_per_node=3 examples/gpt.py --deterministic
 
 Ctrl-C, or a signal of a scheduler to any rank, saves and ends all of them after the same step. With `--resume` an
 interrupted run goes on in the middle of its epoch, also on another number of ranks and from DDP to FSDP2 or back. What
@@ -45,6 +46,7 @@ def read_settings() -> argparse.Namespace:
     add("--accumulate", type=int, default=1, help="micro-batches per optimiser step")
     add("--lr", type=float, default=3e-3, help="learning rate after the warm-up; from there a cosine to a tenth of it")
     add("--warm-up", type=int, default=100, help="optimiser steps until the learning rate is reached")
+    add("--deterministic", action="store_true", help="the same bits on any number of ranks: 6 micro-batches a step")
     add("--bf16", action="store_true", help="multiply matrices in bfloat16")
     add("--seed", type=int, default=0, help="of the weights, the order of the windows and the generated text")
     add("--folder", type=Path, default=Path("runs/gpt"), help="for checkpoints")
@@ -57,10 +59,7 @@ def read_settings() -> argparse.Namespace:
 
 
 def load_data(context: int, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Training and validation set: windows of `context` bytes and the one after them, where the next window begins.
-
-    Both fill whole batches, so that all ranks make as many forwards: with FSDP2 they make each of them together.
-    """
+    """Training and validation set: windows of `context` bytes and the one after them, enough to fill whole batches."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
     data = torch.tensor(list(text.encode()))
     windows = data.unfold(0, context + 1, context)
@@ -123,6 +122,13 @@ def sum_losses(model: nn.Module, windows: Tensor, args: argparse.Namespace) -> T
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten(), reduction="sum")
 
 
+def train_on(model: nn.Module, windows: Tensor, size: float, args: argparse.Namespace) -> Tensor:
+    """Adds the gradients of windows, of which the mean over `size` bytes is to be; returns the sum of their losses."""
+    loss = sum_losses(model, windows, args)
+    (loss / size).backward()
+    return loss.detach()
+
+
 @torch.no_grad()
 def validate(model: nn.Module, data: Tensor, args: argparse.Namespace) -> float:
     """Mean loss over all bytes, of which each rank reads its share once. Collective."""
@@ -145,11 +151,14 @@ def generate(model: nn.Module, args: argparse.Namespace) -> str:
 
 
 def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
-    plan = ddpkit.ScalePlan(args.batch_size, args.lr, job.world_size, keep="global", accumulation=args.accumulate)
-    log.info("%s", plan)
     train, valid = load_data(args.context, args.batch_size)
-    loader = ddpkit.make_loader(train, plan.per_rank_batch_size, seed=args.seed)
-    steps = args.epochs * plan.steps(len(train))
+    if args.deterministic:
+        loader = ddpkit.make_micro_batch_loader(train, args.batch_size, args.batch_size // 6, seed=args.seed)
+    else:
+        plan = ddpkit.ScalePlan(args.batch_size, args.lr, job.world_size, keep="global", accumulation=args.accumulate)
+        log.info("%s", plan)
+        loader = ddpkit.make_loader(train, plan.per_rank_batch_size, seed=args.seed)
+    steps = args.epochs * len(train) // args.batch_size
 
     ddpkit.seed_everything(args.seed)  # equal weights on any number of ranks
     model = distribute(GPT(args), args.parallel, job)
@@ -166,25 +175,26 @@ def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> No
     step = saved["step"] if saved else 0
     log.info("training from step %d to %d", step, steps)
 
-    loss_sum, count = torch.zeros((), device=job.device), 0
+    size = args.batch_size * args.context  # bytes of an optimiser step, over all ranks
+    loss_sum = torch.zeros((), device=job.device)
     for epoch in loader.epochs(args.epochs):
-        for i, windows in enumerate(loader):
-            with ddpkit.accumulate(model, i, args.accumulate) as complete:
-                loss = sum_losses(model, windows, args)
-                loss.backward()
-            loss_sum += loss.detach()
-            count += windows[:, 1:].numel()
-            if not complete:
-                continue
-            ddpkit.global_mean(model, count)  # makes the sums of all ranks and micro-batches one mean
+        for i, batch in enumerate(loader):
+            if args.deterministic:
+                with ddpkit.exact_gradients(batch, model) as micro_batches:
+                    loss_sum += sum(train_on(model, windows, size, args) for windows in micro_batches)
+            else:
+                with ddpkit.accumulate(model, i, args.accumulate) as complete:  # the mean of all ranks' gradients
+                    loss_sum += train_on(model, batch, size / job.world_size, args)
+                if not complete:
+                    continue
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
             step += 1
             if step % args.log_every == 0:
-                log.info("step %d: loss %.4f", step, ddpkit.all_reduce_mean(loss_sum.item() / count, count))
-            loss_sum, count = torch.zeros_like(loss_sum), 0
+                log.info("step %d: loss %.4f", step, ddpkit.all_reduce(loss_sum.item()) / size)
+            loss_sum = torch.zeros_like(loss_sum)
             leaves = stop.now() or step == args.stop_after
             if leaves or step % args.save_every == 0 or step == steps:
                 checkpoints.save(step, **state)
@@ -200,6 +210,7 @@ if __name__ == "__main__":
     handler.addFilter(ddpkit.RankFilter())  # the main process speaks for all; warnings come from every rank
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
     settings = read_settings()
-    with ddpkit.distributed() as context, ddpkit.stopping() as stop:
+    threads = 1 if settings.deterministic else None  # another number has other bits
+    with ddpkit.distributed(num_threads=threads) as context, ddpkit.stopping() as stop:
         main(settings, context, stop)
     sys.exit(stop.exit_code)

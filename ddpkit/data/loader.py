@@ -9,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, count, islice
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..arguments import as_integer
 from ..errors import DdpkitError
 from ..process_group import lifecycle
 from ..process_group.failures import describe_error
-from ..seeding.generator_states import get_rng_state, set_rng_state
+from ..seeding.generator_states import generators_kept
 from ..seeding.hashing import hash_seeds
 from ..seeding.seeds import seed_cpu
 from ..timing.clock import Phase
@@ -39,6 +39,8 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 _WITHOUT_GENERATORS = (type, ModuleType, torch.Tensor, np.ndarray)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _SHORT = 100  # entries of a container that is searched for generators; longer ones hold samples
+
+Seeds = tuple[int, int, int, int]  # seed, epoch, rank, position in the global order
 
 
 def make_loader(
@@ -108,8 +110,7 @@ def make_loader(
     batch_size = as_integer(batch_size, "batch_size")
     place = Place.choose(num_replicas, rank)
     options |= {"num_workers": num_workers, "collate_fn": collate_fn}
-    for name in _DECIDED.keys() & options.keys():
-        raise TypeError(f"make_loader() takes no {name}: {_DECIDED[name]}.")
+    check_options("make_loader()", options)
     if not train and (shuffle or drop_last):
         promise = "With train=False each sample comes once, in order"
         raise ValueError(f"{promise}: leave out shuffle and drop_last.")
@@ -184,7 +185,7 @@ class Loader(DataLoader[Any]):
         self._seed = seed
         self._global_batch = batch_size * place.num_replicas
         self._epoch = 0
-        self._loop = _Loop(epoch=-1, counts=False)  # the last one that was begun
+        self._loop = Loop(epoch=-1, counts=False)  # the last one that was begun
         options["generator"] = torch.Generator("cpu")
         if sampler is None:
             super().__init__(dataset, batch_size, drop_last=drop_last, **options)
@@ -241,19 +242,18 @@ class Loader(DataLoader[Any]):
         that a dataset keeps as ``epoch`` is put back, too. Where nothing is left of the epoch the
         batch is made of the dataset's first samples.
         """
-        saved = get_rng_state()
         generators = _generators_in(self.sampler, self.dataset, self.collate_fn)
         put_back = [_keep(generator) for generator in generators]
         for dataset in _with_set_epoch(self.dataset):
             epoch = getattr(dataset, "epoch", None)
             if isinstance(epoch, int):
                 put_back.append(functools.partial(dataset.set_epoch, epoch))
-        try:
-            return self._first_batch()
-        finally:
-            for restore in put_back:
-                restore()
-            set_rng_state(saved)
+        with generators_kept():
+            try:
+                return self._first_batch()
+            finally:
+                for restore in put_back:
+                    restore()
 
     def _first_batch(self) -> Any:
         batching: dict[str, Any] = {"batch_size": self.batch_size}
@@ -281,7 +281,7 @@ class Loader(DataLoader[Any]):
         if isinstance(self.dataset, _Stream):
             seed = self.dataset.seed_of(self.epoch, worker=0)
         else:
-            seed = hash_seeds("batch", self._seed, self.epoch, self._place.rank, self._start)
+            seed = hash_seeds("batch", *next(self._seeds(self.epoch, self._start), ()))
         seed_cpu(seed)
 
     def __repr__(self) -> str:
@@ -317,7 +317,7 @@ class Loader(DataLoader[Any]):
             self._warn_of_the_rest()
             self.set_epoch(self.epoch + 1)
         self._loop.counts = False
-        loop = self._loop = _Loop(self.epoch)
+        loop = self._loop = Loop(self.epoch)
         if self.num_workers == 0:
             loop.read_here = _with_set_epoch(self.dataset)
         seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._place.rank)
@@ -327,7 +327,7 @@ class Loader(DataLoader[Any]):
             batches = self._begin(loop)
         return _Pass(self, batches, loop)
 
-    def _begin(self, loop: _Loop) -> Iterator[Any]:
+    def _begin(self, loop: Loop) -> Iterator[Any]:
         """Begin a pass of torch's DataLoader, and draw its order now, not at its first batch."""
         if not isinstance(self.batch_sampler, _Batches):
             return super().__iter__()
@@ -346,18 +346,22 @@ class Loader(DataLoader[Any]):
     def _with_seeds(
         self,
         batches: Iterator[list[int]],
-        loop: _Loop,
+        loop: Loop,
         position: int,
-    ) -> Iterator[list[int]]:
-        for indices in batches:
-            batch = _Batch(indices)
-            batch.seeds = (self._seed, loop.epoch, self._place.rank, position)
+    ) -> Iterator[Batch]:
+        for indices, seeds in zip(batches, self._seeds(loop.epoch, position), strict=False):
+            batch = Batch(indices)
+            batch.seeds = seeds
             if not isinstance(self.sampler, DistributedEvalSampler):
                 loop.drawn.append(batch)
             yield batch
-            position += self._global_batch
 
-    def _next(self, batches: Iterator[Any], loop: _Loop) -> Any:
+    def _seeds(self, epoch: int, position: int) -> Iterator[Seeds]:
+        """Yield the numbers from which the random numbers of each batch follow, the first one at a position."""
+        for start in count(position, self._global_batch):
+            yield self._seed, epoch, self._place.rank, start
+
+    def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
         """Return a pass's next batch. One that cannot be made counts like any other."""
         if self.persistent_workers and self._loop is not loop:
             raise DdpkitError(
@@ -384,15 +388,18 @@ class Loader(DataLoader[Any]):
         self._count_batch(loop)
         return batch
 
-    def _count_batch(self, loop: _Loop) -> None:
+    def _count_batch(self, loop: Loop) -> None:
+        if loop.drawn:
+            lifecycle.tell_samples(loop.drawn.popleft())
+        self._count_step(loop)
+
+    def _count_step(self, loop: Loop) -> None:
         if isinstance(self.sampler, ResumableSampler) and self._is_counted(loop):
             self.sampler.advance(self._global_batch)
         loop.batches += 1
-        if loop.drawn:
-            lifecycle.tell_samples(loop.drawn.popleft())
         lifecycle.tell(epoch=loop.epoch, batch=loop.batches)
 
-    def _is_counted(self, loop: _Loop) -> bool:
+    def _is_counted(self, loop: Loop) -> bool:
         # torch's way to another epoch, sampler.set_epoch(), does not pass here
         return loop.counts and loop.epoch == self.epoch
 
@@ -419,7 +426,7 @@ class Loader(DataLoader[Any]):
 
 
 @dataclass(eq=False)
-class _Loop:
+class Loop:
     """Remember one pass over the loader."""
 
     epoch: int
@@ -427,12 +434,13 @@ class _Loop:
     read_here: list[Any] = field(default_factory=list)  # datasets that have an epoch, without workers
     batches: int = 0  # handed out
     drawn: deque[list[int]] = field(default_factory=deque)  # in training, indices of those that are still to come
+    steps: Iterator[int] = field(default_factory=lambda: iter(()))  # of micro-batches: where those that are left begin
 
 
 class _Pass(Iterator[Any]):
     """One pass over a loader, which can go on after a batch that could not be made."""
 
-    def __init__(self, loader: Loader, batches: Iterator[Any], loop: _Loop) -> None:
+    def __init__(self, loader: Loader, batches: Iterator[Any], loop: Loop) -> None:
         self._loader = loader
         self._batches = batches
         self._loop = loop
@@ -458,13 +466,13 @@ def _started(iterator: Iterator[Any]) -> Iterator[Any]:
     return chain(first, iterator)
 
 
-class _Batch(list[int]):
+class Batch(list[int]):
     """Carry a batch's indices to a worker, with the seeds that it sets when it unpickles them.
 
     torch sends a persistent worker nothing else in a new epoch.
     """
 
-    seeds: tuple[int, int, int, int]
+    seeds: Seeds
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _seed_worker_and_unpack, (list(self), *self.seeds)
@@ -528,6 +536,12 @@ class _Stream(IterableDataset[Any]):
     def _reader(self, worker: int) -> int:
         """Number a worker among those of all ranks."""
         return self.place.rank * self.readers + worker
+
+
+def check_options(call: str, options: dict[str, Any]) -> None:
+    """Refuse options of torch's DataLoader that are not the caller's to choose."""
+    for name in _DECIDED.keys() & options.keys():
+        raise TypeError(f"{call} takes no {name}: {_DECIDED[name]}.")
 
 
 def _is_stream(dataset: Any) -> bool:

@@ -153,12 +153,17 @@ class ResumableSampler(Sampler[int], ABC):
 
         Every rank must get the same number of batches.
         """
-        tail = (self.n - start) % (self.num_replicas * self.batch_size)
+        tail = (self.n - start) % self._samples_per_step
         if self.drop_last:
             return self.n - tail
         if tail == 0:
             return self.n
         return self.n + max(0, self.num_replicas - tail)
+
+    @property
+    def _samples_per_step(self) -> int:
+        """Return the samples of an optimiser step, of all ranks together."""
+        return self.num_replicas * self.batch_size
 
     def _blocks(self, order: Order, start: int, end: int) -> Iterator[list[int]]:
         size = _FIRST_BLOCK
@@ -223,7 +228,7 @@ class DistributedSampler(ResumableSampler):
         if self._end() == 0:
             raise ValueError(
                 f"drop_last=True leaves nothing of {n} samples: {self.num_replicas} ranks take "
-                f"{self.num_replicas * batch_size} per step. Use fewer ranks, a smaller batch, or "
+                f"{self._samples_per_step} per step. Use fewer ranks, a smaller batch, or "
                 "drop_last=False."
             )
 

@@ -57,8 +57,7 @@ def begin_exchange(
         gradients = Gradients(parameters_of(call, modules))
         if spoiled:
             gradients.spoil()
-        if not all(map(_can_travel, gradients.parameters, gradients.values)):
-            _refuse(call, modules)
+        check_gradients(call, modules, gradients)
     except (TypeError, ValueError) as error:
         if joined:
             _tell_peers(call, error)
@@ -90,6 +89,12 @@ def parameters_of(call: str, modules: Modules) -> NamedTensors:
             raise TypeError(f"{call} takes modules and tensors, got {kind}: unpack a list with *.")
 
 
+def check_gradients(call: str, modules: Modules, gradients: Gradients) -> None:
+    """Refuse the gradients of modules if one cannot travel, or its parameter has no values: see `_refuse`."""
+    if not all(map(_can_travel, gradients.parameters, gradients.values)):
+        _refuse(call, modules)
+
+
 def _can_travel(parameter: Tensor, gradient: Tensor | None) -> bool:
     if parameter.is_meta:
         return False
@@ -111,7 +116,7 @@ def _refuse(call: str, modules: Modules) -> None:
         TypeError: If a parameter is sharded, or a gradient is not dense, or on another device.
         ValueError: If a parameter has no values.
     """
-    named = list(_named_by_argument(modules))
+    named = list(named_by_argument(modules))
     check_tensors(call, named)
     for name, p in named:
         gradient = p.grad
@@ -127,7 +132,7 @@ def _refuse(call: str, modules: Modules) -> None:
         )
 
 
-def _named_by_argument(modules: Modules) -> NamedTensors:
+def named_by_argument(modules: Modules) -> NamedTensors:
     """Name the parameters that are trained, and of several arguments the one that they are of."""
     for i, module in enumerate(modules):
         suffix = f" of argument {i}" if len(modules) > 1 else ""

@@ -12,9 +12,9 @@ from ..arguments import as_integer
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..collectives.reduce import reduce_tree
 from ..errors import DdpkitError
+from ..parallel.local_pass import LocalPass
 from ..process_group import lifecycle
 from ..process_group.failures import message_of
-from .local_pass import LocalPass
 
 _TEXTS = ("DefaultCPUAllocator", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")  # of RuntimeErrors
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ..arguments import as_integer
 from ..errors import BadStepError, DdpkitError
 from ..parallel.gradient_exchange import GradientExchange, Gradients, all_finite, begin_exchange, parameters_of
+from ..parallel.local_pass import LocalPass
 from ..process_group import lifecycle
 from ..process_group.own_failure import is_of_broken_collective
 from ..torch_internals import is_of_broken_loader
 from .bad_steps import BadStep, exchange_bad_steps, explain
-from .local_pass import LocalPass
 from .out_of_memory import release
 
 log = logging.getLogger(__name__)

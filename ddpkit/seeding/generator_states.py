@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,16 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     torch.default_generator.set_state(state["torch"])
     if state["accelerator"] is not None:
         torch.get_device_module(state["device"]).set_rng_state(state["accelerator"])
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Give this rank's generators back, when a block ends, the states that they had before it."""
+    state = get_rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
 
 
 def set_rng_states(saved: list[dict[str, Any]]) -> None:

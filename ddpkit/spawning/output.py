@@ -95,7 +95,7 @@ def redirect(writers: dict[int, Connection]) -> None:
         writer.close()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=False)  # by lines also under python -u
 
 
 def describe_logging() -> dict[str, Any]:

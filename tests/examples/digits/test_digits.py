@@ -104,6 +104,36 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return weights
 
 
+def sha_of(output: str) -> str:
+    (found,) = re.findall(r"^SHA-256 of weights and optimizer: (\w{64})$", output, re.MULTILINE)
+    return found
+
+
+@pytest.fixture(scope="module")
+def deterministic(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("deterministic"))
+    output = run_all([[sys.executable, DIGITS, "--folder", folder, "--deterministic", "--epochs", "5"]], [{}])[0]
+    assert epochs(output)[4][1] >= 0.95 * 360
+    return sha_of(output)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_deterministic_run_has_the_same_bits_on_any_number_of_ranks(
+    ranks: int, deterministic: str, tmp_path: Path
+) -> None:
+    output = torchrun(ranks, "--folder", str(tmp_path), "--deterministic", "--epochs", "5")
+    assert sha_of(output) == deterministic
+
+
+def test_a_deterministic_run_that_is_stopped_has_the_same_bits_on_other_ranks(
+    deterministic: str, tmp_path: Path
+) -> None:
+    flags = ["--folder", str(tmp_path), "--deterministic", "--epochs", "5", "--resume"]
+    torchrun(3, *flags, "--stop-after", "20")
+    torchrun(2, *flags, "--stop-after", "37")
+    assert sha_of(run_all([[sys.executable, DIGITS, *flags]], [{}])[0]) == deterministic
+
+
 @pytest.mark.parametrize("stopped_by", ["a flag", "a signal"])
 def test_three_ranks_and_then_two_give_what_one_gives(stopped_by: str, alone: list[float], tmp_path: Path) -> None:
     if stopped_by == "a flag":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
 import sys
@@ -86,6 +87,39 @@ def test_several_ranks_have_the_losses_of_one(
     losses, text = train(tmp_path, ranks, f"--parallel {parallel} --accumulate 2")
     assert losses == pytest.approx(alone, abs=1e-4)
     assert text.startswith("The ")
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 of the weights and moments in the last checkpoint."""
+    saved = ddpkit.Checkpointer(folder).load_latest()
+    tensors = list(saved["model"].values())
+    for moments in saved["optimizer"]["state"].values():
+        tensors += moments.values()
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def deterministic(tmp_path_factory: pytest.TempPathFactory, alone: dict[str, float]) -> str:
+    folder = tmp_path_factory.mktemp("deterministic")
+    losses, _ = train(folder, 1, "--deterministic")
+    assert losses == pytest.approx(alone, abs=1e-4)
+    return digest(folder)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.storm) for n in (4, 8))])
+def test_a_deterministic_run_has_the_same_bits_on_any_number_of_ranks(
+    ranks: int, deterministic: str, tmp_path: Path
+) -> None:
+    train(tmp_path, ranks, "--deterministic")
+    assert digest(tmp_path) == deterministic
+
+
+def test_a_deterministic_run_that_is_stopped_has_the_same_bits_on_other_ranks(
+    deterministic: str, tmp_path: Path
+) -> None:
+    for ranks, stop in [(3, "--stop-after 3"), (1, "--stop-after 6"), (2, "")]:
+        train(tmp_path, ranks, f"--deterministic --resume {stop}")
+    assert digest(tmp_path) == deterministic
 
 
 MOVES = [

@@ -68,6 +68,12 @@ class Facts:
         """Name the loaders from which a rank trains."""
         return {record["loader"] for records in self.of("trains").values() for record in records}
 
+    @property
+    def deals_micro_batches(self) -> bool:
+        """Return whether ranks take different numbers of micro-batches, whose gradients `exact_gradients` adds up."""
+        epochs = [record for records in self.of("epoch").values() for record in records]
+        return any(record["sampler"] == "MicroBatchSampler" for record in epochs)
+
     def of(self, kind: str) -> dict[int, list[Record]]:
         """Select the records of one kind, by rank."""
         return {rank: [r for r in self.records[rank] if r["kind"] == kind] for rank in self.ranks}

@@ -17,6 +17,8 @@ _Losses = dict[tuple[Any, ...], list[dict[str, Any]]]
 
 def find(facts: Facts) -> Iterator[Finding]:
     """Look at how losses enter the gradients of each step."""
+    if facts.deals_micro_batches:
+        return
     rows = facts.rows("step", "optimizer", "number")
     found = _find_uneven(facts, rows) or _find_shorter_window(facts, rows) or _find_divided_twice(facts, rows)
     if found is not None:

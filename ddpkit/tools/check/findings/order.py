@@ -54,6 +54,8 @@ def _decisions(facts: Facts) -> Iterator[tuple[Place, list[list[float]]]]:
 
 def _find_skipping(facts: Facts) -> Finding | None:
     """Find ranks that are at different batches at one step, because some have left one out."""
+    if facts.deals_micro_batches:
+        return None
     skips: list[Any] = []
     for (_, number), records in facts.rows("step", "optimizer", "number"):
         positions = [record["position"] for record in records]
@@ -118,6 +120,8 @@ def _are_names(rows: list[Any]) -> bool:
 
 def _find_uneven_epochs(facts: Facts) -> Finding | None:
     """Find a loader from which the ranks train with different numbers of batches."""
+    if facts.deals_micro_batches:
+        return None
     training = facts.training
     for (loader, _), records in facts.rows("epoch", "loader", "number"):
         batches = [record["batches"] for record in records]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..parallel.models import broadcast_into
 from ..process_group import lifecycle
-from ..torch_internals import ignored_by_ddp, is_fully_sharded, own_buffers, rebuild_buckets
+from ..torch_internals import ignored_by_ddp, is_fully_sharded, own_buffers, rebuild_buckets, version_of
+from .models import broadcast_into
 
 Modules = Sequence[nn.Module | Tensor]
 
@@ -65,6 +65,12 @@ class LocalPass:
         if self._before is not None:
             self._before.restore()
 
+    def changed_buffer(self) -> str:
+        """Return the name of a buffer that the block has changed, with its module's class; "" if there is none."""
+        if self._before is None:
+            return ""
+        return self._before.changed_buffer()
+
     def _exchange_first(self, models: list[DistributedDataParallel]) -> None:
         """Exchange what DDP does before a forward. Collective."""
         if not torch.is_grad_enabled() or not lifecycle.joined():
@@ -84,11 +90,11 @@ class _Before:
     """What a block may change, from when it began.
 
     Attributes:
-        buffers: Each with its module and name there, the object, and a copy of its values.
+        buffers: Each with its module and name there, the object, its version, and a copy of its values.
         parameters: Each with whether it was trained.
     """
 
-    buffers: list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
+    buffers: list[tuple[nn.Module, str, Tensor | None, int, Tensor | None]]
     parameters: list[tuple[Tensor, bool]]
 
     @classmethod
@@ -104,18 +110,25 @@ class _Before:
             for part in module.modules():
                 for name, buffer in own_buffers(part).items():
                     copy = None if buffer is None else buffer.clone()
-                    before.buffers.append((part, name, buffer, copy))
+                    before.buffers.append((part, name, buffer, version_of(buffer), copy))
         return before
 
     @torch.no_grad()
     def restore(self) -> None:
-        for part, name, buffer, copy in self.buffers:
+        for part, name, buffer, _, copy in self.buffers:
             own_buffers(part)[name] = buffer  # the model may have put another in its place
             if buffer is not None and copy is not None:
                 buffer.copy_(copy)
         for parameter, is_trained in self.parameters:
             parameter.requires_grad_(is_trained)
             parameter.grad = None
+
+    def changed_buffer(self) -> str:
+        for part, name, buffer, version, _ in self.buffers:
+            now = own_buffers(part)[name]
+            if now is not buffer or version_of(now) != version:
+                return f"{type(part).__name__}.{name}"
+        return ""
 
 
 def _wrapped(modules: Modules) -> list[DistributedDataParallel]:
@@ -135,7 +148,7 @@ def _check_local(call: str, module: object) -> None:
     for part in module.modules():
         problem = _why_not_local(part)
         if problem:
-            raise TypeError(f"{call} cannot guard this model: {problem}.")
+            raise TypeError(f"{call} cannot take this model: {problem}.")
 
 
 def _why_not_local(part: nn.Module) -> str:

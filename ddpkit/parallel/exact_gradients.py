@@ -1,0 +1,300 @@
+"""Add up the gradients of micro-batches to the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..collectives.consistency import (
+    CHECK,
+    communication_device,
+    fingerprint_of,
+    new_block,
+    raise_everywhere,
+    reduce_in_place,
+    sum_block,
+)
+from ..errors import DdpkitError
+from ..process_group import lifecycle
+from ..seeding.generator_states import generators_kept
+from ..seeding.seeds import seed_cpu
+from ..torch_internals import untraced
+from .exact_sum import PLACES, ExactSum
+from .gradient_exchange import Gradients, Modules, check_gradients, named_by_argument
+from .kernels import describe_kernels
+from .local_pass import LocalPass
+from .models import describe_tensors
+from .step_times import follow_optimizers
+
+_CALL = "exact_gradients()"
+_AT_ONCE = 8  # micro-batches whose gradients are added to the sums together, which takes less time
+
+
+class MicroBatches(list[Any]):
+    """This rank's micro-batches of one optimiser step, as a loader of `make_micro_batch_loader` yields them.
+
+    Attributes:
+        step: Which step it is, in words: the same on every rank.
+        global_batch_size: Samples of the step, on all ranks together.
+        seeds: Of the random numbers of each micro-batch here.
+    """
+
+    def __init__(self, batches: Iterable[Any], step: str, global_batch_size: int, seeds: list[int]) -> None:
+        super().__init__(batches)
+        self.step = step
+        self.global_batch_size = global_batch_size
+        self.seeds = seeds
+
+
+@contextmanager
+def exact_gradients(
+    batch: MicroBatches,
+    *modules: nn.Module | Tensor,
+    threads: int = 1,
+) -> Iterator[Iterator[Any]]:
+    """Add up the gradients of a step to the same bits on any number of ranks. Collective.
+
+    The block goes through this rank's micro-batches. Each has random numbers of its own (of `random`, NumPy and torch),
+    so that dropout is the same wherever it is computed. After the block each parameter's `.grad` is the sum of what
+    the backwards on all ranks have given; a gradient from before the block is dropped. The sum is exact, so it has no
+    order that could vary: elements are rounded before, by at most 2^-40 of the largest one of the step, and the sum
+    once, to the parameter's dtype.
+
+    Divide each loss, summed over its samples, by `batch.global_batch_size`. Within the block nothing is exchanged:
+    DDP's exchange is off, and ddpkit's own calls are refused. The gradients travel at the end, 16 bytes an element.
+
+    A micro-batch's gradient has the same bits only where the same kernels compute it: the same torch, kind of CPU and
+    number of threads, or the same kind of accelerator with `torch.use_deterministic_algorithms(True)`. Ranks that
+    differ are refused, and so are states of the loader from elsewhere.
+
+    Args:
+        batch: What a loader of `make_micro_batch_loader` has yielded.
+        *modules: All models that are trained in the step, wrapped or not, and single parameters, equal on all ranks.
+        threads: That torch uses on the CPU: the same in all runs that are to have the same bits.
+
+    Raises:
+        MismatchError: If the ranks are at different steps, or have other parameters or kernels; on the other ranks,
+            if one raises an error below.
+        DdpkitError: If a forward changes a buffer, such as BatchNorm's statistics: its value would depend on which
+            rank saw what.
+        RuntimeError: If the block ends before its loop has taken all micro-batches.
+        TypeError: If the batch is of another loader, a model exchanges values in its forward (`fully_shard`,
+            SyncBatchNorm, DDP with `static_graph=True`), or a parameter or gradient is sharded, sparse or complex.
+        ValueError: If torch uses another number of threads, or may use algorithms that are not deterministic; if
+            nothing is trained.
+
+    References:
+        James Demmel and Hong Diep Nguyen, Parallel reproducible summation, IEEE Transactions on Computers 64 (7), 2015.
+
+    Example:
+        >>> from ddpkit import make_micro_batch_loader
+        >>> torch.set_num_threads(1)  # as `ddpkit.setup(num_threads=1)` does
+        >>> loader = make_micro_batch_loader(torch.ones(6, 2), global_batch_size=4, micro_batch_size=2)
+        >>> net = nn.Linear(2, 1)
+        >>> for batch in loader:
+        ...     with exact_gradients(batch, net) as micro_batches:
+        ...         for x in micro_batches:
+        ...             (net(x).sum() / batch.global_batch_size).backward()
+        ...     print(net.weight.grad)  # then optimizer.step()
+        tensor([[1., 1.]])
+        tensor([[1., 1.]])
+    """
+    peers = lifecycle.data_parallel()
+    with raise_everywhere(_CALL, peers):
+        local_pass = LocalPass(_CALL, modules)
+        step = _Step(batch, modules)
+        check_kernels(step.device, threads)
+    with local_pass:
+        try:
+            with generators_kept():
+                yield step.micro_batches()
+        finally:
+            step.gradients.hide()
+    _end(step, local_pass)
+
+
+_Layout = tuple[list[int], torch.dtype, torch.device]  # the elements of each parameter, and in what their gradients fit
+
+
+class _Memory:
+    """Where the gradients of a model are added up; kept from step to step, for new memory is slow.
+
+    Attributes:
+        message: The sums of the digits, and behind them of how many micro-batches each parameter has gradients.
+        sum: The first part of it.
+        counts: The second part.
+        waiting: Gradients of micro-batches that are to be added to the sum, one in a row.
+    """
+
+    def __init__(self, layout: _Layout) -> None:
+        self.layout = layout
+        sizes, dtype, device = layout
+        elements = sum(sizes)
+        self.message = torch.zeros(2 * elements + len(sizes), dtype=torch.float64, device=device)
+        digits, self.counts = torch.split(self.message, [2 * elements, len(sizes)])
+        self.sum = ExactSum(digits.view(2, elements))
+        self.waiting = torch.empty(_AT_ONCE, elements, dtype=dtype, device=device)
+
+    @classmethod
+    def of(cls, modules: Modules, layout: _Layout) -> _Memory:
+        """Return the memory of the first of some modules, with sums of 0."""
+        memory = _memories.get(modules[0]) if isinstance(modules[0], nn.Module) else None
+        if memory is None or memory.layout != layout:
+            memory = cls(layout)
+        if isinstance(modules[0], nn.Module):
+            _memories[modules[0]] = memory
+        memory.message.zero_()
+        memory.sum.place = PLACES[0]
+        return memory
+
+
+_memories: WeakKeyDictionary[nn.Module, _Memory] = WeakKeyDictionary()
+
+
+class _Step:
+    """The gradients of one step, and their sums.
+
+    Attributes:
+        gradients: Of the parameters that are trained.
+        device: Of the sums.
+        counts: Of how many micro-batches here each parameter has gradients.
+    """
+
+    def __init__(self, batch: MicroBatches, modules: Modules) -> None:
+        if not isinstance(batch, MicroBatches):
+            kind = type(batch).__name__
+            raise TypeError(f"{_CALL} takes what a loader of make_micro_batch_loader() yields, got {kind}.")
+        self.batch = batch
+        self.modules = modules
+        self.gradients = Gradients(named_by_argument(modules))
+        check_gradients(_CALL, modules, self.gradients)
+        parameters = self.gradients.parameters
+        if not parameters:
+            raise ValueError(f"{_CALL} needs modules with parameters that are trained.")
+        if any(p.is_complex() for p in parameters):
+            raise TypeError(f"{_CALL} takes real parameters: keep a complex one as torch.view_as_real() of it.")
+        self.device = parameters[0].device
+        self.sizes = [p.numel() for p in parameters]
+        self.counts = [0] * len(parameters)
+        dtype = functools.reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+        self.memory = _Memory.of(modules, (self.sizes, dtype, self.device))
+        self.waiting = 0  # micro-batches
+        self.is_complete = False
+
+    def micro_batches(self) -> Iterator[Any]:
+        """Yield each micro-batch, with its random numbers, and add the gradients that follow."""
+        for micro_batch, seed in zip(self.batch, self.batch.seeds, strict=True):
+            self.gradients.hide()
+            self._seed(seed)
+            yield micro_batch
+            self._keep()
+        self._add()
+        self.is_complete = True
+
+    def _seed(self, seed: int) -> None:
+        seed_cpu(seed)
+        # torch.manual_seed() would do it, too, but serves accelerators that are not there, which takes longer
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device.type).manual_seed_all(seed)
+
+    @untraced
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _keep(self) -> None:
+        """Keep the gradients that the parameters have, those of a micro-batch, for the sums."""
+        gradients = self.gradients
+        gradients.values = [p.grad for p in gradients.parameters]
+        check_gradients(_CALL, self.modules, gradients)
+        pieces = []
+        for i, gradient in enumerate(gradients.values):
+            if gradient is None:
+                pieces.append(torch.zeros(self.sizes[i], device=self.device))
+                continue
+            self.counts[i] += 1
+            if gradient.device != self.device:  # of a model on several devices
+                gradient = gradient.to(self.device)
+            pieces.append(gradient.reshape(-1))
+        torch.cat(pieces, out=self.memory.waiting[self.waiting])
+        self.waiting += 1
+        if self.waiting == _AT_ONCE:
+            self._add()
+
+    def _add(self) -> None:
+        """Add the gradients that were kept to the sums."""
+        if self.waiting:
+            self.memory.sum.add(self.memory.waiting[: self.waiting])
+            self.waiting = 0
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Add up the sums of all ranks, and give them to the parameters as gradients. Collective."""
+        peers = lifecycle.data_parallel()
+        block = new_block()
+        memory = self.memory
+        block[CHECK + PLACES.index(memory.sum.place)] = 1
+        sum_block(self._fingerprint(), block, peers)
+        highest = np.flatnonzero(block[CHECK:])[-1]
+        memory.sum.raise_to(PLACES[highest])
+        memory.counts.copy_(torch.tensor(self.counts))
+        message = memory.message.to(communication_device(self.device, peers))
+        memory.message.copy_(reduce_in_place(message, peers=peers))
+        self._distribute()
+
+    def _distribute(self) -> None:
+        sums = torch.split(self.memory.sum.rounded(), self.sizes)
+        counts = self.memory.counts.tolist()
+        for p, count, value in zip(self.gradients.parameters, counts, sums, strict=True):
+            if count:
+                dtype = getattr(p, "grad_dtype", None) or p.dtype
+                p.grad = torch.empty_like(p, dtype=dtype).copy_(value.view(p.shape))
+
+    def _fingerprint(self) -> str:
+        names = self.gradients.names
+        parameters = describe_tensors(dict(zip(names, self.gradients.parameters, strict=True)))
+        parts = {"step": self.batch.step, "kernels": describe_kernels(self.device)}
+        return fingerprint_of(_CALL, parts | parameters)
+
+
+def check_kernels(device: torch.device, threads: int) -> None:
+    """Refuse kernels of which the user has not said that all runs have the same.
+
+    Raises:
+        ValueError: If torch uses another number of threads on the CPU, or may be indeterministic elsewhere.
+    """
+    if device.type != "cpu":
+        if not torch.are_deterministic_algorithms_enabled():
+            raise ValueError(f"{_CALL} on {device.type} needs torch.use_deterministic_algorithms(True).")
+        return
+    found = torch.get_num_threads()
+    if found != threads:
+        raise ValueError(
+            f"{_CALL} expects threads={threads}, but torch uses {found}, and gradients would have other bits: "
+            f"call ddpkit.setup(num_threads={threads}), or pass threads={found} in every run."
+        )
+
+
+@untraced
+def _end(step: _Step, local_pass: LocalPass) -> None:
+    """Exchange the sums, if the block did what it should. Collective."""
+    with raise_everywhere(_CALL, lifecycle.data_parallel()):
+        if not step.is_complete:
+            raise RuntimeError(f"The block of {_CALL} ended before its loop had taken all micro-batches.")
+        changed = local_pass.changed_buffer()
+        if changed:
+            raise DdpkitError(
+                f"A forward in the block of {_CALL} has changed {changed}: its value would depend on which rank saw "
+                "which micro-batch. Use a layer without running statistics, such as GroupNorm, or this one in eval()."
+            )
+    if lifecycle.joined():
+        follow_optimizers()
+    step.exchange()
+    if lifecycle.joined():
+        lifecycle.step_clock().end_step()
