@@ -70,7 +70,7 @@ from .launch.ranks import (
     is_main_process,
 )
 from .logging import RankFilter, get_logger
-from .parallel.exact_gradients import exact_gradients
+from .parallel.exact_gradients import MicroBatches, exact_gradients
 from .parallel.gradients import accumulate, average_gradients, averaging, global_mean
 from .parallel.lr_scaling import ScalePlan, rule_for, scale_lr, warmup_factor
 from .parallel.models import unwrap_model
@@ -151,6 +151,7 @@ __all__ = [
     "make_loader",
     "Loader",
     "make_micro_batch_loader",
+    "MicroBatches",
     "sample_seed",
     # scaling rules
     "scale_lr",

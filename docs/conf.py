@@ -99,7 +99,9 @@ def show_collective(app, what, name, obj, options, lines):
 
 def show_signature(app, what, name, obj, options, signature, returns):
     """Show what users pass and get: no constructor that is not theirs, and context managers as such."""
-    if obj in (ddpkit.Loader, ddpkit.Attempt) or (signature or "").startswith("(*args: ~typing.Any, **kwargs"):
+    if obj in (ddpkit.Loader, ddpkit.MicroBatches, ddpkit.Attempt) or (signature or "").startswith(
+        "(*args: ~typing.Any, **kwargs"
+    ):
         return "", None
     function = inspect.unwrap(obj)
     if what == "function" and function is not obj and inspect.isgeneratorfunction(function):  # a context manager

@@ -38,7 +38,7 @@ def make_micro_batch_loader(
     num_replicas: int | None = None,
     rank: int | None = None,
     **options: Any,
-) -> MicroBatchLoader:
+) -> Loader:
     """Make a loader whose steps are cut into the same micro-batches on any number of ranks.
 
     For `exact_gradients`. Each step of the loop yields a list of the micro-batches that are this rank's; ranks may have

@@ -44,6 +44,12 @@ class MicroBatches(list[Any]):
         step: Which step it is, in words: the same on every rank.
         global_batch_size: Samples of the step, on all ranks together.
         seeds: Of the random numbers of each micro-batch here.
+
+    Example:
+        >>> from ddpkit import make_micro_batch_loader
+        >>> batch = next(iter(make_micro_batch_loader(range(6), global_batch_size=4, micro_batch_size=2)))
+        >>> len(batch), batch.global_batch_size, batch.step
+        (2, 4, 'epoch 0, from sample 0 on')
     """
 
     def __init__(self, batches: Iterable[Any], step: str, global_batch_size: int, seeds: list[int]) -> None:

@@ -16,7 +16,6 @@ def main(folder: Path, victim: int) -> None:
     member = ddpkit.get_rank()
     net = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    samples = []
     for attempt in ddpkit.survive(net, optimizer):
         with attempt as context:
             loader = attempt.resume(ddpkit.make_loader(torch.arange(48), 2))

@@ -311,6 +311,39 @@ def test_a_loss_leads_to_the_same_weights_as_a_planned_end_of_the_rank(tmp_path:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def train_exactly(folder: str, deaths: list[Death]) -> None:
+    """Train with dropout to bits that no number of ranks changes."""
+    torch.manual_seed(5)
+    member = int(os.environ["RANK"])
+    net = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(net.parameters())
+    data = torch.randn(100, 4, generator=torch.Generator().manual_seed(1))
+    for attempt in ddpkit.survive(net, optimizer, num_threads=1):
+        with attempt:
+            loader = attempt.resume(ddpkit.make_micro_batch_loader(data, 12, 2))
+            model = ddpkit.wrap_model(net)
+            for _ in loader.epochs(2):
+                for batch in loader:
+                    with ddpkit.exact_gradients(batch, model) as micro_batches:
+                        for x in micro_batches:
+                            (model(x).square().sum() / batch.global_batch_size).backward()
+                        if (member, attempt.steps, "backward") in deaths:
+                            die()
+                    optimizer.step()
+                    attempt.commit()
+            torch.save([net.state_dict(), optimizer.state_dict()], f"{folder}/{member}.pt")
+
+
+def test_a_loss_changes_no_bit_where_steps_are_exact(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    assert [e.code for e in start(1, tmp_path / "one", [], fn=train_exactly)] == [0]
+    expected = torch.load(tmp_path / "one" / "0.pt")
+    ended = start(4, tmp_path, [(0, 4, "backward"), (2, 11, "backward")], fn=train_exactly)
+    assert [ended[member].code for member in (1, 3)] == [0, 0], "".join(e.output for e in ended)
+    for member in (1, 3):
+        torch.testing.assert_close(torch.load(tmp_path / f"{member}.pt"), expected, rtol=0, atol=0)
+
+
 @pytest.mark.storm
 @pytest.mark.parametrize("seed", range(100))
 def test_random_deaths_lose_and_repeat_nothing(seed: int, tmp_path: Path) -> None:

@@ -110,6 +110,25 @@ def data() -> ddpkit.Loader:
     return loader
 
 
+def same_bits(model: nn.Module) -> None:
+    for batch in ddpkit.make_micro_batch_loader(range(4), 4, 2):
+        assert isinstance(batch, ddpkit.MicroBatches)
+        assert_type(batch.global_batch_size, int)
+        with ddpkit.exact_gradients(batch, model) as micro_batches:
+            for x in micro_batches:
+                model(x).backward()
+
+
+def surviving(model: nn.Module) -> None:
+    for attempt in ddpkit.survive(model, min_ranks=2):
+        assert_type(attempt, ddpkit.Attempt)
+        with attempt as context:
+            assert_type(context, ddpkit.Context)
+            assert_type(attempt.resume(ddpkit.make_loader(range(4), 2)), ddpkit.Loader)
+            attempt.commit()
+
+
 def launching() -> None:
+    assert_type(ddpkit.spawn(name, 2, end_together=False), list[str | BaseException])
     assert_type(ddpkit.spawn(name, 2, 3, timeout=timedelta(minutes=1)), list[str])
     assert_type(on_ranks(name, 2, 3), list[str])
