@@ -152,6 +152,11 @@ def rebuild_buckets(model: DistributedDataParallel) -> None:
     model.reducer._rebuild_buckets()
 
 
+def remove_hooks(model: DistributedDataParallel) -> None:
+    """Take off a DDP the hooks by which it averages gradients."""
+    model._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+
+
 def is_of_broken_loader(error: BaseException) -> bool:
     """Return whether a loader has lost a worker, or waits for one too long (private, the same from torch 2.6 to 2.13).
 

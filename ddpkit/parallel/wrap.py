@@ -6,6 +6,7 @@ Nothing here is a wrapper of ours: `wrap_model` returns torch's DDP or the model
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ from ..torch_internals import (
     forward_pre_hooks,
     ignored_by_ddp,
     module_versions,
+    remove_hooks,
     set_module_versions,
 )
 from .models import (
@@ -339,3 +341,11 @@ def _find_wrappers(keys: Iterable[str]) -> set[str]:
         if name in ("module", "_orig_mod") and child in children:
             wrappers.add(child)
     return wrappers
+
+
+def release_models(models: Iterable[nn.Module]) -> None:
+    """Let DDP models of a group that has gone average no gradients of these models any more, if somebody keeps them."""
+    wanted = set(map(id, models))
+    for wrapper in gc.get_objects():
+        if issubclass(type(wrapper), DistributedDataParallel) and id(wrapper.module) in wanted:
+            remove_hooks(wrapper)

@@ -17,6 +17,7 @@ from ..errors import DdpkitError, LaunchError, PeerError
 from .polling import call_with_timeout
 from .store_values import parse, printable, refuse_text
 
+GRACE = 5.0  # seconds that a main thread has, where nobody asks for more
 # characters of a failure: the store drops connections over values of megabytes
 _MESSAGE_LENGTH = 10_000
 _TRACE_LENGTH = 50_000
@@ -124,6 +125,8 @@ class Failures:
         known: The first failure, as far as this rank has heard of one.
         settled: Whether this rank has reported the failure or is leaving the job, so that it is raised no more.
         held: Whether this rank is in the middle of something that it must end before a failure is raised in it.
+        grace: Seconds from the first attempt to raise it until a main thread that neither ends nor handles it is given
+            up, and the process ended.
         left: Ranks that have left the job.
         reasons: By rank, the failure that it was handling when it left.
         exiting: Ranks whose process is about to end, and until when to wait for its exit code.
@@ -139,6 +142,7 @@ class Failures:
         self.known: Failure | None = None
         self.settled = False
         self.held = False
+        self.grace = GRACE
         self.left: list[int] = []
         self.reasons: dict[int, Failure] = {}
         self.exiting: dict[int, float] = {}

@@ -140,10 +140,28 @@ def asked_options() -> Options:
     return _job.asked
 
 
-def hold_failures(hold: bool) -> None:
-    """Let a peer's failure not interrupt this process, or again."""
-    if _job is not None and _job.session is not None:
-        _job.session.failures.held = hold
+def hold_failures(hold: bool, grace: float | None = None) -> None:
+    """Let a peer's failure not interrupt this process, or again.
+
+    Args:
+        hold: Whether not.
+        grace: Seconds that it then has to deal with one.
+    """
+    if _job is None or _job.session is None:
+        return
+    _job.session.failures.held = hold
+    if grace is not None:
+        _job.session.failures.grace = grace
+
+
+def owns_group() -> bool:
+    """Return whether `setup()` has made the process group, or there is none."""
+    return _job is None or _job.session is None or _job.owns_group
+
+
+def has_unfinished() -> bool:
+    """Return whether something was begun that all ranks have to wait for before they leave."""
+    return _job is not None and bool(_job.unfinished)
 
 
 def lost_peer(error: BaseException) -> DdpkitError | None:

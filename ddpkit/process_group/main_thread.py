@@ -22,11 +22,11 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from ..errors import BarrierTimeoutError, LaunchError, MismatchError, PeerError, ReplicaMismatchError
+from .failures import GRACE
 from .session import Session
 from .sockets import SETTLE
 
 _NEVER = float("inf")
-GRACE = 5.0  # seconds from the first signal until a main thread that neither ends nor handles it is given up
 _PAUSE = 0.25  # seconds between signals, about
 _PAUSE_LOST = 0.03  # seconds, at most, until the next signal where what is raised would get lost
 _PYTHON = os.path.dirname(os.__file__)
@@ -110,7 +110,7 @@ class MainThread:
 
     def grace_is_over(self) -> bool:
         """Return whether the main thread has had its time to end or to handle the failure."""
-        return time.monotonic() > self._first_signal_at + GRACE
+        return time.monotonic() > self._first_signal_at + self._session.failures.grace
 
     def reason(self) -> str:
         """Say why nothing could be raised in the main thread."""

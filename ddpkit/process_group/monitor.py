@@ -34,8 +34,8 @@ from ..errors import (
 from ..timing.pace import Pace
 from ..timing.paces import Paces
 from .activity import Activity, MainThreadWatcher, Picture
-from .failures import Failure, describe_error
-from .main_thread import GRACE, MainThread
+from .failures import GRACE, Failure, describe_error
+from .main_thread import MainThread
 from .monitor_connections import Connections, Event
 from .monitor_messages import Message, Steps, encode
 from .monitor_tree import parent_of
@@ -444,7 +444,7 @@ class Monitor(threading.Thread):
             main_thread.stop_signals()
             return
         main_thread.signal_after(self._delay(failure))
-        if main_thread.handles_failure():
+        if self._failures.held or main_thread.handles_failure():
             main_thread.begin_again()
         elif main_thread.grace_is_over():
             self._kill_process(failure.to_error())

@@ -6,7 +6,9 @@ whose port is closed has ended. The first that lives leads: it waits for the oth
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import threading
 import time
 import uuid
@@ -19,7 +21,7 @@ import torch.distributed as dist
 
 from ..errors import LaunchError
 from . import sockets
-from .polling import Pause
+from .polling import Pause, call_with_timeout
 from .session import Session
 from .startup import host_address
 from .store_values import parse
@@ -119,7 +121,9 @@ class Refuge:
         one_node = len(set(session.nodes)) == 1
         self.member = session.rank
         address = "127.0.0.1" if one_node else host_address(session.store)
+        before = sockets.sockets()
         self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        _close_in_children(sockets.sockets() - before)
         everyone = session.exchange(json.dumps({"address": (address, self._store.port)}))
         found = [parse(text, "refuge", {"address": tuple[str, int]})["address"] for text in everyone]
         self._addresses: dict[int, tuple[str, int]] = {rank: (host, port) for rank, (host, port) in enumerate(found)}
@@ -143,13 +147,16 @@ class Refuge:
             return False
         return False
 
-    def regroup(self, me: Arrival, members: Collection[int], least: int) -> tuple[Decision, dist.Store]:
+    def regroup(
+        self, me: Arrival, members: Collection[int], least: int, gone: Collection[int]
+    ) -> tuple[Decision, dist.Store]:
         """Agree on who goes on.
 
         Args:
             me: What this rank says.
             members: Those of the job that has lost some.
             least: So many must go on.
+            gone: Those who have said themselves that they do not.
 
         Returns:
             The decision, and the store in which those who go on meet.
@@ -160,20 +167,25 @@ class Refuge:
         for member in sorted(members):
             if member == self.member:
                 break
-            if not self.has_ended(member):
+            if member not in gone and not self.has_ended(member):
                 decision, store = self._follow(member, me)
                 if decision is not None:
                     return _accepted(decision, self.member), store
-        return _accepted(self._lead(me, members, least), self.member), self._store
+        return _accepted(self._lead(me, members, least, gone), self.member), self._store
 
     def _follow(self, leader: int, me: Arrival) -> tuple[Decision | None, dist.Store]:
         """Wait for the decision of a member that may lead; None if it has ended or does not answer."""
         seconds = self._patience + _LEADERS_PATIENCE
         deadline = time.monotonic() + seconds
+        next_probe = 0.0
         pause = Pause()
         store: dist.Store = self._store
         try:
-            store = connect(*self._addresses[leader], timedelta(seconds=seconds))
+            store = call_with_timeout(
+                lambda: connect(*self._addresses[leader], timedelta(seconds=seconds)),
+                seconds,
+                lambda: self._check(leader),
+            )
             if store.check([_DECIDED]):
                 last = _decision(store, _DECIDED)
                 if last.regrouping > me.regroupings and self.member not in last.members:
@@ -183,19 +195,26 @@ class Refuge:
             while not store.check([answer]):
                 if time.monotonic() > deadline:
                     return None, store
+                if time.monotonic() > next_probe:
+                    self._check(leader)
+                    next_probe = time.monotonic() + _BETWEEN_PROBES
                 pause()
             decision = _decision(store, answer)
             store.delete_key(answer)
             return decision, store
-        except RuntimeError:  # the leader has ended
+        except (RuntimeError, TimeoutError):  # the leader has ended, or is out of reach
             return None, store
 
-    def _lead(self, me: Arrival, members: Collection[int], least: int) -> Decision:
+    def _check(self, leader: int) -> None:
+        if self.has_ended(leader):
+            raise RuntimeError(f"member {leader} has ended")
+
+    def _lead(self, me: Arrival, members: Collection[int], least: int, gone: Collection[int]) -> Decision:
         """Wait for those that live, and tell them who goes on."""
         deadline = time.monotonic() + self._patience
         arrivals = {self.member: me}
         answers: dict[int, str] = {}
-        ended: set[int] = set()
+        ended = set(gone)
         next_probe = 0.0
         pause = Pause()
         while True:
@@ -249,6 +268,18 @@ def _accepted(decision: Decision, member: int) -> Decision:
     if member not in decision.members:
         raise LaunchError("The other ranks have gone on without this one, which they took for lost.")
     return decision
+
+
+def _close_in_children(some: set[int]) -> None:
+    """Let forked children close these sockets: a port that a loader's worker holds open looks like a living rank."""
+    _inherited().update(some)
+
+
+@functools.cache
+def _inherited() -> set[int]:
+    everywhere: set[int] = set()
+    os.register_at_fork(after_in_child=lambda: sockets.close(everywhere))
+    return everywhere
 
 
 class _Pulse(threading.Thread):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Iterator
@@ -18,9 +19,10 @@ from torch.optim import Optimizer
 from ..arguments import as_integer, check_timeout
 from ..collectives.ops import broadcast
 from ..collectives.sync import barrier
-from ..errors import DdpkitError
+from ..errors import DdpkitError, PeerError
 from ..launch import ranks
 from ..parallel.models import unwrap_model
+from ..parallel.wrap import release_models
 from ..process_group import lifecycle
 from ..process_group.job import Context
 from ..process_group.main_thread import undisturbed
@@ -30,6 +32,8 @@ from ..seeding.generator_states import get_rng_state, set_rng_state
 
 log = logging.getLogger(__name__)
 _GIVEN_UP = "given up"
+_GRACE = 60.0  # seconds from the loss of a rank until an attempt must be over: loaders' workers may be slow to end
+_UNSURE = ("lost", "silent", "left")  # of a rank that may go on: it has raised no error
 
 
 class Resumable(Protocol):
@@ -71,8 +75,9 @@ def survive(
     that talks to other ranks.
 
     Args:
-        *states: What a step changes: the model, not wrapped, its optimizer, a schedule, a scaler, an average; anything
-            with `state_dict` and `load_state_dict`. They are equal on all ranks.
+        *states: What a step changes: the model, not wrapped, its optimizer (one of torch's, or what holds one as
+            `.optimizer`), a schedule, a scaler, an average; anything with `state_dict` and `load_state_dict`. They
+            are equal on all ranks.
         min_ranks: With fewer the job ends.
         patience: How long to wait for a rank that may live, where the others have noticed a loss.
         backend: As for `setup()`, as are the ones below.
@@ -84,11 +89,11 @@ def survive(
         Attempts, until one ends well.
 
     Raises:
-        DdpkitError: If an attempt is not entered by `with`.
+        DdpkitError: If an attempt is not entered by `with`; if there is a process group already that others made.
         LaunchError: If the ranks that are left cannot go on: there are too few of them, they may be the smaller part
             of a network that was cut, or all were in the middle of a step.
-        TypeError: If a state has no `state_dict`, or an argument is of a wrong type.
-        ValueError: If `min_ranks` is less than 1.
+        TypeError: If a state has no `state_dict`, there is no optimizer, or an argument is of a wrong type.
+        ValueError: If `min_ranks` is less than 1, or more than there are.
 
     Example:
         >>> net = nn.Linear(1, 1)
@@ -107,8 +112,15 @@ def survive(
     for state in states:
         if not hasattr(state, "state_dict") or not hasattr(state, "load_state_dict"):
             raise TypeError(f"survive() keeps objects with state_dict() and load_state_dict(), got {type(state)}.")
-    context = lifecycle.setup(backend=backend, device=device, timeout=timeout, num_threads=num_threads)
-    survivors = _Survivors(context, _Kept(states), least, patience)
+    kept = _Kept(states)
+    try:
+        context = lifecycle.setup(backend=backend, device=device, timeout=timeout, num_threads=num_threads)
+        _check_job(context, least)
+        survivors = _Survivors(context, kept, least, patience)
+    except BaseException:
+        kept.close()
+        lifecycle.teardown()
+        raise
     try:
         while True:
             attempt = Attempt(survivors)
@@ -122,6 +134,13 @@ def survive(
             survivors.go_on(attempt.lost)
     finally:
         survivors.close()
+
+
+def _check_job(context: Context, least: int) -> None:
+    if least > context.world_size:
+        raise ValueError(f"min_ranks={least} is more than there are: {context.world_size}.")
+    if not lifecycle.owns_group():
+        raise DdpkitError("survive() makes the process group, and makes it anew: do not make one before.")
 
 
 class Attempt:
@@ -150,8 +169,10 @@ class Attempt:
         """The number of steps that were committed, in all attempts."""
         return self._kept.steps
 
+    @undisturbed
     def __enter__(self) -> Context:
         self._kept.begin()
+        lifecycle.hold_failures(False, grace=_GRACE)
         return self._survivors.context
 
     def resume(self, loader: T) -> T:
@@ -188,7 +209,9 @@ class Attempt:
 
     def _is_loss(self, error: BaseException) -> bool:
         """Return whether this is because another rank was lost; if not, this rank fails."""
-        self.lost = lifecycle.lost_peer(error)
+        lost = lifecycle.lost_peer(error) if isinstance(error, Exception) else None
+        is_mine = isinstance(lost, PeerError) and lost.rank == ranks.get_rank()  # whose launcher has gone
+        self.lost = None if is_mine else lost
         if self.lost is None:
             self._survivors.close(error)
         return self.lost is not None
@@ -206,7 +229,9 @@ class _Survivors:
         self._asked = lifecycle.asked_options()
         self._refuge: Refuge | None = None
         self._members = list(range(context.world_size))
+        self._resumed_at: int | None = None  # the step, where nobody was missing after the last loss
         if lifecycle.joined():
+            lifecycle.hold_failures(True)  # until an attempt is entered
             self._refuge = Refuge(lifecycle.current_session(), self._patience)
 
     def commit(self) -> None:
@@ -219,10 +244,16 @@ class _Survivors:
         """Join those who are left, until nobody is lost meanwhile, and let all have the same states."""
         assert self._refuge is not None
         begun = time.monotonic()
+        stop = lifecycle.stop_agreement()
+        request = stop.request if stop.decision is None else stop.decision.request
+        if lifecycle.has_unfinished():
+            log.warning("a checkpoint that save(wait=False) has begun may not be there: save it again")
+        gone = [self._members[lost.rank]] if isinstance(lost, PeerError) and lost.error_type not in _UNSURE else []
         while True:
             lifecycle.teardown()
-            decision, store = self._refuge.regroup(self._arrival(), self._members, self._least)
+            decision, store = self._refuge.regroup(self._arrival(), self._members, self._least, gone)
             self._regroupings = decision.regrouping
+            self._check_progress(decision, lost)
             try:
                 self._rejoin(decision, dist.PrefixStore(f"job {decision.regrouping}", store))
                 break
@@ -230,10 +261,23 @@ class _Survivors:
                 if not any(map(self._refuge.has_ended, decision.members)):
                     raise
         former, self._members = self._members, decision.members
+        if request is not None:
+            lifecycle.ask_to_stop(request)
         if ranks.is_main_process():
             took = time.monotonic() - begun
             news = f"{len(self._members)} of {len(former)} ranks go on from step {decision.steps}, after {took:.1f} s"
+            if decision.members[-1] >= len(decision.members):  # numbers are others than at the beginning
+                news += f" (at the beginning ranks {', '.join(map(str, decision.members))})"
             log.warning("%s: %s", news, str(lost).partition("\n")[0])
+
+    def _check_progress(self, decision: Decision, lost: DdpkitError) -> None:
+        """Raise what was taken for a loss if it comes again at the same step, and nobody is missing: it is a bug."""
+        if decision.members != self._members:
+            self._resumed_at = None
+        elif decision.steps == self._resumed_at:
+            raise lost
+        else:
+            self._resumed_at = decision.steps
 
     def _arrival(self) -> Arrival:
         assert self._refuge is not None
@@ -262,6 +306,7 @@ class _Survivors:
             raise
         is_joining = False
         self.kept.put_back(decision, refuge.member)
+        lifecycle.hold_failures(True)  # until the next attempt is entered
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; after an error the others hear of it, and that this rank does not go on."""
@@ -282,9 +327,12 @@ class _Kept:
         self.is_whole = True
         self._states = [unwrap_model(state) if isinstance(state, nn.Module) else state for state in states]
         self._modules = [state for state in self._states if isinstance(state, nn.Module)]
+        self._small = [state for state in self._states if not isinstance(state, nn.Module | Optimizer)]
         self._loaders: list[Resumable] = []
         self._positions: list[dict[str, Any]] = []
-        optimizers = [state for state in states if isinstance(state, Optimizer)]
+        optimizers = _optimizers_in(states)
+        if not optimizers and any(p.requires_grad for module in self._modules for p in module.parameters()):
+            raise TypeError("survive() needs the optimizer, one of torch.optim's, to know when a step begins.")
         self._handles = [optimizer.register_step_pre_hook(self._begin_step) for optimizer in optimizers]
         self._copy()
 
@@ -302,8 +350,9 @@ class _Kept:
         lifecycle.hold_failures(False)
 
     def _copy(self) -> None:
-        """Copy what a forward changes."""
+        """Copy what may change before a step begins: in a forward, or with a scaler that skips the step."""
         self._buffers = [buffer.clone() for buffer in self._live_buffers()]
+        self._copies = [copy.deepcopy(state.state_dict()) for state in self._small]
         self._random = get_rng_state()
 
     def _live_buffers(self) -> list[Tensor]:
@@ -327,24 +376,33 @@ class _Kept:
         """Give all who go on the states of the step from which they do. Collective."""
         for module in self._modules:
             module.zero_grad(set_to_none=True)
+        release_models(self._modules)
         if member not in decision.behind:
-            for buffer, copy in zip(self._live_buffers(), self._buffers, strict=True):
-                buffer.copy_(copy)
+            for buffer, kept in zip(self._live_buffers(), self._buffers, strict=True):
+                buffer.copy_(kept)
+            for state, saved in zip(self._small, self._copies, strict=True):
+                state.load_state_dict(copy.deepcopy(saved))
         set_rng_state(self._random)
-        if not decision.behind:
-            return
         mine = ([state.state_dict() for state in self._states], self._positions)
         states, positions = broadcast(mine, src=decision.members.index(decision.source))
-        if member in decision.behind:
-            self.is_whole = False
-            for state, saved in zip(self._states, states, strict=True):
-                state.load_state_dict(saved)
-            self._positions = positions
-            self._copy()
-            self.steps = decision.steps
-            self.is_whole = True
+        if member == decision.source:
+            return
+        self.is_whole = False
+        for state, saved in zip(self._states, states, strict=True):
+            state.load_state_dict(saved)
+        self._positions = positions
+        self._copy()
+        self.steps = decision.steps
+        self.is_whole = True
 
     def close(self) -> None:
         """Watch optimizers no more."""
         for handle in self._handles:
             handle.remove()
+
+
+def _optimizers_in(states: tuple[Any, ...]) -> list[Optimizer]:
+    """List torch's optimizers among some states, and those that others of them hold as `.optimizer`."""
+    found = [state for state in states if isinstance(state, Optimizer)]
+    found += [held for state in states if isinstance(held := getattr(state, "optimizer", None), Optimizer)]
+    return list({id(optimizer): optimizer for optimizer in found}.values())

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import sys
+import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -37,11 +39,24 @@ class Weight(nn.Module):
         return self.weight - x
 
 
+class Count:
+    """Changes in each step before the optimizer does, as a scaler that skips it."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: str, deaths: list[Death], min_ranks: int = 1, **options: Any) -> None:
+def train(folder: str, deaths: list[Death], min_ranks: int = 1, num_workers: int = 0, **options: Any) -> None:
     """Train on numbers; write down which this rank uses for which step, and the result."""
     member = int(os.environ["RANK"])
     mine = [(step, point) for who, step, point in deaths if who == member]
@@ -71,10 +86,12 @@ def train(folder: str, deaths: list[Death], min_ranks: int = 1, **options: Any) 
 
     Refuge.regroup = regroup  # type: ignore[method-assign]
     optimizer.register_step_pre_hook(lambda *_: at(step, "optimizer"))
-    for number, attempt in enumerate(ddpkit.survive(net, optimizer, min_ranks=min_ranks, **options)):
+    count, models = Count(), []
+    for number, attempt in enumerate(ddpkit.survive(net, optimizer, count, min_ranks=min_ranks, **options)):
         with attempt:
-            loader = attempt.resume(ddpkit.make_loader(torch.arange(SAMPLES), BATCH, seed=3))
+            loader = attempt.resume(ddpkit.make_loader(torch.arange(SAMPLES), BATCH, seed=3, num_workers=num_workers))
             wrapped = ddpkit.wrap_model(net)
+            models.append(wrapped)  # those of former attempts must do no harm
             step = attempt.steps
             for epoch in loader.epochs(EPOCHS):
                 for batch in loader:
@@ -83,6 +100,7 @@ def train(folder: str, deaths: list[Death], min_ranks: int = 1, **options: Any) 
                     loss = wrapped(batch.double()).square().mean() / 2
                     loss.register_hook(lambda _, step=step: at(step, "backward"))
                     optimizer.zero_grad()
+                    count.number += 1
                     loss.backward()
                     optimizer.step()
                     at(step, "before the commit")
@@ -90,7 +108,12 @@ def train(folder: str, deaths: list[Death], min_ranks: int = 1, **options: Any) 
                     at(step, "after the commit")
                     step += 1
             result = {"steps": attempt.steps, "weight": net.weight.item(), "seen": net.seen.item()}
-            result |= {"rank": ddpkit.get_rank(), "world_size": ddpkit.get_world_size(), "attempts": number + 1}
+            result |= {
+                "count": count.number,
+                "rank": ddpkit.get_rank(),
+                "world_size": ddpkit.get_world_size(),
+                "attempts": number + 1,
+            }
     Path(folder, f"{member}.json").write_text(json.dumps(result))
 
 
@@ -126,7 +149,7 @@ def check(folder: Path, ranks: int, survivors: list[int]) -> None:
         momentum = 0.9 * momentum + sum(means) / len(means)
         weight -= 0.1 * momentum
     assert results[0]["weight"] == pytest.approx(weight, rel=1e-12)
-    assert {result["seen"] for result in results} == {results[0]["steps"]}
+    assert {result["seen"] for result in results} == {result["count"] for result in results} == {results[0]["steps"]}
 
 
 @pytest.mark.parametrize("point", POINTS[:5])
@@ -153,6 +176,102 @@ def test_several_may_be_lost(deaths: list[Death], tmp_path: Path) -> None:
     survivors = sorted(set(range(4)) - {member for member, _, _ in deaths})
     assert [ended[other].code for other in survivors] == [0] * len(survivors), "".join(e.output for e in ended)
     check(tmp_path, 4, survivors)
+
+
+@pytest.mark.parametrize("member", [0, 1])
+def test_workers_of_a_lost_rank_do_not_pass_for_it(member: int, tmp_path: Path) -> None:
+    ended = start(2, tmp_path, [(member, 7, "forward")], 1, 2)
+    assert ended[1 - member].code == 0, "".join(e.output for e in ended)
+    check(tmp_path, 2, [1 - member])
+
+
+def train_until_stopped(folder: str, deaths: list[Death]) -> None:
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    member = int(os.environ["RANK"])
+    with ddpkit.stopping() as stop:
+        for attempt in ddpkit.survive(net, optimizer):
+            with attempt:
+                model = ddpkit.wrap_model(net)
+                while attempt.steps < 1000:
+                    optimizer.zero_grad()
+                    model(torch.ones(1, 1)).sum().backward()
+                    if attempt.steps == 5 and member == 0:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    if (member, attempt.steps, "optimizer") in deaths:
+                        die()
+                    optimizer.step()
+                    attempt.commit()
+                    if stop.now():
+                        break
+    Path(folder, f"{member}.json").write_text(json.dumps([attempt.steps, stop.reason]))
+
+
+def test_a_request_to_stop_lives_on(tmp_path: Path) -> None:
+    ended = start(3, tmp_path, [(2, 5, "optimizer")], fn=train_until_stopped)
+    assert [e.code for e in ended] == [0, 0, -signal.SIGKILL], "".join(e.output for e in ended)
+    results = [json.loads((tmp_path / f"{member}.json").read_text()) for member in range(2)]
+    assert results[0] == results[1]
+    assert 5 <= results[0][0] < 20 and "got SIGTERM" in results[0][1]
+
+
+def begin_late(folder: str, deaths: list[Death]) -> None:
+    """Be slow between the optimizer's step and the commit, while another dies."""
+    member = int(os.environ["RANK"])
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for attempt in ddpkit.survive(net, optimizer):
+        with attempt:
+            model = ddpkit.wrap_model(net)
+            while attempt.steps < 4:
+                optimizer.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                if member == 1 and attempt.steps == 2:
+                    die()
+                optimizer.step()
+                if attempt.steps == 2:
+                    time.sleep(7)
+                attempt.commit()
+
+
+def test_a_slow_step_ends_before_the_loss_is_dealt_with(tmp_path: Path) -> None:
+    ended = start(3, tmp_path, [], fn=begin_late)
+    assert [e.code for e in ended] == [0, -signal.SIGKILL, 0], "".join(e.output for e in ended)
+
+
+def interrupt(folder: str, deaths: list[Death]) -> None:
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for attempt in ddpkit.survive(net, optimizer):
+        with attempt:
+            if os.environ["RANK"] == "1":
+                die()
+            try:
+                ddpkit.barrier()
+            except ddpkit.PeerError:
+                sys.exit(5)
+
+
+def test_a_rank_that_ends_itself_is_not_kept_by_a_loss(tmp_path: Path) -> None:
+    ended = start(2, tmp_path, [], fn=interrupt)
+    assert [e.code for e in ended] == [5, -signal.SIGKILL]
+
+
+def differ(folder: str, deaths: list[Death]) -> None:
+    """One rank waits for others where they have no reason to come."""
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    seconds = timedelta(seconds=3)
+    for attempt in ddpkit.survive(net, optimizer, timeout=seconds, patience=seconds):
+        with attempt:
+            if os.environ["RANK"] == "1":
+                ddpkit.barrier("for one")
+
+
+@pytest.mark.storm
+def test_a_bug_by_which_ranks_wait_in_vain_is_no_loss_for_ever(tmp_path: Path) -> None:
+    ended = start(2, tmp_path, [], fn=differ)
+    assert [e.code for e in ended] == [1, 1]
 
 
 def test_a_rank_that_raises_ends_with_its_error_and_the_others_go_on(tmp_path: Path) -> None:
@@ -196,6 +315,14 @@ def test_of_a_network_that_was_cut_one_part_at_most_goes_on(
 
 def test_nobody_goes_on_from_the_middle_of_a_step() -> None:
     assert "states of a whole step" in decide([arrival(0, is_whole=False), arrival(1, is_whole=False)], [], 1).refusal
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    net = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match="needs the optimizer"):
+        next(ddpkit.survive(net, Count()))
+    with pytest.raises(ValueError, match="more than there are: 1"):
+        next(ddpkit.survive(min_ranks=2))
 
 
 def test_an_attempt_must_be_entered() -> None:
