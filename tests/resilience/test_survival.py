@@ -361,7 +361,7 @@ def train_and_wake(folder: str, deaths: list[Death]) -> None:
         os.kill(int(Path(folder, f"{stopped}.pid").read_text()), signal.SIGCONT)
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.storm), 1])
 def test_a_rank_that_hangs_is_left_behind_and_does_not_go_on_by_itself(stopped: int, tmp_path: Path) -> None:
     ended = start(3, tmp_path, [(stopped, 6, "stop in forward")], fn=train_and_wake)
     survivors = [member for member in range(3) if member != stopped]
