@@ -1,0 +1,36 @@
+"""Train in the workers of a Dask cluster, one rank in each; they meet in a store whose address all get."""
+
+import torch
+import torch.distributed as dist
+from distributed import Client, LocalCluster
+from torch import nn
+
+import ddpkit
+
+
+def train(rank: int, world_size: int, host: str, port: int) -> float:
+    store = dist.TCPStore(host, port, is_master=False)
+    with ddpkit.distributed(store=store, rank=rank, world_size=world_size) as context:
+        torch.manual_seed(0)
+        data = torch.randn(240, 4)
+        loader = ddpkit.make_loader(data, batch_size=24 // world_size)
+        model = ddpkit.wrap_model(nn.Linear(4, 1).to(context.device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in loader.epochs(3):
+            for x in loader:
+                x = x.to(context.device)
+                loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return ddpkit.all_reduce_mean(loss.item())
+
+
+if __name__ == "__main__":
+    with LocalCluster(n_workers=2, threads_per_worker=1) as cluster, Client(cluster) as client:
+        workers = list(client.scheduler_info()["workers"])
+        for _ in range(2):  # one job after the other in the same workers, each with a store of its own
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            place = (len(workers), "127.0.0.1", store.port)
+            ranks = [client.submit(train, r, *place, workers=[w], pure=False) for r, w in enumerate(workers)]
+            print("losses:", client.gather(ranks))

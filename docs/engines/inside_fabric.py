@@ -1,0 +1,33 @@
+"""Use ddpkit in a script of Lightning Fabric: `torchrun --nproc_per_node=2 inside_fabric.py`."""
+
+import torch
+from lightning_fabric import Fabric
+from torch import nn
+
+import ddpkit
+
+
+def main() -> None:
+    fabric = Fabric(accelerator="cpu", devices=ddpkit.get_world_size(), strategy="ddp")
+    fabric.launch()
+    context = ddpkit.setup()  # after Fabric has made the group
+    torch.manual_seed(0)
+    data = torch.randn(240, 4)
+    loader = ddpkit.make_loader(data, batch_size=24 // context.world_size)
+    net = nn.Linear(4, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in loader.epochs(3):
+        for x in loader:
+            x = x.to(context.device)
+            loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+    mean = ddpkit.all_reduce_mean(loss.item())
+    if ddpkit.is_main_process():
+        print(f"loss of {context.world_size} ranks:", mean)
+    ddpkit.teardown()  # leaves Fabric's group alone
+
+
+if __name__ == "__main__":
+    main()
