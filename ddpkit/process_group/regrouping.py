@@ -144,7 +144,7 @@ class Refuge:
         except ConnectionRefusedError:
             return True
         except OSError:
-            return False
+            pass
         return False
 
     def regroup(

@@ -161,17 +161,16 @@ class Attempt:
     def __init__(self, survivors: _Survivors) -> None:
         self.lost: DdpkitError | None = None
         self._survivors = survivors
-        self._kept = survivors.kept
         self.has_ended = False
 
     @property
     def steps(self) -> int:
         """The number of steps that were committed, in all attempts."""
-        return self._kept.steps
+        return self._survivors.kept.steps
 
     @undisturbed
     def __enter__(self) -> Context:
-        self._kept.begin()
+        self._survivors.kept.begin()
         lifecycle.hold_failures(False, grace=_GRACE)
         return self._survivors.context
 
@@ -184,7 +183,7 @@ class Attempt:
         Raises:
             TypeError: If it cannot resume.
         """
-        self._kept.add_loader(loader)
+        self._survivors.kept.add_loader(loader)
         return loader
 
     def commit(self) -> None:
