@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -27,6 +27,15 @@ from ddpkit.parallel.exact_gradients import check_kernels
 
 F = nn.functional
 SAMPLES, GLOBAL_BATCH, MICRO_BATCH = 50, 16, 2  # four steps an epoch, the last of a single micro-batch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What `exact_gradients` expects unless it is told another number."""
+    former = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(former)
 
 
 def make_net() -> nn.Module:
@@ -180,6 +189,7 @@ def digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 def train_here(folder: str, until: int, wrapped: bool = False, dies_at: int | None = None) -> str:
     """Train from the last checkpoint on; return the digest of weights and moments at the end."""
+    torch.set_num_threads(1)
     net = ddpkit.wrap_model(make_net()) if wrapped else make_net()
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
     loader = make_loader()
@@ -272,6 +282,7 @@ def gradients_in_pairs() -> bytes:
 
 
 def gradients_of_model(which: int) -> bytes:
+    torch.set_num_threads(1)
     net = make_net()
     with exact_gradients(next(iter(make_loader())), net) as micro_batches:
         for x, y in micro_batches:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from nodes import needs
 from processes import Ended, free_port, launch, platform_env, run
+from signals import stop_process
 
 import ddpkit
 from ddpkit.process_group import generation, rendezvous
@@ -275,7 +276,7 @@ def join_or_stop_the_host(folder: str) -> None:
     check = Generation.raise_if_failed
 
     def stop_first(generation: Generation, readers: int = 0) -> None:
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         check(generation, readers)
 
     Generation.raise_if_failed = stop_first  # which a rank calls when it has claimed its number

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from conftest import on_ranks
 from processes import Ended, free_port, launch, platform_env, run
+from signals import stop_process
 
 import ddpkit
 from ddpkit import testing
@@ -236,7 +237,10 @@ def train_by_hand(rank_dies: str, timeout: float) -> None:
         try:
             for step in range(STEPS):
                 if job.rank == 1 and step == 2:
-                    os.kill(pids[2], signal.SIGSTOP if rank_dies == "stopped" else signal.SIGKILL)
+                    if rank_dies == "stopped":
+                        stop_process(pids[2])
+                    else:
+                        os.kill(pids[2], signal.SIGKILL)
                     stop.ask("is tired")
                 if stop.now():
                     raise AssertionError("all cannot have answered")

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import begin, free_port, platform_env, run
+from signals import stop_process
 
 import ddpkit
 from ddpkit.errors import LaunchError
@@ -109,7 +110,7 @@ def test_each_rank_says_where_it_is(tmp_path: Path, ranks: int, chain: bool) -> 
 
 def test_a_stopped_rank_is_one_that_does_not_answer_and_the_job_goes_on(tmp_path: Path) -> None:
     with job(3, tmp_path) as (port, crew):
-        os.kill(crew[2].pid, signal.SIGSTOP)
+        stop_process(crew[2].pid)
         tool = [sys.executable, "-m", "ddpkit", "where", "--job", f"127.0.0.1:{port}"]
         shown = subprocess.run(tool, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert shown.returncode == 1 and "rank 2: no answer" in shown.stdout, shown
