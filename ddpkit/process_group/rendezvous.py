@@ -185,7 +185,8 @@ def _claim(generation: Generation, me: Member) -> bool:
         if starter:
             raise StartedByRank(starter)
         _refuse_second_claim(generation, me, holder)
-    if alive is False and not generation.is_complete():  # others may wait for it
+    # others may wait for it; an agent starts all of them anew, and they go on to the next generation
+    if alive is False and not me.store_outlives_ranks and not generation.is_complete():
         generation.fail(f"Rank {me.rank} on {holder} ended while the ranks joined. Start all of them anew.")
     return False
 
