@@ -161,8 +161,15 @@ class Failures:
             failure = first_failure(self._store)
             if failure and failure.rank not in range(-1, len(self._hosts)):
                 refuse_text(failure.to_json(), "failure")
-            self.known = failure
+            if self.known is None:  # still: the monitor may have heard of one meanwhile
+                self.known = failure
         return self.known
+
+    def ask_store(self, patience: float) -> Failure | None:
+        """Return the first failure if the store tells it within so many seconds, None if not."""
+        with suppress(RuntimeError, TimeoutError):  # the store has gone, or its host is stopped
+            return call_with_timeout(self.look_up, patience)
+        return None
 
     def raise_if_any(self) -> None:
         """Raise if any rank has failed; ask the store if this rank has heard of none."""
@@ -174,11 +181,12 @@ class Failures:
         if self.known:
             raise self.known.to_error()
 
-    def find_cause(self, deadline: float) -> DdpkitError | None:
+    def find_cause(self, deadline: float, host: int | None = None) -> DdpkitError | None:
         """Wait until it is known who failed or left: the cause of a broken connection. None if nobody did.
 
         Args:
             deadline: When to stop waiting, as `time.monotonic()` counts; later if a process is just exiting.
+            host: The rank to which the connection led, None if that is not known.
         """
         store_answers = True
         while time.monotonic() < max([deadline, *self.exiting.values()]):
@@ -193,8 +201,9 @@ class Failures:
             orphan = self.orphan()
             if orphan:
                 return orphan
-            if self.left:
-                return self.departure(self.left[0])
+            for rank in list(self.left):
+                if host in (None, rank):
+                    return self.departure(rank)
             time.sleep(0.01)
         return None
 

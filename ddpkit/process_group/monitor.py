@@ -53,6 +53,7 @@ _ELSEWHERE = 0.05  # where torchrun's SIGTERM may come first
 _TOGETHER = 3.0  # for an error that all ranks find, which a busy one finds later
 _OF_ALL = {kind.__name__ for kind in (BarrierTimeoutError, CheckpointError, MismatchError, ReplicaMismatchError)}
 _EXITING = 4.0  # seconds that a process may take from its exit hooks to its end, before those who wait raise
+_LOOK = 0.3  # seconds in which the store must tell what became of a lost rank, or take it
 _ANSWERS = 1.0  # seconds in which the ranks answer what they are doing
 _LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
 
@@ -146,7 +147,7 @@ class Monitor(threading.Thread):
 
     def close(self) -> None:
         """Leave in good order: after this, no end of a connection is a failure. First set `failures.settled`."""
-        self._connections.post(_line(left=self._session.rank, failure=self._failures.known))
+        self._connections.post_news(_line(left=self._session.rank, failure=self._failures.known))
         self._end_thread()
 
     def _end_thread(self) -> None:
@@ -205,14 +206,14 @@ class Monitor(threading.Thread):
         if message is None:
             self._on_closed(sender)
             return
+        if message.failure is not None:  # before its sender's departure, for which the main thread may be waiting
+            self._on_failure(message.failure, sender)
         if message.exiting is not None:
             self._on_exiting(message.exiting, message.reason, sender)
         if message.code is not None:
             self._on_exit_code(sender, message.code)
         if message.left is not None:
             self._on_departure(message.left, message.reason, sender)
-        if message.failure is not None:
-            self._on_failure(message.failure, sender)
 
     def _hear_of_work(self, message: Message, sender: int | None) -> None:
         """Take in a question about the ranks' work, which comes from above, or an answer, which comes from below."""
@@ -273,8 +274,9 @@ class Monitor(threading.Thread):
             self._on_departure(rank, None, rank)
         if rank in self._failures.left:
             return
+        told = self._failures.ask_store(_LOOK)  # its last words may be lost, where it did not know this rank yet
         words = "its connection closed unexpectedly: the process was killed or crashed, or the network was cut"
-        self._fail_for(self._failure_of(rank, "lost", words))
+        self._fail_for(told or self._failure_of(rank, "lost", words))
 
     def _on_failure(self, failure: Failure, sender: int | None = None) -> None:
         self._tell_others(failure, exclude=sender)  # first of all: the main thread may leave when it hears of it
@@ -286,7 +288,7 @@ class Monitor(threading.Thread):
         self._on_failure(failure)
         self._failures.exiting.pop(failure.rank, None)
         if self._is_neighbour(failure.rank):
-            self._failures.announce(failure, patience=0.0)  # for those that come later, or are not yet connected
+            self._failures.announce(failure, patience=_LOOK)  # for those that come later, or are not yet connected
 
     def _is_neighbour(self, rank: int) -> bool:
         """Return whether a rank is next to this one in the tree."""
@@ -301,7 +303,7 @@ class Monitor(threading.Thread):
         """Tell the other ranks of the first failure, and of no other."""
         if not self._failure_sent:
             self._failure_sent = True
-            self._connections.post(encode(failure=failure), exclude)
+            self._connections.post_news(encode(failure=failure), exclude)
 
     # What the ranks are doing
 

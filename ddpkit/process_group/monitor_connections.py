@@ -96,6 +96,7 @@ class Connections:
         self._complained = False  # that nothing can be accepted
         self._refused: set[int] = set()  # ranks that somebody else has claimed to be
         self._leaving = False
+        self._news = b""  # for those that connect later
         self.full = threading.Event()  # set when all children are connected
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -112,7 +113,8 @@ class Connections:
         """Take this socket for the connection to the parent."""
         sock.setblocking(False)
         connection = _Connection(sock)
-        connection.unsent += encode(token=self._token, rank=self._rank)  # before anything else that is posted
+        # before anything else that is posted
+        connection.unsent += encode(token=self._token, rank=self._rank) + self._news
         self._adopt(connection, parent_of(self._rank))
         self._selector.register(sock, _READ, connection)  # last, for the other thread may be polling
         self._send(connection, b"")
@@ -125,6 +127,11 @@ class Connections:
     def post(self, line: bytes, exclude: int | None = None) -> None:
         """Send a line to all ranks that are connected here: at once what the kernel takes, the rest later."""
         self._post_to([rank for rank in list(self._ranks) if rank != exclude], line)
+
+    def post_news(self, line: bytes, exclude: int | None = None) -> None:
+        """Send a line to all ranks that are connected here, and to those that will be."""
+        self._news = line
+        self.post(line, exclude)
 
     def post_up(self, line: bytes) -> None:
         """Send a line to the parent, if there is one."""
@@ -341,6 +348,7 @@ class Connections:
     def _admit_rank(self, connection: _Connection, rank: int) -> None:
         if rank in self.absent() and not self.full.is_set():
             self._adopt(connection, rank)
+            self._send(connection, self._news)
             return
         self._drop(connection)
         if rank not in self._refused:

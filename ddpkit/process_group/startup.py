@@ -241,8 +241,15 @@ def _start_monitor(
         if rank > 0:
             parent = parent_of(rank)
             address = members.monitor_address if parent == 0 else _monitor_address(session, parent, timeout)
-            job.monitor.connect(connect_to_monitor(parent, address, timeout.total_seconds()))
+            job.monitor.connect(_connect_to_parent(session, parent, address, timeout))
     session.monitor = weakref.ref(job.monitor)
+
+
+def _connect_to_parent(session: Session, rank: int, address: tuple[str, int], timeout: timedelta) -> socket.socket:
+    try:
+        return connect_to_monitor(rank, address, timeout.total_seconds())
+    except LaunchError as error:  # it may have ended because another rank failed
+        raise session.find_cause(host=rank) or error from None
 
 
 def _monitor_address(session: Session, rank: int, timeout: timedelta) -> tuple[str, int]:

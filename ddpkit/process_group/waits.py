@@ -86,12 +86,16 @@ class Waits:
                 yield
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             words = f"the connection to the store that it hosts, or its agent, broke: {error}"
-            raise self.find_cause() or PeerError(0, self.hosts[0], "lost", words) from error
+            raise self.find_cause(host=0) or PeerError(0, self.hosts[0], "lost", words) from error
 
-    def find_cause(self) -> DdpkitError | None:
-        """Wait until it is known who failed or left: the cause of a broken connection. None if nobody did."""
+    def find_cause(self, host: int | None = None) -> DdpkitError | None:
+        """Wait until it is known who failed or left: the cause of a broken connection. None if nobody did.
+
+        Args:
+            host: The rank to which the connection led, None if that is not known.
+        """
         with self._deadline(_CAUSE_TIMEOUT) as deadline:
-            return self.failures.find_cause(deadline)
+            return self.failures.find_cause(deadline, host)
 
     @contextmanager
     def _deadline(self, timeout: timedelta) -> Iterator[float]:

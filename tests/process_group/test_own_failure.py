@@ -23,7 +23,7 @@ from test_lifecycle import torchrun
 
 import ddpkit
 from ddpkit.process_group import main_thread
-from ddpkit.process_group.failures import Failure, trace_of
+from ddpkit.process_group.failures import Failure, Failures, trace_of
 from ddpkit.process_group.own_failure import fill_error_file
 
 
@@ -250,3 +250,23 @@ def test_a_rank_that_does_one_collective_more_is_shown_beside_those_in_a_model(w
         assert end.code == 1 and "MismatchError: A collective broke" in end.output, end.output
         assert re.search(r"  rank 0: (DDP's forward|backward) at test_own_failure.py:\d+: model\(", end.output)
         assert re.search(r"  rank 1: ddpkit's check at test_own_failure.py:\d+: ddpkit.all_reduce_mean\(", end.output)
+
+
+class SilentStore:
+    """A store without a failure, in whose answer time the monitor hears of one."""
+
+    def __init__(self) -> None:
+        self.while_asked: Callable[[], None] = lambda: None
+
+    def check(self, keys: list[str]) -> bool:
+        self.while_asked()
+        return False
+
+
+def test_what_is_heard_while_the_store_is_asked_is_not_forgotten() -> None:
+    store = SilentStore()
+    failures = Failures(store, 0, ["here", "there"], str)
+    heard = Failure(1, "there", "lost", "killed", "")
+    store.while_asked = lambda: setattr(failures, "known", heard)
+    assert failures.look_up() is heard
+    assert failures.known is heard

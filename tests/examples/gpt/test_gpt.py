@@ -44,6 +44,7 @@ class Said(logging.Handler):
 
 
 def train_here(folder: Path, flags: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("gpt", GPT)
     gpt: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gpt)
