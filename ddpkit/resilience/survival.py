@@ -194,26 +194,36 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        lifecycle.hold_failures(True)
         self.has_ended = True
-        if error is not None:
-            return self._is_loss(error)
+        late = self._finish() if error is None else None
+        lifecycle.hold_failures(True)  # only now, for a wait for what does not answer must end
+        if late is not None and not self._is_loss(late):
+            raise late
+        return error is not None and self._is_loss(error)
+
+    def _finish(self) -> RuntimeError | None:
+        """Wait for the other ranks; return what went wrong, for with a rank the last step may yet be lost."""
         try:
             lifecycle.finish()
-            barrier()  # with a rank the last step may yet be lost
+            barrier()
         except RuntimeError as late:
-            if not self._is_loss(late):
-                raise
-        return False
+            return late
+        return None
 
     def _is_loss(self, error: BaseException) -> bool:
-        """Return whether this is because another rank was lost; if not, this rank fails."""
+        """Return whether this is because another rank was lost; if not, this rank fails.
+
+        Raises:
+            PeerError: If it is this rank that was lost.
+        """
         lost = lifecycle.lost_peer(error) if isinstance(error, Exception) else None
-        is_mine = isinstance(lost, PeerError) and lost.rank == ranks.get_rank()  # whose launcher has gone
-        self.lost = None if is_mine else lost
-        if self.lost is None:
+        if isinstance(lost, PeerError) and lost.rank == ranks.get_rank():  # by the others, or its launcher has gone
+            self._survivors.close(lost)
+            raise lost from error
+        if lost is None:
             self._survivors.close(error)
-        return self.lost is not None
+        self.lost = lost
+        return lost is not None
 
 
 class _Survivors:
@@ -230,8 +240,8 @@ class _Survivors:
         self._members = list(range(context.world_size))
         self._resumed_at: int | None = None  # the step, where nobody was missing after the last loss
         if lifecycle.joined():
-            lifecycle.hold_failures(True)  # until an attempt is entered
             self._refuge = Refuge(lifecycle.current_session(), self._patience)
+            lifecycle.hold_failures(True)  # until an attempt is entered
 
     def commit(self) -> None:
         """Keep the present states."""

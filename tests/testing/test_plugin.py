@@ -987,7 +987,8 @@ def test_passes(communicates, ends_badly): pass
 def test_fails(): assert 0
 """,
     )
-    assert "test_passes[2ranks] PASSED" in text and "1 failed, 1 passed, 1 error" in text, text
+    assert "test_passes[2ranks] PASSED" in text, text
+    assert re.search("1 failed, 1 passed, [12] errors?", text), text  # a rank may end its fixtures before the other
     assert "ValueError: it was not well" in text, text
 
 
