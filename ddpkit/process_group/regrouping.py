@@ -118,6 +118,8 @@ class Refuge:
     def __init__(self, session: Session, patience: float) -> None:
         self._patience = patience
         self._pulse = _Pulse(patience)
+        self._noted = 0  # absences, up to when the others have last done something with this member
+        self._excused = 0  # those after which they have
         one_node = len(set(session.nodes)) == 1
         self.member = session.rank
         address = "127.0.0.1" if one_node else host_address(session.store)
@@ -129,8 +131,8 @@ class Refuge:
         self._addresses: dict[int, tuple[str, int]] = {rank: (host, port) for rank, (host, port) in enumerate(found)}
 
     def is_together(self) -> None:
-        """Note that the others have just done something with this member."""
-        self._pulse.was_away = False
+        """Note that the others have done something with this member since this was last noted."""
+        self._excused, self._noted = self._noted, self._pulse.absences()
 
     def close(self) -> None:
         """Let the others see that this member goes on no more."""
@@ -230,7 +232,8 @@ class Refuge:
                 break
             pause()
         present = [arrival for member, arrival in arrivals.items() if member not in ended]
-        unknown = absent | (ended if self._pulse.was_away else set())  # they may have gone on, and ended well
+        was_away = self._pulse.absences() > self._excused
+        unknown = absent | (ended if was_away else set())  # they may have gone on, and ended well
         decision = decide(present, unknown, least)
         text = json.dumps(asdict(decision))
         self._store.set(_DECIDED, text)
@@ -291,18 +294,23 @@ class _Pulse(threading.Thread):
 
     def __init__(self, patience: float) -> None:
         super().__init__(name="ddpkit pulse", daemon=True)
-        self.was_away = False
         self._patience = patience
+        self._absences = 0
+        self._last = time.monotonic()
         self._over = threading.Event()
         self.start()
 
     def run(self) -> None:
         """Look at the clock again and again."""
-        last = time.monotonic()
         while not self._over.wait(self._patience / 10):
-            now = time.monotonic()
-            self.was_away = self.was_away or now > last + self._patience
-            last = now
+            self.absences()
+
+    def absences(self) -> int:
+        """Return how often this process was stopped; any thread may call it."""
+        last, self._last = self._last, time.monotonic()
+        if self._last > last + self._patience:
+            self._absences += 1
+        return self._absences
 
     def close(self) -> None:
         """Look no more."""

@@ -1,0 +1,99 @@
+"""Bugs planted on purpose: the search must find each. Some were in the code before it was searched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpkit.process_group import generation, regrouping, rendezvous, stop_agreement, store_barrier
+from ddpkit.resilience import survival
+
+
+def give_up_a_start_that_is_over() -> None:
+    """A rank that is started anew gives up the last start, in which others are that were started anew. It was so."""
+    claim = rendezvous._claim
+
+    def give_up(start: generation.Generation, me: Any) -> bool:
+        is_mine = claim(start, me)
+        if not is_mine and start.claim(me).is_alive() is False and not start.is_complete():
+            start.fail(f"Rank {me.rank} ended while the ranks joined.")
+        return is_mine
+
+    rendezvous._claim = give_up
+
+
+def give_two_processes_one_number() -> None:
+    """A rank looks whether its number is free, and then takes it."""
+
+    def claim(self: generation.Generation, me: Any) -> Any:
+        key = generation.claim_key(me.rank)
+        if not self.store.check([key]):
+            self.store.set(key, me.to_json())
+            number = generation.add(self.store, "claims", 1)
+            self.store.set(generation._claimant_key(number), f"{me.rank}")
+            return me
+        return generation.Member.from_json(self.store.get(key), me.rank)
+
+    generation.Generation.claim = claim
+
+
+def pass_a_barrier_that_others_gave_up() -> None:
+    """A rank whose time is up does not break the barrier."""
+
+    def give_up(self: store_barrier.StoreBarrier) -> bool:
+        absent = [(rank, "") for rank in self._absent()]
+        if not absent:
+            return True
+        raise store_barrier.BarrierTimeoutError("too late", absent, [])
+
+    store_barrier.StoreBarrier._give_up = give_up
+
+
+def stop_one_step_too_early() -> None:
+    """All stop at the step that the furthest one is in, not at the one after it."""
+
+    def decide(self: stop_agreement.StopAgreement, left: Any) -> Any:
+        if self._first is None or self.decision is not None or self.missing(left):
+            return None
+        return stop_agreement.StopDecision(max(self._counts.values()), self._first)
+
+    stop_agreement.StopAgreement.decide = decide
+
+
+def let_both_halves_go_on() -> None:
+    """Those who are left do not ask whether they are the larger part."""
+    regrouping._may_speak_for_all = lambda members, unknown: True
+
+
+def excuse_an_absence_at_a_commit() -> None:
+    """A rank takes a step that it commits after an absence for a sign that the others are still there. It was so."""
+
+    def is_together(self: regrouping.Refuge) -> None:
+        self._excused = self._pulse.absences()
+
+    regrouping.Refuge.is_together = is_together
+
+
+def keep_states_that_others_have_not() -> None:
+    """Those who go on keep the states that they have."""
+
+    def put_back(self: survival._Kept, decision: Any, member: int) -> None:
+        self.is_whole = True
+
+    survival._Kept.put_back = put_back
+
+
+# each with the scenario in which it shows
+PLANTED = {
+    "give_up_a_start_that_is_over": "joining",
+    "give_two_processes_one_number": "joining",
+    "pass_a_barrier_that_others_gave_up": "meeting",
+    "stop_one_step_too_early": "stopping",
+    "let_both_halves_go_on": "surviving",
+    "excuse_an_absence_at_a_commit": "surviving",
+    "keep_states_that_others_have_not": "surviving",
+}
+
+
+def plant(bug: str) -> None:
+    """Put a bug into this process."""
+    globals()[bug]()

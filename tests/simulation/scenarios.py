@@ -1,0 +1,345 @@
+"""What happens in a simulated world, and what must hold whatever the order: each scenario returns what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from datetime import timedelta
+from typing import Any
+
+from outside import cut, sleep
+from starts import BOUND, Rank, Start
+from store import Server
+from survivors import GLOBAL_BATCH, History, train
+from world import Process, World
+
+from ddpkit.errors import BarrierTimeoutError, LaunchError, PeerError
+from ddpkit.process_group.job import Job
+from ddpkit.process_group.stop_agreement import StopRequest
+from ddpkit.resilience.stopping import _wait_for_decision
+
+
+def joining(world: World) -> list[str]:
+    """Ranks join: some late, killed, stopped for a while, twice, told another size, or started anew."""
+    draw = world.random
+    size = draw.randint(2, 4)
+    outlives = draw.random() < 0.5
+    server = Server(world, None) if outlives else None
+    hosts = ["here", draw.choice(["here", "there"])]
+    start = Start(world, size, server)
+    latest = draw.choice([0.2, 2.0, 15.0])
+    fault = draw.choice(["", "killed", "killed", "stopped", "twice", "another size", "anew"])
+    for rank in range(size):
+        told = size + (fault == "another size" and rank == size - 1)
+        start.start(rank, _meet_once, draw.uniform(0, latest), hosts[rank % 2], told)
+    starts = [start]
+    victim = draw.choice(start.ranks)
+    when = world.now + draw.uniform(0, latest + 1)
+    if fault == "killed":
+        world.at(when, lambda: victim.process.end(-9))
+    elif fault == "stopped":
+        _stop_for(world, victim.process, when, draw.uniform(0, 3))
+    elif fault == "twice":
+        twice = draw.randrange(1, size)
+        start.start(
+            twice, _meet_once, start.begins[twice] + draw.choice([1e-4, latest]) * draw.random(), draw.choice(hosts)
+        )
+    elif fault == "anew" and outlives:
+        world.at(when, lambda: _start_anew(world, starts, server, hosts))
+    world.run(2 * BOUND)
+
+    everyone = [rank for each in starts for rank in each.ranks]
+    wrong = _hangs(everyone)
+    wrong += _unexplained(everyone, (LaunchError, PeerError, BarrierTimeoutError))
+    joined: dict[tuple[str, int], Rank] = {}
+    for rank in everyone:
+        if not rank.token:
+            continue
+        if (rank.token, rank.rank) in joined:
+            wrong.append(f"{rank.process.name} and {joined[rank.token, rank.rank].process.name} have one number")
+        joined[rank.token, rank.rank] = rank
+    if latest < 5 and (not fault or (fault == "anew" and not outlives)):
+        wrong += [f"{rank}, and nothing was wrong" for rank in everyone if not rank.has_ended_well]
+    if fault == "anew" and outlives and latest < 5:
+        wrong += [f"{rank}, started anew" for rank in starts[-1].ranks if not rank.has_ended_well]
+    if fault == "another size":
+        wrong += [f"{rank}, with another size" for rank in everyone if rank.session is not None]
+    return wrong
+
+
+def _start_anew(world: World, starts: list[Start], server: Server | None, hosts: list[str]) -> None:
+    """End all ranks and start them again, as torchrun does."""
+    first = starts[0]
+    for rank in first.ranks:
+        rank.process.end(-15)
+    again = Start(world, first.size, server)
+    starts.append(again)
+    for rank in range(first.size):
+        again.start(rank, _meet_once, world.random.uniform(0, 1), hosts[rank % 2])
+
+
+def _meet_once(mine: Rank, job: Job) -> None:
+    session = job.session
+    assert session is not None
+    session.meet(session.count("once"))
+
+
+def meeting(world: World) -> list[str]:
+    """Ranks meet again and again, about as late as they may; some fail, are killed, stopped, or leave."""
+    draw = world.random
+    size = draw.randint(2, 4)
+    start = Start(world, size, Server(world, None) if draw.random() < 0.5 else None)
+    rounds = draw.randint(1, 5)
+    kinds = [draw.choice(["meet", "exchange"]) for _ in range(rounds)]
+    is_late = draw.random() < 0.5
+    timeouts = [draw.uniform(0.2, 1.0) if is_late else 20.0 for _ in range(rounds)]
+    outcomes: dict[int, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    culprit = draw.randrange(size) if draw.random() < 0.6 else None
+    deed = draw.choice(["raises", "killed", "stopped", "leaves"])
+    which = draw.randrange(rounds)
+
+    def script(mine: Rank, job: Job) -> None:
+        session = job.session
+        assert session is not None
+        for number, (kind, seconds) in enumerate(zip(kinds, timeouts, strict=True)):
+            longest = 1.3 * seconds if is_late else 0.01
+            sleep(draw.uniform(0, longest))
+            if mine.rank == culprit and number == which and deed == "leaves":
+                return
+            if mine.rank == culprit and number == which and deed == "raises":
+                raise ValueError("broken")
+            try:
+                if kind == "meet":
+                    session.meet(session.count("round"), timedelta(seconds=seconds))
+                else:
+                    texts = session.exchange(f"{mine.rank}/{number}", "texts", timedelta(seconds=seconds))
+                    if texts != [f"{rank}/{number}" for rank in range(size)]:
+                        outcomes[number]["mixed"].append(texts)
+            except BarrierTimeoutError as error:
+                if "gave no answer" in str(error):  # the first, who may have passed
+                    raise
+                outcomes[number]["gave up"].append((mine.rank, [rank for rank, _ in error.missing]))
+                raise
+            outcomes[number]["passed"].append(mine.rank)
+
+    for rank in range(size):
+        start.start(rank, script, draw.uniform(0, 0.2), draw.choice(["here", "there"]))
+    if culprit is not None and deed in ("killed", "stopped"):
+        process = start.ranks[culprit].process
+        when = world.now + draw.uniform(0, 4)
+        if deed == "killed":
+            world.at(when, lambda: process.end(-9))
+        else:
+            _stop_for(world, process, when, draw.uniform(0.1, 3))
+    world.run(2 * BOUND)
+
+    wrong = _hangs(start.ranks) + _unexplained(start.ranks, (PeerError, BarrierTimeoutError, LaunchError, ValueError))
+    for number, found in outcomes.items():
+        if found["mixed"]:
+            wrong.append(f"round {number} mixed texts: {found['mixed']}")
+        if found["passed"] and found["gave up"]:
+            wrong.append(f"round {number}: ranks {found['passed']} passed, {found['gave up']} gave up")
+    if culprit is None and not is_late:
+        wrong += [f"{rank}, and nothing was wrong" for rank in start.ranks if not rank.has_ended_well]
+    if culprit is not None and not is_late and deed in ("killed", "raises"):
+        wrong += _other_culprits(start.ranks, {culprit})
+    return wrong
+
+
+def failing(world: World) -> list[str]:
+    """Ranks take steps, and one or two of them raise, are killed, or end by themselves."""
+    draw = world.random
+    size = draw.randint(2, 6)
+    start = Start(world, size, Server(world, None) if draw.random() < 0.5 else None)
+    culprits = draw.sample(range(size), draw.choice([1, 1, 1, 2]))
+    deeds = {culprit: draw.choice(["raises", "killed", "exits"]) for culprit in culprits}
+    moments = {culprit: draw.randint(0, 6) for culprit in culprits}
+
+    def script(mine: Rank, job: Job) -> None:
+        assert job.session is not None
+        group = start.group_of(job.session, mine.token)
+        for number in range(6):
+            sleep(draw.uniform(0, 0.05))
+            if moments.get(mine.rank) == number and deeds[mine.rank] == "raises":
+                raise ValueError(f"broken {mine.rank}")
+            if moments.get(mine.rank) == number and deeds[mine.rank] == "exits":
+                mine.process.end(3)
+            group.all_gather(number, mine.rank)
+        sleep(draw.uniform(0, 0.3))
+        if moments.get(mine.rank) == 6 and deeds[mine.rank] == "raises":
+            raise ValueError(f"broken {mine.rank}")
+        job.session.meet(job.session.count("end"))
+
+    for rank in range(size):
+        start.start(rank, script, draw.uniform(0, 0.2), draw.choice(["here", "there"]))
+    for culprit, deed in deeds.items():
+        if deed == "killed":
+            world.at(world.now + draw.uniform(0, 2), lambda culprit=culprit: start.ranks[culprit].process.end(-9))
+    world.run(BOUND)
+    wrong = _hangs(start.ranks)
+    wrong += _unexplained(start.ranks, (PeerError, BarrierTimeoutError, LaunchError, ValueError))
+    return wrong + _other_culprits(start.ranks, set(culprits))
+
+
+def stopping(world: World) -> list[str]:
+    """Ranks take steps, and one or several are asked to stop; perhaps one is killed."""
+    draw = world.random
+    size = draw.randint(2, 6)
+    start = Start(world, size, Server(world, None) if draw.random() < 0.5 else None)
+    steps = draw.randint(1, 12)
+    meets = draw.random() < 0.5  # in each step, so that none is far ahead
+    stops: dict[int, int] = {}
+    pace = draw.choice([0.001, 0.05])
+
+    def script(mine: Rank, job: Job) -> None:
+        session = job.session
+        assert session is not None
+        group = start.group_of(session, mine.token)
+        agreement = session.stop_agreement
+        for _ in range(steps):
+            number, must_wait = agreement.next_step()
+            if must_wait and agreement.decision is None:
+                _wait_for_decision(session)
+            if agreement.decision is not None and number >= agreement.decision.step:
+                stops[mine.rank] = number
+                break
+            sleep(draw.uniform(0, pace))
+            if meets:
+                group.all_gather(number, mine.rank)
+        session.meet(session.count("end"))
+
+    def ask(mine: Rank) -> None:
+        if mine.session is not None and mine.session.stop_agreement.request is None:
+            mine.session.stop_agreement.request = StopRequest(mine.rank, "here", "asks", 15)
+            monitor = mine.session.monitor()
+            if monitor is not None and not mine.process.is_dead:
+                world.current = mine.process.main
+                monitor.wake()
+                world.current = None
+
+    for rank in range(size):
+        start.start(rank, script, draw.uniform(0, 0.2), draw.choice(["here", "there"]))
+    for _ in range(draw.choice([1, 1, 2])):
+        asks = draw.choice(start.ranks)
+        world.at(world.now + draw.uniform(0.2, 1.5), lambda asks=asks: ask(asks))
+    victim = draw.choice(start.ranks) if draw.random() < 0.3 else None
+    if victim is not None:
+        world.at(world.now + draw.uniform(0.2, 1.5), lambda: victim.process.end(-9))
+    world.run(BOUND)
+
+    wrong = _hangs(start.ranks) + _unexplained(start.ranks, (PeerError, BarrierTimeoutError, LaunchError))
+    if len(set(stops.values())) > 1:
+        wrong.append(f"they stopped at steps {stops}")
+    if victim is None and stops and len(stops) < size:
+        wrong.append(f"only some stopped: {stops}")
+    if victim is None:
+        wrong += [f"{rank}, and nobody failed" for rank in start.ranks if not rank.has_ended_well]
+    else:
+        wrong += _other_culprits(start.ranks, {victim.rank})
+    return wrong
+
+
+# of a rank that failed while another was about to be connected with it, or waited for that
+_NAMED_IN_WORDS = (
+    r"Ranks \[%d\] did not connect to the watch",
+    r"cannot connect to rank %d",
+    r"group made: [^.]*rank %d \(",
+)
+
+
+def surviving(world: World) -> list[str]:
+    """Ranks train by `survive`, and some are killed, stopped for long, raise, or are cut off."""
+    draw = world.random
+    size = draw.randint(2, 5)
+    start = Start(world, size, Server(world, None) if draw.random() < 0.5 else None)
+    steps = draw.randint(1, 8)
+    pace = draw.choice([0.002, 0.05])
+    commits: list[tuple[int, str, str]] = []
+    fault = draw.choice(["killed", "killed", "killed", "stopped", "raises", "cut"])
+    raises_at = draw.randrange(steps) if fault == "raises" else -1
+    culprit = draw.randrange(size)
+
+    def script(mine: Rank, job: Job) -> History:
+        ends_at = raises_at if mine.rank == culprit else -1
+        return train(mine, start, job, steps, pace, commits, ends_at)
+
+    hosts = ["here", "there"] if fault == "cut" or draw.random() < 0.3 else ["here"]
+    for rank in range(size):
+        start.start(rank, script, draw.uniform(0, 0.1), hosts[rank % len(hosts)])
+    killed = set()
+    moment = world.now + draw.uniform(0.3, 1.5)
+    had_begun: list[bool] = []  # whether all were in an attempt when the first was lost
+    world.at(moment, lambda: had_begun.append(True) if all(rank.notes for rank in start.ranks) else None)
+    if fault == "killed":
+        for _ in range(draw.choice([1, 1, 2, 3])):
+            victim = draw.choice(start.ranks)
+            killed.add(victim.process.name)
+            world.at(moment, lambda victim=victim: victim.process.end(-9))
+            moment += draw.choice([0.0, draw.uniform(0, 0.1), draw.uniform(0, 2)])
+    elif fault == "stopped":
+        killed.add(start.ranks[culprit].process.name)
+        _stop_for(world, start.ranks[culprit].process, moment, draw.choice([1.0, 5.0, 40.0]))
+    elif fault == "raises":
+        killed.add(start.ranks[culprit].process.name)
+    elif fault == "cut":
+        killed |= {rank.process.name for rank in start.ranks}
+        world.at(moment, lambda: cut("here", "there"))
+    world.run(4 * BOUND)
+
+    wrong = _hangs(start.ranks)
+    explained = [rank for rank in start.ranks if fault != "stopped" or rank.process.name not in killed]
+    wrong += _unexplained(explained, (PeerError, BarrierTimeoutError, LaunchError, ValueError))
+    ended = [rank for rank in start.ranks if rank.has_ended_well]
+    expected = [tuple(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)) for step in range(steps)]
+    wrong += [f"{rank} with {rank.value.steps}" for rank in ended if rank.value.steps != expected]
+    if had_begun:
+        wrong += [f"{rank}, and was not killed" for rank in start.ranks if _is_lost(rank, killed)]
+    # the last that committed a step: those before may have lost it with all who had it
+    finals = {generation for step, generation, name in commits if step == steps - 1 and name in _names(ended)}
+    if len(finals) > 1 and fault in ("cut", "stopped"):
+        wrong.append(f"two jobs ended well: {finals}")
+    return wrong
+
+
+def _is_lost(rank: Rank, killed: set[str]) -> bool:
+    is_outvoted = isinstance(rank.error, LaunchError) and "may go on without this rank" in str(rank.error)
+    return not rank.has_ended_well and not is_outvoted and rank.process.name not in killed
+
+
+def _names(ranks: list[Rank]) -> set[str]:
+    return {rank.process.name for rank in ranks}
+
+
+def _stop_for(world: World, process: Process, when: float, seconds: float) -> None:
+    world.at(when, process.stop)
+    world.at(when + seconds, process.go_on)
+
+
+def _hangs(ranks: list[Rank]) -> list[str]:
+    return [f"{rank.process.name} hangs" for rank in ranks if not rank.process.is_dead]
+
+
+def _unexplained(ranks: list[Rank], kinds: tuple[type[BaseException], ...]) -> list[str]:
+    """List ranks that ended with an error which is none of ddpkit's, nor the script's own."""
+    return [f"{rank}" for rank in ranks if rank.error is not None and not isinstance(rank.error, kinds)]
+
+
+def _other_culprits(ranks: list[Rank], culprits: set[int]) -> list[str]:
+    """List ranks that name another than the one that failed, and those that name different ones."""
+    wrong = []
+    for rank in ranks:
+        if rank.rank in culprits or rank.error is None:
+            continue
+        named = {rank.error.rank} if isinstance(rank.error, PeerError) else set()
+        if isinstance(rank.error, BarrierTimeoutError):
+            named = {missing for missing, _ in rank.error.missing} & culprits
+        if isinstance(rank.error, LaunchError) and rank.session is None:
+            continue
+        if any(re.search(words % culprit, str(rank.error)) for culprit in culprits for words in _NAMED_IN_WORDS):
+            continue
+        if not named or not named <= culprits:
+            wrong.append(f"{rank}, but {culprits} failed")
+    return wrong
+
+
+SCENARIOS = {"joining": joining, "meeting": meeting, "failing": failing, "stopping": stopping, "surviving": surviving}

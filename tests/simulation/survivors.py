@@ -1,0 +1,198 @@
+"""`survive` in a simulated world: its loop, states and regrouping are the real ones; models and gloo are not there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import outside
+from starts import TIMEOUT, Rank, Start, leave
+from store import PrefixStore
+
+from ddpkit.errors import BarrierTimeoutError, DdpkitError, PeerError
+from ddpkit.launch.launch import Launch
+from ddpkit.process_group import own_failure, startup
+from ddpkit.process_group.job import Context, Job, context_of
+from ddpkit.process_group.options import Options
+from ddpkit.process_group.polling import call_with_timeout
+from ddpkit.resilience import survival
+
+PATIENCE = timedelta(seconds=3)
+GLOBAL_BATCH = 6  # samples of a step
+
+
+class History:
+    """What stands for a model: the samples of which it was made, step by step."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, ...]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy."""
+        return {"steps": list(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take one over."""
+        self.steps = list(state["steps"])
+
+
+class Survivor:
+    """The job of one simulated process, which `survive` leaves and joins anew."""
+
+    def __init__(self, start: Start, mine: Rank, job: Job) -> None:
+        self.start = start
+        self.mine = mine
+        self.job = job
+        self.generation = mine.token
+        self.group = start.group_of(mine.session, mine.token)  # type: ignore[arg-type]
+
+    @property
+    def session(self) -> Any:
+        """The session of the job that it is in."""
+        return self.job.session
+
+    def rejoin(self, asked: Options, store: PrefixStore, rank: int, size: int, lost: Callable[[], str]) -> Any:
+        """Do as `lifecycle.rejoin()`."""
+        launch = Launch("platform", rank, size)
+        job = Job(launch, asked, context_of(launch, self.job.context.device))
+        self.job = job
+        opened = startup.OpenStore(store, None, None)
+        try:
+            session, members, listener = startup._join(job, opened, lost)
+            startup._start_monitor(job, session, members, listener, opened)
+            session.meet(session.count("group made"))
+        except BaseException as error:
+            if job.session is not None:
+                cause = own_failure.cause_of(error, job.session) or error
+                own_failure.publish(cause, job.session, job.monitor)
+                self.leave()
+                raise cause from error
+            raise
+        self.generation = members.token
+        self.group = self.start.group_of(session, members.token)
+        return job.context
+
+    def leave(self) -> None:
+        """Do as `teardown()`."""
+        if self.job.session is not None:
+            leave(self.job)
+            self.job.session = None
+
+    def lost_peer(self, error: BaseException) -> DdpkitError | None:
+        """Do as `lifecycle.lost_peer()`."""
+        if isinstance(error, PeerError | BarrierTimeoutError):
+            return error
+        failures = self.session.failures
+        try:
+            failures.raise_if_known()
+            cause = call_with_timeout(
+                lambda: own_failure.cause_of(error, self.session), math.inf, failures.raise_if_known
+            )
+        except PeerError as known:
+            return known
+        return cause if isinstance(cause, PeerError | BarrierTimeoutError) else None
+
+    def report(self, error: BaseException) -> None:
+        """Do as `lifecycle.report()`."""
+        if self.session is not None:
+            cause = own_failure.cause_of(error, self.session) or error
+            own_failure.publish(cause, self.session, self.job.monitor)
+
+
+def _mine() -> Survivor:
+    return outside.running().survivor  # type: ignore[attr-defined, no-any-return]
+
+
+def _hold(hold: bool, grace: float | None = None) -> None:
+    session = _mine().session
+    if session is None:
+        return
+    session.failures.held = hold
+    if grace is not None:
+        session.failures.grace = grace
+
+
+def _broadcast(value: Any, src: int) -> Any:
+    return _mine().group.all_gather(value, _mine().job.launch.rank)[src]
+
+
+def _barrier() -> None:
+    session = _mine().session
+    session.meet(session.count("barrier"))
+
+
+def put_in_place() -> None:
+    """Put the simulated job under `survive`."""
+    survival.lifecycle = SimpleNamespace(
+        setup=lambda **_: _mine().job.context,
+        teardown=lambda: _mine().leave(),
+        owns_group=lambda: True,
+        joined=lambda: True,
+        hold_failures=_hold,
+        asked_options=lambda: replace(_mine().job.asked),
+        current_session=lambda: _mine().session,
+        stop_agreement=lambda: _mine().session.stop_agreement,
+        has_unfinished=lambda: False,
+        rejoin=lambda *args: _mine().rejoin(*args),
+        lost_peer=lambda error: _mine().lost_peer(error),
+        finish=lambda: None,
+        report=lambda error: _mine().report(error),
+    )
+    survival.ranks = SimpleNamespace(
+        get_rank=lambda: _mine().job.launch.rank, is_main_process=lambda: _mine().job.launch.rank == 0
+    )
+    survival.time = outside.TIME
+    survival.dist = outside.DIST
+    survival.broadcast = _broadcast
+    survival.log = SimpleNamespace(warning=lambda text, *args: outside.note(text % args))
+    survival.release_models = lambda _: None
+    survival.get_rng_state = survival.set_rng_state = lambda *_: None
+    survival.barrier = _barrier
+
+
+def train(mine: Rank, start: Start, job: Job, steps: int, pace: float, commits: list[Any], raises_at: int) -> History:
+    """Train with `survive`: each step deals its samples to the ranks that are there."""
+    process = mine.process
+    process.survivor = Survivor(start, mine, job)  # type: ignore[attr-defined]
+    survivor: Survivor = process.survivor  # type: ignore[attr-defined]
+    history = History()
+    attempts = survival.survive(history, patience=PATIENCE, timeout=TIMEOUT)
+    try:
+        for attempt in attempts:
+            with attempt as context:
+                mine.notes.append("began")
+                while attempt.steps < steps:
+                    _take_step(survivor, history, attempt, context, pace, commits, raises_at)
+    finally:
+        attempts.close()  # type: ignore[attr-defined]
+    return history
+
+
+def _take_step(
+    survivor: Survivor,
+    history: History,
+    attempt: survival.Attempt,
+    context: Context,
+    pace: float,
+    commits: list[Any],
+    raises_at: int,
+) -> None:
+    draw = survivor.start.world.random
+    outside.sleep(draw.uniform(0, pace))
+    step = attempt.steps
+    if step == raises_at:
+        raise ValueError("broken")
+    everyone = range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
+    share = list(everyone)[context.rank :: context.world_size]
+    found = survivor.group.all_gather(share, context.rank)
+    attempt._survivors.kept._begin_step()  # as the optimizer's hook does
+    outside.sleep(draw.uniform(0, pace / 4))
+    history.steps.append(tuple(sorted(sample for part in found for sample in part)))
+    attempt.commit()
+    commits.append((step, survivor.generation, survivor.mine.process.name))
+    if len(history.steps) != attempt.steps:
+        raise AssertionError(f"{len(history.steps)} steps in the model, {attempt.steps} counted")

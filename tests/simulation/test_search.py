@@ -1,0 +1,54 @@
+"""The protocol keeps its promises in every simulated world that is searched, and the search finds what is planted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import planted
+import pytest
+
+HERE = Path(__file__).parent
+# worlds of each kind, divided among so many tests, which run side by side: a hundred thousand together
+WORLDS = {"joining": 20_000, "meeting": 25_000, "failing": 20_000, "stopping": 25_000, "surviving": 10_000}
+PARTS = 5
+
+
+def run(program: str, *arguments: object, timeout: float) -> str:
+    """Run a program in a process of its own, whose protocol it changes for good."""
+    command = [sys.executable, "-c", f"import search; search.put_in_place(); {program}", *map(str, arguments)]
+    ended = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=timeout, check=False)
+    assert ended.returncode == 0 and not ended.stderr, ended.stderr
+    return ended.stdout.strip()
+
+
+SEARCH = "import sys; print(search.search(sys.argv[1], range(int(sys.argv[2]), int(sys.argv[3]))))"
+FIND = (
+    "import sys, planted; planted.plant(sys.argv[1]); print(search.search(planted.PLANTED[sys.argv[1]], range(10**6)))"
+)
+
+
+@pytest.mark.parametrize("scenario", WORLDS)
+def test_nothing_is_wrong_in_a_few_worlds(scenario: str) -> None:
+    assert run(SEARCH, scenario, 0, 200, timeout=120) == "{}"
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("scenario", WORLDS)
+def test_nothing_is_wrong_in_very_many(scenario: str, part: int) -> None:
+    """A world that is wrong is shown by `python search.py SCENARIO SEED`."""
+    share = WORLDS[scenario] // PARTS
+    assert run(SEARCH, scenario, part * share, (part + 1) * share, timeout=1800) == "{}"
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("bug", planted.PLANTED)
+def test_a_planted_bug_is_found(bug: str) -> None:
+    assert run(FIND, bug, timeout=600) != "{}"
+
+
+def test_a_seed_is_a_world() -> None:
+    show = "import sys; print(search.look(sys.argv[1], int(sys.argv[2]), tells=True))"
+    assert run(show, "surviving", 7, timeout=120) == run(show, "surviving", 7, timeout=120)
