@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
-from processes import ROOT, TORCHRUN, launch
+import yaml
+from processes import ROOT, TORCHRUN, free_port, launch
 
 FOLDER = ROOT / "docs" / "engines"
 LOSS = pytest.approx(4.43296e-05, rel=1e-4)  # what one process ends with
@@ -16,6 +19,7 @@ NEEDS = {
     "dask_cluster": "distributed",
     "inside_fabric": "lightning_fabric",
     "inside_accelerate": "accelerate",
+    "inside_deepspeed": "deepspeed",
 }
 
 
@@ -36,3 +40,24 @@ def test_the_losses_under_an_engine_are_those_of_one_process(name: str) -> None:
 def test_the_page_shows_every_script() -> None:
     shown = re.findall(r"\.\./engines/(\w+)\.py", (ROOT / "docs/guide/other-engines.md").read_text())
     assert sorted(shown) == sorted(NEEDS) == sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+def test_a_pytorchjob_starts_ranks_in_its_pods(tmp_path: Path) -> None:
+    """As Kubeflow's operator does: the command of each pod, with the variables that it sets."""
+    pods = []
+    for kind, spec in yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())["spec"]["pytorchReplicaSpecs"].items():
+        (container,) = spec["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch" and spec["restartPolicy"] == "ExitCode", kind
+        pods += [container["command"]] * spec["replicas"]
+    port = free_port()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": len(pods), "PYTHONUNBUFFERED": 1}
+    shutil.copy(ROOT / "docs/recipes/exact_evaluation.py", tmp_path / "train.py")
+    commands = []
+    for rank, (python, script) in enumerate(pods):
+        assert (python, script) == ("python", "train.py")
+        variables = [f"{name}={value}" for name, value in {**place, "RANK": rank}.items()]
+        commands.append(["env", f"--chdir={tmp_path}", *variables, sys.executable, script])
+    together = launch(*commands, timeout=120)
+    (alone,) = launch([sys.executable, str(tmp_path / "train.py")], timeout=120)
+    assert [ended.code for ended in together] == [0] * 4, together
+    assert together[0].output.splitlines()[-1] == alone.output.splitlines()[-1]

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ FOLDER = ROOT / "docs" / "recipes"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.py"))
 DEPENDS_ON_RANKS = {"stream", "profiling"}  # in the one, ranks stop with the first; the other prints times
 STARTS_RANKS = {"from_a_notebook"}
+NEEDS = {"logged_metrics": "tensorboard", "logged_to_wandb": "wandb", "metrics_of_torchmetrics": "torchmetrics"}
 TOLERANCE = {"mixed_precision": 1e-2}  # relative; bfloat16 has three digits
 
 
@@ -48,8 +50,8 @@ def number_in(line: str) -> float:
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.storm)])
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in STARTS_RANKS])
 def test_a_recipe_gives_on_several_ranks_what_it_gives_on_one(name: str, ranks: int, tmp_path: Path) -> None:
-    if name == "logged_metrics":
-        pytest.importorskip("tensorboard")
+    if name in NEEDS and find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
     alone = play(name, 1, tmp_path / "one")
     together = play(name, ranks, tmp_path / "several")
     if name not in DEPENDS_ON_RANKS:
