@@ -92,7 +92,7 @@ def meeting(world: World) -> list[str]:
     rounds = draw.randint(1, 5)
     kinds = [draw.choice(["meet", "exchange"]) for _ in range(rounds)]
     is_late = draw.random() < 0.5
-    timeouts = [draw.uniform(0.2, 1.0) if is_late else 20.0 for _ in range(rounds)]
+    timeouts = [draw.uniform(0.05, 0.4) if is_late else 20.0 for _ in range(rounds)]
     outcomes: dict[int, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     culprit = draw.randrange(size) if draw.random() < 0.6 else None
     deed = draw.choice(["raises", "killed", "stopped", "leaves"])

@@ -49,4 +49,4 @@ def _tell(now: float, line: str) -> None:
 
 if __name__ == "__main__":
     put_in_place()
-    print(look(sys.argv[1], int(sys.argv[2]), tells=True))
+    print(look(sys.argv[1], int(sys.argv[2]), tells=True) or "nothing was wrong")

@@ -19,12 +19,6 @@ class Server:
         self.world = world
         self.host = host
         self.values: dict[str, bytes] = {}
-        self.waiting: list[tuple[str, object]] = []
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether its process has ended."""
-        return self.host is not None and self.host.is_dead
 
 
 class Store:
@@ -54,12 +48,16 @@ class Store:
         return result
 
     def _reach(self) -> None:
+        """Wait while the server does not answer; raise if it has gone."""
         host = self.server.host
-        if host is not None:
-            while self.server.world.is_cut(self.server.world.running.host, host.host):
-                self.server.world.suspend(None)
+        if host is None:
+            return
+        world = self.server.world
+        while world.is_cut(world.running.host, host.host):
+            world.suspend(None)
+        if host.is_stopped:
             host.wait_for_answer()
-        if self.server.is_gone or self._is_broken:
+        if host.is_dead or self._is_broken:
             self._is_broken = True
             raise dist.DistNetworkError("the connection was closed")
 

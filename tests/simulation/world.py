@@ -16,8 +16,6 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 
 _NEVER = float("inf")
-# how long a thread takes for what it does to the outside: the share of calls up to which, and seconds
-_LATENCIES = ((0.75, 5e-5), (0.95, 1e-3), (0.995, 1e-2), (1.0, 0.05))
 
 
 class Killed(BaseException):
@@ -151,6 +149,7 @@ class World:
 
     def __init__(self, seed: int, is_told: Callable[[float, str], None] | None = None) -> None:
         self.random = random.Random(seed)
+        self._draw = self.random.random
         self.now = 1000.0
         self.hub = getcurrent()
         self.current: Task | None = None
@@ -183,11 +182,11 @@ class World:
 
     def at(self, when: float, act: Callable[[], object]) -> None:
         """Let something happen at a moment."""
-        heapq.heappush(self._queue, (when, self.random.random(), next(self._numbers), act, -1))
+        heapq.heappush(self._queue, (when, self._draw(), next(self._numbers), act, -1))
 
     def wake(self, task: Task, after: float = 0.0) -> None:
         """Let a thread go on from its present wait."""
-        heapq.heappush(self._queue, (self.now + after, self.random.random(), next(self._numbers), task, task.ticket))
+        heapq.heappush(self._queue, (self.now + after, self._draw(), next(self._numbers), task, task.ticket))
 
     def suspend(self, until: float | None) -> None:
         """Let others run until this thread is woken, or a moment has come."""
@@ -220,14 +219,30 @@ class World:
             self.sleep_until(deadline)
 
     def latency(self, process: Process) -> float:
-        """Draw how long a process takes to act on the outside."""
-        drawn = self.random.random()
-        most = next(seconds for share, seconds in _LATENCIES if drawn <= share)
-        return most * process.slowness * self.random.random()
+        """Draw how long a process takes to act on the outside: most often tens of microseconds, rarely milliseconds."""
+        drawn = self._draw()
+        if drawn < 0.75:
+            most = 5e-5
+        elif drawn < 0.95:
+            most = 1e-3
+        elif drawn < 0.995:
+            most = 1e-2
+        else:
+            most = 5e-2
+        return most * process.slowness * self._draw()
 
     def pause(self) -> None:
         """Let the time pass that an act on the outside takes; signals wait until it is done."""
-        self.suspend(self.now + self.latency(self.running))
+        task = self.current
+        assert task is not None
+        process = task.process
+        if self.is_over or process.is_dead:
+            raise Killed
+        when = self.now + self.latency(process)
+        heapq.heappush(self._queue, (when, self._draw(), next(self._numbers), task, task.ticket))
+        self.hub.switch()
+        if self.is_over or process.is_dead:
+            raise Killed
 
     def run(self, seconds: float) -> bool:
         """Let everything happen, at most so long; return whether all has happened."""
@@ -236,7 +251,8 @@ class World:
             when, _, _, what, ticket = heapq.heappop(self._queue)
             if when > limit:
                 return False
-            self.now = max(self.now, when)
+            if when > self.now:
+                self.now = when
             if ticket == -1:
                 what()
             elif what.ticket == ticket and not what.is_done and not what.process.is_dead:
