@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from . import gradients, losses, metrics, order, random_numbers, samples, schedules, writing
+from . import gradients, losses, metrics, order, random_numbers, samples, schedules, speed, writing
 from .facts import SEVERITIES, Facts, Finding
 from .parallelism import OF_REPLICAS, hold_parts
 
-_SUBJECTS = (gradients, losses, samples, random_numbers, metrics, order, writing, schedules)
+_SUBJECTS = (gradients, losses, samples, random_numbers, metrics, order, writing, schedules, speed)
 _FOLLOW = {  # what another finding explains
     "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
     "same-samples": ("same-random-numbers", "samples-repeated"),
@@ -15,6 +15,7 @@ _FOLLOW = {  # what another finding explains
         "replicas-drift",
         "clipped-before-averaging",
         "collective-order",
+        "exchanges-too-often",
     ),
     "replicas-differ-at-start": ("replicas-drift",),
     "one-rank-decides": ("collective-order",),

@@ -171,7 +171,9 @@ class Steps:
         ratio = (sum(entry["square"] for entry in sums) / square) ** 0.5 if square else 0.0
         given = sum(entry["given"] for entry in sums) ** 0.5
         norms = {"given": given, "backward": self._losses.norm}
-        return {"ratio": ratio, "where": sums[0]["where"], "divides": sums[0]["divides"], **norms}
+        first = sums[0]
+        size = {"calls": len(sums), "numel": numel}
+        return {"ratio": ratio, "where": first["where"], "divides": first["divides"], **norms, **size}
 
     def _introduce(self, seen: _Seen) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""
