@@ -67,7 +67,8 @@ _TOGETHER = (
 
 _WAITING = ("tests/tools/", "tests/process_group/")
 
-collect_ignore = ["check/wrong", "check/mended", "check/correct"]  # scripts, which train as soon as they are imported
+# scripts, which train as soon as they are imported
+collect_ignore = [f"check/{kind}" for kind in ("wrong", "mended", "correct", "slow", "quick")]
 collect_ignore_glob = [files for files, packages in _OF_EXAMPLES.items() if _missing(packages)]
 
 
