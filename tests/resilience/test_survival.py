@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Ended, free_port, platform_env, run
+from processes import TRIALS, Ended, free_port, platform_env, run
 from torch import nn
 
 import ddpkit
@@ -472,7 +472,7 @@ def test_a_loss_changes_no_bit_where_steps_are_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.storm
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(int(100 * TRIALS)))
 def test_random_deaths_lose_and_repeat_nothing(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     ranks = chance.choice([2, 3, 3, 4])
