@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddpkit.process_group import generation, regrouping, rendezvous, stop_agreement, store_barrier
-from ddpkit.resilience import survival
+from ddpkit.resilience import kept_states
 
 
 def give_up_a_start_that_is_over() -> None:
@@ -76,10 +76,10 @@ def excuse_an_absence_at_a_commit() -> None:
 def keep_states_that_others_have_not() -> None:
     """Those who go on keep the states that they have."""
 
-    def put_back(self: survival._Kept, decision: Any, member: int) -> None:
+    def put_back(self: kept_states.KeptStates, decision: Any, member: int) -> None:
         self.is_whole = True
 
-    survival._Kept.put_back = put_back
+    kept_states.KeptStates.put_back = put_back
 
 
 # each with the scenario in which it shows

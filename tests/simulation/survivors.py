@@ -19,7 +19,7 @@ from ddpkit.process_group import own_failure, startup
 from ddpkit.process_group.job import Context, Job, context_of
 from ddpkit.process_group.options import Options
 from ddpkit.process_group.polling import call_with_timeout
-from ddpkit.resilience import survival
+from ddpkit.resilience import kept_states, survival
 
 PATIENCE = timedelta(seconds=3)
 GLOBAL_BATCH = 6  # samples of a step
@@ -147,10 +147,11 @@ def put_in_place() -> None:
     )
     survival.time = outside.TIME
     survival.dist = outside.DIST
-    survival.broadcast = _broadcast
+    kept_states.lifecycle = survival.lifecycle
+    kept_states.broadcast = _broadcast
     survival.log = SimpleNamespace(warning=lambda text, *args: outside.note(text % args))
-    survival.release_models = lambda _: None
-    survival.get_rng_state = survival.set_rng_state = lambda *_: None
+    kept_states.release_models = lambda _: None
+    kept_states.get_rng_state = kept_states.set_rng_state = lambda *_: None
     survival.barrier = _barrier
 
 
