@@ -235,13 +235,16 @@ def test_models_can_be_saved_copied_and_compiled_and_optimizers_too(tmp_path: Pa
     assert on_ranks(save_copy_and_compile, 2, tmp_path) == pytest.approx([-0.03, -0.03])
 
 
-def train_on(chain: bool, phase: str, steps: int) -> None:
+def train_on(chain: bool, phase: str, steps: int, shown: str) -> None:
+    """Train for so many steps, again until a file is there."""
     if chain:
         monitor_tree.CHILDREN = 1
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     with ddpkit.distributed() as context:
-        train({phase: PAUSE} if context.rank == context.world_size - 1 else {}, steps)
-        ddpkit.barrier()
+        while True:
+            train({phase: PAUSE} if context.rank == context.world_size - 1 else {}, steps)
+            if ddpkit.all_reduce(int(Path(shown).exists()), op="max"):
+                break
 
 
 @pytest.mark.parametrize(
@@ -252,13 +255,15 @@ def test_the_main_process_says_which_rank_is_slow_and_in_what_and_so_does_where(
 ) -> None:
     port = free_port()
     envs = [platform_env(rank, ranks, port) for rank in range(ranks)]
-    crew = [begin(train_on, env, chain, phase, 140, output=f"{tmp_path}/{env['RANK']}") for env in envs]
+    seen = tmp_path / "seen"
+    crew = [begin(train_on, env, chain, phase, 140, str(seen), output=f"{tmp_path}/{env['RANK']}") for env in envs]
     shown: list[str] = []
     end = time.monotonic() + PATIENCE
     while not shown and time.monotonic() < end:
         time.sleep(0.5)
         with contextlib.suppress(LaunchError):  # the ranks are still joining
             shown = describe_steps(ask("127.0.0.1", port, PATIENCE).paces)
+    seen.touch()
     for process in crew:
         process.join(PATIENCE)
         assert process.exitcode == 0, (tmp_path / "0").read_text()

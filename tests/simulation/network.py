@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from store import Server
 from world import Process, Task, World
 
 _DEAD_LINK = 9.0  # seconds after which the kernel's keep-alive gives up a connection
@@ -15,10 +16,15 @@ _FULL = 0.01  # the share of writes for which the kernel has no room
 
 
 class Network:
-    """All connections of a world."""
+    """All connections of a world.
+
+    Attributes:
+        stores: By their address.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.stores: dict[tuple[str, int], Server] = {}
         self._listeners: dict[tuple[str, int], Listener] = {}
         self._ports = itertools.count(30000)
         self._connections: list[Socket] = []
@@ -280,8 +286,6 @@ class Selector:
         self._keys[what] = mask, data
         what.selectors.append(self)
         self.wake()
-
-    modify_mask = register
 
     def modify(self, what: Descriptor, mask: int, data: Any = None) -> None:
         """Wait for something else of it."""

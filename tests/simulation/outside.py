@@ -215,24 +215,18 @@ class _HostedStore(Store):
         super().__init__(Server(world, world.running))
         listener = _Now.network.listen(address)
         self.host, self.port = listener.address
-        _stores_of(world)[listener.address] = self.server
-
-
-def _stores_of(world: World) -> dict[tuple[str, int], Server]:
-    if not hasattr(world, "stores"):
-        world.stores = {}  # type: ignore[attr-defined]
-    return world.stores  # type: ignore[attr-defined, no-any-return]
+        _Now.network.stores[listener.address] = self.server
 
 
 def _connect_to_store(address: str, port: int, timeout: Any) -> Store:
     _Now.network.connect((address, port), timeout.total_seconds()).close()
-    return Store(_stores_of(_Now.world)[address, port], timeout)
+    return Store(_Now.network.stores[address, port], timeout)
 
 
 DIST = SimpleNamespace(
     **{name: getattr(dist, name) for name in ("DistNetworkError", "DistStoreError", "DistError")},
     is_initialized=lambda: True,
-    get_process_group_ranks=lambda _: _Now.world.running.ranks,  # type: ignore[attr-defined]
+    get_process_group_ranks=lambda _: _Now.world.running.ranks,
     PrefixStore=PrefixStore,
     TCPStore=_HostedStore,
     Store=Store,
@@ -260,7 +254,7 @@ class MainThread(main_thread.MainThread):
         return self._process.main is None or self._process.main.is_done
 
     def handles_failure(self) -> bool:
-        return getattr(self._process, "handles_failure", False)
+        return self._process.handles_failure
 
     def send_signal(self) -> None:
         now = monotonic()

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from outside import monotonic, sleep
 from store import Server, Store
 from world import Killed, Process, Task, World
@@ -145,8 +144,8 @@ class Start:
     def group_of(self, session: Session, name: str) -> Group:
         """Return the group of one generation, whose connections end with the job."""
         group = self.groups.setdefault(name, Group(self.world, len(session.hosts)))
-        session.connections = {group.cut}  # type: ignore[arg-type]
-        self.world.running.ranks = range(len(session.hosts))  # type: ignore[attr-defined]
+        session.connections = {group.cut}
+        self.world.running.ranks = range(len(session.hosts))
         group.enter()
         return group
 
@@ -194,7 +193,7 @@ class Start:
 
     def _fail(self, mine: Rank, job: Job, error: BaseException) -> None:
         """Do as `distributed()` does with an error that leaves its block."""
-        mine.process.handles_failure = True  # type: ignore[attr-defined]
+        mine.process.handles_failure = True
         session = job.session
         if session is None:
             mine.error = error
@@ -215,8 +214,3 @@ def leave(job: Job) -> None:
         leaving.cut(session.connections, after=0.5)
     leaving.say_goodbye(job, session, None, at_exit=False)
     session.leave(job.hosts_store)
-
-
-def is_network_error(error: BaseException) -> bool:
-    """Return whether torch raised it, which a user should never see alone."""
-    return isinstance(error, dist.DistError | RuntimeError) and type(error).__module__.startswith("torch")

@@ -48,7 +48,7 @@ class Survivor:
         self.mine = mine
         self.job = job
         self.generation = mine.token
-        self.group = start.group_of(mine.session, mine.token)  # type: ignore[arg-type]
+        self.group = start.group_of(mine.session, mine.token)
 
     @property
     def session(self) -> Any:
@@ -104,7 +104,7 @@ class Survivor:
 
 
 def _mine() -> Survivor:
-    return outside.running().survivor  # type: ignore[attr-defined, no-any-return]
+    return outside.running().survivor
 
 
 def _hold(hold: bool, grace: float | None = None) -> None:
@@ -157,9 +157,7 @@ def put_in_place() -> None:
 
 def train(mine: Rank, start: Start, job: Job, steps: int, pace: float, commits: list[Any], raises_at: int) -> History:
     """Train with `survive`: each step deals its samples to the ranks that are there."""
-    process = mine.process
-    process.survivor = Survivor(start, mine, job)  # type: ignore[attr-defined]
-    survivor: Survivor = process.survivor  # type: ignore[attr-defined]
+    survivor = mine.process.survivor = Survivor(start, mine, job)
     history = History()
     attempts = survival.survive(history, patience=PATIENCE, timeout=TIMEOUT)
     try:
@@ -169,7 +167,7 @@ def train(mine: Rank, start: Start, job: Job, steps: int, pace: float, commits: 
                 while attempt.steps < steps:
                     _take_step(survivor, history, attempt, context, pace, commits, raises_at)
     finally:
-        attempts.close()  # type: ignore[attr-defined]
+        attempts.close()
     return history
 
 

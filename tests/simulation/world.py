@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from greenlet import getcurrent, greenlet
@@ -72,6 +72,9 @@ class Process:
         self.main: Task | None = None
         self.tasks: list[Task] = []
         self.at_end: list[Callable[[], None]] = []  # what the kernel does
+        self.handles_failure = False  # whether its main thread is ending for one
+        self.ranks: Sequence[int] = ()  # of the process group that it is in
+        self.survivor: Any = None  # its job, if that may lose ranks
         self._held: list[Task] = []
         self._handler: Callable[[], None] | None = None
         self._waiting: list[Task] = []  # of other processes, for an answer of this one
