@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import TRIALS, Ended, free_port, platform_env, run
+from nodes import cut, needs, virtual_nodes
+from processes import ROOT, TRIALS, Ended, free_port, launch, platform_env, run
 from torch import nn
 
 import ddpkit
@@ -56,7 +57,9 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: str, deaths: list[Death], min_ranks: int = 1, num_workers: int = 0, **options: Any) -> None:
+def train(
+    folder: str, deaths: list[Death], min_ranks: int = 1, num_workers: int = 0, pause: float = 0.0, **options: Any
+) -> None:
     """Train on numbers; write down which this rank uses for which step, and the result."""
     member = int(os.environ["RANK"])
     mine = [(step, point) for who, step, point in deaths if who == member]
@@ -96,6 +99,7 @@ def train(folder: str, deaths: list[Death], min_ranks: int = 1, num_workers: int
             for epoch in loader.epochs(EPOCHS):
                 for batch in loader:
                     write(number, step, epoch, batch.tolist())
+                    time.sleep(pause)
                     at(step, "forward")
                     loss = wrapped(batch.double()).square().mean() / 2
                     loss.register_hook(lambda _, step=step: at(step, "backward"))
@@ -469,6 +473,38 @@ def test_a_loss_changes_no_bit_where_steps_are_exact(tmp_path: Path) -> None:
     assert [ended[member].code for member in (1, 3)] == [0, 0], "".join(e.output for e in ended)
     for member in (1, 3):
         torch.testing.assert_close(torch.load(tmp_path / f"{member}.pt"), expected, rtol=0, atol=0)
+
+
+def train_on_a_node(folder: str) -> None:
+    """Train until some time after the network is cut."""
+    train(folder, [], pause=0.1, timeout=timedelta(seconds=60), patience=timedelta(seconds=4))
+
+
+@needs("ip", nodes=True)
+@pytest.mark.storm
+@pytest.mark.parametrize("lost", [0, 2])
+def test_the_larger_part_of_a_cut_network_goes_on_and_the_smaller_one_ends(lost: int, tmp_path: Path) -> None:
+    port = free_port()
+    program = "import test_survival as test, sys; test.train_on_a_node(sys.argv[1])"
+    with virtual_nodes(3) as nodes:
+        commands = []
+        for rank, node in enumerate(nodes[1:]):
+            env = platform_env(rank, 3, port, MASTER_ADDR="node1", GLOO_SOCKET_IFNAME="eth0")
+            env["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
+            words = [f"{name}={value}" for name, value in env.items()]
+            commands.append(node.run("env", *words, sys.executable, "-c", program, str(tmp_path)))
+
+        def cut_in_the_middle(_: Any) -> None:
+            log = tmp_path / f"{lost}.log"
+            while not log.exists() or len(log.read_text().splitlines()) < 5:
+                time.sleep(0.05)
+            cut(nodes, lost + 1)
+
+        ended = launch(*commands, timeout=120, meanwhile=cut_in_the_middle)
+    survivors = [member for member in range(3) if member != lost]
+    assert [ended[member].code for member in survivors] == [0, 0], "".join(e.output for e in ended)
+    assert ended[lost].code == 1 and "may go on without this rank" in ended[lost].output, ended[lost].output
+    check(tmp_path, 3, survivors)
 
 
 @pytest.mark.storm
