@@ -30,7 +30,14 @@ from .devices import bind_device, choose_device, count_accelerators, is_same_dev
 from .job import Context, Job, context_of
 from .leaving import destroy_group, say_goodbye
 from .options import ChooseDevice, Options, Origin, checked_options, checked_origin
-from .own_failure import cause_of, ended_well, fill_error_file, last_error, publish
+from .own_failure import (
+    cause_of,
+    ended_well,
+    fill_error_file,
+    is_of_broken_collective,
+    last_error,
+    publish,
+)
 from .peers import Peers, ranks_of
 from .polling import call_with_timeout
 from .rendezvous import StartedByRank
@@ -176,6 +183,8 @@ def lost_peer(error: BaseException) -> DdpkitError | None:
         cause = call_with_timeout(lambda: cause_of(error, session), math.inf, session.failures.raise_if_known)
     except PeerError as known:
         return known
+    if cause is None and is_of_broken_collective(error):  # several ranks are silent, and none of them is named
+        return DdpkitError(f"a collective broke, and by which rank could not be told: {error}")
     return cause if isinstance(cause, PeerError | BarrierTimeoutError) else None
 
 

@@ -141,13 +141,34 @@ class Refuge:
 
     def has_ended(self, member: int) -> bool:
         """Return whether a member's process has ended: its host refuses connections to it."""
+        return self._answers(member) is False
+
+    def _answers(self, member: int) -> bool | None:
+        """Return whether a member's host accepts a connection to it; None if the host cannot be reached."""
         try:
             sockets.connect(*self._addresses[member], _PROBE).close()
         except ConnectionRefusedError:
-            return True
+            return False
         except OSError:
-            pass
-        return False
+            return None
+        return True
+
+    def _ask(self, members: Collection[int]) -> dict[int, bool | None]:
+        """Return of each member whether it accepts a connection: all at once, for each may take its time."""
+        found: dict[int, bool | None] = {}
+
+        def ask(member: int) -> None:
+            found[member] = self._answers(member)
+
+        threads = [threading.Thread(target=functools.partial(ask, member), daemon=True) for member in members]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def _reachable(self, members: Collection[int]) -> set[int]:
+        return {member for member, answer in self._ask(set(members) - {self.member}).items() if answer}
 
     def regroup(
         self, me: Arrival, members: Collection[int], least: int, gone: Collection[int]
@@ -166,46 +187,47 @@ class Refuge:
         Raises:
             LaunchError: If nobody goes on, or the others without this rank.
         """
-        for member in sorted(members):
-            if member == self.member:
-                break
-            if member not in gone and not self.has_ended(member):
-                decision, store = self._follow(member, me)
-                if decision is not None:
-                    return _accepted(decision, self.member), store
-        return _accepted(self._lead(me, members, least, gone), self.member), self._store
+        candidates = set(members) - set(gone)
+        while True:
+            leader = min(self._reachable(candidates) | {self.member})
+            if leader == self.member:
+                return _accepted(self._lead(me, members, least, gone), self.member), self._store
+            decision, store = self._follow(leader, me)
+            if decision is not None:
+                return _accepted(decision, self.member), store
+            candidates.remove(leader)
 
     def _follow(self, leader: int, me: Arrival) -> tuple[Decision | None, dist.Store]:
         """Wait for the decision of a member that may lead; None if it has ended or does not answer."""
         seconds = self._patience + _LEADERS_PATIENCE
-        deadline = time.monotonic() + seconds
-        next_probe = 0.0
-        pause = Pause()
-        store: dist.Store = self._store
-        try:
-            store = call_with_timeout(
-                lambda: connect(*self._addresses[leader], timedelta(seconds=seconds)),
-                seconds,
-                lambda: self._check(leader),
+        try:  # on another thread, for the leader may be stopped, and its store not answer
+            return call_with_timeout(
+                lambda: self._ask_leader(leader, me, seconds), seconds, lambda: self._check(leader)
             )
-            if store.check([_DECIDED]):
-                last = _decision(store, _DECIDED)
-                if last.regrouping > me.regroupings and self.member not in last.members:
-                    return last, store  # it was made without this rank
-            answer = f"answer/{uuid.uuid4().hex}"
-            store.set(_arrival_key(self.member), json.dumps({**asdict(me), "answer": answer}))
-            while not store.check([answer]):
-                if time.monotonic() > deadline:
-                    return None, store
-                if time.monotonic() > next_probe:
-                    self._check(leader)
-                    next_probe = time.monotonic() + _BETWEEN_PROBES
-                pause()
-            decision = _decision(store, answer)
-            store.delete_key(answer)
-            return decision, store
         except (RuntimeError, TimeoutError):  # the leader has ended, or is out of reach
-            return None, store
+            return None, self._store
+
+    def _ask_leader(self, leader: int, me: Arrival, seconds: float) -> tuple[Decision, dist.Store]:
+        deadline = time.monotonic() + seconds
+        store = connect(*self._addresses[leader], timedelta(seconds=seconds))
+        if store.check([_DECIDED]):
+            last = _decision(store, _DECIDED)
+            if last.regrouping > me.regroupings and self.member not in last.members:
+                return last, store  # it was made without this rank
+        answer = f"answer/{uuid.uuid4().hex}"
+        store.set(_arrival_key(self.member), json.dumps({**asdict(me), "answer": answer}))
+        pause = Pause()
+        next_probe = 0.0
+        while not store.check([answer]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"member {leader} does not decide")
+            if time.monotonic() > next_probe:
+                self._check(leader)
+                next_probe = time.monotonic() + _BETWEEN_PROBES
+            pause()
+        decision = _decision(store, answer)
+        store.delete_key(answer)
+        return decision, store
 
     def _check(self, leader: int) -> None:
         if self.has_ended(leader):
@@ -225,7 +247,7 @@ class Refuge:
                     arrivals[member], answers[member] = self._read_arrival(member)
             if time.monotonic() >= next_probe:
                 others = set(members) - ended - {self.member}
-                ended |= {member for member in others if self.has_ended(member)}
+                ended |= {member for member, answer in self._ask(others).items() if answer is False}
                 next_probe = time.monotonic() + _BETWEEN_PROBES
             absent = set(members) - arrivals.keys() - ended
             if not absent or time.monotonic() > deadline:

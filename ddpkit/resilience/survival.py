@@ -83,7 +83,7 @@ def survive(
         ValueError: If `min_ranks` is less than 1, or more than there are.
 
     Example:
-        >>> net = nn.Linear(1, 1)
+        >>> net = torch.nn.Linear(1, 1)
         >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         >>> for attempt in survive(net, optimizer):
         ...     with attempt as context:
@@ -245,6 +245,7 @@ class _Survivors:
         if lifecycle.has_unfinished():
             log.warning("a checkpoint that save(wait=False) has begun may not be there: save it again")
         gone = [self._members[lost.rank]] if isinstance(lost, PeerError) and lost.error_type not in _UNSURE else []
+        tried: list[int] = []  # in vain; once more is right if one of them is stopped
         while True:
             lifecycle.teardown()
             decision, store = self._refuge.regroup(self._arrival(), self._members, self._least, gone)
@@ -254,8 +255,9 @@ class _Survivors:
                 self._rejoin(decision, dist.PrefixStore(f"job {decision.regrouping}", store))
                 break
             except RuntimeError:
-                if not any(map(self._refuge.has_ended, decision.members)):
+                if decision.members == tried and not any(map(self._refuge.has_ended, tried)):
                     raise
+                tried = decision.members
         former, self._members = self._members, decision.members
         if request is not None:
             lifecycle.ask_to_stop(request)

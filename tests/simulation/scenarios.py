@@ -255,7 +255,7 @@ def surviving(world: World) -> list[str]:
     steps = draw.randint(1, 8)
     pace = draw.choice([0.002, 0.05])
     commits: list[tuple[int, str, str]] = []
-    fault = draw.choice(["killed", "killed", "killed", "stopped", "raises", "cut"])
+    fault = draw.choice(["killed", "killed", "killed and stopped", "stopped", "raises", "cut"])
     raises_at = draw.randrange(steps) if fault == "raises" else -1
     culprit = draw.randrange(size)
 
@@ -276,6 +276,11 @@ def surviving(world: World) -> list[str]:
             killed.add(victim.process.name)
             world.at(moment, lambda victim=victim: victim.process.end(-9))
             moment += draw.choice([0.0, draw.uniform(0, 0.1), draw.uniform(0, 2)])
+    elif fault == "killed and stopped":
+        victim, stopped = draw.sample(start.ranks, 2)
+        killed |= {victim.process.name, stopped.process.name}
+        world.at(moment, lambda: victim.process.end(-9))
+        _stop_for(world, stopped.process, moment + draw.uniform(0, 1), 40.0)
     elif fault == "stopped":
         killed.add(start.ranks[culprit].process.name)
         _stop_for(world, start.ranks[culprit].process, moment, draw.choice([1.0, 5.0, 40.0]))
@@ -287,7 +292,7 @@ def surviving(world: World) -> list[str]:
     world.run(4 * BOUND)
 
     wrong = _hangs(start.ranks)
-    explained = [rank for rank in start.ranks if fault != "stopped" or rank.process.name not in killed]
+    explained = [rank for rank in start.ranks if "stopped" not in fault or rank.process.name not in killed]
     wrong += _unexplained(explained, (PeerError, BarrierTimeoutError, LaunchError, ValueError))
     ended = [rank for rank in start.ranks if rank.has_ended_well]
     expected = [tuple(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)) for step in range(steps)]
@@ -296,7 +301,7 @@ def surviving(world: World) -> list[str]:
         wrong += [f"{rank}, and was not killed" for rank in start.ranks if _is_lost(rank, killed)]
     # the last that committed a step: those before may have lost it with all who had it
     finals = {generation for step, generation, name in commits if step == steps - 1 and name in _names(ended)}
-    if len(finals) > 1 and fault in ("cut", "stopped"):
+    if len(finals) > 1 and (fault == "cut" or "stopped" in fault):
         wrong.append(f"two jobs ended well: {finals}")
     return wrong
 

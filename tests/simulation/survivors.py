@@ -94,6 +94,8 @@ class Survivor:
             )
         except PeerError as known:
             return known
+        if cause is None and own_failure.is_of_broken_collective(error):
+            return DdpkitError(f"a collective broke: {error}")
         return cause if isinstance(cause, PeerError | BarrierTimeoutError) else None
 
     def report(self, error: BaseException) -> None:
