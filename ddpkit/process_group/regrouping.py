@@ -1,7 +1,7 @@
 """Agree, where ranks of a job have gone, on who goes on: without the store, which may have gone with them.
 
-Each member of a job keeps a store of its own. Those that are left ask the members in turn, from the first one on: one
-whose port is closed has ended. The first that lives leads: it waits for the others, and tells them who they are.
+Each member of a job keeps a store of its own. Those that are left ask all members at once: one whose port is closed has
+ended. The first that answers leads: it waits for the others, and tells them who they are.
 """
 
 from __future__ import annotations
