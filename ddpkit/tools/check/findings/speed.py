@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..recorder import Record
 from .facts import Facts, Finding, place, places, say_ranks
 
-_BACKWARD = "backward of DDP"
+_STEPS = 2  # at which an exchange is repeated: once may be for a step that a scaler skipped
 _FEW_CALLS = 12  # exchanges for one step's gradients that are no loss, as for a small network
 _LARGE = 1 << 18  # numbers in one exchange, of which the time is that of the numbers and not of the call
 
@@ -21,32 +21,32 @@ def find(facts: Facts) -> Iterator[Finding]:
 
 def _find_repeated(facts: Facts) -> Iterator[Finding]:
     """Find DDP's exchange in each micro-batch, where only the last one's counts."""
-    windows = _windows(facts.records[facts.ranks[0]])
-    if len(windows) < 2:  # the first alone may be something else, such as a step that a scaler skips
-        return
-    first = windows[0]
-    for line, times in first.items():
-        if times < 2 or any(window[line] != times for window in windows[:2]):
-            continue
-        lines = [list(line)]
-        evidence = f"DDP averages {times} times before each optimizer step on {say_ranks(facts.ranks)}"
-        why = "gradients add up over the micro-batches, so the average after the last one gives the same"
-        fix = "run forward and backward of all micro-batches but the last under `with model.no_sync():`"
-        yield Finding("exchanges-too-often", "slow", place(lines), facts.ranks, evidence, why, fix)
-        return
+    counted: Counter[tuple[object, int]] = Counter()  # steps, by the line and by how often it averages before each
+    for record in facts.of("step")[facts.ranks[0]]:
+        for cause in record["causes"]:
+            line, times = _repeats(cause)
+            if times < 2:
+                continue
+            counted[line, times] += 1
+            if counted[line, times] < _STEPS:
+                continue
+            evidence = f"DDP averages {times} times before each optimizer step on {say_ranks(facts.ranks)}"
+            why = "gradients add up over the micro-batches, so the average after the last one gives the same"
+            fix = "run forward and backward of all micro-batches but the last under `with model.no_sync():`"
+            where = place(cause["averaged"][0])
+            yield Finding("exchanges-too-often", "slow", where, facts.ranks, evidence, why, fix)
+            return
 
 
-def _windows(records: list[Record]) -> list[Counter[tuple[object, ...]]]:
-    """Count DDP's backwards by their line, for each step."""
-    windows = []
-    window: Counter[tuple[object, ...]] = Counter()
-    for record in records:
-        if record["kind"] == "collective" and record["op"] == _BACKWARD and record["where"]:
-            window[tuple(record["where"][0])] += 1
-        elif record["kind"] == "step":
-            windows.append(window)
-            window = Counter()
-    return windows
+def _repeats(cause: Record) -> tuple[object, int]:
+    """Return the line at which a DDP averages before a step, and how often; 0 if that may be needed.
+
+    Parameters that the last micro-batch does not use would keep sums that are not averaged.
+    """
+    lines = {tuple(entry) for stack in cause["averaged"] for entry in stack}
+    if len(lines) != 1 or not cause["uses_all"]:
+        return None, 0
+    return lines.pop(), len(cause["averaged"])
 
 
 def _find_many(facts: Facts) -> Iterator[Finding]:

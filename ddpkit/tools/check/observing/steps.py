@@ -259,6 +259,8 @@ def _describe(wrapped: Wrapped) -> dict[str, Any]:
         "taken_out": wrapped.taken_out,
         "unsynced": wrapped.unsynced,
         "forwards": wrapped.forwards[-8:],
+        "averaged": wrapped.averaged,
+        "uses_all": not (wrapped.kept.find_unused_parameters or wrapped.kept.static_graph),
         "thawed": wrapped.thawed,
         "cast": wrapped.cast,
         "hooked": bool(getattr(wrapped.kept, "_comm_hooks", ())),
