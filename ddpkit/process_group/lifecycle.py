@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
-import math
 import multiprocessing.util
 import os
 import sys
@@ -19,7 +18,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from ..errors import BarrierTimeoutError, DdpkitError, LaunchError, NotSetUpError, PeerError
+from ..errors import DdpkitError, LaunchError, NotSetUpError
 from ..launch import ranks
 from ..launch.launch import Launch
 from ..timing.clock import Phase, StepClock
@@ -30,16 +29,8 @@ from .devices import bind_device, choose_device, count_accelerators, is_same_dev
 from .job import Context, Job, context_of
 from .leaving import destroy_group, say_goodbye
 from .options import ChooseDevice, Options, Origin, checked_options, checked_origin
-from .own_failure import (
-    cause_of,
-    ended_well,
-    fill_error_file,
-    is_of_broken_collective,
-    last_error,
-    publish,
-)
+from .own_failure import cause_of, ended_well, fill_error_file, last_error, lost_peer_of, publish
 from .peers import Peers, ranks_of
-from .polling import call_with_timeout
 from .rendezvous import StartedByRank
 from .session import Ranks, Session
 from .sockets import SETTLE, cut
@@ -173,19 +164,7 @@ def has_unfinished() -> bool:
 
 def lost_peer(error: BaseException) -> DdpkitError | None:
     """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
-    if isinstance(error, PeerError | BarrierTimeoutError):
-        return error
-    if _job is None or _job.session is None:
-        return None
-    session = _job.session
-    try:  # on another thread, for the store may belong to a process that is stopped
-        session.failures.raise_if_known()
-        cause = call_with_timeout(lambda: cause_of(error, session), math.inf, session.failures.raise_if_known)
-    except PeerError as known:
-        return known
-    if cause is None and is_of_broken_collective(error):  # several ranks are silent, and none of them is named
-        return DdpkitError(f"a collective broke, and by which rank could not be told: {error}")
-    return cause if isinstance(cause, PeerError | BarrierTimeoutError) else None
+    return lost_peer_of(error, _job.session if _job is not None else None)
 
 
 def _check_origin(origin: Origin, found: Launch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError
 from ..torch_internals import current_group, other_groups_were_made
 from .failures import Failure, describe_error, message_of, trace_of
 from .monitor import Monitor
+from .polling import call_with_timeout
 from .session import Ranks, Session
 
 _BROKEN = re.compile(  # torch raises plain RuntimeErrors, too
@@ -71,6 +73,22 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
         return session.find_cause()
     session.failures.compared = True  # once: ranks that meet a second time may not mean the same collective
     return _compare_places(error, f"{call} {place}", session, ranks)
+
+
+def lost_peer_of(error: BaseException, session: Session | None) -> DdpkitError | None:
+    """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
+    if isinstance(error, PeerError | BarrierTimeoutError):
+        return error
+    if session is None:
+        return None
+    try:  # on another thread, for the store may belong to a process that is stopped
+        session.failures.raise_if_known()
+        cause = call_with_timeout(lambda: cause_of(error, session), math.inf, session.failures.raise_if_known)
+    except PeerError as known:
+        return known
+    if cause is None and is_of_broken_collective(error):  # several ranks are silent, and none of them is named
+        return DdpkitError(f"a collective broke, and by which rank could not be told: {error}")
+    return cause if isinstance(cause, PeerError | BarrierTimeoutError) else None
 
 
 def is_of_broken_collective(error: BaseException) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -13,12 +12,10 @@ import outside
 from starts import TIMEOUT, Rank, Start, leave
 from store import PrefixStore
 
-from ddpkit.errors import BarrierTimeoutError, DdpkitError, PeerError
 from ddpkit.launch.launch import Launch
 from ddpkit.process_group import own_failure, startup
 from ddpkit.process_group.job import Context, Job, context_of
 from ddpkit.process_group.options import Options
-from ddpkit.process_group.polling import call_with_timeout
 from ddpkit.resilience import kept_states, survival
 
 PATIENCE = timedelta(seconds=3)
@@ -82,22 +79,6 @@ class Survivor:
             leave(self.job)
             self.job.session = None
 
-    def lost_peer(self, error: BaseException) -> DdpkitError | None:
-        """Do as `lifecycle.lost_peer()`."""
-        if isinstance(error, PeerError | BarrierTimeoutError):
-            return error
-        failures = self.session.failures
-        try:
-            failures.raise_if_known()
-            cause = call_with_timeout(
-                lambda: own_failure.cause_of(error, self.session), math.inf, failures.raise_if_known
-            )
-        except PeerError as known:
-            return known
-        if cause is None and own_failure.is_of_broken_collective(error):
-            return DdpkitError(f"a collective broke: {error}")
-        return cause if isinstance(cause, PeerError | BarrierTimeoutError) else None
-
     def report(self, error: BaseException) -> None:
         """Do as `lifecycle.report()`."""
         if self.session is not None:
@@ -140,7 +121,7 @@ def put_in_place() -> None:
         stop_agreement=lambda: _mine().session.stop_agreement,
         has_unfinished=lambda: False,
         rejoin=lambda *args: _mine().rejoin(*args),
-        lost_peer=lambda error: _mine().lost_peer(error),
+        lost_peer=lambda error: own_failure.lost_peer_of(error, _mine().session),
         finish=lambda: None,
         report=lambda error: _mine().report(error),
     )
