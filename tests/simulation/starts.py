@@ -194,15 +194,21 @@ class Start:
     def _fail(self, mine: Rank, job: Job, error: BaseException) -> None:
         """Do as `distributed()` does with an error that leaves its block."""
         mine.process.handles_failure = True
-        session = job.session
-        if session is None:
+        if job.session is None:
             mine.error = error
-            self.world.note(str(mine))
-            return
-        mine.error = own_failure.cause_of(error, session) or error
+        else:
+            mine.error = report(job, error)
+            leave(job)
         self.world.note(str(mine))
-        own_failure.publish(mine.error, session, job.monitor)
-        leave(job)
+
+
+def report(job: Job, error: BaseException) -> BaseException:
+    """Do as `lifecycle.report()`."""
+    session = job.session
+    assert session is not None
+    cause = own_failure.cause_of(error, session) or error
+    own_failure.publish(cause, session, job.monitor)
+    return cause
 
 
 def leave(job: Job) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import outside
-from starts import TIMEOUT, Rank, Start, leave
+from starts import TIMEOUT, Rank, Start, leave, report
 from store import PrefixStore
 
 from ddpkit.launch.launch import Launch
@@ -64,8 +64,7 @@ class Survivor:
             session.meet(session.count("group made"))
         except BaseException as error:
             if job.session is not None:
-                cause = own_failure.cause_of(error, job.session) or error
-                own_failure.publish(cause, job.session, job.monitor)
+                cause = report(job, error)
                 self.leave()
                 raise cause from error
             raise
@@ -82,8 +81,7 @@ class Survivor:
     def report(self, error: BaseException) -> None:
         """Do as `lifecycle.report()`."""
         if self.session is not None:
-            cause = own_failure.cause_of(error, self.session) or error
-            own_failure.publish(cause, self.session, self.job.monitor)
+            report(self.job, error)
 
 
 def _mine() -> Survivor:
