@@ -6,16 +6,18 @@ import argparse
 import os
 import signal
 import sys
+from functools import partial
 from types import FrameType
 
 from ...errors import LaunchError
 from ...launch.detection import detect_launch
 from ...launch.launch import Launch
+from ..script.ranks import Body, Ranks, environment
+from ..script.running import Script
 from . import report
 from .findings.all import find_all
 from .job import Link, RemoteRank, end, pass_on
-from .rank import Script
-from .ranks import Ranks
+from .rank import be_rank
 from .watch import Outcome, Watch
 
 _BAD_SCRIPT = 2
@@ -51,21 +53,22 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks < 2 or args.steps < 1 or args.timeout <= 0:
         return _refuse("-n must be at least 2, --steps at least 1, --timeout positive.")
     signal.signal(signal.SIGTERM, _exit)
-    script = Script(args.script, args.arguments, args.steps, args.module)
+    script = Script(args.script, args.arguments, args.module)
+    body = partial(be_rank, script, args.steps)
     if launch.kind == "single":
-        environments = {rank: _environment(rank, args) for rank in range(args.ranks)}
-        with Ranks(script, environments, serves=True) as ranks:
+        environments = {rank: environment(rank, args.ranks, args.device) for rank in range(args.ranks)}
+        with Ranks(body, environments, serves=True) as ranks:
             return _report(args, Watch(ranks, args.timeout).run())
-    return _check_job(args, script, launch)
+    return _check_job(args, body, launch)
 
 
-def _check_job(args: argparse.Namespace, script: Script, launch: Launch) -> int:
+def _check_job(args: argparse.Namespace, body: Body, launch: Launch) -> int:
     """Check the job to which this process belongs: its child is the rank."""
     if "MASTER_PORT" not in os.environ or "RANK" not in os.environ:
         return _refuse("a job is checked where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as by torchrun.")
     env = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     env.setdefault("OMP_NUM_THREADS", "1")
-    with Ranks(script, {launch.rank: env}, serves=False) as ranks:
+    with Ranks(body, {launch.rank: env}, serves=False) as ranks:
         link = Link(launch)  # after the fork, for it may have threads
         if launch.rank:
             return pass_on(ranks, link)
@@ -86,31 +89,6 @@ def _report(args: argparse.Namespace, outcome: Outcome) -> int:
     if any(finding.severity == "wrong" for finding in findings):
         return 1
     return _BAD_SCRIPT if outcome.trouble else 0
-
-
-def _environment(rank: int, args: argparse.Namespace) -> dict[str, str]:
-    """Build what torchrun would set for a rank; the port is added later."""
-    world_size = str(args.ranks)
-    env = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "ROLE_RANK": str(rank),
-        "ROLE_NAME": "default",
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    env.setdefault("OMP_NUM_THREADS", "1")
-    if args.device == "cpu":
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    return env
 
 
 def _refuse(reason: str) -> int:

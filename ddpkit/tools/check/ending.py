@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from ..script.recorder import Recorder
 from .observing.expressions import awaits_stop_iteration
-from .recorder import Recorder
 
 _EPOCHS = 3  # that begin; the third is not finished
 _LONGEST = 3  # all epochs have at most so many times the steps of one

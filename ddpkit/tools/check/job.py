@@ -11,8 +11,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ...launch.launch import Launch
-from .ranks import Rank, Ranks
-from .recorder import Record
+from ..script.ranks import Rank, Ranks
+from ..script.recorder import Record
 
 _POLL = 0.1  # seconds
 _MEETING = timedelta(seconds=300)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..script.recorder import Record
 from .findings.facts import SCRIPT_END, Parting
-from .recorder import Record
 
 _OF_ONE_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from ..script.ranks import Rank, Ranks
+from ..script.recorder import Record
 from .findings.facts import Facts, say_ranks
 from .order import Order
-from .ranks import Rank, Ranks
-from .recorder import Record
 
 _POLL = 0.1  # seconds
 _AFTER_PARTING = 1.0  # seconds in which the ranks may say more, once they have parted

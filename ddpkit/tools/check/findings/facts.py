@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...script.recorder import Record
 from ..places import Place
-from ..recorder import Record
 
 SEVERITIES = ("wrong", "suspicious", "slow")  # from bad to less bad
 SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error

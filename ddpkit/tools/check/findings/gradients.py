@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...script.recorder import Record
 from ..places import Place, condition_of, rank_condition
-from ..recorder import Record
 from .facts import Facts, Finding, all_equal, in_function_of, place, places, say_ranks
 
 _ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have

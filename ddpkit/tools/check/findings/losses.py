@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...script.recorder import Record
 from ..places import Place
-from ..recorder import Record
 from .facts import Facts, Finding, all_equal, place, places, say_ranks
 
 _EXACT = 1e-3  # relative difference of numbers that are meant to be equal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..recorder import Record
+from ...script.recorder import Record
 from .facts import Facts, Finding, all_equal, in_function_of, place, places, say_ranks
 
 

@@ -6,8 +6,8 @@ import linecache
 from collections.abc import Iterator
 from typing import Any
 
+from ...script.recorder import Record
 from ..places import Place, is_shared_out
-from ..recorder import Record
 from .facts import Facts, Finding, place, places, say_ranks
 
 _FEW = 8  # words: a choice that all ranks are to make alike takes as many

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+from ...script.recorder import Record
 from ..places import Place, rank_conditions_of_names
-from ..recorder import Record
 from .facts import Facts, Finding, all_equal, place, places, say_ranks
 
 _FEW_ROWS = 8  # samples of a stream, too few to be compared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..recorder import Record
+from ...script.recorder import Record
 from .facts import Facts, Finding, place, places
 
 _NEAR = 0.1  # relative difference that an incomplete batch or window makes

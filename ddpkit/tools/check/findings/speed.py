@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ..recorder import Record
+from ...script.recorder import Record
 from .facts import Facts, Finding, place, places, say_ranks
 
 _STEPS = 2  # at which an exchange is repeated: once may be for a step that a scaler skipped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from ..recorder import Record
+from ...script.recorder import Record
 from .facts import Facts, Finding, place, places, say_ranks
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
+from ...script.recorder import Recorder
 from ..places import stack
-from ..recorder import Recorder
 from .expressions import averages_gathered, cuts, divides_by_ranks, loop_keys, loops_over_sets
 from .modules import Modules
 from .patching import Function, before, guarded, replace

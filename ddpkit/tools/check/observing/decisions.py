@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from ...script.recorder import Recorder
 from ..places import Place, is_own, own_files, own_frames, place_of
-from ..recorder import Recorder
 from .expressions import decisions_around, fractions, saving_decisions
 
 _MANY = 32  # times that a decision is told

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...script.recorder import Recorder
 from ..places import is_own, stack
-from ..recorder import Recorder
 from .expressions import evaluate, running
 from .patching import before
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...script.recorder import Recorder
 from ..places import Place, Stack, stack
-from ..recorder import Recorder
 from .expressions import divides_by_ranks, dividing_lines, lines_divided_by_ranks
 from .modules import Modules
 from .patching import Function, after, before, guarded, replace

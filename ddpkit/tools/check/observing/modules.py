@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from ...script.recorder import Recorder
 from ..places import Stack, is_own, own_frames, place_of, stack
-from ..recorder import Recorder
 from .patching import Function, after, before, guarded, replace
 from .tensors import content, size_of, whole
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ..recorder import Recorder
+from ...script.recorder import Recorder
 
 Function = Callable[..., Any]
 _failed: set[str] = set()

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ...script.recorder import Recorder
 from ..places import Place, Stack, is_own, own_frames, place_of, stack
-from ..recorder import Recorder
 from .modules import variables
 from .patching import before
 

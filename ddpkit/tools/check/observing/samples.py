@@ -15,9 +15,9 @@ from torch.utils.data._utils import fetch
 
 from ....collectives.digest import digest
 from ....data.loader import Loader
+from ...script.recorder import Recorder
 from ..ending import Ending
 from ..places import Place, Stack, deciding_lines, stack
-from ..recorder import Recorder
 from .decisions import untraced
 from .expressions import bound_of_loop, is_in_loop, mentions
 from .modules import Modules, is_own_object

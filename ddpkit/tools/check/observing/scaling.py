@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import utils
 
+from ...script.recorder import Recorder
 from ..places import stack
-from ..recorder import Recorder
 from .patching import Function, before, guarded, replace
 from .tensors import crc, whole
 

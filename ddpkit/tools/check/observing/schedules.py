@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.optim import lr_scheduler
 
+from ...script.recorder import Recorder
 from ..places import Place, calls_with, stack
-from ..recorder import Recorder
 from .patching import after, before
 
 _HORIZONS = ("T_max", "total_steps", "total_iters")

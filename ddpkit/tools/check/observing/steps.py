@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...script.recorder import Recorder
 from ..ending import Ending
 from ..places import (
     Place,
@@ -20,7 +21,6 @@ from ..places import (
     lines_that_set_item,
     stack,
 )
-from ..recorder import Recorder
 from .collectives import Collectives
 from .decisions import Decisions
 from .expressions import decisions, divides_by_ranks, numbers_of_rounds, skips

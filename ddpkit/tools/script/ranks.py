@@ -1,4 +1,4 @@
-"""Start the ranks of a checked script, read what they record, and end them with all that they have started."""
+"""Start the ranks of a script, read what they record, and end them with all that they have started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ...spawning.rank_process import replace_environment
-from .rank import STACK_SIGNAL, Script, be_rank
 from .recorder import Record
 
+Body = Callable[[int, int, int], int]  # what a rank does; see `Ranks`
+STACK_SIGNAL = signal.SIGUSR2
 _SET_PDEATHSIG = 1
 _SET_CHILD_SUBREAPER = 36
 _CHUNK = 1 << 16
@@ -51,7 +52,7 @@ class Rank:
         os.set_blocking(self.reader, False)
         self._control, self._end = os.pipe()
 
-    def start(self, script: Script, env: dict[str, str], others: list[Rank]) -> None:
+    def start(self, body: Body, env: dict[str, str], others: list[Rank]) -> None:
         """Fork the process, which shares the imported torch with this one."""
         output = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         stacks = os.open(self._stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -74,8 +75,7 @@ class Rank:
             port = os.read(self._control, _CHUNK).decode()
             if port:
                 os.environ["MASTER_PORT"] = port
-            be_rank(script, self._records, self._control, stacks)
-            code = 0
+            code = body(self._records, self._control, stacks)
         finally:
             os._exit(code)
 
@@ -170,7 +170,9 @@ class Ranks:
     """The ranks of this machine: a context that leaves no process behind.
 
     Args:
-        script: The script to run.
+        body: Runs the script in a rank's process, and returns its exit code. It gets three descriptors: one to write
+            records to; one that becomes readable when the process shall end; and one to write the stack of the main
+            thread to when `STACK_SIGNAL` comes.
         environments: Of the ranks, by their number.
         serves: Host the store in which the ranks meet.
 
@@ -179,10 +181,10 @@ class Ranks:
         remote: The ranks that other processes watch.
     """
 
-    def __init__(self, script: Script, environments: dict[int, dict[str, str]], serves: bool) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="ddpkit-check-")
+    def __init__(self, body: Body, environments: dict[int, dict[str, str]], serves: bool) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ddpkit-ranks-")
         self._environments = environments
-        self._script = script
+        self._body = body
         self._serves = serves
         self._not_ours = set(_children())
         self.all: list[Rank] = []
@@ -200,7 +202,7 @@ class Ranks:
         try:
             for number, env in self._environments.items():
                 rank = Rank(number, Path(self._folder.name))
-                rank.start(self._script, env, self.all)
+                rank.start(self._body, env, self.all)
                 self.all.append(rank)
             port = None
             if self._serves:  # only now, for it has threads
@@ -231,6 +233,37 @@ class Ranks:
             rank.reap()
             for record in rank.read():
                 yield rank, record
+
+
+def environment(rank: int, number: int, device: str) -> dict[str, str]:
+    """Build the environment that torchrun would set for a rank of one node; the port is added later.
+
+    Args:
+        rank: The rank.
+        number: Of all ranks.
+        device: "cpu" hides the GPUs.
+    """
+    world_size = str(number)
+    env = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    env.setdefault("OMP_NUM_THREADS", "1")
+    if device == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    return env
 
 
 def _kill_orphans(others: set[int]) -> None:

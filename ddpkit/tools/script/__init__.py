@@ -1,0 +1,1 @@
+"""Somebody's training script, run on ranks of this machine: for `check` and `rehearse`."""
