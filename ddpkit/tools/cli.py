@@ -1,4 +1,4 @@
-"""The command line: `ddpkit check`, `where`, `doctor` and `bench`, also as `python -m ddpkit`."""
+"""The command line: `ddpkit check`, `where`, `rehearse`, `doctor` and `bench`, also as `python -m ddpkit`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ _TOOLS = {
         "asks a running job what each rank is doing, and for how long",
         "python -m ddpkit where",
         "where",
+    ),
+    "rehearse": _Tool(
+        "kills, stops and resumes a training script at random, and compares it with a whole run",
+        "python -m ddpkit rehearse -n 2,3 train.py --folder {folder} --resume",
+        "rehearse",
     ),
     "doctor": _Tool(
         "checks this machine or, under a launcher, the whole job; says how to fix it",

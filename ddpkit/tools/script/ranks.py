@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -182,7 +183,7 @@ class Ranks:
     """
 
     def __init__(self, body: Body, environments: dict[int, dict[str, str]], serves: bool) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="ddpkit-ranks-")
+        self._folder = Path(tempfile.mkdtemp(prefix="ddpkit-ranks-"))  # no context, which a rank would end as well
         self._environments = environments
         self._body = body
         self._serves = serves
@@ -201,7 +202,7 @@ class Ranks:
         sys.stderr.flush()
         try:
             for number, env in self._environments.items():
-                rank = Rank(number, Path(self._folder.name))
+                rank = Rank(number, self._folder)
                 rank.start(self._body, env, self.all)
                 self.all.append(rank)
             port = None
@@ -222,7 +223,7 @@ class Ranks:
                 rank.reap(wait=True)
             rank.close()
         _kill_orphans(self._not_ours)
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def wait(self, seconds: float) -> Iterator[tuple[Rank, Record]]:
         """Wait for records, at most so long, and yield them with their ranks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import runpy
@@ -10,7 +9,7 @@ import sys
 import traceback
 import types
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,11 +25,13 @@ class Script:
         path: Of its file, or the name of a module.
         arguments: Of its command line.
         is_module: Whether it is run as `python -m` does.
+        home: The folder in which modules are looked for first; the present one by default.
     """
 
     path: str
     arguments: list[str]
     is_module: bool = False
+    home: str = field(default_factory=os.getcwd)
 
 
 def run_script(script: Script) -> tuple[int, BaseException | None]:
@@ -55,9 +56,8 @@ def _run_as_main(script: Script) -> None:
     """Run a file as `python FILE` does, or a module as `python -m MODULE` does."""
     sys.argv = [script.path, *script.arguments]
     warnings.resetwarnings()
-    atexit._clear()
     if script.is_module:
-        sys.path[0] = os.getcwd()
+        sys.path[0] = script.home
         runpy.run_module(script.path, run_name="__main__", alter_sys=True)
         return
     sys.path[0] = os.path.dirname(os.path.abspath(script.path))

@@ -16,9 +16,9 @@ from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ...script.recorder import Recorder
+from ...script.tensors import content, size_of, whole
 from ..places import Stack, is_own, own_frames, place_of, stack
 from .patching import Function, after, before, guarded, replace
-from .tensors import content, size_of, whole
 
 _HERE = os.path.dirname(__file__)
 _MANY_CALLS = 16  # calls of networks that are kept for a step

@@ -16,6 +16,7 @@ from torch.utils.data._utils import fetch
 from ....collectives.digest import digest
 from ....data.loader import Loader
 from ...script.recorder import Recorder
+from ...script.tensors import content, rows, size_of
 from ..ending import Ending
 from ..places import Place, Stack, deciding_lines, stack
 from .decisions import untraced
@@ -23,7 +24,6 @@ from .expressions import bound_of_loop, is_in_loop, mentions
 from .modules import Modules, is_own_object
 from .patching import Function, after, before, guarded, replace
 from .random_numbers import GENERATORS, Draws, State, Windows, generators_in, states
-from .tensors import content, rows, size_of
 
 _MANY = 2_000_000  # samples of an epoch that are listed
 _BATCHES = 64  # of an epoch that are described one by one

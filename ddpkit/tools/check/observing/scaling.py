@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import utils
 
 from ...script.recorder import Recorder
+from ...script.tensors import crc, whole
 from ..places import stack
 from .patching import Function, before, guarded, replace
-from .tensors import crc, whole
 
 
 class Scaling:

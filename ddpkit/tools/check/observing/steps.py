@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...script.recorder import Recorder
+from ...script.tensors import crc, sample, whole
 from ..ending import Ending
 from ..places import (
     Place,
@@ -28,7 +29,6 @@ from .losses import Losses
 from .modules import Modules, Wrapped, inner_of, roots, variables
 from .patching import Function, after, before, guarded
 from .random_numbers import Windows
-from .tensors import crc, sample, whole
 
 _LOOKED_AT = 6  # steps of an optimiser at which running statistics are compared
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ....collectives.tensors import flat_bytes, is_dense
+from ...collectives.tensors import flat_bytes, is_dense
 
 _SAMPLES = 16  # elements that are shown of a tensor
 _HASHED = 1 << 24  # bytes of a batch that are hashed

@@ -1,0 +1,172 @@
+"""Compare the steps of a run that was disturbed with those of undisturbed runs.
+
+Distances between weights are given in steps: 1 is as far as a step of the optimizer moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .lives import Life
+
+_TOLERANCE = 1e-3  # of a step, beyond which weights are not equal even if undisturbed runs agree exactly
+_MARGIN = 10  # times the distance between undisturbed runs
+_COMPARABLE = 0.1  # of a step; undisturbed runs that are farther apart cannot be compared
+_BESIDE = 2  # steps
+_ALIKE = 1e-6  # relative difference of learning rates
+
+
+@dataclass
+class Stretch:
+    """Steps of the undisturbed run that a life has made one after the other, counted from 1.
+
+    Attributes:
+        first: The first one.
+        last: The last one.
+    """
+
+    first: int
+    last: int
+
+
+@dataclass
+class Walk:
+    """How a life's steps follow those of the undisturbed run.
+
+    Attributes:
+        stretches: The steps that are equal.
+        distance: The greatest between equal steps.
+        parted: What is different in the first step that is not equal, "" if all are.
+    """
+
+    stretches: list[Stretch]
+    distance: float
+    parted: str
+
+
+class Reference:
+    """The steps of an undisturbed run, and how far others that were not disturbed are from them.
+
+    Args:
+        life: The undisturbed run.
+
+    Attributes:
+        length: The number of steps.
+        distance: The greatest between undisturbed runs that can be compared.
+    """
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._weights = [np.array(step["weights"]) for step in life.steps]
+        self._optimizers = [step["optimizer"] for step in life.steps]
+        self._sizes = self._measure_steps()
+        self._inputs: list[int | None] = list(life.inputs)
+        self.length = len(life.steps)
+        self.distance = 0.0
+
+    @property
+    def tolerance(self) -> float:
+        """Up to which distance two steps are equal."""
+        return max(_TOLERANCE, _MARGIN * self.distance)
+
+    def add(self, other: Life) -> str:
+        """Learn from another undisturbed run how far equal runs are apart.
+
+        Returns:
+            Why that run cannot be compared, "" if it can.
+        """
+        if len(other.steps) != self.length:
+            return f"{len(other.steps)} steps, not {self.length}"
+        greatest = max(self._distance(other, number, number) for number in range(self.length))
+        if greatest > _COMPARABLE:
+            return f"weights up to {greatest:.2g} of a step apart"
+        self.distance = max(self.distance, greatest)
+        for number, total in enumerate(other.inputs):
+            if total != self._inputs[number]:  # random augmentation, or noise
+                self._inputs[number] = None
+        return ""
+
+    def follow(self, life: Life) -> Walk:
+        """Find the steps of a life among those of the undisturbed run."""
+        walk = Walk([], 0.0, "")
+        position = -1
+        for number in range(len(life.steps)):
+            expected = position + 1
+            if walk.stretches and self._distance(life, number, expected) <= self.tolerance:
+                walk.stretches[-1].last += 1
+            else:
+                expected = self._nearest(life, number)
+                if self._distance(life, number, expected) > self.tolerance:
+                    meant = position + 1 if walk.stretches else self._likely(life, number)
+                    walk.parted = self._explain(life, number, meant)
+                    return walk
+                walk.stretches.append(Stretch(expected + 1, expected + 1))
+            position = expected
+            walk.distance = max(walk.distance, self._distance(life, number, position))
+            if self._has_other_inputs(life, number, position):
+                walk.parted = f"step {position + 1} was made with other samples"
+                return walk
+        return walk
+
+    def _measure_steps(self) -> list[float]:
+        """Measure how far each optimizer's step moves its weights: the median of its steps."""
+        moved: dict[int, list[float]] = {}
+        before: dict[int, npt.NDArray[np.float64]] = {}
+        for optimizer, weights in zip(self._optimizers, self._weights, strict=True):
+            if optimizer in before and before[optimizer].shape == weights.shape:
+                moved.setdefault(optimizer, []).append(float(np.linalg.norm(weights - before[optimizer])))
+            before[optimizer] = weights
+        smallest = float(np.finfo(np.float64).tiny)
+        sizes = {optimizer: max(float(np.median(lengths)), smallest) for optimizer, lengths in moved.items()}
+        return [sizes.get(optimizer, 1.0) for optimizer in self._optimizers]
+
+    def _distance(self, life: Life, number: int, position: int) -> float:
+        """Return the distance of a life's step from one of the undisturbed run."""
+        if position >= self.length:
+            return float("inf")
+        step = life.steps[number]
+        weights = np.array(step["weights"])
+        if step["optimizer"] != self._optimizers[position] or weights.shape != self._weights[position].shape:
+            return float("inf")
+        distance = float(np.linalg.norm(weights - self._weights[position]))
+        return distance / self._sizes[position]
+
+    def _nearest(self, life: Life, number: int) -> int:
+        return min(range(self.length), key=lambda position: self._distance(life, number, position))
+
+    def _likely(self, life: Life, number: int) -> int:
+        """Find the step that a life's first one was to be: the nearest, or one beside it with the same samples."""
+        nearest = self._nearest(life, number)
+        beside = range(max(0, nearest - _BESIDE), min(self.length, nearest + _BESIDE + 1))
+        seen = life.inputs[number]
+        alike = [position for position in beside if seen is not None and seen == self._inputs[position]]
+        return min(alike, key=lambda position: self._distance(life, number, position), default=nearest)
+
+    def _has_other_inputs(self, life: Life, number: int, position: int) -> bool:
+        seen, expected = life.inputs[number], self._inputs[position]
+        return seen is not None and expected is not None and seen != expected
+
+    def _explain(self, life: Life, number: int, position: int) -> str:
+        """Say what is different in a step."""
+        if position >= self.length:
+            return f"it went on after step {self.length}, the last of the undisturbed run"
+        distance = self._distance(life, number, position)
+        text = f"step {position + 1} is {distance:.2g} of a step away from the undisturbed run's"
+        if self._has_other_inputs(life, number, position):
+            return f"{text}: other samples"
+        rates, expected = life.steps[number]["rates"], self._life.steps[position]["rates"]
+        if not _are_alike(rates, expected):
+            return f"{text}: learning rate {rates[0]:.6g}, not {expected[0]:.6g}"
+        if self._inputs[position] is None:
+            return text
+        return f"{text}, with the same samples and learning rate: weights, optimizer state or random numbers"
+
+
+def _are_alike(rates: Sequence[float], others: Sequence[float]) -> bool:
+    if len(rates) != len(others):
+        return False
+    return bool(np.allclose(rates, others, rtol=_ALIKE))

@@ -1,0 +1,269 @@
+"""Be one rank of a rehearsal: run the script, tell its steps, and disturb it at the moment that was drawn."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as hooks
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ...collectives.tensors import flat_bytes, is_dense
+from ..script.ranks import STACK_SIGNAL
+from ..script.recorder import Recorder
+from ..script.running import Script, describe, run_script, use_gloo_without_gpus
+from ..script.tensors import whole
+from .plan import Disturbance
+
+_ELEMENTS = 256  # of all weights of an optimizer that are told after a step, and at least one of each tensor
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_CHANGES = {
+    "os.rename": "rename",
+    "os.remove": "remove",
+    "os.mkdir": "make",
+    "os.rmdir": "remove",
+    "os.truncate": "cut",
+}
+_KILLED = 60.0  # seconds in which a process is killed by its parent
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a rank runs.
+
+    Attributes:
+        script: The script.
+        folder: The folder in which it saves.
+        is_inside: Whether it runs in that folder.
+        disturbance: What will happen to the ranks; None for nothing.
+    """
+
+    script: Script
+    folder: Path
+    is_inside: bool
+    disturbance: Disturbance | None
+
+
+def be_rank(setting: Setting, records: int, control: int, stacks: int) -> int:
+    """Run the script as the main program of this process, to its end.
+
+    Args:
+        setting: How.
+        records: The descriptor to write records to.
+        control: Not read.
+        stacks: The descriptor to write the stack to, when the process is asked for it.
+
+    Returns:
+        The exit code.
+    """
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
+    recorder = Recorder(records)
+    if setting.is_inside:
+        os.chdir(setting.folder)
+    use_gloo_without_gpus()
+    events = Events(recorder, setting.disturbance)
+    Changes(events, setting.folder).install()
+    inputs = Inputs()
+    inputs.install()
+    Steps(recorder, events, inputs).install()
+    events.note("start")
+    code, failure = run_script(setting.script)
+    if failure is not None:
+        sys.excepthook(type(failure), failure, failure.__traceback__)
+    _leave()
+    events.note("end")
+    recorder.tell("end", error=describe(failure))
+    return code
+
+
+def _leave() -> None:
+    """Do what Python does at the end of a program: wait for threads, call what is registered, flush."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+class Events:
+    """Counts this rank's events, tells them, and lets the disturbance happen at its own.
+
+    Args:
+        recorder: Tells them.
+        disturbance: What happens to the ranks; None for nothing.
+    """
+
+    def __init__(self, recorder: Recorder, disturbance: Disturbance | None) -> None:
+        self._recorder = recorder
+        self._disturbance = None
+        if disturbance is not None and disturbance.rank == int(os.environ["RANK"]):
+            self._disturbance = disturbance
+        self._number = 0
+
+    def note(self, what: str) -> None:
+        """Count an event, in this process and not in those that it has forked."""
+        if not self._recorder.is_main:
+            return
+        self._recorder.tell("event", what=what, time=time.monotonic())
+        number = self._number
+        self._number += 1
+        disturbance = self._disturbance
+        if disturbance is None or disturbance.event != number:
+            return
+        if not disturbance.delay:
+            self._disturb(disturbance, what)
+            return
+        timer = threading.Timer(disturbance.delay, self._disturb, [disturbance, what])
+        timer.daemon = True
+        timer.start()
+
+    def _disturb(self, disturbance: Disturbance, what: str) -> None:
+        """Send this process its signal; the parent sends those to others, and lets it go on after a pause."""
+        self._recorder.tell("disturbed", what=what)
+        signals = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "terminate": signal.SIGTERM}
+        if disturbance.kind in signals:
+            os.kill(os.getpid(), signals[disturbance.kind])
+        elif disturbance.kind == "kill-all":
+            time.sleep(_KILLED)
+
+
+class Changes:
+    """Notes when files in a folder are about to be changed, as far as Python sees it.
+
+    Args:
+        events: Counts these moments.
+        folder: The folder.
+    """
+
+    def __init__(self, events: Events, folder: Path) -> None:
+        self._events = events
+        self._folder = f"{folder}{os.sep}"
+        self._thread = threading.local()
+
+    def install(self) -> None:
+        """Begin."""
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, mode, flags = args
+            if not _writes(mode, flags):
+                return
+            verb = "write"
+        elif event in _CHANGES:
+            path = args[0]
+            verb = _CHANGES[event]
+        else:
+            return
+        if not isinstance(path, str | bytes | os.PathLike) or getattr(self._thread, "is_inside", False):
+            return
+        self._thread.is_inside = True
+        full = os.path.abspath(os.fsdecode(path))
+        if full.startswith(self._folder):
+            self._events.note(f"{verb} {full.removeprefix(self._folder)}")
+        self._thread.is_inside = False
+
+
+def _writes(mode: str | None, flags: int | None) -> bool:
+    if mode is not None:
+        return any(letter in mode for letter in "wax+")
+    return bool((flags or 0) & _WRITING)
+
+
+class Inputs:
+    """Adds up hashes of the samples that networks are trained on: the sum tells nothing of their order or rank.
+
+    Attributes:
+        total: The sum since the last step; None if no samples were seen.
+    """
+
+    def __init__(self) -> None:
+        self.total: int | None = None
+        self._depth = 0
+
+    def install(self) -> None:
+        """Begin."""
+        hooks.register_module_forward_pre_hook(self._enter)
+        hooks.register_module_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self._depth += 1
+        if self._depth > 1 or not torch.is_grad_enabled() or not module.training:
+            return
+        batch = next((value for value in args if isinstance(value, Tensor)), None)
+        if batch is None or not batch.ndim or batch.is_meta or not is_dense(batch):
+            return
+        for row in batch.detach().cpu():
+            self.total = (self.total or 0) + zlib.crc32(flat_bytes(row).numpy().data)
+
+    def _leave(self, *call: Any) -> None:
+        self._depth -= 1
+
+
+class Steps:
+    """Tells the weights after each step of an optimizer, by some of their elements.
+
+    Args:
+        recorder: Tells them.
+        events: Counts the steps, too.
+        inputs: Knows the samples of a step.
+    """
+
+    def __init__(self, recorder: Recorder, events: Events, inputs: Inputs) -> None:
+        self._recorder = recorder
+        self._events = events
+        self._inputs = inputs
+        self._optimizers: list[Optimizer] = []
+
+    def install(self) -> None:
+        """Begin."""
+        register_optimizer_step_post_hook(self._stepped)
+
+    @torch.no_grad()
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._recorder.is_main:
+            return
+        self._recorder.tell(
+            "step",
+            optimizer=self._number(optimizer),
+            weights=_some_elements(optimizer),
+            rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            inputs=self._inputs.total,
+        )
+        self._inputs.total = None
+        self._events.note("step")
+
+    def _number(self, optimizer: Optimizer) -> int:
+        """Number the optimizers in the order of their first steps."""
+        for number, known in enumerate(self._optimizers):
+            if known is optimizer:
+                return number
+        self._optimizers.append(optimizer)
+        return len(self._optimizers) - 1
+
+
+def _some_elements(optimizer: Optimizer) -> list[float]:
+    """Return elements from everywhere in an optimizer's weights; parts of a flat parameter of FSDP are left out."""
+    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    each = max(1, _ELEMENTS // len(tensors))
+    elements: list[float] = []
+    for tensor in tensors:
+        plain = tensor.full_tensor() if isinstance(tensor, DTensor) else whole(tensor)
+        if plain is None:
+            continue
+        flat = plain.reshape(-1)
+        stride = max(1, flat.numel() // each)
+        elements += flat[::stride][:each].to("cpu", torch.float64).tolist()
+    return elements

@@ -1,0 +1,155 @@
+"""Print how the trials went, for people or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..terminal import count, paint
+from .comparison import Walk
+from .lives import Life
+from .trials import Rehearsal, Trial
+
+SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
+_DEEDS = {
+    "kill": "rank {rank} was killed",
+    "kill-all": "all ranks were killed",
+    "terminate": "rank {rank} got SIGTERM",
+    "terminate-all": "all ranks got SIGTERM",
+    "pause": "rank {rank} was stopped for 2 s",
+}
+
+
+def title(script: str, ranks: Sequence[int], seed: int) -> str:
+    """Write the first line."""
+    return paint(f"ddpkit rehearse: {script} on {', '.join(map(str, ranks))} ranks, seed {seed}", "bold")
+
+
+def render_undisturbed(rehearsal: Rehearsal) -> str:
+    """Write what the undisturbed runs have shown."""
+    lines = [f"undisturbed  {count(rehearsal.length, 'step')}"]
+    if rehearsal.reference is None:
+        reason = next(iter(rehearsal.excluded.values()))
+        lines[0] += (
+            f"; two equal runs differ ({reason}): only whether runs go on can be seen. Does the script seed them?"
+        )
+        return lines[0]
+    distance = rehearsal.reference.distance
+    lines[0] += (
+        f"; weights at most {distance:.2g} of a step apart" if distance else "; weights equal on all numbers of ranks"
+    )
+    for ranks, reason in rehearsal.excluded.items():
+        lines.append(f"             left out: {count(ranks, 'rank')} do not make the same run ({reason})")
+    return "\n".join(lines)
+
+
+def render_trial(trial: Trial) -> str:
+    """Write how a trial went."""
+    verdict = paint("wrong", "red") if trial.wrong else paint("ok   ", "green")
+    lines = []
+    for position, life in enumerate(trial.lives):
+        walk = trial.walks[position] if trial.walks else None
+        lines.append(f"{count(life.start.ranks, 'rank'):<8} {_describe(life, walk)}")
+    lines += [paint(text, "red") for text in trial.wrong]
+    if trial.difference.compared and not trial.wrong:
+        lines.append(_describe_files(trial))
+    lines += trial.notes
+    margin = " " * 18
+    return f"trial {trial.number:<4}{verdict}   " + f"\n{margin}".join(lines)
+
+
+def _describe(life: Life, walk: Walk | None) -> str:
+    parts = []
+    if walk is None:
+        parts.append(count(len(life.steps), "step"))
+    elif walk.stretches:
+        parts.append("steps " + ", ".join(f"{stretch.first}-{stretch.last}" for stretch in walk.stretches))
+    else:
+        parts.append("no step")
+    disturbance = life.start.disturbance
+    if disturbance is not None and life.is_disturbed:
+        parts.append(_DEEDS[disturbance.kind].format(rank=disturbance.rank) + _describe_moment(life))
+        if disturbance.kind != "pause":
+            parts.append(f"all had ended {life.waited:.1f} s later")
+    return "; ".join(parts)
+
+
+def _describe_moment(life: Life) -> str:
+    """Say between which events the disturbance came, where that is not between two steps."""
+    disturbance = life.start.disturbance
+    if disturbance is None or not life.disturbed:
+        return ""
+    if disturbance.delay:
+        return f" {disturbance.delay:.2f} s after '{life.disturbed}'"
+    return f" before '{life.disturbed}'"
+
+
+def _describe_files(trial: Trial) -> str:
+    difference = trial.difference
+    files = count(len(difference.compared), "file")
+    if difference.bits:
+        return f"{files} equal bit for bit"
+    return f"{files} equal to {difference.greatest:.1g}"
+
+
+def render_end(rehearsal: Rehearsal, trials: list[Trial], again: str) -> str:
+    """Write the last lines: how many were right, and how to repeat one that was not."""
+    wrong = [trial for trial in trials if trial.wrong]
+    lines = []
+    if wrong:
+        lines.append(f"to repeat the first that went wrong: {again}")
+    elif rehearsal.reference is not None and not was_resumed(trials):
+        lines.append(
+            "no start went on where the one before had ended: "
+            "give the script the flag with which it resumes, by --again if it refuses that flag at first"
+        )
+    right = len(trials) - len(wrong)
+    colour = "red" if wrong else "green"
+    lines.append(paint(f"{right} of {count(len(trials), 'trial')} ended like the undisturbed run", colour))
+    return "\n".join(lines)
+
+
+def was_resumed(trials: list[Trial]) -> bool:
+    """Return whether any start went on from a later step than the first."""
+    return any(trial.was_resumed for trial in trials)
+
+
+def as_json(script: str, seed: int, rehearsal: Rehearsal, trials: list[Trial]) -> str:
+    """Write the report as one JSON object."""
+    reference = rehearsal.reference
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "script": script,
+        "seed": seed,
+        "steps": rehearsal.length,
+        "distance": None if reference is None else reference.distance,
+        "excluded": rehearsal.excluded,
+        "trials": [_trial_as_json(trial) for trial in trials],
+    }
+    return json.dumps(report, indent=2)
+
+
+def _trial_as_json(trial: Trial) -> dict[str, Any]:
+    lives = []
+    for position, life in enumerate(trial.lives):
+        walk = trial.walks[position] if trial.walks else None
+        lives.append(
+            {
+                "ranks": life.start.ranks,
+                "disturbance": asdict(life.start.disturbance) if life.start.disturbance else None,
+                "is_disturbed": life.is_disturbed,
+                "event": life.disturbed,
+                "steps": [[s.first, s.last] for s in walk.stretches] if walk else len(life.steps),
+                "ends": life.ends,
+                "waited": round(life.waited, 3),
+            }
+        )
+    return {
+        "number": trial.number,
+        "wrong": trial.wrong,
+        "notes": trial.notes,
+        "starts": lives,
+        "files": asdict(trial.difference),
+    }
