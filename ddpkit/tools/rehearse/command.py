@@ -125,10 +125,8 @@ def _rehearse(args: argparse.Namespace, folder: Path) -> int:
     else:
         wrong = next((trial.number for trial in trials if trial.wrong), 0)
         print(report.render_end(rehearsal, trials, _repeat(args, wrong)), flush=True)
-    is_right = not any(trial.wrong for trial in trials)
-    if rehearsal.reference is not None:
-        is_right = is_right and report.was_resumed(trials)
-    return 0 if is_right else 1
+    has_failed = any(trial.wrong for trial in trials) or report.never_resumes(trials)
+    return int(has_failed)
 
 
 def _repeat(args: argparse.Namespace, number: int) -> str:

@@ -100,7 +100,7 @@ def render_end(rehearsal: Rehearsal, trials: list[Trial], again: str) -> str:
     lines = []
     if wrong:
         lines.append(f"to repeat the first that went wrong: {again}")
-    elif rehearsal.reference is not None and not was_resumed(trials):
+    elif never_resumes(trials):
         lines.append(
             "no start went on where the one before had ended: "
             "give the script the flag with which it resumes, by --again if it refuses that flag at first"
@@ -111,9 +111,10 @@ def render_end(rehearsal: Rehearsal, trials: list[Trial], again: str) -> str:
     return "\n".join(lines)
 
 
-def was_resumed(trials: list[Trial]) -> bool:
-    """Return whether any start went on from a later step than the first."""
-    return any(trial.was_resumed for trial in trials)
+def never_resumes(trials: list[Trial]) -> bool:
+    """Return whether starts were needed after the first ones, and each began anew."""
+    again = [walk for trial in trials for walk in trial.walks[1:] if walk.stretches]
+    return bool(again) and all(walk.stretches[0].first == 1 for walk in again)
 
 
 def as_json(script: str, seed: int, rehearsal: Rehearsal, trials: list[Trial]) -> str:

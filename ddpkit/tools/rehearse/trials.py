@@ -74,11 +74,6 @@ class Trial:
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def was_resumed(self) -> bool:
-        """Return whether a start went on from a later step than the first."""
-        return any(walk.stretches and walk.stretches[0].first > 1 for walk in self.walks[1:])
-
 
 class Rehearsal:
     """All runs of a script.
@@ -190,8 +185,10 @@ class Rehearsal:
         return reason
 
     def _is_complete(self, life: Life) -> bool:
-        """Return whether a start came to the end of the script although it was disturbed."""
-        if life.failed or self.reference is None:
+        """Return whether a start came to the end of the script, also if only a rank that was killed did not."""
+        disturbance = life.start.disturbance
+        killed = disturbance.rank if disturbance is not None and disturbance.kind == "kill" else None
+        if self.reference is None or any(rank != killed for rank in life.failed):
             return False
         stretches = self.reference.follow(life).stretches
         return bool(stretches) and stretches[-1].last == self.length

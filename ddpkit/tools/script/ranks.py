@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import select
 import shutil
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -153,6 +155,8 @@ def _take_over(env: dict[str, str], output: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    random.seed()  # as in any new process: two ranks that do not seed them have other numbers
+    np.random.seed()
 
 
 def _prctl(option: int, value: int) -> None:

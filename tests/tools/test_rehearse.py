@@ -1,0 +1,276 @@
+"""Rehearsals of real scripts on real ranks: right ones, and ones whose bug only shows when they are started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import CLEAN, run
+
+from ddpkit.tools import cli
+from ddpkit.tools.rehearse import files
+from ddpkit.tools.rehearse.comparison import Reference
+from ddpkit.tools.rehearse.lives import Life
+from ddpkit.tools.rehearse.plan import KINDS, Events, Start, plan_trial
+
+SCRIPT = Path(__file__).parent / "rehearsed.py"
+LATE = 600.0  # seconds, which only a hang needs
+
+
+def begin(words: list[str], out: str) -> None:
+    """Be the command line, in a process that has imported torch."""
+    os.chdir(out)
+    sys.path[0] = out
+    sys.exit(cli.main(["rehearse", *words]))
+
+
+def rehearse(out: Path, *words: str) -> tuple[int | None, str]:
+    """Run the command; return its exit code and its output."""
+    (ended,) = run(begin, [{"OMP_NUM_THREADS": "1"}], list(words), str(out), timeout=LATE)
+    return ended.code, ended.output
+
+
+def report_of(output: str) -> dict[str, Any]:
+    return json.loads(output[output.index("{\n") :])
+
+
+def rehearse_bug(bug: str, out: Path, *flags: str) -> tuple[int | None, dict[str, Any]]:
+    code, output = rehearse(out, "--json", *flags, str(SCRIPT), bug, "{folder}")
+    return code, report_of(output)
+
+
+def test_a_script_that_resumes_ends_like_the_undisturbed_run(tmp_path: Path) -> None:
+    code, report = rehearse_bug("none", tmp_path, "--trials", "2", "--kinds", "kill,kill-all", "--seed", "1")
+    assert code == 0, report
+    assert report["steps"] == 40 and report["excluded"] == {}
+    for trial in report["trials"]:
+        assert trial["wrong"] == [] and trial["files"]["compared"] == ["last.pt"]
+        first, *others = trial["starts"]
+        assert first["is_disturbed"] and others[-1]["disturbance"] is None
+        assert others[-1]["steps"][-1][-1] == 40 and {*others[-1]["ends"].values()} == {"exited with code 0"}
+        assert first["ranks"] != others[0]["ranks"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("bug", "found"),
+    [
+        ("epoch", "other samples"),
+        pytest.param(
+            "optimizer", "with the same samples and learning rate: weights, optimizer", marks=pytest.mark.storm
+        ),
+        pytest.param("schedule", "learning rate 0.05, not 0.025", marks=pytest.mark.storm),
+    ],
+)
+def test_states_that_are_not_restored_are_found_with_the_step_and_the_cause(
+    bug: str, found: str, tmp_path: Path
+) -> None:
+    code, report = rehearse_bug(bug, tmp_path, "-n", "2", "--trials", "3", "--kinds", "kill-all", "--seed", "3")
+    wrong = [text for trial in report["trials"] for text in trial["wrong"]]
+    assert code == 1 and any(found in text for text in wrong), report
+
+
+def test_a_file_that_is_written_in_place_is_found_by_killing_its_writer(tmp_path: Path) -> None:
+    flags = ("-n", "2", "--only", "1", "--kinds", "kill-all", "--seed", "7")
+    code, report = rehearse_bug("halves", tmp_path, *flags)
+    (trial,) = report["trials"]
+    assert trial["starts"][0]["event"] == "write last.pt", trial
+    assert code == 1 and "started again on 2 ranks, it failed: rank 0 exited with code 1" in trial["wrong"][0], trial
+
+
+@pytest.mark.storm
+def test_a_script_that_never_resumes_is_told_so(tmp_path: Path) -> None:
+    code, output = rehearse(tmp_path, "-n", "2", "--trials", "2", "--kinds", "kill", str(SCRIPT), "anew", "{folder}")
+    assert code == 1 and "no start went on where the one before had ended" in output, output
+
+
+@pytest.mark.storm
+def test_a_script_that_fails_when_it_is_started_again_is_shown_with_its_error(tmp_path: Path) -> None:
+    flags = ("-n", "2", "--only", "2", "--kinds", "terminate-all", "--seed", "2")
+    code, output = rehearse(tmp_path, *flags, str(SCRIPT), "raises", "{folder}")
+    assert code == 1 and "ValueError: this script does not resume" in output, output
+    assert "to repeat the first that went wrong: python -m ddpkit rehearse -n 2 --seed 2 --only 2" in output
+
+
+@pytest.mark.storm
+def test_ranks_that_wait_for_one_that_was_killed_are_shown_with_their_stacks(tmp_path: Path) -> None:
+    flags = ("-n", "2", "--only", "1", "--kinds", "kill", "--seed", "7", "--grace", "5")
+    code, report = rehearse_bug("waits", tmp_path, *flags)
+    (trial,) = report["trials"]
+    assert code == 0, trial
+    assert "on 2 ranks some did not end within 5 s" in trial["notes"]
+    assert any("wait_for_rank_0" in line for line in trial["notes"]), trial
+
+
+@pytest.mark.storm
+def test_a_run_that_depends_on_the_number_of_ranks_is_resumed_on_the_same_number(tmp_path: Path) -> None:
+    code, report = rehearse_bug("per-rank", tmp_path, "--trials", "2", "--kinds", "kill-all")
+    assert code == 0 and "steps, not" in report["excluded"]["3"], report
+    assert {start["ranks"] for trial in report["trials"] for start in trial["starts"]} == {2}
+
+
+@pytest.mark.storm
+def test_a_script_without_a_seed_is_told_that_nothing_can_be_compared(tmp_path: Path) -> None:
+    code, output = rehearse(tmp_path, "-n", "2", "--trials", "1", str(SCRIPT), "seed", "{folder}")
+    assert code == 0 and "is a seed missing?" in output, output
+
+
+@pytest.mark.storm
+def test_ranks_that_survive_the_loss_of_one_need_no_second_start(tmp_path: Path) -> None:
+    script = tmp_path / "survives.py"
+    script.write_text(
+        """
+import torch
+from torch.utils.data import TensorDataset
+import ddpkit
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(240, 2), torch.randn(240, 1))
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.Adam(net.parameters())
+for attempt in ddpkit.survive(net, optimizer):
+    with attempt as context:
+        loader = attempt.resume(ddpkit.make_loader(data, batch_size=12 // context.world_size))
+        model = ddpkit.wrap_model(net)
+        for epoch in loader.epochs(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                (model(x) - y).square().mean().backward()
+                optimizer.step()
+                attempt.commit()
+"""
+    )
+    code, output = rehearse(
+        tmp_path, "--json", "-n", "3,2", "--only", "3", "--kinds", "kill", "--seed", "4", str(script)
+    )
+    (trial,) = report_of(output)["trials"]
+    (start,) = trial["starts"]
+    assert code == 0 and start["is_disturbed"], output
+    assert sorted(start["ends"].values())[-1] == "was killed by SIGKILL" and start["steps"][-1][-1] == 40
+
+
+@pytest.mark.storm
+def test_an_orderly_stop_loses_no_step_and_its_bits_are_those_of_the_undisturbed_run(tmp_path: Path) -> None:
+    digits = Path(__file__).parents[2] / "examples/digits.py"
+    flags = ("--json", "--exact", "-n", "1,2,3", "--trials", "3", "--kinds", "terminate,terminate-all,kill")
+    words = ("--deterministic", "--epochs", "3", "--save-every", "10", "--folder", "{folder}", "--resume")
+    code, output = rehearse(tmp_path, *flags, str(digits), *words)
+    report = report_of(output)
+    assert code == 0 and report["distance"] == 0, output
+    assert all(trial["files"]["bits"] for trial in report["trials"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing.py"], "there is no such file"),
+        (["-n", "2,x", str(SCRIPT)], "-n takes numbers of ranks"),
+        (["--kinds", "flood", str(SCRIPT)], "--kinds knows kill"),
+        (["--trials", "0", str(SCRIPT)], "count from 1"),
+        (["-n", "1", "stepless.py"], "made less than two steps of a torch optimizer"),
+        (["-n", "1", "raises.py"], "rank 0 exited with code 1: ZeroDivisionError"),
+        (["-n", "1", "--timeout", "3", "hangs.py"], "the script hangs on 1 rank"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused_in_a_sentence(words: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "stepless.py").write_text("print('hello')\n")
+    (tmp_path / "raises.py").write_text("1 / 0\n")
+    (tmp_path / "hangs.py").write_text("import time\n\n\ndef rest():\n    time.sleep(1000)\n\n\nrest()\n")
+    code, output = rehearse(tmp_path, *words)
+    assert code == 2 and said in output, output
+
+
+def test_an_interrupted_rehearsal_leaves_neither_process_nor_folder(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "ddpkit", "rehearse", "-n", "2", str(tmp_path / "hangs.py")]
+    (tmp_path / "hangs.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(tmp_path)!r}, 'up').touch()\ntime.sleep(1000)\n"
+    )
+    (tmp_path / "tmp").mkdir()
+    env = CLEAN | {"TMPDIR": str(tmp_path / "tmp")}
+    with subprocess.Popen(words, env=env, start_new_session=True, stderr=subprocess.DEVNULL) as process:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LATE) == 130
+    assert not list((tmp_path / "tmp").iterdir())
+    running = subprocess.run(["pgrep", "-f", str(tmp_path / "hangs.py")], stdout=subprocess.PIPE, check=False)
+    assert running.stdout == b""
+
+
+def events_of(what: list[str]) -> Events:
+    return {0: [{"what": text, "time": float(number)} for number, text in enumerate(what)]}
+
+
+def test_a_seed_draws_the_same_disturbances_again_and_kinds_take_turns() -> None:
+    undisturbed = {
+        2: events_of(["start", "step", "step", "rename last.tmp", "end"]),
+        3: events_of(["start", "step", "end"]),
+    }
+    plans = [plan_trial(5, number, list(KINDS), undisturbed) for number in range(1, 41)]
+    assert plans == [plan_trial(5, number, list(KINDS), undisturbed) for number in range(1, 41)]
+    assert plans != [plan_trial(6, number, list(KINDS), undisturbed) for number in range(1, 41)]
+    for number, starts in enumerate(plans):
+        first = starts[0].disturbance
+        assert first is not None and first.kind == list(KINDS)[number % len(KINDS)]
+        assert starts[-1].disturbance is None and len(starts) in (2, 3)
+        assert all(before.ranks != after.ranks for before, after in pairwise(starts))
+
+
+def life_of(weights: list[float], inputs: list[int | None] | None = None, rate: float = 0.1) -> Life:
+    steps = [{"optimizer": 0, "weights": [value], "rates": [rate]} for value in weights]
+    return Life(Start(1, None), steps=steps, inputs=inputs or [None] * len(steps))
+
+
+def test_steps_are_found_again_wherever_a_life_begins() -> None:
+    reference = Reference(life_of([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+    walk = reference.follow(life_of([3.0, 4.0, 4.0, 5.0, 6.0]))
+    assert [(stretch.first, stretch.last) for stretch in walk.stretches] == [(3, 4), (4, 6)] and not walk.parted
+    walk = reference.follow(life_of([2.0, 3.0, 5.0]))
+    assert [(stretch.first, stretch.last) for stretch in walk.stretches] == [(2, 3), (5, 5)]
+    assert "step 3 is 0.4 of a step away" in reference.follow(life_of([2.0, 3.4])).parted
+    assert "it went on after step 6" in reference.follow(life_of([6.0, 9.0])).parted
+
+
+def test_other_samples_and_learning_rates_are_told_from_other_weights() -> None:
+    samples: list[int | None] = [11, 12, 13, 14]
+    reference = Reference(life_of([1.0, 2.0, 3.0, 4.0], samples))
+    assert "other samples" in reference.follow(life_of([3.3], [99])).parted
+    assert "learning rate 0.2, not 0.1" in reference.follow(life_of([3.3], [13], rate=0.2)).parted
+    assert "step 4 is 1.2 of a step away" in reference.follow(life_of([2.8], [14])).parted  # nearer to step 3
+
+
+def test_undisturbed_runs_that_differ_set_the_tolerance_or_are_left_out() -> None:
+    reference = Reference(life_of([1.0, 2.0, 3.0], [1, 2, 3]))
+    assert reference.add(life_of([1.0, 2.0, 3.01], [1, 2, 5])) == ""
+    assert reference.tolerance == pytest.approx(0.1)
+    assert reference.follow(life_of([2.0, 3.0], [2, 7])).parted == ""  # the samples of step 3 are random
+    assert reference.add(life_of([1.0, 2.5, 3.0])) == "weights up to 0.5 of a step apart"
+    assert reference.add(life_of([1.0, 2.0])) == "2 steps, not 3"
+
+
+def test_files_are_compared_by_the_tensors_that_both_folders_have(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        (folder / "deep").mkdir(parents=True)
+        torch.save({"net": [torch.ones(3)], "rng": torch.zeros(4, dtype=torch.uint8)}, folder / "deep/a.pt")
+        np.save(folder / "other.npy", np.ones(3))
+    assert files.compare(first, second).bits and files.compare(first, second).compared == ["deep/a.pt"]
+    torch.save({"net": [torch.tensor([1.0, 1.0, 1.5])], "rng": torch.ones(4, dtype=torch.uint8)}, second / "deep/a.pt")
+    difference = files.compare(first, second)
+    assert difference.greatest == 0.5 and difference.where == "net.0 in deep/a.pt" and not difference.bits
+    torch.save({"net": [torch.tensor([1.0, 1.0, torch.nan])]}, second / "deep/a.pt")
+    assert files.compare(first, second).greatest == np.inf
+    torch.save({"net": []}, second / "deep/a.pt")
+    assert files.compare(first, second).unlike == "net.0 in deep/a.pt"
+    (second / "deep/a.pt").unlink()
+    assert files.compare(first, second).is_missing
