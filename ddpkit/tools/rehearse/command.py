@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Rehearse a script and print how it went.
 
     Returns:
-        The exit code: 1 if a trial went wrong; 2 if the script could not be rehearsed; else 0.
+        The exit code: 1 if a trial went wrong; 2 if the script could not be rehearsed, or compared; else 0.
     """
     refusal = _refuse(args)
     if refusal:
@@ -126,6 +126,8 @@ def _rehearse(args: argparse.Namespace, folder: Path) -> int:
         wrong = next((trial.number for trial in trials if trial.wrong), 0)
         print(report.render_end(rehearsal, trials, _repeat(args, wrong)), flush=True)
     has_failed = any(trial.wrong for trial in trials) or report.never_resumes(trials)
+    if not has_failed and rehearsal.reference is None:
+        return _BAD_SCRIPT
     return int(has_failed)
 
 

@@ -32,14 +32,13 @@ def render_undisturbed(rehearsal: Rehearsal) -> str:
     lines = [f"undisturbed  {count(rehearsal.length, 'step')}"]
     if rehearsal.reference is None:
         reason = next(iter(rehearsal.excluded.values()))
-        lines[0] += (
-            f"; two equal runs differ ({reason}): only whether runs go on can be seen. Does the script seed them?"
-        )
+        lines[0] += f"; the same run twice was not the same ({reason}), so nothing can be compared: is a seed missing?"
         return lines[0]
     distance = rehearsal.reference.distance
-    lines[0] += (
-        f"; weights at most {distance:.2g} of a step apart" if distance else "; weights equal on all numbers of ranks"
-    )
+    if distance:
+        lines[0] += f"; weights of undisturbed runs at most {distance:.2g} of a step apart"
+    else:
+        lines[0] += "; weights of undisturbed runs equal"
     for ranks, reason in rehearsal.excluded.items():
         lines.append(f"             left out: {count(ranks, 'rank')} do not make the same run ({reason})")
     return "\n".join(lines)
@@ -105,10 +104,16 @@ def render_end(rehearsal: Rehearsal, trials: list[Trial], again: str) -> str:
             "no start went on where the one before had ended: "
             "give the script the flag with which it resumes, by --again if it refuses that flag at first"
         )
-    right = len(trials) - len(wrong)
-    colour = "red" if wrong else "green"
-    lines.append(paint(f"{right} of {count(len(trials), 'trial')} ended like the undisturbed run", colour))
+    lines.append(_tally(rehearsal, len(trials), len(wrong)))
     return "\n".join(lines)
+
+
+def _tally(rehearsal: Rehearsal, number: int, wrong: int) -> str:
+    if wrong:
+        return paint(f"{wrong} of {count(number, 'trial')} went wrong", "red")
+    if rehearsal.reference is None:
+        return paint(f"{count(number, 'trial')} came to an end, which cannot be compared", "yellow")
+    return paint(f"{count(number, 'trial')} ended like the undisturbed run", "green")
 
 
 def never_resumes(trials: list[Trial]) -> bool:
