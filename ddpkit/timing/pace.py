@@ -116,8 +116,9 @@ def find_slow_rank(paces: Sequence[Pace]) -> SlowRank | None:
     longer = own[slow] - usual
     if np.median(held) < max(_HELD * work, _LEAST * STEPS) or not _is_clear(np.column_stack([held, longer]) / work):
         return None
-    worst = int(np.median(longer, axis=0).argmax())
-    if np.median(longer[:, worst]) < np.median(held) / 2:  # which does not explain it
+    by_phase = np.median(longer, axis=0)
+    worst = int(by_phase.argmax())
+    if by_phase.clip(min=0).sum() < np.median(held) / 2:  # its own work does not explain it
         return None
     phases = [phase.label for phase in Phase if phase != Phase.WAITING]
     step = np.median(seconds.sum(axis=2), axis=0)

@@ -46,6 +46,12 @@ def test_among_ranks_alike_none_is_slow_however_their_steps_vary(world_size: int
         assert find_slow_rank(paces_of(world_size, {}, noise=0.1, seed=seed)) is None
 
 
+def test_a_rank_whose_core_is_shared_takes_longer_in_many_phases_and_is_found() -> None:
+    more = {Phase.DATA: 0.0028, Phase.BACKWARD: 0.0036, Phase.OPTIMIZER: 0.0022}  # none explains half of the wait
+    slow = find_slow_rank(paces_of(2, {0: more}))
+    assert slow is not None and (slow.rank, slow.phase) == (0, "backward")
+
+
 def test_several_slow_ranks_are_found_as_long_as_they_are_less_than_half() -> None:
     slow = find_slow_rank(paces_of(8, {rank: {Phase.DATA: 0.02} for rank in (2, 5, 6)}))
     assert slow is not None and slow.rank in (2, 5, 6) and slow.phase == "data"
