@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -18,10 +19,11 @@ import torch
 from processes import CLEAN, run
 
 from ddpkit.tools import cli
-from ddpkit.tools.rehearse import files
-from ddpkit.tools.rehearse.comparison import Reference
+from ddpkit.tools.rehearse import files, trials
+from ddpkit.tools.rehearse.comparison import Reference, Stretch
 from ddpkit.tools.rehearse.lives import Life
-from ddpkit.tools.rehearse.plan import KINDS, Events, Start, plan_trial
+from ddpkit.tools.rehearse.plan import KINDS, Disturbance, Events, Start, plan_trial
+from ddpkit.tools.script.recorder import Recorder
 
 SCRIPT = Path(__file__).parent / "rehearsed.py"
 LATE = 600.0  # seconds, which only a hang needs
@@ -38,6 +40,18 @@ def rehearse(out: Path, *words: str) -> tuple[int | None, str]:
     """Run the command; return its exit code and its output."""
     (ended,) = run(begin, [{"OMP_NUM_THREADS": "1"}], list(words), str(out), timeout=LATE)
     return ended.code, ended.output
+
+
+def kill_rank_0_before(what: str, words: list[str], out: str) -> None:
+    """Be the command line, with one trial: rank 0 is killed at its last event of this name."""
+
+    def plan(seed: int, number: int, kinds: Any, undisturbed: dict[int, Events]) -> list[Start]:
+        (ranks,) = undisturbed
+        last = max(number for number, record in enumerate(undisturbed[ranks][0]) if record["what"] == what)
+        return [Start(ranks, Disturbance("kill", 0, last, 0.0)), Start(ranks, None)]
+
+    trials.plan_trial = plan
+    begin(["--trials", "1", *words], out)
 
 
 def report_of(output: str) -> dict[str, Any]:
@@ -69,7 +83,7 @@ def test_a_script_that_resumes_ends_like_the_undisturbed_run(tmp_path: Path) -> 
         pytest.param(
             "optimizer", "with the same samples and learning rate: weights, optimizer", marks=pytest.mark.storm
         ),
-        pytest.param("schedule", "learning rate 0.05, not 0.025", marks=pytest.mark.storm),
+        pytest.param("schedule", "learning rate [0.05], not [0.025]", marks=pytest.mark.storm),
     ],
 )
 def test_states_that_are_not_restored_are_found_with_the_step_and_the_cause(
@@ -86,6 +100,37 @@ def test_a_file_that_is_written_in_place_is_found_by_killing_its_writer(tmp_path
     (trial,) = report["trials"]
     assert trial["starts"][0]["event"] == "write last.pt", trial
     assert code == 1 and "started again on 2 ranks, it failed: rank 0 exited with code 1" in trial["wrong"][0], trial
+
+
+def test_a_rank_that_is_killed_in_its_last_save_is_started_again_though_others_ended_well(
+    tmp_path: Path,
+) -> None:
+    words = ["--json", "-n", "2", str(SCRIPT), "last", "{folder}"]
+    (ended,) = run(kill_rank_0_before, [{}], "rename last.pt.tmp", words, str(tmp_path), timeout=LATE)
+    report = report_of(ended.output)
+    (trial,) = report["trials"]
+    assert ended.code == 0 and trial["starts"][0]["ends"]["0"] == "was killed by SIGKILL", ended.output
+    assert trial["starts"][0]["ends"]["1"] == "exited with code 0" and len(trial["starts"]) == 2
+
+
+def test_a_handler_of_signals_may_tell_something_while_a_record_is_written() -> None:
+    reader, writer = os.pipe()
+    recorder = Recorder(writer)
+    former = signal.signal(signal.SIGALRM, lambda *_: recorder.tell("handled"))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        timer = threading.Timer(0.5, lambda: read.extend(iter(lambda: os.read(reader, 1 << 16), b"")))
+        read: list[bytes] = []
+        timer.start()
+        recorder.tell("step", weights=[0.123456789] * 50_000)  # more than a pipe holds
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+        os.close(writer)
+    timer.join()
+    os.close(reader)
+    kinds = [json.loads(line)["kind"] for line in b"".join(read).splitlines()]
+    assert kinds[0] == "step" and kinds.count("handled") >= 5
 
 
 @pytest.mark.storm
@@ -238,6 +283,9 @@ def test_steps_are_found_again_wherever_a_life_begins() -> None:
     walk = reference.follow(life_of([2.0, 3.0, 5.0]))
     assert [(stretch.first, stretch.last) for stretch in walk.stretches] == [(2, 3), (5, 5)]
     assert "step 3 is 0.4 of a step away" in reference.follow(life_of([2.0, 3.4])).parted
+    flat = Reference(life_of([1.0, 2.0, 3.0, 3.0, 3.0, 3.0]))
+    assert flat.follow(life_of([3.0, 3.0]), made=4).stretches == [Stretch(5, 6)]
+    assert "step 2 is nan" in reference.follow(life_of([1.0, float("nan")])).parted
     assert "it went on after step 6" in reference.follow(life_of([6.0, 9.0])).parted
 
 
@@ -245,7 +293,7 @@ def test_other_samples_and_learning_rates_are_told_from_other_weights() -> None:
     samples: list[int | None] = [11, 12, 13, 14]
     reference = Reference(life_of([1.0, 2.0, 3.0, 4.0], samples))
     assert "other samples" in reference.follow(life_of([3.3], [99])).parted
-    assert "learning rate 0.2, not 0.1" in reference.follow(life_of([3.3], [13], rate=0.2)).parted
+    assert "learning rate [0.2], not [0.1]" in reference.follow(life_of([3.3], [13], rate=0.2)).parted
     assert "step 4 is 1.2 of a step away" in reference.follow(life_of([2.8], [14])).parted  # nearer to step 3
 
 
@@ -270,6 +318,9 @@ def test_files_are_compared_by_the_tensors_that_both_folders_have(tmp_path: Path
     assert difference.greatest == 0.5 and difference.where == "net.0 in deep/a.pt" and not difference.bits
     torch.save({"net": [torch.tensor([1.0, 1.0, torch.nan])]}, second / "deep/a.pt")
     assert files.compare(first, second).greatest == np.inf
+    torch.save({"net": [torch.tensor([1.0, 1.0, torch.nan])]}, first / "deep/a.pt")
+    assert files.compare(first, second).bits and files.compare(first, second).greatest == 0
+    torch.save({"net": [torch.ones(3)]}, first / "deep/a.pt")
     torch.save({"net": []}, second / "deep/a.pt")
     assert files.compare(first, second).unlike == "net.0 in deep/a.pt"
     (second / "deep/a.pt").unlink()

@@ -18,15 +18,13 @@ from .observing.collectives import Collectives
 from .observing.files import Files
 from .observing.losses import Losses
 from .observing.modules import Modules
-from .observing.patching import Function, after, before, report_to
+from .observing.patching import Function, before, report_to
 from .observing.random_numbers import Windows
 from .observing.samples import Samples
 from .observing.scaling import Scaling
 from .observing.schedules import Schedules
 from .observing.steps import Steps
 from .places import is_own, place_of, stack
-
-_kept: list[Any] = []  # process groups, whose destructors may hang
 
 
 def be_rank(script: Script, steps: int, records: int, control: int, stacks: int) -> int:
@@ -69,13 +67,8 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     for observer in (modules, losses, windows, samples, steps, *others):
         observer.install()
     before(dist, "init_process_group", _refuse_in_child(recorder))
-    after(dist, "init_process_group", _keep_group)
     use_gloo_without_gpus()
     before(torch.multiprocessing, "spawn", _refuse_to_spawn(recorder, ending))  # which never returns
-
-
-def _keep_group(*args: Any, **kwargs: Any) -> None:
-    _kept.append(dist.group.WORLD)
 
 
 def _refuse_to_spawn(recorder: Recorder, ending: Ending) -> Function:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -21,7 +22,7 @@ from .trials import FOLDER, Options, Rehearsal, Trial, UnfitScriptError
 
 _BAD_SCRIPT = 2
 _TRIALS = 6
-_DEFAULTS = {"kinds": ",".join(KINDS), "again": "", "device": "cpu"}
+_DEFAULTS = {"kinds": ",".join(KINDS), "again": "", "device": "cpu", "grace": 30.0, "timeout": 180.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _exit)
     folder = args.keep or Path(tempfile.mkdtemp(prefix="ddpkit-rehearse-"))
     try:
-        return _rehearse(args, folder.absolute())
+        return _rehearse(args, folder.resolve())
     except UnfitScriptError as error:
         print(f"ddpkit rehearse: {error}", *error.output, sep="\n    ", file=sys.stderr)
         return _BAD_SCRIPT
@@ -85,14 +86,18 @@ def _refuse(args: argparse.Namespace) -> str:
     """Say what is wrong with the arguments, "" if nothing is."""
     if not args.module and not os.path.isfile(args.script):
         return f"{args.script}: there is no such file."
-    if not all(number.isdigit() and int(number) for number in args.ranks.split(",")):
+    if not all(re.fullmatch("[1-9][0-9]*", number) for number in args.ranks.split(",")):
         return f"-n takes numbers of ranks such as 2,3, not {args.ranks}."
+    try:
+        shlex.split(args.again)
+    except ValueError as error:
+        return f"--again: {error}."
     unknown = set(args.kinds.split(",")) - set(KINDS)
     if unknown:
         return f"--kinds knows {', '.join(KINDS)}, not {', '.join(sorted(unknown))}."
     if min(args.trials, args.only or 1) < 1 or min(args.grace, args.timeout) <= 0:
         return "--trials and --only count from 1; --grace and --timeout must be positive."
-    if args.keep and args.keep.exists() and any(args.keep.iterdir()):
+    if args.keep and args.keep.exists() and (not args.keep.is_dir() or any(args.keep.iterdir())):
         return f"--keep takes an empty or new folder; {args.keep} holds something."
     return ""
 
@@ -134,11 +139,13 @@ def _rehearse(args: argparse.Namespace, folder: Path) -> int:
 def _repeat(args: argparse.Namespace, number: int) -> str:
     """Write the command that repeats a trial."""
     words = ["python", "-m", "ddpkit", "rehearse", "-n", args.ranks, "--seed", str(args.seed), "--only", str(number)]
-    for flag in ("kinds", "again", "device"):
+    for flag in _DEFAULTS:
         value = getattr(args, flag)
         if value != _DEFAULTS[flag]:
-            words += [f"--{flag}", value]
-    words += ["--exact"] * args.exact + ["-m"] * args.module
+            words.append(f"--{flag}={value}")
+    for flag in ("exact", "module"):
+        if getattr(args, flag):
+            words.append(f"--{flag}")
     return shlex.join([*words, args.script, *args.arguments])
 
 

@@ -17,6 +17,7 @@ _TOLERANCE = 1e-3  # of a step, beyond which weights are not equal even if undis
 _MARGIN = 10  # times the distance between undisturbed runs
 _COMPARABLE = 0.1  # of a step; undisturbed runs that are farther apart cannot be compared
 _BESIDE = 2  # steps
+_GREATEST = 0.2  # of a step, the greatest tolerance
 _ALIKE = 1e-6  # relative difference of learning rates
 
 
@@ -71,7 +72,7 @@ class Reference:
     @property
     def tolerance(self) -> float:
         """Up to which distance two steps are equal."""
-        return max(_TOLERANCE, _MARGIN * self.distance)
+        return min(max(_TOLERANCE, _MARGIN * self.distance), _GREATEST)
 
     def add(self, other: Life) -> str:
         """Learn from another undisturbed run how far equal runs are apart.
@@ -90,26 +91,23 @@ class Reference:
                 self._inputs[number] = None
         return ""
 
-    def follow(self, life: Life) -> Walk:
-        """Find the steps of a life among those of the undisturbed run."""
+    def follow(self, life: Life, made: int = 0) -> Walk:
+        """Find the steps of a life among those of the undisturbed run, the first one near the last that was made."""
         walk = Walk([], 0.0, "")
-        position = -1
+        position = made - 1
         for number in range(len(life.steps)):
             expected = position + 1
             if walk.stretches and self._distance(life, number, expected) <= self.tolerance:
                 walk.stretches[-1].last += 1
             else:
-                expected = self._nearest(life, number)
-                if self._distance(life, number, expected) > self.tolerance:
+                expected = self._find(life, number, position + 1)
+                if not self._distance(life, number, expected) <= self.tolerance:
                     meant = position + 1 if walk.stretches else self._likely(life, number)
                     walk.parted = self._explain(life, number, meant)
                     return walk
                 walk.stretches.append(Stretch(expected + 1, expected + 1))
             position = expected
             walk.distance = max(walk.distance, self._distance(life, number, position))
-            if self._has_other_inputs(life, number, position):
-                walk.parted = f"step {position + 1} was made with other samples"
-                return walk
         return walk
 
     def _measure_steps(self) -> list[float]:
@@ -135,12 +133,17 @@ class Reference:
         distance = float(np.linalg.norm(weights - self._weights[position]))
         return distance / self._sizes[position]
 
-    def _nearest(self, life: Life, number: int) -> int:
-        return min(range(self.length), key=lambda position: self._distance(life, number, position))
+    def _find(self, life: Life, number: int, expected: int) -> int:
+        """Find the equal step that is nearest to the expected one; the most similar step if none is equal."""
+        distances = [self._distance(life, number, position) for position in range(self.length)]
+        equal = [position for position, distance in enumerate(distances) if distance <= self.tolerance]
+        if equal:
+            return min(equal, key=lambda position: abs(position - expected))
+        return distances.index(min(distances))
 
     def _likely(self, life: Life, number: int) -> int:
         """Find the step that a life's first one was to be: the nearest, or one beside it with the same samples."""
-        nearest = self._nearest(life, number)
+        nearest = self._find(life, number, 0)
         beside = range(max(0, nearest - _BESIDE), min(self.length, nearest + _BESIDE + 1))
         seen = life.inputs[number]
         alike = [position for position in beside if seen is not None and seen == self._inputs[position]]
@@ -157,10 +160,11 @@ class Reference:
         distance = self._distance(life, number, position)
         text = f"step {position + 1} is {distance:.2g} of a step away from the undisturbed run's"
         if self._has_other_inputs(life, number, position):
-            return f"{text}: other samples"
+            doubt = "" if number else " (if no other forward pass was made before it)"
+            return f"{text}: other samples{doubt}"
         rates, expected = life.steps[number]["rates"], self._life.steps[position]["rates"]
         if not _are_alike(rates, expected):
-            return f"{text}: learning rate {rates[0]:.6g}, not {expected[0]:.6g}"
+            return f"{text}: learning rate {rates}, not {expected}"
         if self._inputs[position] is None:
             return text
         return f"{text}, with the same samples and learning rate: weights, optimizer state or random numbers"

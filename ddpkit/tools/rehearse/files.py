@@ -59,7 +59,7 @@ def _compare_tensors(difference: Difference, name: str, first: dict[str, Tensor]
         if other is None or other.shape != tensor.shape or other.dtype != tensor.dtype:
             difference.unlike = difference.unlike or where
             continue
-        if torch.equal(tensor, other):
+        if torch.equal(_bytes(tensor), _bytes(other)):
             continue
         difference.bits = False
         apart = _relative(tensor, other)
@@ -68,13 +68,18 @@ def _compare_tensors(difference: Difference, name: str, first: dict[str, Tensor]
             difference.where = where
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def _relative(tensor: Tensor, other: Tensor) -> float:
-    """Return the greatest difference, relative to the greatest element."""
-    if not tensor.numel():
-        return 0.0
-    scale = float(tensor.abs().max())
-    apart = float((tensor.double() - other.double()).abs().max())
-    relative = apart / max(scale, torch.finfo(torch.float64).tiny)
+    """Return the greatest difference, relative to the greatest element; infinite if one of the two is NaN somewhere."""
+    first, second = tensor.double(), other.double()
+    apart = (first - second).abs()
+    apart[(first == second) | (first.isnan() & second.isnan())] = 0
+    greatest = float(apart.max())
+    scale = float(first.nan_to_num().abs().max())
+    relative = greatest / max(scale, torch.finfo(torch.float64).tiny)
     return float("inf") if math.isnan(relative) else relative
 
 

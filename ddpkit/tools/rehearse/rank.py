@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import os
 import signal
 import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,7 +142,7 @@ class Events:
 
 
 class Changes:
-    """Notes when files in a folder are about to be changed, as far as Python sees it.
+    """Notes when files in a folder are about to be changed by Python or `torch.save`.
 
     Args:
         events: Counts these moments.
@@ -155,6 +157,7 @@ class Changes:
     def install(self) -> None:
         """Begin."""
         sys.addaudithook(self._audit)
+        torch.save = self._noting(torch.save)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
@@ -170,10 +173,26 @@ class Changes:
         if not isinstance(path, str | bytes | os.PathLike) or getattr(self._thread, "is_inside", False):
             return
         self._thread.is_inside = True
+        try:
+            self._note(verb, path)
+        finally:
+            self._thread.is_inside = False
+
+    def _note(self, verb: str, path: str | bytes | os.PathLike[Any]) -> None:
         full = os.path.abspath(os.fsdecode(path))
         if full.startswith(self._folder):
             self._events.note(f"{verb} {full.removeprefix(self._folder)}")
-        self._thread.is_inside = False
+
+    def _noting(self, save: Callable[..., None]) -> Callable[..., None]:
+        """Let `torch.save` note that it writes, for it opens files without Python."""
+
+        @functools.wraps(save)
+        def call(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(file, str | os.PathLike):
+                self._note("write", file)
+            save(content, file, *args, **kwargs)
+
+        return call
 
 
 def _writes(mode: str | None, flags: int | None) -> bool:
@@ -199,17 +218,22 @@ class Inputs:
         hooks.register_module_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled() or not module.training:
             return
+        if next(module.parameters(), None) is None:  # such as a loss
+            return
         batch = next((value for value in args if isinstance(value, Tensor)), None)
-        if batch is None or not batch.ndim or batch.is_meta or not is_dense(batch):
+        if batch is None or batch.requires_grad or not batch.ndim or batch.is_meta or not is_dense(batch):
             return
         for row in batch.detach().cpu():
             self.total = (self.total or 0) + zlib.crc32(flat_bytes(row).numpy().data)
 
     def _leave(self, *call: Any) -> None:
-        self._depth -= 1
+        if not torch.compiler.is_compiling():
+            self._depth -= 1
 
 
 class Steps:
@@ -225,7 +249,6 @@ class Steps:
         self._recorder = recorder
         self._events = events
         self._inputs = inputs
-        self._optimizers: list[Optimizer] = []
 
     def install(self) -> None:
         """Begin."""
@@ -237,7 +260,7 @@ class Steps:
             return
         self._recorder.tell(
             "step",
-            optimizer=self._number(optimizer),
+            optimizer=_describe(optimizer),
             weights=_some_elements(optimizer),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             inputs=self._inputs.total,
@@ -245,19 +268,17 @@ class Steps:
         self._inputs.total = None
         self._events.note("step")
 
-    def _number(self, optimizer: Optimizer) -> int:
-        """Number the optimizers in the order of their first steps."""
-        for number, known in enumerate(self._optimizers):
-            if known is optimizer:
-                return number
-        self._optimizers.append(optimizer)
-        return len(self._optimizers) - 1
+
+def _describe(optimizer: Optimizer) -> str:
+    """Describe an optimizer by its class and the size of its weights, which a script that starts again makes alike."""
+    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return f"{type(optimizer).__name__} {len(tensors)} {sum(tensor.numel() for tensor in tensors)}"
 
 
 def _some_elements(optimizer: Optimizer) -> list[float]:
     """Return elements from everywhere in an optimizer's weights; parts of a flat parameter of FSDP are left out."""
     tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    each = max(1, _ELEMENTS // len(tensors))
+    each = max(1, _ELEMENTS // max(1, len(tensors)))
     elements: list[float] = []
     for tensor in tensors:
         plain = tensor.full_tensor() if isinstance(tensor, DTensor) else whole(tensor)

@@ -13,6 +13,7 @@ from .lives import Life
 from .trials import Rehearsal, Trial
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
+_FEWEST = 2  # starts that begin anew, of which a single one may have had no checkpoint yet
 _DEEDS = {
     "kill": "rank {rank} was killed",
     "kill-all": "all ranks were killed",
@@ -52,7 +53,7 @@ def render_trial(trial: Trial) -> str:
         walk = trial.walks[position] if trial.walks else None
         lines.append(f"{count(life.start.ranks, 'rank'):<8} {_describe(life, walk)}")
     lines += [paint(text, "red") for text in trial.wrong]
-    if trial.difference.compared and not trial.wrong:
+    if not trial.wrong:
         lines.append(_describe_files(trial))
     lines += trial.notes
     margin = " " * 18
@@ -72,6 +73,8 @@ def _describe(life: Life, walk: Walk | None) -> str:
         parts.append(_DEEDS[disturbance.kind].format(rank=disturbance.rank) + _describe_moment(life))
         if disturbance.kind != "pause":
             parts.append(f"all had ended {life.waited:.1f} s later")
+    elif disturbance is not None:
+        parts.append("it ended before it was disturbed")
     return "; ".join(parts)
 
 
@@ -88,6 +91,8 @@ def _describe_moment(life: Life) -> str:
 def _describe_files(trial: Trial) -> str:
     difference = trial.difference
     files = count(len(difference.compared), "file")
+    if not difference.compared:
+        return "no file with tensors was compared"
     if difference.bits:
         return f"{files} equal bit for bit"
     return f"{files} equal to {difference.greatest:.1g}"
@@ -119,7 +124,7 @@ def _tally(rehearsal: Rehearsal, number: int, wrong: int) -> str:
 def never_resumes(trials: list[Trial]) -> bool:
     """Return whether starts were needed after the first ones, and each began anew."""
     again = [walk for trial in trials for walk in trial.walks[1:] if walk.stretches]
-    return bool(again) and all(walk.stretches[0].first == 1 for walk in again)
+    return len(again) >= _FEWEST and all(walk.stretches[0].first == 1 for walk in again)
 
 
 def as_json(script: str, seed: int, rehearsal: Rehearsal, trials: list[Trial]) -> str:

@@ -88,6 +88,7 @@ class Rehearsal:
         excluded: Why runs on some numbers of ranks are not compared with others, by that number.
         difference: The relative difference of tensors in the files of undisturbed runs.
         is_sharded: Whether the shapes of tensors in files depend on the number of ranks.
+        has_own_names: Whether the names of files differ between undisturbed runs.
         length: The steps of the undisturbed run.
     """
 
@@ -99,6 +100,7 @@ class Rehearsal:
         self.excluded: dict[int, str] = {}
         self.difference = 0.0
         self.is_sharded = False
+        self.has_own_names = False
         self.length = 0
         self._undisturbed: dict[int, Life] = {}
 
@@ -124,10 +126,8 @@ class Rehearsal:
             self.excluded[first] = reason
             self.reference = None
         for ranks in others:
-            other = self._run_whole(ranks, f"undisturbed-{ranks}")
-            if self.reference is None or not (reason := self._compare(other, f"undisturbed-{ranks}")):
-                self._undisturbed[ranks] = other
-            else:
+            reason = self._run_other(ranks, f"undisturbed-{ranks}")
+            if reason:
                 self.excluded[ranks] = reason
 
     def run_trial(self, number: int) -> Trial:
@@ -161,14 +161,27 @@ class Rehearsal:
             raise UnfitScriptError(reason, life.output)
         return life
 
+    def _run_other(self, ranks: int, name: str) -> str:
+        """Run the script undisturbed on another number of ranks; return why that is left out, "" if it is not."""
+        try:
+            life = self._run_whole(ranks, name)
+        except UnfitScriptError as error:
+            return str(error)
+        reason = self._compare(life, name) if self.reference else ""
+        if not reason:
+            self._undisturbed[ranks] = life
+        return reason
+
     def _run(self, start: Start, name: str, is_again: bool) -> Life:
         options = self._options
         folder = self._path(name)
         folder.mkdir(exist_ok=True)
-        arguments = [*options.script.arguments, *(options.again if is_again else [])]
+        arguments = options.script.arguments
+        is_inside = not any(FOLDER in argument for argument in [*arguments, *options.again])
+        if is_again:
+            arguments = arguments + options.again
         named = [argument.replace(FOLDER, str(folder)) for argument in arguments]
         script = replace(options.script, arguments=named)
-        is_inside = not any(FOLDER in argument for argument in arguments)
         return live(script, folder, is_inside, start, options.limits, options.device)
 
     def _path(self, name: str) -> Path:
@@ -182,21 +195,24 @@ class Rehearsal:
             difference = files.compare(self._path("undisturbed"), self._path(name))
             self.difference = max(self.difference, difference.greatest)
             self.is_sharded = self.is_sharded or bool(difference.unlike)
+            self.has_own_names = self.has_own_names or difference.is_missing
         return reason
 
     def _is_complete(self, life: Life) -> bool:
-        """Return whether a start came to the end of the script, also if only a rank that was killed did not."""
-        disturbance = life.start.disturbance
-        killed = disturbance.rank if disturbance is not None and disturbance.kind == "kill" else None
-        if self.reference is None or any(rank != killed for rank in life.failed):
+        """Return whether a start came to the end of the script, also if the others went on after one was killed."""
+        if self.reference is None or any(rank not in _survived(life) for rank in life.failed):
             return False
         stretches = self.reference.follow(life).stretches
         return bool(stretches) and stretches[-1].last == self.length
 
     def _walk(self, lives: list[Life]) -> list[Walk]:
-        if self.reference is None:
-            return []
-        return [self.reference.follow(life) for life in lives]
+        walks: list[Walk] = []
+        made = 0
+        for life in lives if self.reference else []:
+            assert self.reference is not None
+            walks.append(self.reference.follow(life, made))
+            made = max([made, *(stretch.last for stretch in walks[-1].stretches)])
+        return walks
 
     def _judge_lives(self, trial: Trial) -> None:
         """Judge how the processes have ended."""
@@ -204,10 +220,14 @@ class Rehearsal:
             if life.hanging:
                 text = f"on {count(life.start.ranks, 'rank')} some did not end within {self._options.limits.grace:g} s"
                 trial.notes += [text, *life.hanging]
-            if life.failed and not life.is_disturbed:
+            was_paused = (
+                life.is_disturbed and life.start.disturbance is not None and life.start.disturbance.kind == "pause"
+            )
+            if life.failed and (was_paused or not life.is_disturbed):
                 rank = life.failed[0]
-                again = f"started again on {count(life.start.ranks, 'rank')}, it failed"
-                trial.wrong.append(f"{again}: rank {rank} {life.ends[rank]}")
+                what = "after a rank was stopped for a while" if was_paused else "started again"
+                text = f"{what} on {count(life.start.ranks, 'rank')}, it failed"
+                trial.wrong.append(f"{text}: rank {rank} {life.ends[rank]}")
                 trial.notes += life.output
                 break  # later starts fail as well
 
@@ -230,7 +250,9 @@ class Rehearsal:
         difference = trial.difference
         if trial.wrong or self.reference is None:
             return
-        if difference.is_missing:
+        if self._options.exact and not difference.compared:
+            trial.wrong.append("no file holds tensors that could be compared bit for bit")
+        elif difference.is_missing and not self.has_own_names:
             trial.wrong.append(f"{difference.newest}, the last file of the undisturbed run, is not there")
         elif difference.unlike and not self.is_sharded:
             trial.wrong.append(f"{difference.unlike} is missing, or of another shape or type")
@@ -238,3 +260,17 @@ class Rehearsal:
             trial.wrong.append(f"not equal bit for bit: {difference.where}")
         elif difference.greatest > max(_TOLERANCE, _MARGIN * self.difference):
             trial.wrong.append(f"{difference.where} differs by {difference.greatest:.2g} of its greatest element")
+
+
+def _survived(life: Life) -> list[int]:
+    """List the rank that was killed, if others made steps without it."""
+    disturbance = life.start.disturbance
+    if disturbance is None or disturbance.kind != "kill":
+        return []
+    made = sum(record["what"] == "step" for record in life.events[disturbance.rank])
+    return [disturbance.rank] if made < len(life.steps) else []
+
+
+def _kind(life: Life) -> str:
+    """Return the kind of a start's disturbance, "" if none was planned."""
+    return life.start.disturbance.kind if life.start.disturbance else ""

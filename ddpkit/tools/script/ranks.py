@@ -88,7 +88,7 @@ class Rank:
             while data := os.read(self.reader, _CHUNK):
                 self._unread += data
         *lines, self._unread = self._unread.split(b"\n")
-        new = [json.loads(line) for line in lines]
+        new = [record for record in map(_parse, lines) if record is not None]
         self.records += new
         return new
 
@@ -139,6 +139,15 @@ class Rank:
         """Close the pipes."""
         for descriptor in (self.reader, self._end):
             os.close(descriptor)
+
+
+def _parse(line: bytes) -> Record | None:
+    """Read a record, None from a line that was not written to its end."""
+    try:
+        record: Record = json.loads(line)
+    except ValueError:
+        return None
+    return record
 
 
 def _take_over(env: dict[str, str], output: int) -> None:

@@ -22,7 +22,9 @@ class Recorder:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of signals may tell something, too
+        self._pending: list[bytes] = []
+        self._is_writing = False
         self._owner = os.getpid()
         self.step = 0
         self._positions: dict[str, int] = {}
@@ -40,12 +42,26 @@ class Recorder:
             os.write(self._descriptor, line)
             return
         with self._lock:
-            view = memoryview(line)
-            while view:
-                view = view[os.write(self._descriptor, view) :]
+            self._pending.append(line)
+            if not self._is_writing:  # else the write that was interrupted goes on with it
+                self._write()
 
     def tell_collective(self, fields: Record) -> None:
         """Tell that this rank enters a collective, and how many of its group came before."""
         position = self._positions.get(fields["group"], 0)
         self._positions[fields["group"]] = position + 1
         self.tell("collective", position=position, **fields)
+
+    def _write(self) -> None:
+        """Write all lines that are pending; the reader skips one of which an exception left a part."""
+        self._is_writing = True
+        try:
+            while self._pending:
+                view = memoryview(self._pending.pop(0))
+                while view:
+                    view = view[os.write(self._descriptor, view) :]
+        except BaseException:
+            self._pending.insert(0, b"\n")
+            raise
+        finally:
+            self._is_writing = False

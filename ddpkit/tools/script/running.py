@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+_kept: list[Any] = []  # process groups, whose destructors may hang
+
 
 @dataclass
 class Script:
@@ -100,6 +102,7 @@ def use_gloo_without_gpus() -> None:
         if os.environ.get("MASTER_PORT") != given or _names_another_port(method):  # nobody serves a store there yet
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         original(backend, *args, **kwargs)
+        _kept.append(dist.group.WORLD)
 
     dist.init_process_group = join
     dist.distributed_c10d.init_process_group = join
