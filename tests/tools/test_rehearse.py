@@ -21,8 +21,8 @@ from processes import CLEAN, run
 from ddpkit.tools import cli
 from ddpkit.tools.rehearse import files, trials
 from ddpkit.tools.rehearse.comparison import Reference, Stretch
-from ddpkit.tools.rehearse.lives import Life
 from ddpkit.tools.rehearse.plan import KINDS, Disturbance, Events, Start, plan_trial
+from ddpkit.tools.rehearse.runs import Run
 from ddpkit.tools.script.recorder import Recorder
 
 SCRIPT = Path(__file__).parent / "rehearsed.py"
@@ -271,39 +271,42 @@ def test_a_seed_draws_the_same_disturbances_again_and_kinds_take_turns() -> None
         assert all(before.ranks != after.ranks for before, after in pairwise(starts))
 
 
-def life_of(weights: list[float], inputs: list[int | None] | None = None, rate: float = 0.1) -> Life:
+def run_of(weights: list[float], inputs: list[int | None] | None = None, rate: float = 0.1) -> Run:
     steps = [{"optimizer": 0, "weights": [value], "rates": [rate]} for value in weights]
-    return Life(Start(1, None), steps=steps, inputs=inputs or [None] * len(steps))
+    return Run(Start(1, None), steps=steps, inputs=inputs or [None] * len(steps))
 
 
 def test_steps_are_found_again_wherever_a_life_begins() -> None:
-    reference = Reference(life_of([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
-    walk = reference.follow(life_of([3.0, 4.0, 4.0, 5.0, 6.0]))
-    assert [(stretch.first, stretch.last) for stretch in walk.stretches] == [(3, 4), (4, 6)] and not walk.parted
-    walk = reference.follow(life_of([2.0, 3.0, 5.0]))
-    assert [(stretch.first, stretch.last) for stretch in walk.stretches] == [(2, 3), (5, 5)]
-    assert "step 3 is 0.4 of a step away" in reference.follow(life_of([2.0, 3.4])).parted
-    flat = Reference(life_of([1.0, 2.0, 3.0, 3.0, 3.0, 3.0]))
-    assert flat.follow(life_of([3.0, 3.0]), made=4).stretches == [Stretch(5, 6)]
-    assert "step 2 is nan" in reference.follow(life_of([1.0, float("nan")])).parted
-    assert "it went on after step 6" in reference.follow(life_of([6.0, 9.0])).parted
+    reference = Reference(run_of([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+    alignment = reference.follow(run_of([3.0, 4.0, 4.0, 5.0, 6.0]))
+    assert [(stretch.first, stretch.last) for stretch in alignment.stretches] == [
+        (3, 4),
+        (4, 6),
+    ] and not alignment.first_difference
+    alignment = reference.follow(run_of([2.0, 3.0, 5.0]))
+    assert [(stretch.first, stretch.last) for stretch in alignment.stretches] == [(2, 3), (5, 5)]
+    assert "step 3 is 0.4 of a step away" in reference.follow(run_of([2.0, 3.4])).first_difference
+    flat = Reference(run_of([1.0, 2.0, 3.0, 3.0, 3.0, 3.0]))
+    assert flat.follow(run_of([3.0, 3.0]), made=4).stretches == [Stretch(5, 6)]
+    assert "step 2 is nan" in reference.follow(run_of([1.0, float("nan")])).first_difference
+    assert "it went on after step 6" in reference.follow(run_of([6.0, 9.0])).first_difference
 
 
 def test_other_samples_and_learning_rates_are_told_from_other_weights() -> None:
     samples: list[int | None] = [11, 12, 13, 14]
-    reference = Reference(life_of([1.0, 2.0, 3.0, 4.0], samples))
-    assert "other samples" in reference.follow(life_of([3.3], [99])).parted
-    assert "learning rate [0.2], not [0.1]" in reference.follow(life_of([3.3], [13], rate=0.2)).parted
-    assert "step 4 is 1.2 of a step away" in reference.follow(life_of([2.8], [14])).parted  # nearer to step 3
+    reference = Reference(run_of([1.0, 2.0, 3.0, 4.0], samples))
+    assert "other samples" in reference.follow(run_of([3.3], [99])).first_difference
+    assert "learning rate [0.2], not [0.1]" in reference.follow(run_of([3.3], [13], rate=0.2)).first_difference
+    assert "step 4 is 1.2 of a step away" in reference.follow(run_of([2.8], [14])).first_difference  # nearer to step 3
 
 
 def test_undisturbed_runs_that_differ_set_the_tolerance_or_are_left_out() -> None:
-    reference = Reference(life_of([1.0, 2.0, 3.0], [1, 2, 3]))
-    assert reference.add(life_of([1.0, 2.0, 3.01], [1, 2, 5])) == ""
+    reference = Reference(run_of([1.0, 2.0, 3.0], [1, 2, 3]))
+    assert reference.add(run_of([1.0, 2.0, 3.01], [1, 2, 5])) == ""
     assert reference.tolerance == pytest.approx(0.1)
-    assert reference.follow(life_of([2.0, 3.0], [2, 7])).parted == ""  # the samples of step 3 are random
-    assert reference.add(life_of([1.0, 2.5, 3.0])) == "weights up to 0.5 of a step apart"
-    assert reference.add(life_of([1.0, 2.0])) == "2 steps, not 3"
+    assert reference.follow(run_of([2.0, 3.0], [2, 7])).first_difference == ""  # the samples of step 3 are random
+    assert reference.add(run_of([1.0, 2.5, 3.0])) == "weights up to 0.5 of a step apart"
+    assert reference.add(run_of([1.0, 2.0])) == "2 steps, not 3"
 
 
 def test_files_are_compared_by_the_tensors_that_both_folders_have(tmp_path: Path) -> None:

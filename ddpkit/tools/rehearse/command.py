@@ -16,8 +16,8 @@ from types import FrameType
 from ..script.running import Script
 from ..terminal import announce
 from . import report
-from .lives import Limits
 from .plan import KINDS
+from .runs import Limits
 from .trials import FOLDER, Options, Rehearsal, Trial, UnfitScriptError
 
 _BAD_SCRIPT = 2

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .lives import Life
+from .runs import Run
 
 _TOLERANCE = 1e-3  # of a step, beyond which weights are not equal even if undisturbed runs agree exactly
 _MARGIN = 10  # times the distance between undisturbed runs
@@ -23,7 +23,7 @@ _ALIKE = 1e-6  # relative difference of learning rates
 
 @dataclass
 class Stretch:
-    """Steps of the undisturbed run that a life has made one after the other, counted from 1.
+    """Steps of the undisturbed run that a run has made one after the other, counted from 1.
 
     Attributes:
         first: The first one.
@@ -35,46 +35,44 @@ class Stretch:
 
 
 @dataclass
-class Walk:
-    """How a life's steps follow those of the undisturbed run.
+class Alignment:
+    """How a run's steps follow those of the undisturbed run.
 
     Attributes:
         stretches: The steps that are equal.
-        distance: The greatest between equal steps.
-        parted: What is different in the first step that is not equal, "" if all are.
+        first_difference: How the first unequal step differs, "" if all are equal.
     """
 
     stretches: list[Stretch]
-    distance: float
-    parted: str
+    first_difference: str
 
 
 class Reference:
     """The steps of an undisturbed run, and how far others that were not disturbed are from them.
 
     Args:
-        life: The undisturbed run.
+        run: The undisturbed run.
 
     Attributes:
         length: The number of steps.
         distance: The greatest between undisturbed runs that can be compared.
     """
 
-    def __init__(self, life: Life) -> None:
-        self._life = life
-        self._weights = [np.array(step["weights"]) for step in life.steps]
-        self._optimizers = [step["optimizer"] for step in life.steps]
+    def __init__(self, run: Run) -> None:
+        self._undisturbed = run
+        self._weights = [np.array(step["weights"]) for step in run.steps]
+        self._optimizers = [step["optimizer"] for step in run.steps]
         self._sizes = self._measure_steps()
-        self._inputs: list[int | None] = list(life.inputs)
-        self.length = len(life.steps)
+        self._inputs: list[int | None] = list(run.inputs)
+        self.length = len(run.steps)
         self.distance = 0.0
 
     @property
     def tolerance(self) -> float:
-        """Up to which distance two steps are equal."""
+        """Return the distance up to which two steps count as equal, in steps."""
         return min(max(_TOLERANCE, _MARGIN * self.distance), _GREATEST)
 
-    def add(self, other: Life) -> str:
+    def add(self, other: Run) -> str:
         """Learn from another undisturbed run how far equal runs are apart.
 
         Returns:
@@ -91,29 +89,28 @@ class Reference:
                 self._inputs[number] = None
         return ""
 
-    def follow(self, life: Life, made: int = 0) -> Walk:
-        """Find the steps of a life among those of the undisturbed run, the first one near the last that was made."""
-        walk = Walk([], 0.0, "")
+    def follow(self, run: Run, made: int = 0) -> Alignment:
+        """Find the steps of a run among those of the undisturbed run, the first one near the last that was made."""
+        alignment = Alignment([], "")
         position = made - 1
-        for number in range(len(life.steps)):
+        for number in range(len(run.steps)):
             expected = position + 1
-            if walk.stretches and self._distance(life, number, expected) <= self.tolerance:
-                walk.stretches[-1].last += 1
+            if alignment.stretches and self._distance(run, number, expected) <= self.tolerance:
+                alignment.stretches[-1].last += 1
             else:
-                expected = self._find(life, number, position + 1)
-                if not self._distance(life, number, expected) <= self.tolerance:
-                    meant = position + 1 if walk.stretches else self._likely(life, number)
-                    walk.parted = self._explain(life, number, meant)
-                    return walk
-                walk.stretches.append(Stretch(expected + 1, expected + 1))
+                expected = self._find(run, number, position + 1)
+                if not self._distance(run, number, expected) <= self.tolerance:
+                    meant = position + 1 if alignment.stretches else self._likely(run, number)
+                    alignment.first_difference = self._explain(run, number, meant)
+                    return alignment
+                alignment.stretches.append(Stretch(expected + 1, expected + 1))
             position = expected
-            walk.distance = max(walk.distance, self._distance(life, number, position))
-        return walk
+        return alignment
 
     def _measure_steps(self) -> list[float]:
         """Measure how far each optimizer's step moves its weights: the median of its steps."""
-        moved: dict[int, list[float]] = {}
-        before: dict[int, npt.NDArray[np.float64]] = {}
+        moved: dict[str, list[float]] = {}
+        before: dict[str, npt.NDArray[np.float64]] = {}
         for optimizer, weights in zip(self._optimizers, self._weights, strict=True):
             if optimizer in before and before[optimizer].shape == weights.shape:
                 moved.setdefault(optimizer, []).append(float(np.linalg.norm(weights - before[optimizer])))
@@ -122,47 +119,47 @@ class Reference:
         sizes = {optimizer: max(float(np.median(lengths)), smallest) for optimizer, lengths in moved.items()}
         return [sizes.get(optimizer, 1.0) for optimizer in self._optimizers]
 
-    def _distance(self, life: Life, number: int, position: int) -> float:
-        """Return the distance of a life's step from one of the undisturbed run."""
+    def _distance(self, run: Run, number: int, position: int) -> float:
+        """Return the distance of a run's step from one of the undisturbed run."""
         if position >= self.length:
             return float("inf")
-        step = life.steps[number]
+        step = run.steps[number]
         weights = np.array(step["weights"])
         if step["optimizer"] != self._optimizers[position] or weights.shape != self._weights[position].shape:
             return float("inf")
         distance = float(np.linalg.norm(weights - self._weights[position]))
         return distance / self._sizes[position]
 
-    def _find(self, life: Life, number: int, expected: int) -> int:
+    def _find(self, run: Run, number: int, expected: int) -> int:
         """Find the equal step that is nearest to the expected one; the most similar step if none is equal."""
-        distances = [self._distance(life, number, position) for position in range(self.length)]
+        distances = [self._distance(run, number, position) for position in range(self.length)]
         equal = [position for position, distance in enumerate(distances) if distance <= self.tolerance]
         if equal:
             return min(equal, key=lambda position: abs(position - expected))
         return distances.index(min(distances))
 
-    def _likely(self, life: Life, number: int) -> int:
-        """Find the step that a life's first one was to be: the nearest, or one beside it with the same samples."""
-        nearest = self._find(life, number, 0)
+    def _likely(self, run: Run, number: int) -> int:
+        """Find the step that a run's first one was to be: the nearest, or one beside it with the same samples."""
+        nearest = self._find(run, number, 0)
         beside = range(max(0, nearest - _BESIDE), min(self.length, nearest + _BESIDE + 1))
-        seen = life.inputs[number]
+        seen = run.inputs[number]
         alike = [position for position in beside if seen is not None and seen == self._inputs[position]]
-        return min(alike, key=lambda position: self._distance(life, number, position), default=nearest)
+        return min(alike, key=lambda position: self._distance(run, number, position), default=nearest)
 
-    def _has_other_inputs(self, life: Life, number: int, position: int) -> bool:
-        seen, expected = life.inputs[number], self._inputs[position]
+    def _has_other_inputs(self, run: Run, number: int, position: int) -> bool:
+        seen, expected = run.inputs[number], self._inputs[position]
         return seen is not None and expected is not None and seen != expected
 
-    def _explain(self, life: Life, number: int, position: int) -> str:
+    def _explain(self, run: Run, number: int, position: int) -> str:
         """Say what is different in a step."""
         if position >= self.length:
             return f"it went on after step {self.length}, the last of the undisturbed run"
-        distance = self._distance(life, number, position)
+        distance = self._distance(run, number, position)
         text = f"step {position + 1} is {distance:.2g} of a step away from the undisturbed run's"
-        if self._has_other_inputs(life, number, position):
+        if self._has_other_inputs(run, number, position):
             doubt = "" if number else " (if no other forward pass was made before it)"
             return f"{text}: other samples{doubt}"
-        rates, expected = life.steps[number]["rates"], self._life.steps[position]["rates"]
+        rates, expected = run.steps[number]["rates"], self._undisturbed.steps[position]["rates"]
         if not _are_alike(rates, expected):
             return f"{text}: learning rate {rates}, not {expected}"
         if self._inputs[position] is None:

@@ -20,7 +20,7 @@ _CHANGES = 0.5  # share of the disturbances that come when a file is changed
 _LATE = 0.5  # share of the disturbances that come some time after an event, not at it
 _LONGEST = 5.0  # seconds
 
-Events = dict[int, list[Record]]  # those that an undisturbed run has told, by rank
+Events = dict[int, list[Record]]  # of an undisturbed run, by rank
 
 
 @dataclass(frozen=True)
@@ -62,33 +62,36 @@ def plan_trial(seed: int, number: int, kinds: Sequence[str], undisturbed: dict[i
         kinds: The kinds of disturbances.
         undisturbed: The events of undisturbed runs, by their number of ranks.
     """
-    dice = random.Random(f"{seed} {number}")
-    ranks = dice.choice(list(undisturbed))
+    generator = random.Random(f"{seed} {number}")
+    ranks = generator.choice(list(undisturbed))
     kind = kinds[(number - 1) % len(kinds)]
-    starts = [Start(ranks, _draw(dice, kind, undisturbed[ranks]))]
-    ranks = _another(dice, ranks, undisturbed)
-    if dice.random() < _TWICE:
-        starts.append(Start(ranks, _draw(dice, dice.choice(kinds), undisturbed[ranks])))
-        ranks = _another(dice, ranks, undisturbed)
+    starts = [Start(ranks, _draw(generator, kind, undisturbed[ranks]))]
+    ranks = _another(generator, ranks, undisturbed)
+    if generator.random() < _TWICE:
+        starts.append(Start(ranks, _draw(generator, generator.choice(kinds), undisturbed[ranks])))
+        ranks = _another(generator, ranks, undisturbed)
     return [*starts, Start(ranks, None)]
 
 
-def _another(dice: random.Random, ranks: int, undisturbed: dict[int, Events]) -> int:
+def _another(generator: random.Random, ranks: int, undisturbed: dict[int, Events]) -> int:
     """Draw another number of ranks, where there is one."""
-    return dice.choice([number for number in undisturbed if number != ranks] or [ranks])
+    others = [number for number in undisturbed if number != ranks]
+    if not others:
+        return ranks
+    return generator.choice(others)
 
 
-def _draw(dice: random.Random, kind: str, events: Events) -> Disturbance:
+def _draw(generator: random.Random, kind: str, events: Events) -> Disturbance:
     """Draw a moment of an undisturbed run: often one at which a file is about to be changed."""
-    moments = [
-        (rank, number) for rank, told in events.items() for number in range(len(told) - 1)
-    ]  # the last is the end
+    moments = []
+    for rank, records in events.items():
+        moments += [(rank, number) for number in range(len(records) - 1)]  # the last is the end
     changes = [(rank, number) for rank, number in moments if events[rank][number]["what"] not in ("start", "step")]
-    if changes and dice.random() < _CHANGES:
+    if changes and generator.random() < _CHANGES:
         moments = changes
-    rank, number = dice.choice(moments)
+    rank, number = generator.choice(moments)
     delay = 0.0
-    if dice.random() < _LATE:
+    if generator.random() < _LATE:
         gap = events[rank][number + 1]["time"] - events[rank][number]["time"]
-        delay = dice.uniform(0, min(gap, _LONGEST))
+        delay = generator.uniform(0, min(gap, _LONGEST))
     return Disturbance(kind, rank, number, delay)

@@ -30,7 +30,7 @@ from ..script.running import Script, describe, run_script, use_gloo_without_gpus
 from ..script.tensors import whole
 from .plan import Disturbance
 
-_ELEMENTS = 256  # of all weights of an optimizer that are told after a step, and at least one of each tensor
+_ELEMENTS = 256  # of all weights of an optimizer that are recorded after a step, and at least one of each tensor
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _CHANGES = {
     "os.rename": "rename",

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from ..terminal import count, paint
-from .comparison import Walk
-from .lives import Life
+from .comparison import Alignment
+from .runs import Run
 from .trials import Rehearsal, Trial
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
 _FEWEST = 2  # starts that begin anew, of which a single one may have had no checkpoint yet
-_DEEDS = {
+_DESCRIPTIONS = {
     "kill": "rank {rank} was killed",
     "kill-all": "all ranks were killed",
     "terminate": "rank {rank} got SIGTERM",
@@ -49,9 +49,9 @@ def render_trial(trial: Trial) -> str:
     """Write how a trial went."""
     verdict = paint("wrong", "red") if trial.wrong else paint("ok   ", "green")
     lines = []
-    for position, life in enumerate(trial.lives):
-        walk = trial.walks[position] if trial.walks else None
-        lines.append(f"{count(life.start.ranks, 'rank'):<8} {_describe(life, walk)}")
+    for position, run in enumerate(trial.runs):
+        alignment = trial.alignments[position] if trial.alignments else None
+        lines.append(f"{count(run.start.ranks, 'rank'):<8} {_describe(run, alignment)}")
     lines += [paint(text, "red") for text in trial.wrong]
     if not trial.wrong:
         lines.append(_describe_files(trial))
@@ -60,32 +60,32 @@ def render_trial(trial: Trial) -> str:
     return f"trial {trial.number:<4}{verdict}   " + f"\n{margin}".join(lines)
 
 
-def _describe(life: Life, walk: Walk | None) -> str:
+def _describe(run: Run, alignment: Alignment | None) -> str:
     parts = []
-    if walk is None:
-        parts.append(count(len(life.steps), "step"))
-    elif walk.stretches:
-        parts.append("steps " + ", ".join(f"{stretch.first}-{stretch.last}" for stretch in walk.stretches))
+    if alignment is None:
+        parts.append(count(len(run.steps), "step"))
+    elif alignment.stretches:
+        parts.append("steps " + ", ".join(f"{stretch.first}-{stretch.last}" for stretch in alignment.stretches))
     else:
         parts.append("no step")
-    disturbance = life.start.disturbance
-    if disturbance is not None and life.is_disturbed:
-        parts.append(_DEEDS[disturbance.kind].format(rank=disturbance.rank) + _describe_moment(life))
+    disturbance = run.start.disturbance
+    if disturbance is not None and run.is_disturbed:
+        parts.append(_DESCRIPTIONS[disturbance.kind].format(rank=disturbance.rank) + _describe_moment(run))
         if disturbance.kind != "pause":
-            parts.append(f"all had ended {life.waited:.1f} s later")
+            parts.append(f"all had ended {run.waited:.1f} s later")
     elif disturbance is not None:
         parts.append("it ended before it was disturbed")
     return "; ".join(parts)
 
 
-def _describe_moment(life: Life) -> str:
+def _describe_moment(run: Run) -> str:
     """Say between which events the disturbance came, where that is not between two steps."""
-    disturbance = life.start.disturbance
-    if disturbance is None or not life.disturbed:
+    disturbance = run.start.disturbance
+    if disturbance is None or not run.disturbed:
         return ""
     if disturbance.delay:
-        return f" {disturbance.delay:.2f} s after '{life.disturbed}'"
-    return f" before '{life.disturbed}'"
+        return f" {disturbance.delay:.2f} s after '{run.disturbed}'"
+    return f" before '{run.disturbed}'"
 
 
 def _describe_files(trial: Trial) -> str:
@@ -123,8 +123,8 @@ def _tally(rehearsal: Rehearsal, number: int, wrong: int) -> str:
 
 def never_resumes(trials: list[Trial]) -> bool:
     """Return whether starts were needed after the first ones, and each began anew."""
-    again = [walk for trial in trials for walk in trial.walks[1:] if walk.stretches]
-    return len(again) >= _FEWEST and all(walk.stretches[0].first == 1 for walk in again)
+    again = [alignment for trial in trials for alignment in trial.alignments[1:] if alignment.stretches]
+    return len(again) >= _FEWEST and all(alignment.stretches[0].first == 1 for alignment in again)
 
 
 def as_json(script: str, seed: int, rehearsal: Rehearsal, trials: list[Trial]) -> str:
@@ -143,24 +143,24 @@ def as_json(script: str, seed: int, rehearsal: Rehearsal, trials: list[Trial]) -
 
 
 def _trial_as_json(trial: Trial) -> dict[str, Any]:
-    lives = []
-    for position, life in enumerate(trial.lives):
-        walk = trial.walks[position] if trial.walks else None
-        lives.append(
+    runs = []
+    for position, run in enumerate(trial.runs):
+        alignment = trial.alignments[position] if trial.alignments else None
+        runs.append(
             {
-                "ranks": life.start.ranks,
-                "disturbance": asdict(life.start.disturbance) if life.start.disturbance else None,
-                "is_disturbed": life.is_disturbed,
-                "event": life.disturbed,
-                "steps": [[s.first, s.last] for s in walk.stretches] if walk else len(life.steps),
-                "ends": life.ends,
-                "waited": round(life.waited, 3),
+                "ranks": run.start.ranks,
+                "disturbance": asdict(run.start.disturbance) if run.start.disturbance else None,
+                "is_disturbed": run.is_disturbed,
+                "event": run.disturbed,
+                "steps": [[s.first, s.last] for s in alignment.stretches] if alignment else len(run.steps),
+                "ends": run.ends,
+                "waited": round(run.waited, 3),
             }
         )
     return {
         "number": trial.number,
         "wrong": trial.wrong,
         "notes": trial.notes,
-        "starts": lives,
+        "starts": runs,
         "files": asdict(trial.difference),
     }

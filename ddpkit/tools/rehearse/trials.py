@@ -1,4 +1,4 @@
-"""Run the script undisturbed and disturbed, and judge how each trial ends."""
+"""Run the script undisturbed and disturbed, and check how each trial ends."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from ..script.running import Script
 from ..terminal import count
 from . import files
-from .comparison import Reference, Walk
+from .comparison import Alignment, Reference
 from .files import Difference
-from .lives import Life, Limits, live
 from .plan import Start, plan_trial
+from .runs import Limits, Run, run_once
 
 FOLDER = "{folder}"
 _TOLERANCE = 1e-3  # relative difference of tensors in files, where undisturbed runs agree exactly
@@ -60,16 +60,16 @@ class Trial:
 
     Attributes:
         number: Counted from 1.
-        lives: The starts of the script.
-        walks: How the steps of each follow the undisturbed run's; [] if they cannot be compared.
+        runs: The starts of the script.
+        alignments: How the steps of each follow the undisturbed run's; [] if they cannot be compared.
         difference: Of the files at the end.
         wrong: What was wrong, nothing if it ended like the undisturbed run.
         notes: What is worth knowing.
     """
 
     number: int
-    lives: list[Life]
-    walks: list[Walk]
+    runs: list[Run]
+    alignments: list[Alignment]
     difference: Difference
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Rehearsal:
         self.is_sharded = False
         self.has_own_names = False
         self.length = 0
-        self._undisturbed: dict[int, Life] = {}
+        self._undisturbed: dict[int, Run] = {}
 
     def run_undisturbed(self) -> None:
         """Run the script on each number of ranks, on the first one twice.
@@ -111,16 +111,16 @@ class Rehearsal:
             UnfitScriptError: If it fails, or makes no step.
         """
         first, *others = self._options.ranks
-        life = self._undisturbed[first] = self._run_whole(first, "undisturbed")
-        self.length = len(life.steps)
+        run = self._undisturbed[first] = self._run_whole(first, "undisturbed")
+        self.length = len(run.steps)
         if self.length < 2:
             reason = "the script made less than two steps of a torch optimizer in the processes that were started"
-            raise UnfitScriptError(reason, life.output)
-        if not all(step["weights"] for step in life.steps):
+            raise UnfitScriptError(reason, run.output)
+        if not all(step["weights"] for step in run.steps):
             raise UnfitScriptError(
                 "each rank holds a part of all weights, as FSDP's first version does: use fully_shard", []
             )
-        self.reference = Reference(life)
+        self.reference = Reference(run)
         reason = self._compare(self._run_whole(first, _REPEATED), "repeated")
         if reason:
             self.excluded[first] = reason
@@ -132,47 +132,47 @@ class Rehearsal:
 
     def run_trial(self, number: int) -> Trial:
         """Run a trial: disturb the script, and start it again until it has ended undisturbed."""
-        events = {ranks: life.events for ranks, life in self._undisturbed.items()}
+        events = {ranks: run.events for ranks, run in self._undisturbed.items()}
         starts = plan_trial(self._options.seed, number, self._options.kinds, events)
         name = f"trial-{number}"
-        lives: list[Life] = []
+        runs: list[Run] = []
         for start in starts:
             self._announce(f"trial {number}, {count(start.ranks, 'rank')}")
-            lives.append(self._run(start, name, is_again=bool(lives)))
-            if self._is_complete(lives[-1]):
+            runs.append(self._run(start, name, is_again=bool(runs)))
+            if self._is_complete(runs[-1]):
                 break
-        trial = Trial(number, lives, self._walk(lives), files.compare(self._path("undisturbed"), self._path(name)))
-        self._judge_lives(trial)
-        self._judge_steps(trial)
-        self._judge_files(trial)
+        trial = Trial(number, runs, self._align(runs), files.compare(self._path("undisturbed"), self._path(name)))
+        self._check_ends(trial)
+        self._check_steps(trial)
+        self._check_files(trial)
         if not trial.wrong:
             shutil.rmtree(self._path(name), ignore_errors=True)
         return trial
 
-    def _run_whole(self, ranks: int, name: str) -> Life:
+    def _run_whole(self, ranks: int, name: str) -> Run:
         """Run the script undisturbed, to its end."""
         self._announce(f"undisturbed, {count(ranks, 'rank')}")
-        life = self._run(Start(ranks, None), name, is_again=False)
-        if life.hanging:
-            raise UnfitScriptError(f"the script hangs on {count(ranks, 'rank')}, undisturbed", life.hanging)
-        if life.failed:
-            rank = life.failed[0]
-            reason = f"the script failed on {count(ranks, 'rank')}, undisturbed: rank {rank} {life.ends[rank]}"
-            raise UnfitScriptError(reason, life.output)
-        return life
+        run = self._run(Start(ranks, None), name, is_again=False)
+        if run.hanging:
+            raise UnfitScriptError(f"the script hangs on {count(ranks, 'rank')}, undisturbed", run.hanging)
+        if run.failed:
+            rank = run.failed[0]
+            reason = f"the script failed on {count(ranks, 'rank')}, undisturbed: rank {rank} {run.ends[rank]}"
+            raise UnfitScriptError(reason, run.output)
+        return run
 
     def _run_other(self, ranks: int, name: str) -> str:
         """Run the script undisturbed on another number of ranks; return why that is left out, "" if it is not."""
         try:
-            life = self._run_whole(ranks, name)
+            run = self._run_whole(ranks, name)
         except UnfitScriptError as error:
             return str(error)
-        reason = self._compare(life, name) if self.reference else ""
+        reason = self._compare(run, name) if self.reference else ""
         if not reason:
-            self._undisturbed[ranks] = life
+            self._undisturbed[ranks] = run
         return reason
 
-    def _run(self, start: Start, name: str, is_again: bool) -> Life:
+    def _run(self, start: Start, name: str, is_again: bool) -> Run:
         options = self._options
         folder = self._path(name)
         folder.mkdir(exist_ok=True)
@@ -182,15 +182,15 @@ class Rehearsal:
             arguments = arguments + options.again
         named = [argument.replace(FOLDER, str(folder)) for argument in arguments]
         script = replace(options.script, arguments=named)
-        return live(script, folder, is_inside, start, options.limits, options.device)
+        return run_once(script, folder, is_inside, start, options.limits, options.device)
 
     def _path(self, name: str) -> Path:
         return self._folder / name
 
-    def _compare(self, life: Life, name: str) -> str:
+    def _compare(self, run: Run, name: str) -> str:
         """Learn from another undisturbed run; return why it cannot be compared, "" if it can."""
         assert self.reference is not None
-        reason = self.reference.add(life)
+        reason = self.reference.add(run)
         if not reason:
             difference = files.compare(self._path("undisturbed"), self._path(name))
             self.difference = max(self.difference, difference.greatest)
@@ -198,55 +198,53 @@ class Rehearsal:
             self.has_own_names = self.has_own_names or difference.is_missing
         return reason
 
-    def _is_complete(self, life: Life) -> bool:
+    def _is_complete(self, run: Run) -> bool:
         """Return whether a start came to the end of the script, also if the others went on after one was killed."""
-        if self.reference is None or any(rank not in _survived(life) for rank in life.failed):
+        if self.reference is None or any(rank not in _survived(run) for rank in run.failed):
             return False
-        stretches = self.reference.follow(life).stretches
+        stretches = self.reference.follow(run).stretches
         return bool(stretches) and stretches[-1].last == self.length
 
-    def _walk(self, lives: list[Life]) -> list[Walk]:
-        walks: list[Walk] = []
+    def _align(self, runs: list[Run]) -> list[Alignment]:
+        alignments: list[Alignment] = []
         made = 0
-        for life in lives if self.reference else []:
+        for run in runs if self.reference else []:
             assert self.reference is not None
-            walks.append(self.reference.follow(life, made))
-            made = max([made, *(stretch.last for stretch in walks[-1].stretches)])
-        return walks
+            alignments.append(self.reference.follow(run, made))
+            made = max([made, *(stretch.last for stretch in alignments[-1].stretches)])
+        return alignments
 
-    def _judge_lives(self, trial: Trial) -> None:
-        """Judge how the processes have ended."""
-        for life in trial.lives:
-            if life.hanging:
-                text = f"on {count(life.start.ranks, 'rank')} some did not end within {self._options.limits.grace:g} s"
-                trial.notes += [text, *life.hanging]
-            was_paused = (
-                life.is_disturbed and life.start.disturbance is not None and life.start.disturbance.kind == "pause"
-            )
-            if life.failed and (was_paused or not life.is_disturbed):
-                rank = life.failed[0]
+    def _check_ends(self, trial: Trial) -> None:
+        """Check how the processes ended."""
+        for run in trial.runs:
+            if run.hanging:
+                text = f"on {count(run.start.ranks, 'rank')} some did not end within {self._options.limits.grace:g} s"
+                trial.notes += [text, *run.hanging]
+            was_paused = run.is_disturbed and _kind(run) == "pause"
+            if run.failed and (was_paused or not run.is_disturbed):
+                rank = run.failed[0]
                 what = "after a rank was stopped for a while" if was_paused else "started again"
-                text = f"{what} on {count(life.start.ranks, 'rank')}, it failed"
-                trial.wrong.append(f"{text}: rank {rank} {life.ends[rank]}")
-                trial.notes += life.output
+                text = f"{what} on {count(run.start.ranks, 'rank')}, it failed"
+                trial.wrong.append(f"{text}: rank {rank} {run.ends[rank]}")
+                trial.notes += run.output
                 break  # later starts fail as well
 
-    def _judge_steps(self, trial: Trial) -> None:
-        """Judge whether each step was made, and as in the undisturbed run."""
+    def _check_steps(self, trial: Trial) -> None:
+        """Check whether each step was made, and as in the undisturbed run."""
         made = 0
-        for walk in trial.walks:
-            for stretch in walk.stretches:
+        for alignment in trial.alignments:
+            for stretch in alignment.stretches:
                 if stretch.first > made + 1:
                     trial.wrong.append(f"steps {made + 1} to {stretch.first - 1} were never made")
                 made = max(made, stretch.last)
-            if walk.parted:
-                trial.wrong.append(walk.parted)
+            if alignment.first_difference:
+                trial.wrong.append(alignment.first_difference)
                 break  # later starts go on from there
-        if trial.walks and not trial.wrong and made < self.length:
+        if trial.alignments and not trial.wrong and made < self.length:
             trial.wrong.append(f"it ended after step {made} of {self.length}")
 
-    def _judge_files(self, trial: Trial) -> None:
-        """Judge whether the files at the end hold the same."""
+    def _check_files(self, trial: Trial) -> None:
+        """Check whether the files at the end hold the same."""
         difference = trial.difference
         if trial.wrong or self.reference is None:
             return
@@ -262,15 +260,15 @@ class Rehearsal:
             trial.wrong.append(f"{difference.where} differs by {difference.greatest:.2g} of its greatest element")
 
 
-def _survived(life: Life) -> list[int]:
+def _survived(run: Run) -> list[int]:
     """List the rank that was killed, if others made steps without it."""
-    disturbance = life.start.disturbance
+    disturbance = run.start.disturbance
     if disturbance is None or disturbance.kind != "kill":
         return []
-    made = sum(record["what"] == "step" for record in life.events[disturbance.rank])
-    return [disturbance.rank] if made < len(life.steps) else []
+    made = sum(record["what"] == "step" for record in run.events[disturbance.rank])
+    return [disturbance.rank] if made < len(run.steps) else []
 
 
-def _kind(life: Life) -> str:
+def _kind(run: Run) -> str:
     """Return the kind of a start's disturbance, "" if none was planned."""
-    return life.start.disturbance.kind if life.start.disturbance else ""
+    return run.start.disturbance.kind if run.start.disturbance else ""

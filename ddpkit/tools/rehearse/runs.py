@@ -21,17 +21,17 @@ _PAUSE = 2.0  # seconds for which a rank is stopped
 
 
 @dataclass
-class Life:
+class Run:
     """How one start of the script went.
 
     Attributes:
         start: What was started.
-        steps: What the rank told of its steps that made most of them.
+        steps: The step records of the rank that made the most steps.
         inputs: The sum over all ranks of the hashes of each step's samples, None where it is not known.
         events: Of each rank.
         disturbed: The event at which the disturbance came, "" if it came at a step or not at all.
         is_disturbed: Whether the disturbance came.
-        ends: How each rank ended, the first word of its error included.
+        ends: How each rank ended, with its error.
         failed: The ranks that did not end with code 0.
         waited: Seconds from the disturbance, or from the first end if there was none, to the end of the last rank.
         hanging: The stacks of the ranks that did not end by themselves.
@@ -56,7 +56,7 @@ class Limits:
     """How long to wait.
 
     Attributes:
-        silence: Seconds in which no rank may tell anything, while none has ended.
+        silence: Seconds without any record after which a run counts as hanging.
         grace: Seconds in which all ranks have to end once one has ended or was disturbed, before they are ended.
     """
 
@@ -64,7 +64,7 @@ class Limits:
     grace: float
 
 
-def live(script: Script, folder: Path, is_inside: bool, start: Start, limits: Limits, device: str) -> Life:
+def run_once(script: Script, folder: Path, is_inside: bool, start: Start, limits: Limits, device: str) -> Run:
     """Run the script once, and leave no process behind.
 
     Args:
@@ -78,21 +78,21 @@ def live(script: Script, folder: Path, is_inside: bool, start: Start, limits: Li
     body = partial(be_rank, Setting(script, folder, is_inside, start.disturbance))
     environments = {rank: environment(rank, start.ranks, device) for rank in range(start.ranks)}
     with Ranks(body, environments, serves=True) as ranks:
-        return _Watch(ranks, start, limits).run()
+        return _Follower(ranks, start, limits).run()
 
 
-class _Watch:
+class _Follower:
     """Follows the ranks to their end."""
 
     def __init__(self, ranks: Ranks, start: Start, limits: Limits) -> None:
         self._ranks = ranks
         self._limits = limits
-        self._life = Life(start)
-        self._heard = time.monotonic()  # when a rank told something last
+        self._result = Run(start)
+        self._heard = time.monotonic()  # when a rank recorded something last
         self._counted_from: float | None = None  # when the ranks began to have to end
         self._paused: tuple[Rank, float] | None = None
 
-    def run(self) -> Life:
+    def run(self) -> Run:
         """Wait until all ranks have ended, or end them when their time is up."""
         while any(rank.ended is None for rank in self._ranks.all):
             for rank, record in self._ranks.wait(_POLL):
@@ -108,10 +108,10 @@ class _Watch:
 
     def _disturb(self, rank: Rank, what: str) -> None:
         """Do what a rank cannot do to itself."""
-        life = self._life
-        life.is_disturbed = True
-        life.disturbed = "" if what == "step" else what
-        disturbance = life.start.disturbance
+        run = self._result
+        run.is_disturbed = True
+        run.disturbed = "" if what == "step" else what
+        disturbance = run.start.disturbance
         assert disturbance is not None
         if disturbance.kind == "pause":
             self._paused = (rank, time.monotonic() + _PAUSE)
@@ -147,36 +147,36 @@ class _Watch:
         """Note where the ranks are that do not end, and kill them."""
         running = [rank for rank in self._ranks.all if rank.ended is None]
         for rank in running:
-            self._life.hanging += [f"rank {rank.number}:", *rank.read_stack().splitlines()[1:6]]
+            self._result.hanging += [f"rank {rank.number}:", *rank.read_stack().splitlines()[1:6]]
         for rank in running:
             rank.kill()
             rank.reap(wait=True)
 
-    def _describe(self) -> Life:
-        life = self._life
+    def _describe(self) -> Run:
+        run = self._result
         if self._counted_from is not None:
-            life.waited = time.monotonic() - self._counted_from
+            run.waited = time.monotonic() - self._counted_from
         steps = []
         for rank in self._ranks.all:
-            life.events[rank.number] = [record for record in rank.records if record["kind"] == "event"]
+            run.events[rank.number] = [record for record in rank.records if record["kind"] == "event"]
             steps.append([record for record in rank.records if record["kind"] == "step"])
-            life.ends[rank.number] = _describe_end(rank)
+            run.ends[rank.number] = _describe_end(rank)
             if rank.ended != "exited with code 0":
-                life.failed.append(rank.number)
-                life.output = life.output or rank.tail()
-        life.steps = max(steps, key=len)
-        life.inputs = [_total(step, steps) for step in range(len(life.steps))]
-        return life
+                run.failed.append(rank.number)
+                run.output = run.output or rank.tail()
+        run.steps = max(steps, key=len)
+        run.inputs = [_total(step, steps) for step in range(len(run.steps))]
+        return run
 
 
 def _describe_end(rank: Rank) -> str:
-    """Say how a rank ended, with its error if it has told one."""
+    """Say how a rank ended, with its error if it reported one."""
     errors = [record["error"] for record in rank.records if record["kind"] == "end" and record["error"]]
     return ": ".join([f"{rank.ended}", *errors])
 
 
 def _total(step: int, steps: list[list[Record]]) -> int | None:
-    """Add up the hashes of all ranks' samples in a step, if all have told them."""
+    """Add up the hashes of all ranks' samples in a step, if all have recorded them."""
     total = 0
     for made in steps:
         if step >= len(made) or made[step]["inputs"] is None:
