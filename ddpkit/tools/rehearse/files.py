@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...collectives.tensors import flat_bytes
+
 
 @dataclass
 class Difference:
@@ -59,17 +61,13 @@ def _compare_tensors(difference: Difference, name: str, first: dict[str, Tensor]
         if other is None or other.shape != tensor.shape or other.dtype != tensor.dtype:
             difference.unlike = difference.unlike or where
             continue
-        if torch.equal(_bytes(tensor), _bytes(other)):
+        if torch.equal(flat_bytes(tensor), flat_bytes(other)):
             continue
         difference.bits = False
         apart = _relative(tensor, other)
         if apart > difference.greatest:
             difference.greatest = apart
             difference.where = where
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _relative(tensor: Tensor, other: Tensor) -> float:
