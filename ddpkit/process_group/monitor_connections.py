@@ -41,7 +41,7 @@ class Event:
 class _Connection:
     socket: socket.socket
     rank: int | None = None
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=lambda: time.monotonic())  # read when called: tests have a clock of their own
     lines: Lines = field(default_factory=Lines)
     taken: int = 0  # bytes
     unsent: bytearray = field(default_factory=bytearray)

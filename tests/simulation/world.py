@@ -153,7 +153,7 @@ class World:
     def __init__(self, seed: int, is_told: Callable[[float, str], None] | None = None) -> None:
         self.random = random.Random(seed)
         self._draw = self.random.random
-        self.now = 1000.0
+        self.now = 1e6  # seconds that no real clock here has reached: whoever reads one is far behind, and fails
         self.hub = getcurrent()
         self.current: Task | None = None
         self.is_over = False
