@@ -17,6 +17,7 @@ from .generation import Generation
 from .options import Origin
 from .rendezvous import StartedByRank
 from .tcp_store import connect, open_store, store_outlives_ranks, wait_for_listener
+from .vacancy import Vacancy
 
 _HOST_STAYS = 5.0  # seconds, at most, in which the ranks read why rank 0 does not join
 _STRANGER, _RANK = 2.0, 20.0  # seconds in which the job must begin: rank 0 may still be starting
@@ -91,10 +92,15 @@ def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
 
     Raises:
         StartedByRank: If this process is to be one of several ranks.
+        Vacancy: If that job goes on without the rank that this process was started to be.
     """
     try:
         generation = Generation.latest(_connect_anew(address, port, time.monotonic() + 2))
         starter = generation.starter() if generation else None
+        if generation:
+            generation.raise_if_vacant()
+    except Vacancy:
+        raise
     except (OSError, RuntimeError):  # it is no store, or does not answer
         return False
     if starter and world_size > 1:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..errors import DdpkitError, LaunchError, PeerError
 from .polling import call_with_timeout
 from .store_values import parse, printable, refuse_text
+from .vacancy import RankReturns, Vacancy
 
 GRACE = 5.0  # seconds that a main thread has, where nobody asks for more
 # characters of a failure: the store drops connections over values of megabytes
@@ -33,7 +34,7 @@ class Failure:
         host: The host it ran on.
         type: Name of its exception's class, or a word for a failure without one, such as "lost".
         message: The exception's message.
-        traceback: Its formatted traceback, "" where there was none.
+        traceback: Its formatted traceback, "" where there was none. Of a `Vacancy` the notice.
     """
 
     rank: int
@@ -66,6 +67,10 @@ class Failure:
 
     def to_error(self) -> DdpkitError:
         """Make the exception that the other ranks raise."""
+        if self.type == Vacancy.__name__:
+            return Vacancy(self.message, self.traceback)
+        if self.type == RankReturns.__name__:
+            return RankReturns(self.message)
         if self.rank < 0:
             return LaunchError(self.message)
         return PeerError(self.rank, self.host, self.type, self.message, self.traceback)

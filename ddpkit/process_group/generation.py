@@ -21,6 +21,7 @@ from .monitor_messages import encode
 from .monitor_tree import monitor_key
 from .sockets import connect
 from .store_values import add, refuse_text
+from .vacancy import Vacancy
 
 _NUMBER = "ddpkit/generation"  # key of the newest generation's number
 _CHANGES = "ddpkit/changes"  # counts what those who join wait for, so that they need not look for each of it
@@ -116,7 +117,10 @@ class Generation:
 
     def fail(self, reason: str) -> None:
         """Write down why this job cannot be; the first reason stands. Ranks that have joined hear of it, too."""
-        failure = Failure.of(-1, LaunchError(reason))
+        self.give_up(Failure.of(-1, LaunchError(reason)))
+
+    def give_up(self, failure: Failure) -> None:
+        """Write down why this job cannot be, as `fail()`."""
         record_failure(self.store, failure)
         self._count_change()
         if self.is_complete():  # only their monitors can tell those who have joined
@@ -132,6 +136,12 @@ class Generation:
         if failure:
             self.await_readers(readers, 2.0)
             raise failure.to_error()
+
+    def raise_if_vacant(self) -> None:
+        """Raise `Vacancy` if this start was given up because the job goes on without some of its ranks."""
+        failure = first_failure(self.store)
+        if failure and isinstance(error := failure.to_error(), Vacancy):
+            raise error
 
     def await_readers(self, readers: int, seconds: float) -> None:
         """Count this rank among those that have read why the job is off; wait until so many have, at most so long."""

@@ -26,6 +26,7 @@ from ..timing.pace import SlowRank
 from ..torch_internals import current_group
 from .declining import tell_peers
 from .devices import bind_device, choose_device, count_accelerators, is_same_device
+from .failures import Failure
 from .job import Context, Job, context_of
 from .leaving import destroy_group, say_goodbye
 from .options import ChooseDevice, Options, Origin, checked_options, checked_origin
@@ -150,6 +151,14 @@ def hold_failures(hold: bool, grace: float | None = None) -> None:
     _job.session.failures.held = hold
     if grace is not None:
         _job.session.failures.grace = grace
+
+
+def interrupt(failure: Failure) -> None:
+    """Raise in the main threads of all ranks, as when one has failed; any thread may call it."""
+    if _job is not None and _job.session is not None and _job.session.failures.known is None:
+        _job.session.failures.known = failure
+        if _job.monitor is not None:
+            _job.monitor.wake()
 
 
 def owns_group() -> bool:

@@ -23,6 +23,7 @@ from .failures import Failure, describe_error, message_of, trace_of
 from .monitor import Monitor
 from .polling import call_with_timeout
 from .session import Ranks, Session
+from .vacancy import RankReturns
 
 _BROKEN = re.compile(  # torch raises plain RuntimeErrors, too
     r"^\[.*gloo"  # gloo's begin with a source file in brackets, some of them
@@ -44,6 +45,7 @@ _IN_MODELS = {  # where collectives begin in C++, without a function of torch.di
 }
 _CHECK = os.path.join(_PACKAGE, "collectives", "consistency.py")  # with which each collective of ddpkit's begins
 _OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own
+_NOT_OURS = (PeerError, BarrierTimeoutError, RankReturns)  # errors by which other ranks end what this one does
 _BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
@@ -76,19 +78,22 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
 
 
 def lost_peer_of(error: BaseException, session: Session | None) -> DdpkitError | None:
-    """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
-    if isinstance(error, PeerError | BarrierTimeoutError):
+    """Return the error that names the peer whose loss has led to this one, None if that was not the cause.
+
+    Or says that one comes back, for which all leave, too.
+    """
+    if isinstance(error, _NOT_OURS):
         return error
     if session is None:
         return None
     try:  # on another thread, for the store may belong to a process that is stopped
         session.failures.raise_if_known()
         cause = call_with_timeout(lambda: cause_of(error, session), math.inf, session.failures.raise_if_known)
-    except PeerError as known:
+    except (PeerError, RankReturns) as known:
         return known
     if cause is None and is_of_broken_collective(error):  # several ranks are silent, and none of them is named
         return DdpkitError(f"a collective broke, and by which rank could not be told: {error}")
-    return cause if isinstance(cause, PeerError | BarrierTimeoutError) else None
+    return cause if isinstance(cause, _NOT_OURS) else None
 
 
 def is_of_broken_collective(error: BaseException) -> bool:

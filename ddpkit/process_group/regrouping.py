@@ -23,15 +23,19 @@ from ..errors import LaunchError
 from . import sockets
 from .polling import Pause, call_with_timeout
 from .session import Session
+from .sockets import is_listening
 from .startup import host_address
 from .store_values import parse
-from .tcp_store import connect
+from .tcp_store import connect, reachable
+from .vacancy import Notice
 
 _PROBE = 2.0  # seconds in which a host that can be reached accepts or refuses a connection
 _READING = 2.0  # seconds in which the others read an answer
 _BETWEEN_PROBES = 0.05  # seconds
 _LEADERS_PATIENCE = 10.0  # seconds that others wait longer than the one that leads
 _DECIDED = "decided"
+
+Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,14 @@ class Arrival:
         regroupings: How often it has been told who goes on.
         steps: The steps that it has committed.
         is_whole: Whether its states are those of that step, not of the middle of the next.
+        address: Where its own store is, which tells it from another process of this number.
     """
 
     member: int
     regroupings: int
     steps: int
     is_whole: bool
+    address: Address
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,9 @@ class Decision:
     Attributes:
         regrouping: Its number.
         members: In the order of their new ranks.
+        addresses: Where their stores are, in the same order.
+        leader: Who has decided, and hosts the store in which they meet.
+        seniority: The members, those that came last at the end.
         steps: The committed steps from which all go on.
         source: A member that has the states of that step.
         behind: Those that have not.
@@ -66,6 +75,9 @@ class Decision:
 
     regrouping: int
     members: list[int]
+    addresses: list[Address]
+    leader: int
+    seniority: list[int]
     steps: int
     source: int
     behind: list[int]
@@ -73,18 +85,23 @@ class Decision:
 
 
 _ARRIVAL = {**get_type_hints(Arrival)}
-_DECISION = {**get_type_hints(Decision), "members": [int], "behind": [int]}
+_DECISION = {**get_type_hints(Decision), "members": [int], "seniority": [int], "behind": [int], "addresses": [Address]}
 
 
-def decide(arrivals: Collection[Arrival], unknown: Collection[int], least: int) -> Decision:
+def decide(
+    leader: int, seniority: Sequence[int], arrivals: Collection[Arrival], unknown: Collection[int], least: int
+) -> Decision:
     """Decide who goes on.
 
     Args:
+        leader: Who decides.
+        seniority: The members until now, those that came last at the end.
         arrivals: Of those that are there.
         unknown: Members that have not come and may yet live, on the other side of a cut network.
         least: So many must go on.
     """
-    members = sorted(arrival.member for arrival in arrivals)
+    addresses = {arrival.member: arrival.address for arrival in arrivals}
+    members = sorted(addresses)
     whole = [arrival for arrival in arrivals if arrival.is_whole]
     steps = max((arrival.steps for arrival in whole), default=0)
     able = sorted(arrival.member for arrival in whole if arrival.steps == steps)
@@ -97,7 +114,10 @@ def decide(arrivals: Collection[Arrival], unknown: Collection[int], least: int) 
         refusal = f"members {sorted(unknown)} cannot be reached, and may go on without this rank"
     behind = [member for member in members if member not in able]
     number = 1 + max(arrival.regroupings for arrival in arrivals)
-    return Decision(number, members, steps, able[0] if able else -1, behind, refusal)
+    places = [addresses[member] for member in members]
+    order = [member for member in seniority if member in addresses]
+    order += [member for member in members if member not in order]
+    return Decision(number, members, places, leader, order, steps, able[0] if able else -1, behind, refusal)
 
 
 def _may_speak_for_all(members: Sequence[int], unknown: Collection[int]) -> bool:
@@ -111,24 +131,50 @@ class Refuge:
     """Where the members of a job meet again when some are lost.
 
     Args:
-        session: Of the job, in which all take part. Collective.
+        member: This process's number.
+        size: Number of members at the beginning.
+        host: By which the others reach it.
         patience: Seconds to wait for a member that may live.
+
+    Attributes:
+        addresses: Where the members' stores are.
     """
 
-    def __init__(self, session: Session, patience: float) -> None:
+    def __init__(self, member: int, size: int, host: str, patience: float) -> None:
+        self.member = member
+        self._size = size
+        self._seniority: list[int] = []  # the members, those that came last at the end
         self._patience = patience
         self._pulse = _Pulse(patience)
         self._noted = 0  # absences, up to when the others have last done something with this member
         self._excused = 0  # those after which they have
-        one_node = len(set(session.nodes)) == 1
-        self.member = session.rank
-        address = "127.0.0.1" if one_node else host_address(session.store)
         before = sockets.sockets()
-        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        _close_in_children(sockets.sockets() - before)
-        everyone = session.exchange(json.dumps({"address": (address, self._store.port)}))
-        found = [parse(text, "refuge", {"address": tuple[str, int]})["address"] for text in everyone]
-        self._addresses: dict[int, tuple[str, int]] = {rank: (host, port) for rank, (host, port) in enumerate(found)}
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        close_in_children(sockets.sockets() - before)
+        self.address = (host, self._store.port)
+        self.addresses: dict[int, Address] = {member: self.address}
+
+    @classmethod
+    def of_job(cls, session: Session, patience: float) -> Refuge:
+        """Make one on each rank of a job. Collective."""
+        one_node = len(set(session.nodes)) == 1
+        host = "127.0.0.1" if one_node else host_address(session.store)
+        refuge = cls(session.rank, len(session.nodes), host, patience)
+        everyone = session.exchange(json.dumps({"address": refuge.address}))
+        found = [parse(text, "refuge", {"address": Address})["address"] for text in everyone]
+        refuge.addresses = {rank: (host, port) for rank, (host, port) in enumerate(found)}
+        refuge._seniority = list(refuge.addresses)
+        return refuge
+
+    @classmethod
+    def beside(cls, member: int, notice: Notice, patience: float) -> Refuge:
+        """Make that of a process that is to take the place of a lost member."""
+        host = next((reachable(*address) for address in notice.addresses if is_listening(*address)), "")
+        if not host:
+            raise LaunchError(f"{notice} None of these can be reached now.")
+        refuge = cls(member, notice.size, host, patience)
+        refuge.addresses |= dict(zip(notice.members, notice.addresses, strict=True))
+        return refuge
 
     def is_together(self) -> None:
         """Note that the others have done something with this member since this was last noted."""
@@ -146,7 +192,7 @@ class Refuge:
     def _answers(self, member: int) -> bool | None:
         """Return whether a member's host accepts a connection to it; None if the host cannot be reached."""
         try:
-            sockets.connect(*self._addresses[member], _PROBE).close()
+            sockets.connect(*self.addresses[member], _PROBE).close()
         except ConnectionRefusedError:
             return False
         except OSError:
@@ -189,17 +235,42 @@ class Refuge:
         """
         candidates = set(members) - set(gone)
         while True:
-            leader = min(self._reachable(candidates) | {self.member})
+            there = self._reachable(candidates) | {self.member}
+            leader = next(member for member in self._seniority if member in there)
             if leader == self.member:
-                return _accepted(self._lead(me, members, least, gone), self.member), self._store
-            decision, store = self._follow(leader, me)
+                return self._accept(self._lead(me, members, least, gone)), self._store
+            decision, store = self._follow(leader, me, self._patience + _LEADERS_PATIENCE)
             if decision is not None:
-                return _accepted(decision, self.member), store
+                return self._accept(decision), store
             candidates.remove(leader)
 
-    def _follow(self, leader: int, me: Arrival) -> tuple[Decision | None, dist.Store]:
+    def arrived(self, lost: Collection[int]) -> list[int]:
+        """Return those of some lost members in whose place a process has come to this one, and waits."""
+        found = []
+        for member in lost:
+            if self._store.check([_arrival_key(member)]):
+                arrival, _ = self._read_arrival(member)
+                if is_listening(*arrival.address):
+                    found.append(member)
+                else:
+                    self._store.delete_key(_arrival_key(member))
+        return found
+
+    def come_in(self, me: Arrival, notice: Notice, timeout: timedelta) -> tuple[Decision, dist.Store] | None:
+        """Wait until the members of a job let this process in.
+
+        Returns:
+            The decision, and the store in which all meet; None if those have gone of which the notice tells.
+        """
+        for member in notice.members:
+            if self._answers(member):
+                decision, store = self._follow(member, me, timeout.total_seconds())
+                if decision is not None:
+                    return self._accept(decision), store
+        return None
+
+    def _follow(self, leader: int, me: Arrival, seconds: float) -> tuple[Decision | None, dist.Store]:
         """Wait for the decision of a member that may lead; None if it has ended or does not answer."""
-        seconds = self._patience + _LEADERS_PATIENCE
         try:  # on another thread, for the leader may be stopped, and its store not answer
             return call_with_timeout(
                 lambda: self._ask_leader(leader, me, seconds), seconds, lambda: self._check(leader)
@@ -209,10 +280,10 @@ class Refuge:
 
     def _ask_leader(self, leader: int, me: Arrival, seconds: float) -> tuple[Decision, dist.Store]:
         deadline = time.monotonic() + seconds
-        store = connect(*self._addresses[leader], timedelta(seconds=seconds))
+        store = connect(*self.addresses[leader], timedelta(seconds=seconds))
         if store.check([_DECIDED]):
             last = _decision(store, _DECIDED)
-            if last.regrouping > me.regroupings and self.member not in last.members:
+            if self._seniority and last.regrouping > me.regroupings and self.address not in last.addresses:
                 return last, store  # it was made without this rank
         answer = f"answer/{uuid.uuid4().hex}"
         store.set(_arrival_key(self.member), json.dumps({**asdict(me), "answer": answer}))
@@ -242,11 +313,19 @@ class Refuge:
         next_probe = 0.0
         pause = Pause()
         while True:
-            for member in set(members) - {self.member}:
-                if self._store.check([_arrival_key(member)]):
-                    arrivals[member], answers[member] = self._read_arrival(member)
+            for member in set(range(self._size)) - {self.member}:
+                if not self._store.check([_arrival_key(member)]):
+                    continue
+                arrival, answer = self._read_arrival(member)
+                if member in set(members) - ended and arrival.address != self.addresses[member]:
+                    continue  # another process of this number, which has lived on without the job
+                if arrival.address != self.addresses.get(member):  # it comes in the place of one that has ended
+                    ended.discard(member)
+                    self._seniority = [other for other in self._seniority if other != member]
+                    self.addresses[member] = arrival.address
+                arrivals[member], answers[member] = arrival, answer
             if time.monotonic() >= next_probe:
-                others = set(members) - ended - {self.member}
+                others = (set(members) | arrivals.keys()) - ended - {self.member}
                 ended |= {member for member, answer in self._ask(others).items() if answer is False}
                 next_probe = time.monotonic() + _BETWEEN_PROBES
             absent = set(members) - arrivals.keys() - ended
@@ -256,7 +335,7 @@ class Refuge:
         present = [arrival for member, arrival in arrivals.items() if member not in ended]
         was_away = self._pulse.absences() > self._excused
         unknown = absent | (ended if was_away else set())  # they may have gone on, and ended well
-        decision = decide(present, unknown, least)
+        decision = decide(self.member, self._seniority, present, unknown, least)
         text = json.dumps(asdict(decision))
         self._store.set(_DECIDED, text)
         for member, answer in answers.items():
@@ -274,8 +353,19 @@ class Refuge:
     def _read_arrival(self, member: int) -> tuple[Arrival, str]:
         key = _arrival_key(member)
         found = parse(self._store.get(key), key, {**_ARRIVAL, "answer": str})
+        host, port = found.pop("address")
         answer = found.pop("answer")
-        return Arrival(**found), answer
+        return Arrival(**found, address=(host, port)), answer
+
+    def _accept(self, decision: Decision) -> Decision:
+        """Take over a decision by which this process goes on; raise `LaunchError` if it does not."""
+        if decision.refusal:
+            raise LaunchError(f"The ranks that are left cannot go on: {decision.refusal}.")
+        if self.address not in decision.addresses:
+            raise LaunchError("The other ranks have gone on without this one, which they took for lost.")
+        self._seniority = decision.seniority
+        self.addresses = dict(zip(decision.members, decision.addresses, strict=True))
+        return decision
 
 
 def _arrival_key(member: int) -> str:
@@ -283,19 +373,11 @@ def _arrival_key(member: int) -> str:
 
 
 def _decision(store: dist.Store, key: str) -> Decision:
-    return Decision(**parse(store.get(key), key, _DECISION))
+    found = parse(store.get(key), key, _DECISION)
+    return Decision(**{**found, "addresses": [(host, port) for host, port in found["addresses"]]})
 
 
-def _accepted(decision: Decision, member: int) -> Decision:
-    """Return a decision by which a member goes on; raise `LaunchError` if it does not."""
-    if decision.refusal:
-        raise LaunchError(f"The ranks that are left cannot go on: {decision.refusal}.")
-    if member not in decision.members:
-        raise LaunchError("The other ranks have gone on without this one, which they took for lost.")
-    return decision
-
-
-def _close_in_children(some: set[int]) -> None:
+def close_in_children(some: set[int]) -> None:
     """Let forked children close these sockets: a port that a loader's worker holds open looks like a living rank."""
     _inherited().update(some)
 

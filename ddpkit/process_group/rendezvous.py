@@ -27,6 +27,10 @@ from .store_values import refuse_text
 _STORE_GRACE = 5.0  # seconds beyond the time-out in which the store must say that it is up
 
 
+class StoreLost(LaunchError):
+    """The process that hosted the store ended while this one joined."""
+
+
 class StartedByRank(LaunchError):
     """This process inherited the environment of a rank that is in its job."""
 
@@ -72,7 +76,7 @@ def join(
         ) from None
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise_if_orphaned(orphaned())
-        raise LaunchError(f"Rank {me.rank} lost the store while joining; its host has gone: {error}") from error
+        raise StoreLost(f"Rank {me.rank} lost the store while joining; its host has gone: {error}") from error
 
 
 def raise_if_orphaned(reason: str) -> None:
@@ -153,6 +157,7 @@ def _claim_until_accepted(
             latest = Generation.latest(store)
             if latest and latest.number > seen:  # those before it belong to dead attempts
                 seen = latest.number
+                latest.raise_if_vacant()
                 claimed = latest if _claim(latest, me) else None
             members = _accepted(claimed, me) if claimed else None
             if claimed and members:

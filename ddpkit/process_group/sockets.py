@@ -62,6 +62,14 @@ def connect(address: str, port: int, timeout: float) -> socket.socket:
     return socket.create_connection((encoded(address), port), timeout)
 
 
+def is_listening(address: str, port: int) -> bool:
+    """Return whether somebody listens there, as far as that can be told at once."""
+    with suppress(OSError):
+        connect(address, port, 2.0).close()
+        return True
+    return False
+
+
 def encoded(address: str) -> Any:
     """Encode a host's name for the resolver; for a `str` Python loads a codec, which takes milliseconds."""
     return address.encode() if address.isascii() else address

@@ -61,6 +61,11 @@ def offer_store(launch: Launch, store: dist.Store, address: str, port: int) -> N
     _stores[launch.master_addr, launch.master_port] = OpenStore(store, address, port)
 
 
+def hosted_store(master: str | None) -> dist.Store | None:
+    """Return the store that this process hosts at this "host:port", None if it does not."""
+    return next((opened.store for opened in _stores.values() if f"{opened.address}:{opened.port}" == master), None)
+
+
 def close_stores() -> None:
     """Forget the open stores, after a failure: nobody will come back to them."""
     _stores.clear()

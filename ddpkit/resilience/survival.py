@@ -1,4 +1,4 @@
-"""Go on with the ranks that are left when some are lost, from the last step that was whole."""
+"""Go on with the ranks that are left when some are lost, or come back, from the last step that was whole."""
 
 from __future__ import annotations
 
@@ -15,18 +15,25 @@ import torch.distributed as dist
 
 from ..arguments import as_integer, check_timeout
 from ..collectives.sync import barrier
-from ..errors import DdpkitError, PeerError
+from ..errors import DdpkitError, LaunchError, PeerError
 from ..launch import ranks
 from ..process_group import lifecycle
+from ..process_group.door import Door
+from ..process_group.failures import Failure
 from ..process_group.job import Context
 from ..process_group.main_thread import undisturbed
-from ..process_group.options import ChooseDevice
+from ..process_group.options import ChooseDevice, Options, Origin, checked_options
 from ..process_group.regrouping import Arrival, Decision, Refuge
+from ..process_group.rendezvous import StoreLost
+from ..process_group.sockets import is_listening
+from ..process_group.startup import hosted_store
+from ..process_group.vacancy import Notice, RankReturns, Vacancy
 from .kept_states import KeptStates, Resumable
 
 log = logging.getLogger(__name__)
 _GIVEN_UP = "given up"
 _GRACE = 60.0  # seconds from the loss of a rank until an attempt must be over: loaders' workers may be slow to end
+_NOTICING = 1.0  # seconds between questions whether the others have noticed a loss
 _UNSURE = ("lost", "silent", "left")  # of a rank that may go on: it has raised no error
 
 
@@ -58,6 +65,8 @@ def survive(
                         attempt.commit()
 
     What hangs on the number of ranks (loaders, wrapped models, scale plans) is made in the block, so it is made anew.
+    A process that is started in the place of a lost rank, in the same environment, comes in: all ranks then begin the
+    next attempt, too.
     From the beginning of `optimizer.step()` until `commit()` the loss of a rank does not interrupt; do nothing there
     that talks to other ranks.
 
@@ -99,14 +108,11 @@ def survive(
     for state in states:
         if not hasattr(state, "state_dict") or not hasattr(state, "load_state_dict"):
             raise TypeError(f"survive() keeps objects with state_dict() and load_state_dict(), got {type(state)}.")
-    kept = KeptStates(states)
+    survivors = _Survivors(KeptStates(states), least, patience)
     try:
-        context = lifecycle.setup(backend=backend, device=device, timeout=timeout, num_threads=num_threads)
-        _check_job(context, least)
-        survivors = _Survivors(context, kept, least, patience)
+        survivors.enter(backend=backend, device=device, timeout=timeout, num_threads=num_threads)
     except BaseException:
-        kept.close()
-        lifecycle.teardown()
+        survivors.close()
         raise
     try:
         while True:
@@ -121,13 +127,6 @@ def survive(
             survivors.go_on(attempt.lost)
     finally:
         survivors.close()
-
-
-def _check_job(context: Context, least: int) -> None:
-    if least > context.world_size:
-        raise ValueError(f"min_ranks={least} is more than there are: {context.world_size}.")
-    if not lifecycle.owns_group():
-        raise DdpkitError("survive() makes the process group, and makes it anew: do not make one before.")
 
 
 class Attempt:
@@ -216,29 +215,98 @@ class Attempt:
 class _Survivors:
     """The ranks that are left, seen from one of them."""
 
-    def __init__(self, context: Context, kept: KeptStates, least: int, patience: timedelta) -> None:
-        self.context = context
+    context: Context
+    _asked: Options
+
+    def __init__(self, kept: KeptStates, least: int, patience: timedelta) -> None:
         self.kept = kept
         self._least = least
         self._patience = patience.total_seconds()
         self._regroupings = 0
-        self._asked = lifecycle.asked_options()
         self._refuge: Refuge | None = None
-        self._members = list(range(context.world_size))
+        self._door: Door | None = None
+        self._store: dist.Store | None = None  # where the job began, if this process hosts it
+        self._members: list[int] = []
+        self._size = 1  # number of members at the beginning
+        self._master: str | None = None  # where the job began
+        self._master_host = ""
         self._resumed_at: int | None = None  # the step, where nobody was missing after the last loss
+        self._returning: RankReturns | None = None
+
+    def enter(self, timeout: timedelta, **options: Any) -> None:
+        """Join the job that begins, or one that goes on without this rank."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                self.begin(lifecycle.setup(timeout=timeout, **options))
+                return
+            except Vacancy as vacancy:
+                asked = checked_options(timeout=timeout, watch=True, origin=Origin(), **options)
+                if self.take_place(Notice.from_json(vacancy.notice), asked):
+                    return
+            except StoreLost as lost:  # of a rank that has ended, too, or of a job that goes on elsewhere
+                if time.monotonic() > deadline:
+                    raise
+                log.warning("trying to join again: %s", lost)
+
+    def begin(self, context: Context) -> None:
+        """Begin with all ranks of the job."""
+        if self._least > context.world_size:
+            raise ValueError(f"min_ranks={self._least} is more than there are: {context.world_size}.")
+        if not lifecycle.owns_group():
+            raise DdpkitError("survive() makes the process group, and makes it anew: do not make one before.")
+        self.context = context
+        self._asked = lifecycle.asked_options()
+        self._size = context.world_size
+        self._members = list(range(self._size))
         if lifecycle.joined():
-            self._refuge = Refuge(lifecycle.current_session(), self._patience)
+            self._refuge = Refuge.of_job(lifecycle.current_session(), self._patience)
+            self._master = context.master
+            self._store = hosted_store(context.master)
+            self._master_host = self._refuge.addresses[0][0]
             lifecycle.hold_failures(True)  # until an attempt is entered
+
+    def take_place(self, notice: Notice, asked: Options) -> bool:
+        """Come in as one of the ranks that a running job has lost; return False if the notice is out of date."""
+        launch = ranks.current_launch()
+        if launch.world_size != notice.size or notice.is_alive(launch.rank):
+            raise LaunchError(f"This process was started as rank {launch.rank} of {launch.world_size}. {notice}")
+        if launch.rank not in notice.vacant:  # the others have not noticed yet that it has ended
+            time.sleep(_NOTICING)
+            return False
+        self._asked = asked
+        self._size = notice.size
+        self._master, self._master_host = notice.master, notice.master_host
+        self._regroupings = notice.regrouping
+        self.kept.is_whole = False
+        self._refuge = Refuge.beside(launch.rank, notice, self._patience)
+        found = self._refuge.come_in(self._arrival(), notice, asked.timeout)
+        if found is None:
+            self._refuge.close()
+            self._refuge = None
+            if not is_listening(*notice.master_address):
+                raise LaunchError(f"{notice} But they have ended, or cannot be reached.")
+            return False
+        decision, store = found
+        self._members = decision.members
+        try:
+            self._join(decision, store)
+        except RuntimeError as error:
+            self.go_on(error)
+        return True
 
     def commit(self) -> None:
         """Keep the present states."""
         self.kept.commit()
         if self._refuge is not None:
             self._refuge.is_together()
+        if self._returning is not None:  # of several ranks the monitor raises it in all
+            raise self._returning
 
-    def go_on(self, lost: DdpkitError) -> None:
+    def go_on(self, lost: RuntimeError) -> None:
         """Join those who are left, until nobody is lost meanwhile, and let all have the same states."""
         assert self._refuge is not None
+        self._close_door()
         begun = time.monotonic()
         stop = lifecycle.stop_agreement()
         request = stop.request if stop.decision is None else stop.decision.request
@@ -249,28 +317,27 @@ class _Survivors:
         while True:
             lifecycle.teardown()
             decision, store = self._refuge.regroup(self._arrival(), self._members, self._least, gone)
-            self._regroupings = decision.regrouping
             self._check_progress(decision, lost)
             try:
-                self._rejoin(decision, dist.PrefixStore(f"job {decision.regrouping}", store))
+                self._join(decision, store)
                 break
             except RuntimeError:
                 if decision.members == tried and not any(map(self._refuge.has_ended, tried)):
                     raise
                 tried = decision.members
-        former, self._members = self._members, decision.members
+        self._members = decision.members
         if request is not None:
             lifecycle.ask_to_stop(request)
-        if ranks.is_main_process():
+        if decision.leader == self._refuge.member:
             took = time.monotonic() - begun
-            news = f"{len(self._members)} of {len(former)} ranks go on from step {decision.steps}, after {took:.1f} s"
+            news = f"{len(self._members)} of {self._size} ranks go on from step {decision.steps}, after {took:.1f} s"
             if decision.members[-1] >= len(decision.members):  # numbers are others than at the beginning
                 news += f" (at the beginning ranks {', '.join(map(str, decision.members))})"
             log.warning("%s: %s", news, str(lost).partition("\n")[0])
 
-    def _check_progress(self, decision: Decision, lost: DdpkitError) -> None:
+    def _check_progress(self, decision: Decision, lost: RuntimeError) -> None:
         """Raise what was taken for a loss if it comes again at the same step, and nobody is missing: it is a bug."""
-        if decision.members != self._members:
+        if decision.members != self._members or isinstance(lost, RankReturns):
             self._resumed_at = None
         elif decision.steps == self._resumed_at:
             raise lost
@@ -279,13 +346,17 @@ class _Survivors:
 
     def _arrival(self) -> Arrival:
         assert self._refuge is not None
-        return Arrival(self._refuge.member, self._regroupings, self.kept.steps, self.kept.is_whole)
+        refuge, kept = self._refuge, self.kept
+        return Arrival(refuge.member, self._regroupings, kept.steps, kept.is_whole, refuge.address)
 
-    def _rejoin(self, decision: Decision, store: dist.Store) -> None:
+    def _join(self, decision: Decision, store: dist.Store) -> None:
+        """Join those who go on, in a part of the leader's store, and take the states from one of them."""
         assert self._refuge is not None
+        self._regroupings = decision.regrouping
+        store = dist.PrefixStore(f"job {decision.regrouping}", store)
         refuge = self._refuge
         members = decision.members
-        needed = members if members[0] == refuge.member else members[:1]  # the first hosts the store
+        needed = members if decision.leader == refuge.member else [decision.leader]  # which hosts the store
         is_joining = True
 
         def lost() -> str:
@@ -305,13 +376,46 @@ class _Survivors:
         is_joining = False
         self.kept.put_back(decision, refuge.member)
         lifecycle.hold_failures(True)  # until the next attempt is entered
+        self._open_door(decision)
+
+    def _open_door(self, decision: Decision) -> None:
+        """Let processes come in the place of those that are lost, if the others know where the job began."""
+        assert self._refuge is not None
+        if self._master is None or len(decision.members) == self._size:
+            return
+        me = self._refuge.member
+        hosts = {member: host for member, (host, _) in zip(decision.members, decision.addresses, strict=True)}
+        self._master_host = hosts.get(0, self._master_host)
+        there = [member for member, host in hosts.items() if host == self._master_host]
+        opens = there[0] if there else decision.leader
+        if me not in (opens, decision.leader):
+            return
+        places = (self._master, self._master_host)
+        addresses = [self._refuge.addresses[member] for member in decision.seniority]
+        notice = Notice(*places, self._size, decision.regrouping, decision.seniority, addresses)
+        refuge = self._refuge if me == decision.leader else None
+        self._door = Door(notice, me == opens, bool(there), refuge, self._let_in, self._store)
+
+    def _let_in(self, arrived: list[int]) -> None:
+        """Interrupt all ranks, so that they meet again, and those who have come with them."""
+        text = f"rank {', '.join(map(str, arrived))} comes back, in a new process"
+        self._returning = RankReturns(text)
+        lifecycle.interrupt(Failure.of(-1, self._returning))
+
+    def _close_door(self) -> None:
+        if self._door is not None:
+            self._door.close()
+            self._store = self._door.store  # it stays open, for somebody may be asking there
+        self._door = self._returning = None
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; after an error the others hear of it, and that this rank does not go on."""
         self.kept.close()
+        self._close_door()
         if self._refuge is not None:
             self._refuge.close()
             self._refuge = None
+        self._store = None
         if error is not None:
             lifecycle.report(error)
         lifecycle.teardown()

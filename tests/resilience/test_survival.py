@@ -58,9 +58,18 @@ def die() -> None:
 
 
 def train(
-    folder: str, deaths: list[Death], min_ranks: int = 1, num_workers: int = 0, pause: float = 0.0, **options: Any
+    folder: str,
+    deaths: list[Death],
+    min_ranks: int = 1,
+    num_workers: int = 0,
+    pause: float = 0.0,
+    whole: int = 0,
+    **options: Any,
 ) -> None:
-    """Train on numbers; write down which this rank uses for which step, and the result."""
+    """Train on numbers; write down which this rank uses for which step, and the result.
+
+    After a dozen steps go on with `whole` ranks only; a single one goes on slowly.
+    """
     member = int(os.environ["RANK"])
     mine = [(step, point) for who, step, point in deaths if who == member]
     net = Weight()
@@ -90,8 +99,9 @@ def train(
     Refuge.regroup = regroup  # type: ignore[method-assign]
     optimizer.register_step_pre_hook(lambda *_: at(step, "optimizer"))
     count, models = Count(), []
-    for number, attempt in enumerate(ddpkit.survive(net, optimizer, count, min_ranks=min_ranks, **options)):
+    for attempts, attempt in enumerate(ddpkit.survive(net, optimizer, count, min_ranks=min_ranks, **options), 1):
         with attempt:
+            number = attempt._survivors._regroupings  # that of the attempt on all ranks
             loader = attempt.resume(ddpkit.make_loader(torch.arange(SAMPLES), BATCH, seed=3, num_workers=num_workers))
             wrapped = ddpkit.wrap_model(net)
             models.append(wrapped)  # those of former attempts must do no harm
@@ -100,6 +110,10 @@ def train(
                 for batch in loader:
                     write(number, step, epoch, batch.tolist())
                     time.sleep(pause)
+                    while step >= 12 and 1 < ddpkit.get_world_size() < whole:
+                        time.sleep(0.01)
+                    if ddpkit.get_world_size() < whole:
+                        time.sleep(0.3)
                     at(step, "forward")
                     loss = wrapped(batch.double()).square().mean() / 2
                     loss.register_hook(lambda _, step=step: at(step, "backward"))
@@ -116,7 +130,7 @@ def train(
                 "count": count.number,
                 "rank": ddpkit.get_rank(),
                 "world_size": ddpkit.get_world_size(),
-                "attempts": number + 1,
+                "attempts": attempts,
             }
     Path(folder, f"{member}.json").write_text(json.dumps(result))
 
@@ -187,6 +201,55 @@ def test_workers_of_a_lost_rank_do_not_pass_for_it(member: int, tmp_path: Path) 
     ended = start(2, tmp_path, [(member, 7, "forward")], 1, 2)
     assert ended[1 - member].code == 0, "".join(e.output for e in ended)
     check(tmp_path, 2, [1 - member])
+
+
+def train_and_come_back(folder: str, deaths: list[Death], whole: int) -> None:
+    """Train; a process that is to come back begins when the one before it has ended."""
+    if "AGAIN" not in os.environ:
+        train(folder, deaths, whole=whole)
+        return
+    former = Path(folder, f"{os.environ['RANK']}.pid")
+    while not former.exists() or not (pid := former.read_text()) or is_running(int(pid)):
+        time.sleep(0.01)
+    train(folder, [], whole=whole)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a thread of a process has not ended, and may hold its port."""
+    try:
+        states = [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:
+        return False
+    return not set(states) <= {"Z", "X"}
+
+
+def start_and_restart(ranks: int, folder: Path, deaths: list[Death]) -> list[Ended]:
+    """Start ranks, and each that dies once more."""
+    port = free_port()
+    envs = [platform_env(rank, ranks, port) for rank in range(ranks)]
+    envs += [platform_env(rank, ranks, port, AGAIN="1") for rank, _, _ in deaths]
+    return run(train_and_come_back, envs, str(folder), deaths, ranks, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "deaths"),
+    [
+        (3, [(1, 5, "forward")]),
+        (3, [(0, 5, "backward")]),
+        (2, [(0, 5, "optimizer")]),
+        (3, [(0, 5, "forward"), (2, 5, "forward")]),
+        (4, [(3, 4, "forward"), (0, 8, "after the commit")]),
+    ],
+    ids=["one", "rank 0", "one of two", "two at once", "one after the other"],
+)
+def test_a_new_process_takes_the_place_of_a_lost_rank(ranks: int, deaths: list[Death], tmp_path: Path) -> None:
+    ended = start_and_restart(ranks, tmp_path, deaths)
+    outputs = "".join(e.output for e in ended)
+    lost = {member for member, _, _ in deaths}
+    assert [e.code for e in ended[:ranks]] == [-signal.SIGKILL if r in lost else 0 for r in range(ranks)], outputs
+    assert [e.code for e in ended[ranks:]] == [0] * len(deaths), outputs
+    assert "comes back, in a new process" in outputs
+    check(tmp_path, ranks, list(range(ranks)))
 
 
 def train_until_stopped(folder: str, deaths: list[Death]) -> None:
@@ -295,12 +358,12 @@ def test_the_job_ends_where_too_few_are_left(tmp_path: Path) -> None:
 
 
 def arrival(member: int, steps: int = 7, is_whole: bool = True, regroupings: int = 0) -> Arrival:
-    return Arrival(member, regroupings, steps, is_whole)
+    return Arrival(member, regroupings, steps, is_whole, ("here", member))
 
 
 def test_all_go_on_from_the_last_whole_step_that_one_of_them_has() -> None:
     arrivals = [arrival(3, 8), arrival(1, 7), arrival(0, 8, is_whole=False), arrival(4, 8, regroupings=2)]
-    decision = decide(arrivals, [], 1)
+    decision = decide(0, range(5), arrivals, [], 1)
     assert (decision.members, decision.steps, decision.source, decision.behind) == ([0, 1, 3, 4], 8, 3, [0, 1])
     assert (decision.regrouping, decision.refusal) == (3, "")
 
@@ -312,13 +375,14 @@ def test_all_go_on_from_the_last_whole_step_that_one_of_them_has() -> None:
 def test_of_a_network_that_was_cut_one_part_at_most_goes_on(
     there: list[int], unknown: list[int], goes_on: bool
 ) -> None:
-    assert (decide([arrival(member) for member in there], unknown, 1).refusal == "") == goes_on
+    assert (decide(there[0], range(5), [arrival(member) for member in there], unknown, 1).refusal == "") == goes_on
     if goes_on:
-        assert decide([arrival(member) for member in unknown], there, 1).refusal
+        assert decide(unknown[0], range(5), [arrival(member) for member in unknown], there, 1).refusal
 
 
 def test_nobody_goes_on_from_the_middle_of_a_step() -> None:
-    assert "states of a whole step" in decide([arrival(0, is_whole=False), arrival(1, is_whole=False)], [], 1).refusal
+    arrivals = [arrival(0, is_whole=False), arrival(1, is_whole=False)]
+    assert "states of a whole step" in decide(0, range(5), arrivals, [], 1).refusal
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
@@ -521,3 +585,18 @@ def test_random_deaths_lose_and_repeat_nothing(seed: int, tmp_path: Path) -> Non
     survivors = sorted(set(range(ranks)) - set(dying))
     assert [ended[member].code for member in survivors] == [0] * len(survivors), (deaths, [e.output for e in ended])
     check(tmp_path, ranks, survivors)
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("seed", range(int(20 * TRIALS)))
+def test_random_deaths_are_made_up_for(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    ranks = chance.choice([2, 3, 3, 4])
+    dying = chance.sample(range(ranks), chance.randint(1, ranks - 1))
+    first = chance.randrange(8)
+    deaths = [(member, first + chance.choice([0, 0, 1, 3]), chance.choice(POINTS[:5])) for member in dying]
+    ended = start_and_restart(ranks, tmp_path, deaths)
+    codes = [e.code for e in ended]
+    expected = [-signal.SIGKILL if member in dying else 0 for member in range(ranks)] + [0] * len(dying)
+    assert codes == expected, (deaths, [e.output for e in ended])
+    check(tmp_path, ranks, list(range(ranks)))

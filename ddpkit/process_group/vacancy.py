@@ -1,0 +1,84 @@
+"""The places of lost ranks in a job that goes on without them, as it tells of them to processes that may take them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import get_type_hints
+
+from ..errors import DdpkitError, LaunchError
+from .sockets import is_listening
+from .store_values import parse
+
+
+class Vacancy(LaunchError):
+    """The job goes on without the rank that this process was started to be; `survive` takes its place.
+
+    Args:
+        message: The error's text.
+        notice: What the job says of itself, as JSON.
+    """
+
+    def __init__(self, message: str, notice: str) -> None:
+        super().__init__(message)
+        self.notice = notice
+
+
+class RankReturns(DdpkitError):
+    """The ranks leave their job to begin anew, with a process that takes the place of a lost one."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a job that goes on without some of its ranks says of itself.
+
+    Attributes:
+        master: Where it began, as "host:port".
+        master_host: The same host as its members reach it.
+        size: Number of its ranks then.
+        regrouping: Number of the last decision on who goes on.
+        members: Those who do, those that came last at the end.
+        addresses: Where each of them can be asked to let somebody in.
+    """
+
+    master: str
+    master_host: str
+    size: int
+    regrouping: int
+    members: list[int]
+    addresses: list[tuple[str, int]]
+
+    @classmethod
+    def from_json(cls, text: str) -> Notice:
+        """Read a notice; raise `LaunchError` if it is none."""
+        found = parse(text, "notice", _FORM)
+        return cls(**{**found, "addresses": [(host, port) for host, port in found["addresses"]]})
+
+    def to_json(self) -> str:
+        """Write it for the store."""
+        return json.dumps(asdict(self))
+
+    @property
+    def master_address(self) -> tuple[str, int]:
+        """Return where it began, as a host and a port."""
+        host, _, port = self.master.rpartition(":")
+        return host, int(port)
+
+    @property
+    def vacant(self) -> list[int]:
+        """Return the ranks whose place may be taken."""
+        return sorted(set(range(self.size)) - set(self.members))
+
+    def is_alive(self, rank: int) -> bool:
+        """Return whether this rank is one of those that go on, and has not ended meanwhile."""
+        return rank in self.members and is_listening(*self.addresses[self.members.index(rank)])
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.vacant))
+        return (
+            f"The job at {self.master} goes on with {len(self.members)} of its {self.size} ranks. A process that calls "
+            f"ddpkit.survive() may take the place of a lost one: {ranks}."
+        )
+
+
+_FORM = {**get_type_hints(Notice), "members": [int], "addresses": [tuple[str, int]]}
