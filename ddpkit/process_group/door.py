@@ -61,7 +61,7 @@ class Door(threading.Thread):
     def run(self) -> None:
         """Look who has come, until somebody has."""
         next_call = 0.0
-        while not self._over.wait(_BETWEEN_LOOKS):
+        while self._is_needed() and not self._over.wait(_BETWEEN_LOOKS):
             with suppress(OSError, RuntimeError):  # what does not answer now may later
                 if self._tells and time.monotonic() >= next_call:
                     next_call = time.monotonic() + _BETWEEN_CALLS
@@ -70,6 +70,9 @@ class Door(threading.Thread):
                 if arrived:
                     self._on_arrival(arrived)
                     break
+
+    def _is_needed(self) -> bool:
+        return bool(self._notice.vacant) or (self._tells and not self._has_told)
 
     def close(self) -> None:
         """Let nobody in any more; the thread may take a moment to end."""

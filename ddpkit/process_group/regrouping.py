@@ -187,24 +187,14 @@ class Refuge:
 
     def has_ended(self, member: int) -> bool:
         """Return whether a member's process has ended: its host refuses connections to it."""
-        return self._answers(member) is False
-
-    def _answers(self, member: int) -> bool | None:
-        """Return whether a member's host accepts a connection to it; None if the host cannot be reached."""
-        try:
-            sockets.connect(*self.addresses[member], _PROBE).close()
-        except ConnectionRefusedError:
-            return False
-        except OSError:
-            return None
-        return True
+        return _answers(self.addresses[member]) is False
 
     def _ask(self, members: Collection[int]) -> dict[int, bool | None]:
         """Return of each member whether it accepts a connection: all at once, for each may take its time."""
         found: dict[int, bool | None] = {}
 
         def ask(member: int) -> None:
-            found[member] = self._answers(member)
+            found[member] = _answers(self.addresses[member])
 
         threads = [threading.Thread(target=functools.partial(ask, member), daemon=True) for member in members]
         for thread in threads:
@@ -250,10 +240,10 @@ class Refuge:
         for member in lost:
             if self._store.check([_arrival_key(member)]):
                 arrival, _ = self._read_arrival(member)
-                if is_listening(*arrival.address):
-                    found.append(member)
-                else:
+                if _answers(arrival.address) is False:
                     self._store.delete_key(_arrival_key(member))
+                else:
+                    found.append(member)
         return found
 
     def come_in(self, me: Arrival, notice: Notice, timeout: timedelta) -> tuple[Decision, dist.Store] | None:
@@ -262,9 +252,10 @@ class Refuge:
         Returns:
             The decision, and the store in which all meet; None if those have gone of which the notice tells.
         """
+        deadline = time.monotonic() + timeout.total_seconds()
         for member in notice.members:
-            if self._answers(member):
-                decision, store = self._follow(member, me, timeout.total_seconds())
+            if _answers(self.addresses[member]):
+                decision, store = self._follow(member, me, max(0.0, deadline - time.monotonic()))
                 if decision is not None:
                     return self._accept(decision), store
         return None
@@ -366,6 +357,17 @@ class Refuge:
         self._seniority = decision.seniority
         self.addresses = dict(zip(decision.members, decision.addresses, strict=True))
         return decision
+
+
+def _answers(address: Address) -> bool | None:
+    """Return whether a host accepts a connection to an address; None if the host cannot be reached."""
+    try:
+        sockets.connect(*address, _PROBE).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def _arrival_key(member: int) -> str:

@@ -74,11 +74,11 @@ class Notice:
         return rank in self.members and is_listening(*self.addresses[self.members.index(rank)])
 
     def __str__(self) -> str:
+        text = f"The job at {self.master} goes on with {len(self.members)} of its {self.size} ranks."
+        if not self.vacant:
+            return text
         ranks = ", ".join(map(str, self.vacant))
-        return (
-            f"The job at {self.master} goes on with {len(self.members)} of its {self.size} ranks. A process that calls "
-            f"ddpkit.survive() may take the place of a lost one: {ranks}."
-        )
+        return f"{text} A process that calls ddpkit.survive() may take the place of a lost one: {ranks}."
 
 
 _FORM = {**get_type_hints(Notice), "members": [int], "addresses": [tuple[str, int]]}

@@ -244,6 +244,8 @@ class _Survivors:
                 asked = checked_options(timeout=timeout, watch=True, origin=Origin(), **options)
                 if self.take_place(Notice.from_json(vacancy.notice), asked):
                     return
+                if time.monotonic() > deadline:
+                    raise
             except StoreLost as lost:  # of a rank that has ended, too, or of a job that goes on elsewhere
                 if time.monotonic() > deadline:
                     raise
@@ -381,7 +383,7 @@ class _Survivors:
     def _open_door(self, decision: Decision) -> None:
         """Let processes come in the place of those that are lost, if the others know where the job began."""
         assert self._refuge is not None
-        if self._master is None or len(decision.members) == self._size:
+        if self._master is None:
             return
         me = self._refuge.member
         hosts = {member: host for member, (host, _) in zip(decision.members, decision.addresses, strict=True)}

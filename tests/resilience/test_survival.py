@@ -252,6 +252,37 @@ def test_a_new_process_takes_the_place_of_a_lost_rank(ranks: int, deaths: list[D
     check(tmp_path, ranks, list(range(ranks)))
 
 
+def join_late(folder: str, deaths: list[Death], calls_survive: bool) -> None:
+    """Come when one of three ranks has been lost, and is not this one; the others end when this process has."""
+    if "LATE" not in os.environ:
+        train(folder, deaths, whole=3, timeout=timedelta(seconds=60))
+        return
+    log = Path(folder, "0.log")
+    while not log.exists() or "\n[1, " not in log.read_text():  # rank 0 has begun the second attempt
+        time.sleep(0.01)
+    try:
+        if calls_survive:
+            next(ddpkit.survive())
+        ddpkit.setup()
+    finally:
+        for rank in (0, 2):
+            os.kill(int(Path(folder, f"{rank}.pid").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("calls_survive", [True, False])
+def test_a_process_whose_place_is_not_vacant_or_that_does_not_take_it_is_told(
+    calls_survive: bool, tmp_path: Path
+) -> None:
+    port = free_port()
+    envs = [platform_env(rank, 3, port) for rank in range(3)]
+    envs.append(platform_env(2 if calls_survive else 1, 3, port, LATE="1"))
+    ended = run(join_late, envs, str(tmp_path), [(1, 5, "forward")], calls_survive, timeout=120)
+    told = "goes on with 2 of its 3 ranks. A process that calls ddpkit.survive() may take the place of a lost one: 1."
+    at_once = "Two processes claim rank 2"  # where the others have just begun anew
+    assert ended[3].code == 1 and (told in ended[3].output or (calls_survive and at_once in ended[3].output))
+    assert ended[3].seconds < 30
+
+
 def train_until_stopped(folder: str, deaths: list[Death]) -> None:
     net = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
