@@ -69,7 +69,7 @@ def play(name: str, ranks: int, folder: Path) -> list[str]:
     return lines
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.storm), 2])
 def ranks(request: pytest.FixtureRequest) -> int:
     return request.param
 

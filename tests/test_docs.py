@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import run
@@ -33,7 +34,12 @@ def python_of(text: str) -> str:
 SOURCES = {page.relative_to(ROOT).as_posix(): python_of(page.read_text()) for page in PAGES}
 
 
-@pytest.mark.parametrize("page", [page for page, source in SOURCES.items() if source.strip()])
+def marked(page: str) -> Any:
+    """A page as a parameter; what a Chinese page shows, an English one does, too."""
+    return pytest.param(page, marks=[pytest.mark.storm] if "/zh/" in page else [])
+
+
+@pytest.mark.parametrize("page", [marked(page) for page, source in SOURCES.items() if source.strip()])
 def test_the_examples_of_a_page_run_on_one_process(page: str, tmp_path: Path) -> None:
     name = "test_" + re.sub(r"\W", "_", page)
     (tmp_path / f"{name}.py").write_text(SOURCES[page])

@@ -42,6 +42,7 @@ def test_the_page_shows_every_script() -> None:
     assert sorted(shown) == sorted(NEEDS) == sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
+@pytest.mark.storm
 def test_a_pytorchjob_starts_ranks_in_its_pods(tmp_path: Path) -> None:
     """As Kubeflow's operator does: the command of each pod, with the variables that it sets."""
     pods = []

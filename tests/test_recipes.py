@@ -58,6 +58,7 @@ def test_a_recipe_gives_on_several_ranks_what_it_gives_on_one(name: str, ranks: 
         assert number_in(together) == pytest.approx(number_in(alone), rel=TOLERANCE.get(name, 1e-4))
 
 
+@pytest.mark.storm
 @pytest.mark.parametrize("name", sorted(STARTS_RANKS))
 def test_a_recipe_that_starts_its_ranks_runs(name: str) -> None:
     (ended,) = launch([sys.executable, str(FOLDER / f"{name}.py")])

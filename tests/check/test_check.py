@@ -204,6 +204,7 @@ def test_a_healthy_script_is_checked_on_three_ranks_with_its_own_arguments(tmp_p
     assert (ended.code, report["findings"], report["trouble"], report["ranks"]) == (0, [], "", 3)
 
 
+@pytest.mark.storm
 def test_a_module_of_a_package_is_checked(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()

