@@ -93,6 +93,11 @@ def _take_over(number: int) -> None:
         raise ValueError(f"stopping() cannot handle signal {number!r}: {error}.") from error
 
 
+def put_back_handlers() -> None:
+    """Put back the handlers from before, also where ours have stayed because the ranks have stopped."""
+    _put_back_unused()
+
+
 def _put_back_unused() -> None:
     """Put back the former handlers of signals that no block handles."""
     for number in _process.former.keys() - set(handled_signals()):

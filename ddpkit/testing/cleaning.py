@@ -175,7 +175,7 @@ class _Kept:
         self.name = name
         self._package = package  # that may replace its own; "" for none
         self._space = space
-        self._keys = [key for key, value in [*space.items()] if issubclass(type(value), _CODE)]
+        self._keys = [key for key, value in [*space.items()] if _is_code(key, value)]
         self._remember()
 
     def is_changed(self) -> bool:
@@ -187,7 +187,7 @@ class _Kept:
         if found == self._values:
             return False
         for value, old in zip(found, self._values, strict=True):
-            if value is not old and not self._is_own(value):
+            if value is not old and not self._is_own(value) and not _is_hooked(value, old):
                 return True
         self._remember()
         return False
@@ -202,6 +202,19 @@ class _Kept:
         function = getattr(value, "fget", value)
         maker = getattr(function, "__module__", None) or ""
         return bool(self._package) and f"{maker}.".startswith(f"{self._package}.")
+
+
+def _is_code(name: str, value: Any) -> bool:
+    """Return whether a name stands for code; a private variable that happens to hold a function does not."""
+    kind = type(value)  # not what a deprecated name says of itself
+    if kind is FunctionType and name.startswith("_") and not name.startswith("__"):
+        return bool(value.__name__ == name)
+    return issubclass(kind, _CODE)
+
+
+def _is_hooked(value: Any, old: Any) -> bool:
+    """Return whether torch has put its hooks around this `step`, as it does for each class of optimizers."""
+    return bool(getattr(value, "hooked", False)) and getattr(value, "__wrapped__", None) is old
 
 
 def _threads() -> set[int]:

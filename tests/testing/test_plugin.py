@@ -581,8 +581,23 @@ def test_1_lets_torch_replace_its_own_and_set_a_signal_handler(rank):
     torch.optim.Adam(model.parameters()).step()
     assert len([*torch.utils.data.DataLoader(range(4), num_workers=1, multiprocessing_context="fork")]) == 4
 
+class Mean(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
 @pytest.mark.ranks(2)
-def test_1_patches_torch(rank):
+def test_1_uses_an_optimizer_of_its_own_and_stops(rank):
+    assert same_processes(HERE, rank)
+    model = torch.nn.Linear(1, 1)
+    Mean(model.parameters(), lr=0.1).step()
+    with ddpkit.stopping() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop.now():
+            ddpkit.barrier()
+
+@pytest.mark.ranks(2)
+def test_1_finds_the_handlers_from_before_and_patches_torch(rank):
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert same_processes(HERE, rank)
     if rank == 1:
         torch.cuda.is_available = lambda: "patched"
@@ -608,7 +623,7 @@ def test_ranks_in_which_a_test_has_replaced_functions_are_not_used_again(
     pytester: pytest.Pytester, tmp_path: Path
 ) -> None:
     outcomes, text = run(pytester, f"import pathlib\nHERE = pathlib.Path({str(tmp_path)!r})\n" + SAME + PATCHES)
-    assert len(outcomes) == 6 and {*outcomes.values()} == {"PASSED"}, text
+    assert len(outcomes) == 7 and {*outcomes.values()} == {"PASSED"}, text
 
 
 GROUPS = """
