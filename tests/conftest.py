@@ -65,7 +65,9 @@ _TOGETHER = (
     "test_video_trainer.py",
 )
 
+# what waits for seconds: some of the workers begin with it, so that the others can compute meanwhile
 _WAITING = ("tests/tools/", "tests/process_group/")
+_WAITERS = ("gw0", "gw1")
 
 # scripts, which train as soon as they are imported
 collect_ignore = [f"check/{kind}" for kind in ("wrong", "mended", "correct", "slow", "quick")]
@@ -97,6 +99,14 @@ class _Groups(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return next((part for part in _TOGETHER if part in nodeid), nodeid)
 
+    def _assign_work_unit(self, node: Any) -> None:
+        waits = node.gateway.id in _WAITERS
+        for scope, tests in self.workqueue.items():
+            if next(iter(tests)).startswith(_WAITING) == waits:
+                self.workqueue.move_to_end(scope, last=False)
+                break
+        super()._assign_work_unit(node)
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups | None:
@@ -112,11 +122,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what trains the digits under a launcher where their packages are not installed.
-
-    And begin with what waits for seconds: at the end it would wait alone.
-    """
-    items.sort(key=lambda item: not item.nodeid.startswith(_WAITING))
+    """Skip what trains the digits under a launcher where their packages are not installed."""
     missing = _missing(_OF_EXAMPLES["examples/digits/*"])
     for item in items:
         if missing and "digits" in item.name:

@@ -131,7 +131,7 @@ def test_a_handler_of_signals_may_tell_something_while_a_record_is_written() -> 
     timer.join()
     os.close(reader)
     kinds = [json.loads(line)["kind"] for line in b"".join(read).splitlines()]
-    assert kinds[0] == "step" and kinds.count("handled") >= 5
+    assert kinds.count("step") == 1 and kinds.count("handled") >= 5
 
 
 @pytest.mark.storm
