@@ -17,7 +17,6 @@ from .generation import Generation
 from .options import Origin
 from .rendezvous import StartedByRank
 from .tcp_store import connect, open_store, store_outlives_ranks, wait_for_listener
-from .vacancy import Vacancy
 
 _HOST_STAYS = 5.0  # seconds, at most, in which the ranks read why rank 0 does not join
 _STRANGER, _RANK = 2.0, 20.0  # seconds in which the job must begin: rank 0 may still be starting
@@ -97,12 +96,11 @@ def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
     try:
         generation = Generation.latest(_connect_anew(address, port, time.monotonic() + 2))
         starter = generation.starter() if generation else None
-        if generation:
-            generation.raise_if_vacant()
-    except Vacancy:
-        raise
+        vacancy = generation.vacancy() if generation else None
     except (OSError, RuntimeError):  # it is no store, or does not answer
         return False
+    if vacancy is not None and not vacancy.is_of_own_job:
+        raise vacancy
     if starter and world_size > 1:
         raise StartedByRank(starter)
     return starter is not None

@@ -74,9 +74,11 @@ class Door(threading.Thread):
     def _is_needed(self) -> bool:
         return bool(self._notice.vacant) or (self._tells and not self._has_told)
 
-    def close(self) -> None:
-        """Let nobody in any more; the thread may take a moment to end."""
+    def close(self) -> dist.Store | None:
+        """Let nobody in any more; return the store. The thread may take a moment to end."""
         self._over.set()
+        store, self.store = self.store, None
+        return store
 
     def _tell_at(self, host: str, port: int) -> None:
         """Refuse each start of a job there by the notice: in our own store, or in that of a new rank 0."""
@@ -85,8 +87,8 @@ class Door(threading.Thread):
         if self.store is None and is_listening(host, port):
             _refuse_start(connect(host, port, _PATIENCE), self._notice)
         elif self.store is not None or self._is_at_master:
-            self.store = self.store or self._open_store(host, port)
-            _refuse(Generation.new(self.store), self._notice)
+            store = self.store = self.store or self._open_store(host, port)
+            _refuse(Generation.new(store), self._notice)
             self._has_told = True
 
     def _open_store(self, host: str, port: int) -> dist.Store:
@@ -101,13 +103,10 @@ def _refuse_start(store: dist.Store, notice: Notice) -> None:
     latest = Generation.latest(store)
     if latest is None or latest.is_complete():
         return
-    try:
-        latest.raise_if_vacant()
-    except Vacancy as vacancy:
-        if vacancy.notice == notice.to_json():
-            return
-        latest = Generation.new(store)  # it was refused by an earlier one
-    _refuse(latest, notice)
+    former = latest.vacancy()
+    if former is not None and former.notice == notice.to_json():
+        return
+    _refuse(latest if former is None else Generation.new(store), notice)
 
 
 def _refuse(generation: Generation, notice: Notice) -> None:

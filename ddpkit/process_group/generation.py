@@ -137,11 +137,11 @@ class Generation:
             self.await_readers(readers, 2.0)
             raise failure.to_error()
 
-    def raise_if_vacant(self) -> None:
-        """Raise `Vacancy` if this start was given up because the job goes on without some of its ranks."""
+    def vacancy(self) -> Vacancy | None:
+        """Return the error by which this start was given up because the job goes on already, None if it was not."""
         failure = first_failure(self.store)
-        if failure and isinstance(error := failure.to_error(), Vacancy):
-            raise error
+        error = failure.to_error() if failure else None
+        return error if isinstance(error, Vacancy) else None
 
     def await_readers(self, readers: int, seconds: float) -> None:
         """Count this rank among those that have read why the job is off; wait until so many have, at most so long."""

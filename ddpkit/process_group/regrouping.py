@@ -27,7 +27,7 @@ from .sockets import is_listening
 from .startup import host_address
 from .store_values import parse
 from .tcp_store import connect, reachable
-from .vacancy import Notice
+from .vacancy import Notice, keep_in_mind
 
 _PROBE = 2.0  # seconds in which a host that can be reached accepts or refuses a connection
 _READING = 2.0  # seconds in which the others read an answer
@@ -152,6 +152,7 @@ class Refuge:
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         close_in_children(sockets.sockets() - before)
         self.address = (host, self._store.port)
+        keep_in_mind(self.address)
         self.addresses: dict[int, Address] = {member: self.address}
 
     @classmethod

@@ -157,8 +157,10 @@ def _claim_until_accepted(
             latest = Generation.latest(store)
             if latest and latest.number > seen:  # those before it belong to dead attempts
                 seen = latest.number
-                latest.raise_if_vacant()
-                claimed = latest if _claim(latest, me) else None
+                vacancy = latest.vacancy()
+                if vacancy is not None and not vacancy.is_of_own_job:
+                    raise vacancy
+                claimed = latest if vacancy is None and _claim(latest, me) else None
             members = _accepted(claimed, me) if claimed else None
             if claimed and members:
                 return claimed.store, members

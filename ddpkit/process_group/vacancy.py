@@ -23,9 +23,20 @@ class Vacancy(LaunchError):
         super().__init__(message)
         self.notice = notice
 
+    @property
+    def is_of_own_job(self) -> bool:
+        """Return whether this process was one of those that went on, and has left them."""
+        return not _own_addresses.isdisjoint(Notice.from_json(self.notice).addresses)
+
 
 class RankReturns(DdpkitError):
     """The ranks leave their job to begin anew, with a process that takes the place of a lost one."""
+
+
+def address_of(master: str) -> tuple[str, int]:
+    """Take "host:port" apart."""
+    host, _, port = master.rpartition(":")
+    return host, int(port)
 
 
 @dataclass(frozen=True)
@@ -61,8 +72,7 @@ class Notice:
     @property
     def master_address(self) -> tuple[str, int]:
         """Return where it began, as a host and a port."""
-        host, _, port = self.master.rpartition(":")
-        return host, int(port)
+        return address_of(self.master)
 
     @property
     def vacant(self) -> list[int]:
@@ -79,6 +89,15 @@ class Notice:
             return text
         ranks = ", ".join(map(str, self.vacant))
         return f"{text} A process that calls ddpkit.survive() may take the place of a lost one: {ranks}."
+
+
+# of stores that this process has kept for a job: a notice that names one tells of a job that it has left
+_own_addresses: set[tuple[str, int]] = set()
+
+
+def keep_in_mind(address: tuple[str, int]) -> None:
+    """Remember the address of this process in a job."""
+    _own_addresses.add(address)
 
 
 _FORM = {**get_type_hints(Notice), "members": [int], "addresses": [tuple[str, int]]}

@@ -26,8 +26,8 @@ from ..process_group.options import ChooseDevice, Options, Origin, checked_optio
 from ..process_group.regrouping import Arrival, Decision, Refuge
 from ..process_group.rendezvous import StoreLost
 from ..process_group.sockets import is_listening
-from ..process_group.startup import hosted_store
-from ..process_group.vacancy import Notice, RankReturns, Vacancy
+from ..process_group.startup import hosted_store, offer_store
+from ..process_group.vacancy import Notice, RankReturns, Vacancy, address_of
 from .kept_states import KeptStates, Resumable
 
 log = logging.getLogger(__name__)
@@ -390,6 +390,8 @@ class _Survivors:
         self._master_host = hosts.get(0, self._master_host)
         there = [member for member, host in hosts.items() if host == self._master_host]
         opens = there[0] if there else decision.leader
+        if me != opens:
+            self._store = None  # the other opens one at the same address
         if me not in (opens, decision.leader):
             return
         places = (self._master, self._master_host)
@@ -406,8 +408,7 @@ class _Survivors:
 
     def _close_door(self) -> None:
         if self._door is not None:
-            self._door.close()
-            self._store = self._door.store  # it stays open, for somebody may be asking there
+            self._store = self._door.close()  # it stays open, for somebody may be asking there
         self._door = self._returning = None
 
     def close(self, error: BaseException | None = None) -> None:
@@ -417,7 +418,10 @@ class _Survivors:
         if self._refuge is not None:
             self._refuge.close()
             self._refuge = None
-        self._store = None
         if error is not None:
             lifecycle.report(error)
         lifecycle.teardown()
+        launch = ranks.current_launch()
+        if self._store is not None and self._master is not None and launch.rank == 0:
+            offer_store(launch, self._store, *address_of(self._master))  # to be joined again
+        self._store = None

@@ -208,13 +208,25 @@ def test_workers_of_a_lost_rank_do_not_pass_for_it(member: int, tmp_path: Path) 
 
 def train_and_come_back(folder: str, deaths: list[Death], whole: int) -> None:
     """Train; a process that is to come back begins when the one before it has ended."""
+    rank_0_lives = all(member != 0 for member, _, _ in deaths)
     if "AGAIN" not in os.environ:
         train(folder, deaths, whole=whole)
+        if rank_0_lives:
+            meet_again(whole)
         return
     former = Path(folder, f"{os.environ['RANK']}.pid")
     while not former.exists() or not (pid := former.read_text()) or is_running(int(pid)):
         time.sleep(0.01)
     train(folder, [], whole=whole)
+    if rank_0_lives:
+        meet_again(whole)
+
+
+def meet_again(ranks: int) -> None:
+    """Begin another job at the same address."""
+    assert ddpkit.setup(timeout=timedelta(seconds=60)).world_size == ranks
+    ddpkit.barrier()
+    ddpkit.teardown()
 
 
 def is_running(pid: int) -> bool:
