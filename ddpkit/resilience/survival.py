@@ -261,6 +261,8 @@ class _Survivors:
         self._asked = lifecycle.asked_options()
         self._size = context.world_size
         self._members = list(range(self._size))
+        self._regroupings = 0
+        self.kept.is_whole = True
         if lifecycle.joined():
             self._refuge = Refuge.of_job(lifecycle.current_session(), self._patience)
             self._master = context.master
@@ -421,7 +423,8 @@ class _Survivors:
         if error is not None:
             lifecycle.report(error)
         lifecycle.teardown()
-        launch = ranks.current_launch()
-        if self._store is not None and self._master is not None and launch.rank == 0:
-            offer_store(launch, self._store, *address_of(self._master))  # to be joined again
+        if self._store is not None and self._master is not None:
+            launch = ranks.current_launch()
+            if launch.rank == 0:
+                offer_store(launch, self._store, *address_of(self._master))  # to be joined again
         self._store = None
