@@ -70,7 +70,7 @@ def handling(signals: Iterable[int], ask: Callable[[int], None]) -> Iterator[Blo
         for number in block.signals:
             _take_over(number)
     except BaseException:
-        _put_back_unused()
+        put_back_unused()
         raise
     if not _process.blocks:
         _process.interrupted_at = -math.inf
@@ -81,7 +81,7 @@ def handling(signals: Iterable[int], ask: Callable[[int], None]) -> Iterator[Blo
         _process.blocks.remove(block)
         _process.over_at = time.monotonic()
         if not block.is_stopped:
-            _put_back_unused()
+            put_back_unused()
 
 
 def _take_over(number: int) -> None:
@@ -93,12 +93,7 @@ def _take_over(number: int) -> None:
         raise ValueError(f"stopping() cannot handle signal {number!r}: {error}.") from error
 
 
-def put_back_handlers() -> None:
-    """Put back the handlers from before, also where ours have stayed because the ranks have stopped."""
-    _put_back_unused()
-
-
-def _put_back_unused() -> None:
+def put_back_unused() -> None:
     """Put back the former handlers of signals that no block handles."""
     for number in _process.former.keys() - set(handled_signals()):
         _put_back(number)

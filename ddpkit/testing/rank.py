@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..errors import DdpkitError, PeerError
 from ..process_group import lifecycle, monitor
-from ..resilience.signal_handlers import put_back_handlers
+from ..resilience.signal_handlers import put_back_unused
 from ..spawning.pickling import call_and_reply
 from ..spawning.rank_process import (
     forget_start_method,
@@ -207,7 +207,7 @@ class RankPlugin:
     def _leftovers(self, task: Task, before: cleaning.Traces) -> Leftovers:
         """Leave the group if the task has, and describe all that the task has left behind."""
         joined = self._group is not None and dist.group.WORLD is self._group
-        put_back_handlers()
+        put_back_unused()  # they stay where the ranks have stopped
         found = before.compare(cleaning.traces()) + self._originals.replaced()
         if task.join and joined:
             found += _try_group()
