@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from .failures import Failure
 from .generation import Generation
-from .regrouping import Refuge, close_in_children
-from .sockets import is_listening, sockets
+from .regrouping import Refuge, host_store
+from .sockets import is_listening
 from .tcp_store import connect
 from .vacancy import Notice, Vacancy
 
@@ -87,15 +87,9 @@ class Door(threading.Thread):
         if self.store is None and is_listening(host, port):
             _refuse_start(connect(host, port, _PATIENCE), self._notice)
         elif self.store is not None or self._is_at_master:
-            store = self.store = self.store or self._open_store(host, port)
+            store = self.store = self.store or host_store(host, port)
             _refuse(Generation.new(store), self._notice)
             self._has_told = True
-
-    def _open_store(self, host: str, port: int) -> dist.Store:
-        before = sockets()
-        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
-        close_in_children(sockets() - before)
-        return store
 
 
 def _refuse_start(store: dist.Store, notice: Notice) -> None:

@@ -148,9 +148,7 @@ class Refuge:
         self._pulse = _Pulse(patience)
         self._noted = 0  # absences, up to when the others have last done something with this member
         self._excused = 0  # those after which they have
-        before = sockets.sockets()
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        close_in_children(sockets.sockets() - before)
+        self._store = host_store(host, 0)
         self.address = (host, self._store.port)
         keep_in_mind(self.address)
         self.addresses: dict[int, Address] = {member: self.address}
@@ -380,9 +378,12 @@ def _decision(store: dist.Store, key: str) -> Decision:
     return Decision(**{**found, "addresses": [(host, port) for host, port in found["addresses"]]})
 
 
-def close_in_children(some: set[int]) -> None:
-    """Let forked children close these sockets: a port that a loader's worker holds open looks like a living rank."""
-    _inherited().update(some)
+def host_store(host: str, port: int) -> dist.TCPStore:
+    """Host a store whose sockets forked children close: a port that a worker holds open looks like a living rank."""
+    before = sockets.sockets()
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    _inherited().update(sockets.sockets() - before)
+    return store
 
 
 @functools.cache
