@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from nodes import cut, needs, virtual_nodes
+from nodes import Node, cut, needs, virtual_nodes
 from processes import ROOT, TRIALS, Ended, free_port, launch, platform_env, run
 from torch import nn
 
@@ -586,6 +586,17 @@ def test_a_loss_changes_no_bit_where_steps_are_exact(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.load(tmp_path / f"{member}.pt"), expected, rtol=0, atol=0)
 
 
+def on_node(node: Node, call: str, **env: str) -> list[str]:
+    """Write the command that calls a function of this file on a node."""
+    env |= {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))}
+    program = f"import test_survival as test; test.{call}"
+    return node.run("env", *(f"{name}={text}" for name, text in env.items()), sys.executable, "-c", program)
+
+
+def node_env(rank: int, port: int, **more: str) -> dict[str, str]:
+    return platform_env(rank, 3, port, MASTER_ADDR="node1", GLOO_SOCKET_IFNAME="eth0", **more)
+
+
 def train_on_a_node(folder: str) -> None:
     """Train until some time after the network is cut."""
     train(folder, [], pause=0.1, timeout=timedelta(seconds=60), patience=timedelta(seconds=4))
@@ -596,14 +607,9 @@ def train_on_a_node(folder: str) -> None:
 @pytest.mark.parametrize("lost", [0, 2])
 def test_the_larger_part_of_a_cut_network_goes_on_and_the_smaller_one_ends(lost: int, tmp_path: Path) -> None:
     port = free_port()
-    program = "import test_survival as test, sys; test.train_on_a_node(sys.argv[1])"
+    call = f"train_on_a_node({str(tmp_path)!r})"
     with virtual_nodes(3) as nodes:
-        commands = []
-        for rank, node in enumerate(nodes[1:]):
-            env = platform_env(rank, 3, port, MASTER_ADDR="node1", GLOO_SOCKET_IFNAME="eth0")
-            env["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
-            words = [f"{name}={value}" for name, value in env.items()]
-            commands.append(node.run("env", *words, sys.executable, "-c", program, str(tmp_path)))
+        commands = [on_node(node, call, **node_env(rank, port)) for rank, node in enumerate(nodes[1:])]
 
         def cut_in_the_middle(_: Any) -> None:
             log = tmp_path / f"{lost}.log"
@@ -616,6 +622,23 @@ def test_the_larger_part_of_a_cut_network_goes_on_and_the_smaller_one_ends(lost:
     assert [ended[member].code for member in survivors] == [0, 0], "".join(e.output for e in ended)
     assert ended[lost].code == 1 and "may go on without this rank" in ended[lost].output, ended[lost].output
     check(tmp_path, 3, survivors)
+
+
+@needs("ip", nodes=True)
+@pytest.mark.storm
+@pytest.mark.parametrize("deaths", [[(0, 5, "forward")], [(2, 5, "forward")], [(1, 5, "forward"), (0, 9, "forward")]])
+def test_a_new_process_on_the_node_of_a_lost_rank_takes_its_place(deaths: list[Death], tmp_path: Path) -> None:
+    port = free_port()
+    call = f"train_and_come_back({str(tmp_path)!r}, {deaths}, 3)"
+    with virtual_nodes(3) as nodes:
+        commands = [on_node(node, call, **node_env(rank, port)) for rank, node in enumerate(nodes[1:])]
+        commands += [on_node(nodes[rank + 1], call, **node_env(rank, port, AGAIN="1")) for rank, _, _ in deaths]
+        ended = launch(*commands, timeout=120)
+    outputs = "".join(e.output for e in ended)
+    lost = [member for member, _, _ in deaths]
+    assert [e.code for e in ended[:3]] == [-signal.SIGKILL if r in lost else 0 for r in range(3)], outputs
+    assert [e.code for e in ended[3:]] == [0] * len(deaths), outputs
+    check(tmp_path, 3, [0, 1, 2])
 
 
 @pytest.mark.storm
