@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -238,5 +239,8 @@ def _children() -> set[str]:
     multiprocessing.active_children()  # collects those that have ended
     if sys.platform != "linux":
         return {str(child.pid) for child in multiprocessing.active_children()}
-    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return {child for task in tasks for child in task.read_text().split()}
+    found: set[str] = set()
+    for children in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread has ended
+            found.update(children.read_text().split())
+    return found
