@@ -55,6 +55,7 @@ class Door(threading.Thread):
         self._on_arrival = on_arrival
         self.store = store
         self._has_told = False
+        self._telling = threading.Lock()  # in the store that this process hosts
         self._over = threading.Event()
         self.start()
 
@@ -77,7 +78,8 @@ class Door(threading.Thread):
     def close(self) -> dist.Store | None:
         """Let nobody in any more; return the store. The thread may take a moment to end."""
         self._over.set()
-        store, self.store = self.store, None
+        with self._telling:
+            store, self.store = self.store, None
         return store
 
     def _tell_at(self, host: str, port: int) -> None:
@@ -87,9 +89,12 @@ class Door(threading.Thread):
         if self.store is None and is_listening(host, port):
             _refuse_start(connect(host, port, _PATIENCE), self._notice)
         elif self.store is not None or self._is_at_master:
-            store = self.store = self.store or host_store(host, port)
-            _refuse(Generation.new(store), self._notice)
-            self._has_told = True
+            with self._telling:
+                if self._over.is_set():
+                    return
+                self.store = self.store or host_store(host, port)
+                _refuse(Generation.new(self.store), self._notice)
+                self._has_told = True
 
 
 def _refuse_start(store: dist.Store, notice: Notice) -> None:

@@ -219,9 +219,12 @@ def _join(asked: Options) -> Job:
             cause = report(error)
         _leave()
         close_stores()
-        if cause is not error:
-            raise cause from error
-        raise
+        try:
+            if cause is not error:
+                raise cause from error
+            raise
+        finally:
+            del cause  # or it, its traceback and this frame keep each other, and the store
     _job = job
     ranks.set_launch(job.launch)
     if _idle_agreement.request is not None:  # a signal has come before

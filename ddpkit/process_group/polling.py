@@ -60,7 +60,7 @@ def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[],
             thread.join(min(deadline - time.monotonic(), 1.0))
             check()
     if errors:
-        raise errors[0]
+        raise errors.pop()  # this frame must not keep it, for its traceback keeps the frame
     if not results:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return results[0]

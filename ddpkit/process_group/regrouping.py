@@ -150,7 +150,7 @@ class Refuge:
         self._excused = 0  # those after which they have
         self._store = host_store(host, 0)
         self.address = (host, self._store.port)
-        keep_in_mind(self.address)
+        keep_in_mind([self.address])
         self.addresses: dict[int, Address] = {member: self.address}
 
     @classmethod
@@ -353,6 +353,7 @@ class Refuge:
             raise LaunchError(f"The ranks that are left cannot go on: {decision.refusal}.")
         if self.address not in decision.addresses:
             raise LaunchError("The other ranks have gone on without this one, which they took for lost.")
+        keep_in_mind(decision.addresses)
         self._seniority = decision.seniority
         self.addresses = dict(zip(decision.members, decision.addresses, strict=True))
         return decision

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import get_type_hints
 
@@ -91,13 +92,13 @@ class Notice:
         return f"{text} A process that calls ddpkit.survive() may take the place of a lost one: {ranks}."
 
 
-# of stores that this process has kept for a job: a notice that names one tells of a job that it has left
+# of the members of jobs in which this process was one: a notice that names one tells of a job that it has left
 _own_addresses: set[tuple[str, int]] = set()
 
 
-def keep_in_mind(address: tuple[str, int]) -> None:
-    """Remember the address of this process in a job."""
-    _own_addresses.add(address)
+def keep_in_mind(addresses: Iterable[tuple[str, int]]) -> None:
+    """Remember the addresses of the members of this process's job."""
+    _own_addresses.update(addresses)
 
 
 _FORM = {**get_type_hints(Notice), "members": [int], "addresses": [tuple[str, int]]}
