@@ -6,9 +6,11 @@ import gc
 import importlib.util
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -69,6 +71,10 @@ _TOGETHER = (
 _WAITING = ("tests/tools/", "tests/process_group/")
 _WAITERS = ("gw0", "gw1")
 
+# of how many variants each test of the storm is shown, drawn at random; of all if it is not set
+_VARIANTS = int(os.environ.get("VARIANTS", sys.maxsize))
+_SEED = os.environ.get("SEED", "1")
+
 # scripts, which train as soon as they are imported
 collect_ignore = [f"check/{kind}" for kind in ("wrong", "mended", "correct", "slow", "quick")]
 collect_ignore_glob = [files for files, packages in _OF_EXAMPLES.items() if _missing(packages)]
@@ -87,7 +93,10 @@ def pytest_configure() -> None:
 
 def pytest_report_header() -> list[str]:
     """Say which tests are left out, so that nobody takes them for passed."""
-    return [f"left out: {files}, without {_missing(_OF_EXAMPLES[files])}" for files in collect_ignore_glob]
+    header = [f"left out: {files}, without {_missing(_OF_EXAMPLES[files])}" for files in collect_ignore_glob]
+    if "VARIANTS" in os.environ:
+        header.append(f"left out: of each test of the storm all but {_VARIANTS} variants, drawn with SEED={_SEED}")
+    return header
 
 
 class _Groups(LoadScopeScheduling):
@@ -121,8 +130,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # collecting garbage need not look through torch and the tests each time
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what trains the digits under a launcher where their packages are not installed."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave variants out if asked to, and skip what trains the digits where their packages are not installed."""
+    variants: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("storm"):
+            variants[item.nodeid.partition("[")[0]].append(item)
+    left_out = {
+        item
+        for test, each in variants.items()
+        for item in random.Random(f"{_SEED} {test}").sample(each, max(0, len(each) - _VARIANTS))
+    }
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     missing = _missing(_OF_EXAMPLES["examples/digits/*"])
     for item in items:
         if missing and "digits" in item.name:

@@ -32,7 +32,6 @@ _KEPT += ("ATEN_CPU_CAPABILITY", "MKL_CBWR")  # by which sums are rounded
 _KEPT += ("CUDA_VISIBLE_DEVICES",)  # conftest.py hides all
 CLEAN = {k: v for k, v in os.environ.items() if k in _KEPT}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-TRIALS = float(os.environ.get("TRIALS", "1"))  # the share of the storm's random trials that is made
 _tried = itertools.count(random.SystemRandom().randrange(2_500))
 
 

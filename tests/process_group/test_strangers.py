@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -270,7 +271,7 @@ def has_loopback_6() -> bool:
 @pytest.mark.storm
 def test_one_node_under_torchrun_cannot_be_reached_from_outside() -> None:
     program = f"import sys; sys.path[:0] = {PATHS!r}; import test_strangers as t; t.show_watch()"
-    ended = launch([*TORCHRUN, "--nnodes=1", "--nproc-per-node=2", "--no-python", "python", "-c", program])
+    ended = launch([*TORCHRUN, "--nnodes=1", "--nproc-per-node=2", "--no-python", sys.executable, "-c", program])
     assert "the watch listens on 127.0.0.1" in ended[0].output, ended[0].output
 
 
@@ -289,7 +290,7 @@ def test_the_watch_of_several_nodes_listens_on_the_interface_between_them() -> N
         for rank, node in enumerate(nodes[1:]):
             env = platform_env(rank, 2, 29_600, MASTER_ADDR="node1")
             words = [f"{name}={value}" for name, value in env.items()]
-            commands.append(node.run("env", *words, "python", "-c", program))
+            commands.append(node.run("env", *words, sys.executable, "-c", program))
         ended = launch(*commands)
         for end, node in zip(ended, nodes[1:], strict=True):
             assert end.code == 0, end.output
