@@ -6,16 +6,21 @@ The picture is made from the source, and a test compares the two. An arrow that 
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path, PurePath
 
 PICTURE = Path(__file__).with_name("images") / "rooms.svg"
 PACKAGE = Path(__file__).parents[1] / "ddpkit"
-MODULES = {
-    path.relative_to(PACKAGE).with_suffix(""): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))
-}
+MODULES = [path.relative_to(PACKAGE).with_suffix("") for path in sorted(PACKAGE.rglob("*.py"))]
 _WIDTH, _HEIGHT = 165, 36  # of a box, in pixels
 _COLUMN, _ROW = 200, 90  # from one box to the next
+
+
+@cache
+def tree_of(module: PurePath) -> ast.Module:
+    """Return the syntax of a module."""
+    return ast.parse(PACKAGE.joinpath(module).with_suffix(".py").read_text())
 
 
 def room_of(module: PurePath) -> str:
@@ -27,7 +32,7 @@ def imports(module: PurePath) -> tuple[set[PurePath], set[str]]:
     """Find the modules of ddpkit, and the packages from elsewhere, that a module imports anywhere in its text."""
     inside: set[PurePath] = set()
     outside: set[str] = set()
-    for node in ast.walk(MODULES[module]):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             outside |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -35,7 +40,7 @@ def imports(module: PurePath) -> tuple[set[PurePath], set[str]]:
         elif isinstance(node, ast.ImportFrom):
             place = module.parents[node.level - 1].joinpath(*(node.module or "").split("."))
             found = {place} if place in MODULES else {place / alias.name for alias in node.names}
-            inside |= found & MODULES.keys()
+            inside |= found & set(MODULES)
     return inside, outside
 
 

@@ -14,7 +14,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path, PurePath
 
 import pytest
-from rooms import MODULES, PICTURE, draw, imports, room_of
+from rooms import MODULES, PICTURE, draw, imports, room_of, tree_of
 
 import ddpkit
 
@@ -83,7 +83,7 @@ def test_nothing_imports_the_plugin_which_needs_pytest_besides() -> None:
 
 
 def test_what_pytest_loads_at_its_start_imports_neither_torch_nor_ddpkit() -> None:
-    top = [node for node in MODULES[PurePath("testing/hooks")].body if isinstance(node, ast.Import | ast.ImportFrom)]
+    top = [node for node in tree_of(PurePath("testing/hooks")).body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert not {name for node in top for name in ("torch", "numpy", "ddpkit") if name in ast.unparse(node)}
     assert not any(isinstance(node, ast.ImportFrom) and node.level for node in top)
 
@@ -94,7 +94,7 @@ def test_no_module_needs_more_than_the_two_dependencies() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    assert [module for module, tree in MODULES.items() if not ast.get_docstring(tree)] == []
+    assert [module for module in MODULES if not ast.get_docstring(tree_of(module))] == []
 
 
 def test_importing_is_small_and_touches_nothing() -> None:
