@@ -96,7 +96,7 @@ def saved_and_loaded(folder: str, step: int, model: nn.Module, make: Any) -> Non
     assert same(dict(module_state(model)), dict(state))
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
+@pytest.mark.parametrize("nprocs", [1, pytest.param(2, marks=pytest.mark.storm)])
 def test_models_are_saved_under_torchs_own_names_however_wrapped(tmp_path: Path, nprocs: int) -> None:
     on_ranks(wrapped_in_all_ways, nprocs, str(tmp_path), timeout=60.0)
 

@@ -484,7 +484,7 @@ def side_by_side(number):
     return found
 
 
-@pytest.mark.parametrize("w", [1, 2, pytest.param(3, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("w", [pytest.param(1, marks=pytest.mark.storm), 2, pytest.param(3, marks=pytest.mark.storm)])
 def test_loops_over_one_loader_at_once_are_each_over_an_epoch_of_their_own(w):
     for number in (0, 2):
         for found in on_ranks(side_by_side, w, number):
@@ -570,7 +570,7 @@ def first_batches(number):
     return pairs
 
 
-@pytest.mark.parametrize("w", [1, 2, pytest.param(3, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("w", [pytest.param(1, marks=pytest.mark.storm), 2, pytest.param(3, marks=pytest.mark.storm)])
 def test_a_peek_shows_the_random_numbers_that_the_loop_begins_with(w):
     for number in (0, 1, 2):
         for pairs in on_ranks(first_batches, w, number):
