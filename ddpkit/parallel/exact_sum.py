@@ -11,7 +11,7 @@ _WIDTH = 40  # bits of a digit
 _OFFSET = -28  # usual gradients, of which the largest is below 2**11, keep far more than 40 bits
 MOST = 1 << 14  # vectors: each digit is at most 2**39 units, and float64 counts to 2**53
 PLACES = range(-4, 23)  # from below the least number of float32 to 2**891
-_CHUNK = 1 << 16  # elements that are split at a time, and stay in the cache meanwhile
+_CHUNK = 1 << 17  # elements that are split at a time, and stay in the cache meanwhile
 
 
 class ExactSum:
