@@ -189,7 +189,7 @@ class _Step:
         self.device = parameters[0].device
         self.sizes = [p.numel() for p in parameters]
         self.counts = [0] * len(parameters)
-        dtype = functools.reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+        dtype = functools.reduce(torch.promote_types, map(_dtype_of_gradient, parameters), torch.float32)
         self.memory = _Memory.of(modules, (self.sizes, dtype, self.device))
         self.waiting = 0  # micro-batches
         self.is_complete = False
@@ -259,14 +259,18 @@ class _Step:
         counts = self.memory.counts.tolist()
         for p, count, value in zip(self.gradients.parameters, counts, sums, strict=True):
             if count:
-                dtype = getattr(p, "grad_dtype", None) or p.dtype
-                p.grad = torch.empty_like(p, dtype=dtype).copy_(value.view(p.shape))
+                p.grad = torch.empty_like(p, dtype=_dtype_of_gradient(p)).copy_(value.view(p.shape))
 
     def _fingerprint(self) -> str:
         names = self.gradients.names
         parameters = describe_tensors(dict(zip(names, self.gradients.parameters, strict=True)))
         parts = {"step": self.batch.step, "kernels": describe_kernels(self.device)}
         return fingerprint_of(_CALL, parts | parameters)
+
+
+def _dtype_of_gradient(parameter: Tensor) -> torch.dtype:
+    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # older torch has only the second
+    return dtype
 
 
 def check_kernels(device: torch.device, threads: int) -> None:

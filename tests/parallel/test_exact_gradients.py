@@ -154,6 +154,28 @@ def test_gradients_keep_the_dtype_of_their_parameters(dtype: torch.dtype, rank: 
         assert all(map(torch.equal, bits, other))
 
 
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has one dtype for both")
+@pytest.mark.ranks(1, 2)
+def test_gradients_in_another_dtype_than_the_parameter_keep_all_of_it(rank: int) -> None:
+    class Third(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            return weight / 3
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient.double() / 3
+
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad_dtype = torch.float64
+    batch = next(iter(make_micro_batch_loader(torch.zeros(4, 1), global_batch_size=2, micro_batch_size=1)))
+    with exact_gradients(batch, weight) as micro_batches:
+        for _ in micro_batches:
+            Third.apply(weight).sum().backward()
+    assert weight.grad.dtype == torch.float64
+    assert weight.grad.item() == 2 / 3
+
+
 @pytest.mark.ranks(1, 2)
 def test_a_step_begins_anew_after_one_that_was_given_up_and_with_other_parameters(rank: int) -> None:
     net = nn.Linear(6, 1)
