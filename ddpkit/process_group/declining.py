@@ -19,6 +19,7 @@ from .rendezvous import StartedByRank
 from .tcp_store import connect, open_store, store_outlives_ranks, wait_for_listener
 
 _HOST_STAYS = 5.0  # seconds, at most, in which the ranks read why rank 0 does not join
+_OPENING = 0.5  # seconds from when a store is opened until a job is in it
 _STRANGER, _RANK = 2.0, 20.0  # seconds in which the job must begin: rank 0 may still be starting
 
 
@@ -94,7 +95,7 @@ def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
         Vacancy: If that job goes on without the rank that this process was started to be.
     """
     try:
-        generation = Generation.latest(_connect_anew(address, port, time.monotonic() + 2))
+        generation = _generation_in(_connect_anew(address, port, time.monotonic() + 2))
         starter = generation.starter() if generation else None
         vacancy = generation.vacancy() if generation else None
     except (OSError, RuntimeError):  # it is no store, or does not answer
@@ -104,6 +105,16 @@ def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
     if starter and world_size > 1:
         raise StartedByRank(starter)
     return starter is not None
+
+
+def _generation_in(store: dist.Store) -> Generation | None:
+    """Return the newest generation in a store; wait a moment for the first, for the store may have just been opened."""
+    deadline = time.monotonic() + _OPENING
+    while True:
+        generation = Generation.latest(store)
+        if generation or time.monotonic() > deadline:
+            return generation
+        time.sleep(0.02)
 
 
 def _host_to_refuse(launch: Launch, address: str, port: int, reason: str) -> None:

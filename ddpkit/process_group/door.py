@@ -93,7 +93,7 @@ class Door(threading.Thread):
                 if self._over.is_set():
                     return
                 self.store = self.store or host_store(host, port)
-                _refuse(Generation.new(self.store), self._notice)
+                Generation.refuse(self.store, _failure(self._notice))
                 self._has_told = True
 
 
@@ -105,8 +105,9 @@ def _refuse_start(store: dist.Store, notice: Notice) -> None:
     former = latest.vacancy()
     if former is not None and former.notice == notice.to_json():
         return
-    _refuse(latest if former is None else Generation.new(store), notice)
+    generation = latest if former is None else Generation.new(store)
+    generation.give_up(_failure(notice))
 
 
-def _refuse(generation: Generation, notice: Notice) -> None:
-    generation.give_up(Failure(-1, socket.gethostname(), Vacancy.__name__, str(notice), notice.to_json()))
+def _failure(notice: Notice) -> Failure:
+    return Failure(-1, socket.gethostname(), Vacancy.__name__, str(notice), notice.to_json())

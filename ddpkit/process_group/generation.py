@@ -43,6 +43,12 @@ class Generation:
         return generation
 
     @classmethod
+    def refuse(cls, store: dist.Store, failure: Failure) -> None:
+        """Begin a generation that is given up already, in a store where nobody else begins one meanwhile."""
+        record_failure(cls(store, add(store, _NUMBER, 0) + 1).store, failure)
+        cls.new(store)
+
+    @classmethod
     def latest(cls, store: dist.Store) -> Generation | None:
         """Return the newest generation, None if there is none."""
         number = add(store, _NUMBER, 0)

@@ -119,18 +119,33 @@ def setup(
     return _job.context
 
 
-def rejoin(asked: Options, store: dist.Store, rank: int, world_size: int, lost: Callable[[], str]) -> Context:
-    """Leave a job that has lost ranks, and join the one of those who go on. Collective among these.
+def leave_to_rejoin() -> None:
+    """Leave a job that has lost ranks, as `teardown()` does; its store stays open, and nobody has to wait."""
+    if _job is not None:
+        _job.hosts_store = False
+    teardown()
+
+
+def rejoin(
+    asked: Options,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    is_host: bool,
+    lost: Callable[[], str],
+) -> Context:
+    """Join the job of those who go on where others were lost. Collective among these.
 
     Args:
         asked: The arguments of the `setup()` before.
         store: Where they meet.
         rank: This process's number among them.
         world_size: Their number.
+        is_host: Whether this process hosts the store.
         lost: Returns which of them has ended while they join, "" if none has.
     """
     origin = checked_origin(None, store, rank, world_size)
-    return _join(replace(asked, origin=replace(origin, lost=lost))).context
+    return _join(replace(asked, origin=replace(origin, lost=lost, is_host=is_host))).context
 
 
 def asked_options() -> Options:

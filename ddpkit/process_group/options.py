@@ -25,11 +25,13 @@ class Origin:
         launch: Its place in the job.
         store: Where the ranks meet.
         lost: Returns what became of a process without which this one cannot join, "" while all live.
+        is_host: Whether this process hosts the store.
     """
 
     launch: Launch | None = None
     store: dist.Store | None = None
     lost: Callable[[], str] | None = None
+    is_host: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from .sockets import is_listening
 from .startup import host_address
 from .store_values import parse
 from .tcp_store import connect, reachable
-from .vacancy import Notice, keep_in_mind
+from .vacancy import Notice
 
 _PROBE = 2.0  # seconds in which a host that can be reached accepts or refuses a connection
 _READING = 2.0  # seconds in which the others read an answer
@@ -150,7 +150,6 @@ class Refuge:
         self._excused = 0  # those after which they have
         self._store = host_store(host, 0)
         self.address = (host, self._store.port)
-        keep_in_mind([self.address])
         self.addresses: dict[int, Address] = {member: self.address}
 
     @classmethod
@@ -353,7 +352,6 @@ class Refuge:
             raise LaunchError(f"The ranks that are left cannot go on: {decision.refusal}.")
         if self.address not in decision.addresses:
             raise LaunchError("The other ranks have gone on without this one, which they took for lost.")
-        keep_in_mind(decision.addresses)
         self._seniority = decision.seniority
         self.addresses = dict(zip(decision.members, decision.addresses, strict=True))
         return decision

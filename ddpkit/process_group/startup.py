@@ -135,7 +135,7 @@ def assemble(job: Job) -> None:
         opened = _open_store(launch, is_host, asked.timeout, orphaned)
 
     session, members, listener = _join(job, opened, orphaned)
-    job.hosts_store = is_host and not adopted
+    job.hosts_store = (is_host or asked.origin.is_host) and not adopted
     if asked.watch:
         _start_monitor(job, session, members, listener, opened)
     backend_asked = _backend_of_group() if adopted else asked.backend

@@ -26,7 +26,7 @@ class Vacancy(LaunchError):
 
     @property
     def is_of_own_job(self) -> bool:
-        """Return whether this process was one of those that went on, and has left them."""
+        """Return whether this process was one of those that went on, to the end."""
         return not _own_addresses.isdisjoint(Notice.from_json(self.notice).addresses)
 
 
@@ -92,12 +92,12 @@ class Notice:
         return f"{text} A process that calls ddpkit.survive() may take the place of a lost one: {ranks}."
 
 
-# of the members of jobs in which this process was one: a notice that names one tells of a job that it has left
+# of the members of jobs at whose end this process was one: a notice that names one is out of date
 _own_addresses: set[tuple[str, int]] = set()
 
 
 def keep_in_mind(addresses: Iterable[tuple[str, int]]) -> None:
-    """Remember the addresses of the members of this process's job."""
+    """Remember the addresses of the members of a job that has ended."""
     _own_addresses.update(addresses)
 
 

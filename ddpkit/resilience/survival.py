@@ -27,7 +27,7 @@ from ..process_group.regrouping import Arrival, Decision, Refuge
 from ..process_group.rendezvous import StoreLost
 from ..process_group.sockets import is_listening
 from ..process_group.startup import hosted_store, offer_store
-from ..process_group.vacancy import Notice, RankReturns, Vacancy, address_of
+from ..process_group.vacancy import Notice, RankReturns, Vacancy, address_of, keep_in_mind
 from .kept_states import KeptStates, Resumable
 
 log = logging.getLogger(__name__)
@@ -286,8 +286,7 @@ class _Survivors:
         self._refuge = Refuge.beside(launch.rank, notice, self._patience)
         found = self._refuge.come_in(self._arrival(), notice, asked.timeout)
         if found is None:
-            self._refuge.close()
-            self._refuge = None
+            self._close_refuge()
             if not is_listening(*notice.master_address):
                 raise LaunchError(f"{notice} But they have ended, or cannot be reached.")
             return False
@@ -296,7 +295,11 @@ class _Survivors:
         try:
             self._join(decision, store)
         except RuntimeError as error:
-            self.go_on(error)
+            try:
+                self.go_on(error)
+            except LaunchError:  # the others go on without this rank, which was there for no step yet
+                self._close_refuge()
+                return False
         return True
 
     def commit(self) -> None:
@@ -316,12 +319,14 @@ class _Survivors:
         request = stop.request if stop.decision is None else stop.decision.request
         if lifecycle.has_unfinished():
             log.warning("a checkpoint that save(wait=False) has begun may not be there: save it again")
-        gone = [self._members[lost.rank]] if isinstance(lost, PeerError) and lost.error_type not in _UNSURE else []
+        before = self._members
+        gone = [before[lost.rank]] if isinstance(lost, PeerError) and lost.error_type not in _UNSURE else []
         tried: list[int] = []  # in vain; once more is right if one of them is stopped
         while True:
-            lifecycle.teardown()
+            lifecycle.leave_to_rejoin()
             decision, store = self._refuge.regroup(self._arrival(), self._members, self._least, gone)
-            self._check_progress(decision, lost)
+            self._check_progress(decision, before, lost)
+            self._members = decision.members  # also if they do not come together, for some may be new
             try:
                 self._join(decision, store)
                 break
@@ -329,7 +334,6 @@ class _Survivors:
                 if decision.members == tried and not any(map(self._refuge.has_ended, tried)):
                     raise
                 tried = decision.members
-        self._members = decision.members
         if request is not None:
             lifecycle.ask_to_stop(request)
         if decision.leader == self._refuge.member:
@@ -339,9 +343,9 @@ class _Survivors:
                 news += f" (at the beginning ranks {', '.join(map(str, decision.members))})"
             log.warning("%s: %s", news, str(lost).partition("\n")[0])
 
-    def _check_progress(self, decision: Decision, lost: RuntimeError) -> None:
+    def _check_progress(self, decision: Decision, before: list[int], lost: RuntimeError) -> None:
         """Raise what was taken for a loss if it comes again at the same step, and nobody is missing: it is a bug."""
-        if decision.members != self._members or isinstance(lost, RankReturns):
+        if decision.members != before or isinstance(lost, RankReturns):
             self._resumed_at = None
         elif decision.steps == self._resumed_at:
             raise lost
@@ -360,7 +364,8 @@ class _Survivors:
         store = dist.PrefixStore(f"job {decision.regrouping}", store)
         refuge = self._refuge
         members = decision.members
-        needed = members if decision.leader == refuge.member else [decision.leader]  # which hosts the store
+        leads = decision.leader == refuge.member  # and hosts the store
+        needed = members if leads else [decision.leader]
         is_joining = True
 
         def lost() -> str:
@@ -372,7 +377,7 @@ class _Survivors:
 
         rank = members.index(refuge.member)
         try:
-            self.context = lifecycle.rejoin(self._asked, store, rank, len(members), lost)
+            self.context = lifecycle.rejoin(self._asked, store, rank, len(members), leads, lost)
         except BaseException:
             with suppress(RuntimeError):
                 store.set(_GIVEN_UP, "")
@@ -413,16 +418,22 @@ class _Survivors:
             self._store = self._door.close()  # it stays open, for somebody may be asking there
         self._door = self._returning = None
 
+    def _close_refuge(self) -> None:
+        if self._refuge is not None:
+            self._refuge.close()
+            self._refuge = None
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; after an error the others hear of it, and that this rank does not go on."""
         self.kept.close()
         self._close_door()
-        if self._refuge is not None:
-            self._refuge.close()
-            self._refuge = None
         if error is not None:
+            self._close_refuge()
             lifecycle.report(error)
+        elif self._refuge is not None:
+            keep_in_mind(self._refuge.addresses.values())
         lifecycle.teardown()
+        self._close_refuge()  # only now, for the others may still be leaving by the store in it
         if self._store is not None and self._master is not None:
             launch = ranks.current_launch()
             if launch.rank == 0:

@@ -29,12 +29,20 @@ class Network:
         self._ports = itertools.count(30000)
         self._connections: list[Socket] = []
 
-    def listen(self, host: str | None = None) -> Listener:
-        """Open a listener of the running process, at its host's address or another."""
+    def listen(self, host: str | None = None, port: int = 0) -> Listener:
+        """Open a listener of the running process, at its host's address or another, on a port that is free."""
         process = self.world.running
-        listener = Listener(self.world, process, (host or process.host, next(self._ports)))
-        self._listeners[listener.address] = listener
+        address = (host or process.host, port or next(self._ports))
+        if self.is_open(address):
+            raise OSError("EADDRINUSE")
+        listener = Listener(self.world, process, address)
+        self._listeners[address] = listener
         return listener
+
+    def is_open(self, address: tuple[str, int]) -> bool:
+        """Return whether somebody listens there."""
+        listener = self._listeners.get(address)
+        return listener is not None and not listener.is_closed
 
     def connect(self, address: tuple[str, int], seconds: float) -> Socket:
         """Connect the running process to an address, at most so long."""
@@ -44,9 +52,9 @@ class Network:
         if world.is_cut(process.host, address[0]):
             world.sleep(seconds)
             raise TimeoutError("timed out")
-        listener = self._listeners.get(address)
-        if listener is None or listener.is_closed:
+        if not self.is_open(address):
             raise ConnectionRefusedError("nobody listens")
+        listener = self._listeners[address]
         mine, other = pair(world, process, listener.process)
         listener.arrive(other)
         self._connections += [mine, other]

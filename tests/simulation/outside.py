@@ -23,7 +23,18 @@ from store import PrefixStore, Server, Store
 from world import Killed, Process, Task, World
 
 from ddpkit import process_group
-from ddpkit.process_group import main_thread, member, monitor, own_failure, regrouping, sockets, startup
+from ddpkit.process_group import (
+    declining,
+    door,
+    main_thread,
+    member,
+    monitor,
+    own_failure,
+    regrouping,
+    sockets,
+    startup,
+    vacancy,
+)
 
 _NEVER = float("inf")
 
@@ -207,20 +218,48 @@ def _listen(address: str, one_node: bool) -> tuple[Any, tuple[str, int]]:
 # torch's stores
 
 
-class _HostedStore(Store):
-    """What `dist.TCPStore` is for the process that hosts one."""
+class HostedStore(Store):
+    """What `dist.TCPStore` is for the process that hosts one, until nothing refers to it any more."""
 
-    def __init__(self, address: str, port: int, is_master: bool, wait_for_workers: bool) -> None:
+    def __init__(self, address: str, port: int, is_master: bool = True, wait_for_workers: bool = False) -> None:
         world = _Now.world
+        try:
+            self._listener = _Now.network.listen(address, port)
+        except OSError as error:
+            raise dist.DistNetworkError(str(error)) from None
         super().__init__(Server(world, world.running))
-        listener = _Now.network.listen(address)
-        self.host, self.port = listener.address
-        _Now.network.stores[listener.address] = self.server
+        self.host, self.port = self._listener.address
+        _Now.network.stores[self._listener.address] = self.server
+
+    def __del__(self) -> None:
+        if hasattr(self, "_listener"):
+            self._listener.close()
+            self.server.is_closed = True
 
 
-def _connect_to_store(address: str, port: int, timeout: Any) -> Store:
-    _Now.network.connect((address, port), timeout.total_seconds()).close()
+def connect_to_store(address: str, port: int, timeout: Any) -> Store:
+    """Connect to the store that a process hosts."""
+    try:
+        _Now.network.connect((address, port), timeout.total_seconds()).close()
+    except OSError as error:
+        raise process_group.sockets.LaunchError(f"no store at {address}:{port}: {error}") from None
     return Store(_Now.network.stores[address, port], timeout)
+
+
+def is_listening(address: str, port: int) -> bool:
+    """Return whether somebody listens there, as far as that can be told at once."""
+    try:
+        _Now.network.connect((address, port), 2.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _wait_for_listener(address: str, port: int, deadline: float) -> None:
+    while not is_listening(address, port):
+        if monotonic() > deadline:
+            raise process_group.sockets.LaunchError(f"Nobody answers at {address}:{port}")
+        sleep(0.02)
 
 
 DIST = SimpleNamespace(
@@ -228,7 +267,7 @@ DIST = SimpleNamespace(
     is_initialized=lambda: True,
     get_process_group_ranks=lambda _: _Now.world.running.ranks,
     PrefixStore=PrefixStore,
-    TCPStore=_HostedStore,
+    TCPStore=HostedStore,
     Store=Store,
     HashStore=lambda: Store(Server(_Now.world, None)),
 )
@@ -267,6 +306,16 @@ class MainThread(main_thread.MainThread):
 
     def close(self) -> None:
         pass
+
+
+class _OwnAddresses:
+    """What `vacancy` keeps in mind in each process."""
+
+    def update(self, addresses: Any) -> None:
+        running().addresses.update(addresses)
+
+    def isdisjoint(self, addresses: Any) -> bool:
+        return running().addresses.isdisjoint(addresses)
 
 
 class _NoWatcher:
@@ -324,7 +373,7 @@ def put_in_place() -> None:
     """Put the simulated world under the modules of the protocol, for good in this process."""
     words = {"time": TIME, "threading": _threading, "socket": _socket, "selectors": _selectors, "dist": DIST}
     real = {"time": time, "threading": threading, "socket": socket, "selectors": selectors, "dist": dist}
-    calls = {sockets.connect: _connect, sockets.listen: _listen, sockets.cut: _cut}
+    calls = {sockets.connect: _connect, sockets.listen: _listen, sockets.cut: _cut, sockets.is_listening: is_listening}
     for found in pkgutil.iter_modules(process_group.__path__):
         module = importlib.import_module(f"{process_group.__name__}.{found.name}")
         for word, simulated in words.items():
@@ -343,9 +392,12 @@ def put_in_place() -> None:
     monitor._log = lambda *_: None
     process_group.monitor_connections.keep_alive = lambda _: None
     process_group.session.os = _os
-    for thread in (monitor.Monitor, regrouping._Pulse):
+    for thread in (monitor.Monitor, regrouping._Pulse, door.Door):
         thread.start, thread.join, thread.is_alive = _start, _Thread.join, _Thread.is_alive
-    regrouping.connect = _connect_to_store
+    regrouping.connect = door.connect = declining.connect = connect_to_store
+    vacancy._own_addresses = _OwnAddresses()
+    declining.wait_for_listener = _wait_for_listener
+    regrouping.reachable = lambda host, port: host if host == "127.0.0.1" else _hostname()
     regrouping.host_address = lambda _: _hostname()
     regrouping.sockets = SimpleNamespace(sockets=set, connect=_connect)
     startup.Member = _claim

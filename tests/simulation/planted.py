@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpkit.process_group import generation, regrouping, rendezvous, stop_agreement, store_barrier
+from ddpkit.process_group import generation, regrouping, rendezvous, session, stop_agreement, store_barrier, vacancy
 from ddpkit.resilience import kept_states
 
 
@@ -82,6 +82,17 @@ def keep_states_that_others_have_not() -> None:
     kept_states.KeptStates.put_back = put_back
 
 
+def let_the_host_of_the_store_leave_first() -> None:
+    """Who leads, and hosts the store, does not wait at the end for those who still need it. It was so."""
+    leave = session.Session.leave
+    session.Session.leave = lambda self, linger: leave(self, False)
+
+
+def take_each_notice_for_an_old_one() -> None:
+    """A process that comes to a running job believes that it was there before."""
+    vacancy.Vacancy.is_of_own_job = property(lambda self: True)
+
+
 # each with the scenario in which it shows
 PLANTED = {
     "give_up_a_start_that_is_over": "joining",
@@ -91,6 +102,8 @@ PLANTED = {
     "let_both_halves_go_on": "surviving",
     "excuse_an_absence_at_a_commit": "surviving",
     "keep_states_that_others_have_not": "surviving",
+    "let_the_host_of_the_store_leave_first": "returning",
+    "take_each_notice_for_an_old_one": "returning",
 }
 
 

@@ -265,7 +265,7 @@ def surviving(world: World) -> list[str]:
 
     hosts = ["here", "there"] if fault == "cut" or draw.random() < 0.3 else ["here"]
     for rank in range(size):
-        start.start(rank, script, draw.uniform(0, 0.1), hosts[rank % len(hosts)])
+        start.start(rank, script, draw.uniform(0, 0.1), hosts[rank % len(hosts)], joins=False)
     killed = set()
     moment = world.now + draw.uniform(0.3, 1.5)
     had_begun: list[bool] = []  # whether all were in an attempt when the first was lost
@@ -303,6 +303,70 @@ def surviving(world: World) -> list[str]:
     finals = {generation for step, generation, name in commits if step == steps - 1 and name in _names(ended)}
     if len(finals) > 1 and (fault == "cut" or "stopped" in fault):
         wrong.append(f"two jobs ended well: {finals}")
+    return wrong
+
+
+_COMING_IN = 8.0  # seconds before the end of the job, in which a process that comes to one is let in
+
+
+def returning(world: World) -> list[str]:
+    """Ranks train by `survive`, and where some are killed new processes come, of which some are killed, too."""
+    draw = world.random
+    size = draw.randint(2, 4)
+    start = Start(world, size)
+    steps = draw.randint(4, 40)
+    pace = draw.choice([0.05, 0.5, 1.0])
+    commits: list[tuple[int, str, str]] = []
+    hosts = draw.choice([["here"], ["here", "there"]])
+
+    def script(mine: Rank, job: Job) -> History:
+        history = train(mine, start, job, steps, pace, commits, raises_at=-1)
+        ends.append(world.now)
+        return history
+
+    def begin(rank: int) -> Rank:
+        return start.start(rank, script, draw.uniform(0, 0.1), hosts[rank % len(hosts)], joins=False)
+
+    def end(victim: Rank) -> None:
+        if not victim.process.is_dead:
+            killed.add(victim.process.name)
+            victim.process.end(-9)
+
+    def replace(rank: int, dies_after: float | None) -> None:
+        comes = begin(rank)
+        came_at[comes] = world.now
+        if dies_after is not None:
+            world.at(world.now + dies_after, lambda: end(comes))
+
+    ends: list[float] = []
+    came_at: dict[Rank, float] = {}
+    first = [begin(rank) for rank in range(size)]
+    killed: set[str] = set()
+    moment = world.now + draw.uniform(0.4, 1.5)
+    had_begun: list[bool] = []  # whether all were in an attempt when the first was lost
+    world.at(moment, lambda: had_begun.append(True) if all(rank.notes for rank in first) else None)
+    for victim in draw.sample(first, draw.randint(1, size - 1)):
+        world.at(moment, lambda victim=victim: end(victim))
+        comes_at = moment + draw.choice([0.01, draw.uniform(0, 3)])
+        dies_after = draw.choice([None, None, None, draw.uniform(0, 3)])
+        world.at(comes_at, lambda rank=victim.rank, dies_after=dies_after: replace(rank, dies_after))
+        moment += draw.choice([0.0, draw.uniform(0, 0.2), draw.uniform(0, 4)])
+    world.run(4 * BOUND)
+
+    wrong = _hangs(start.ranks) + _unexplained(start.ranks, (PeerError, BarrierTimeoutError, LaunchError))
+    ended = [rank for rank in start.ranks if rank.has_ended_well]
+    expected = [tuple(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)) for step in range(steps)]
+    wrong += [f"{rank} with {rank.value.steps}" for rank in ended if rank.value.steps != expected]
+    if had_begun:
+        wrong += [f"{rank}, and was not killed" for rank in first if _is_lost(rank, killed)]
+    last_moment = min(ends, default=0.0) - _COMING_IN
+    if hosts == ["here"]:  # from elsewhere only a new rank 0 opens the address where the job began
+        in_time = [rank for rank, when in came_at.items() if when < last_moment]
+        wrong += [f"{rank}, and came in time" for rank in in_time if _is_lost(rank, killed)]
+    finals = {generation for step, generation, name in commits if step == steps - 1 and name in _names(ended)}
+    if len(finals) > 1:
+        wrong.append(f"two jobs ended well: {finals}")
+    world.note(f"{len(ended)} of {size} ended well, {len(set(ended) - set(first))} of them came later")
     return wrong
 
 
@@ -347,4 +411,4 @@ def _other_culprits(ranks: list[Rank], culprits: set[int]) -> list[str]:
     return wrong
 
 
-SCENARIOS = {"joining": joining, "meeting": meeting, "failing": failing, "stopping": stopping, "surviving": surviving}
+SCENARIOS = {scenario.__name__: scenario for scenario in (joining, meeting, failing, stopping, surviving, returning)}

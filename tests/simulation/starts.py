@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
-from outside import monotonic, sleep
+from outside import HostedStore, connect_to_store, monotonic, sleep
 from store import Server, Store
 from world import Killed, Process, Task, World
 
 from ddpkit.errors import LaunchError
 from ddpkit.launch.launch import Launch
 from ddpkit.process_group import leaving, own_failure, startup
+from ddpkit.process_group.declining import is_child_of_rank
 from ddpkit.process_group.job import Job, context_of
 from ddpkit.process_group.options import Options
 from ddpkit.process_group.session import Session
@@ -23,7 +25,7 @@ TIMEOUT = timedelta(seconds=10)
 BOUND = 60.0  # seconds in which everything must be over, whatever happens
 
 
-@dataclass
+@dataclass(eq=False)
 class Rank:
     """A process that wants to be a rank, and what came of it.
 
@@ -128,17 +130,27 @@ class Start:
         self.ranks: list[Rank] = []
         self.begins: list[float] = []  # seconds after which they start
         self.groups: dict[str, Group] = {}
-        self._outlives = server is not None
         self._server = server
+        self._master = ("here", 1)  # where rank 0 hosts the store
 
-    def start(self, rank: int, script: Script, after: float, host: str = "here", size: int | None = None) -> Rank:
-        """Start a process that claims a rank, so many seconds later."""
+    def start(
+        self,
+        rank: int,
+        script: Script,
+        after: float,
+        host: str = "here",
+        size: int | None = None,
+        joins: bool = True,
+    ) -> Rank:
+        """Start a process that claims a rank, so many seconds later; the script joins by itself if this does not."""
         world = self.world
+        if rank == 0:
+            self._master = (host, 1)
         process = world.process(f"rank {rank}{chr(97 + len(self.ranks))}", host)
         mine = Rank(process, rank)
         self.ranks.append(mine)
         self.begins.append(after)
-        world.at(world.now + after, lambda: process.start(lambda: self._main(mine, script, size or self.size)))
+        world.at(world.now + after, lambda: process.start(lambda: self._main(mine, script, size or self.size, joins)))
         return mine
 
     def group_of(self, session: Session, name: str) -> Group:
@@ -149,17 +161,20 @@ class Start:
         group.enter()
         return group
 
-    def _main(self, mine: Rank, script: Script, size: int) -> None:
-        kind = "spawn" if self._outlives else "platform"
-        launch = Launch(kind, mine.rank, size, master_addr="here", master_port=1)
+    def new_job(self, rank: int, size: int) -> Job:
+        """Describe the job of a rank before it joins."""
+        kind = "spawn" if self._server is not None else "platform"
+        host, port = self._master
+        launch = Launch(kind, rank, size, master_addr=host, master_port=port)
         asked = Options("gloo", torch.device("cpu"), TIMEOUT)
-        job = Job(launch, asked, context_of(launch, torch.device("cpu")))
+        return Job(launch, asked, context_of(launch, torch.device("cpu"), master=f"{host}:{port}"))
+
+    def _main(self, mine: Rank, script: Script, size: int, joins: bool) -> None:
+        job = self.new_job(mine.rank, size)
         self.world.note(f"{mine.process.name} begins")
         try:
-            self._join(mine, job)
-            assert job.session is not None
-            mine.session = job.session
-            self.world.note(f"{mine.process.name} has joined")
+            if joins:
+                self.join(mine, job)
             mine.value = script(mine, job)
         except Killed:
             raise
@@ -172,24 +187,37 @@ class Start:
             mine.has_ended_well = True
             mine.process.end(0)
 
-    def _join(self, mine: Rank, job: Job) -> None:
-        opened = startup.OpenStore(self._open(job), "here", 1)
+    def join(self, mine: Rank, job: Job) -> None:
+        """Join a job."""
+        opened = startup.OpenStore(self._open(job), *self._master)
         session, members, listener = startup._join(job, opened, str)
         mine.token = members.token
-        job.hosts_store = not self._outlives and mine.rank == 0
+        job.hosts_store = self._server is None and mine.rank == 0
         startup._start_monitor(job, session, members, listener, opened)
         session.meet(session.count("group made"))
+        mine.session = session
+        self.world.note(f"{mine.process.name} has joined")
 
     def _open(self, job: Job) -> Store:
-        process = self.world.running
-        if self._server is None and job.launch.rank == 0:
-            self._server = Server(self.world, process)
-        deadline = monotonic() + job.asked.timeout.total_seconds()
-        while self._server is None:
-            if monotonic() > deadline:
-                raise LaunchError("Nobody answers")
+        """Do as `startup._open_store()`."""
+        timeout = job.asked.timeout
+        if self._server is not None:
+            return Store(self._server, timeout)
+        if job.launch.rank == 0:
+            return self._host(job.launch.world_size)
+        deadline = monotonic() + timeout.total_seconds()
+        while monotonic() < deadline:
+            with suppress(LaunchError):  # torch's client tries again and again
+                return connect_to_store(*self._master, timeout)
             sleep(0.05)
-        return Store(self._server, job.asked.timeout)
+        raise LaunchError("Nobody answers")
+
+    def _host(self, size: int) -> Store:
+        try:
+            return HostedStore(*self._master)
+        except RuntimeError as error:
+            is_child_of_rank(*self._master, size)
+            raise LaunchError(f"the port of rank 0 is taken: {error}") from None
 
     def _fail(self, mine: Rank, job: Job, error: BaseException) -> None:
         """Do as `distributed()` does with an error that leaves its block."""

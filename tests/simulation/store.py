@@ -18,6 +18,7 @@ class Server:
     def __init__(self, world: World, host: Process | None) -> None:
         self.world = world
         self.host = host
+        self.is_closed = False
         self.values: dict[str, bytes] = {}
 
 
@@ -57,7 +58,7 @@ class Store:
             world.suspend(None)
         if host.is_stopped:
             host.wait_for_answer()
-        if host.is_dead or self._is_broken:
+        if host.is_dead or self.server.is_closed or self._is_broken:
             self._is_broken = True
             raise dist.DistNetworkError("the connection was closed")
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import outside
-from starts import TIMEOUT, Rank, Start, leave, report
+from outside import HostedStore
+from starts import TIMEOUT, Group, Rank, Start, leave, report
 from store import PrefixStore
+from world import Killed
 
 from ddpkit.launch.launch import Launch
 from ddpkit.process_group import own_failure, startup
+from ddpkit.process_group.failures import Failure
 from ddpkit.process_group.job import Context, Job, context_of
 from ddpkit.process_group.options import Options
+from ddpkit.process_group.store_values import without_prefixes
 from ddpkit.resilience import kept_states, survival
 
 PATIENCE = timedelta(seconds=3)
@@ -38,45 +43,97 @@ class History:
 
 
 class Survivor:
-    """The job of one simulated process, which `survive` leaves and joins anew."""
+    """The job of one simulated process, which `survive` joins, leaves and joins anew."""
+
+    group: Group
 
     def __init__(self, start: Start, mine: Rank, job: Job) -> None:
         self.start = start
         self.mine = mine
         self.job = job
-        self.generation = mine.token
-        self.group = start.group_of(mine.session, mine.token)
+        self.launch = job.launch
+        self.generation = ""
+        self.store: HostedStore | None = None  # where the job began, if this process hosts it
 
     @property
     def session(self) -> Any:
         """The session of the job that it is in."""
         return self.job.session
 
-    def rejoin(self, asked: Options, store: PrefixStore, rank: int, size: int, lost: Callable[[], str]) -> Any:
+    def setup(self) -> Context:
+        """Do as `lifecycle.setup()`."""
+        self.job = self.start.new_job(self.launch.rank, self.launch.world_size)
+        with self._joining():
+            self.start.join(self.mine, self.job)
+        server = without_prefixes(self.session.store)
+        self.store = server if isinstance(server, HostedStore) else None
+        self._enter(self.mine.token)
+        return self.job.context
+
+    def rejoin(
+        self,
+        asked: Options,
+        store: PrefixStore,
+        rank: int,
+        size: int,
+        is_host: bool,
+        lost: Callable[[], str],
+    ) -> Context:
         """Do as `lifecycle.rejoin()`."""
         launch = Launch("platform", rank, size)
-        job = Job(launch, asked, context_of(launch, self.job.context.device))
-        self.job = job
+        job = self.job = Job(launch, asked, context_of(launch, self.job.context.device))
+        if size == 1:
+            self.group = Group(self.start.world, 1)
+            self.group.enter()
+            self.generation = f"{self.mine.process.name} alone"
+            return job.context
         opened = startup.OpenStore(store, None, None)
-        try:
+        with self._joining():
             session, members, listener = startup._join(job, opened, lost)
             startup._start_monitor(job, session, members, listener, opened)
+            job.hosts_store = is_host
             session.meet(session.count("group made"))
+        self._enter(members.token)
+        return job.context
+
+    @contextmanager
+    def _joining(self) -> Iterator[None]:
+        """Do as `lifecycle._join()` with an error."""
+        try:
+            yield
+        except Killed:
+            raise
         except BaseException as error:
-            if job.session is not None:
-                cause = report(job, error)
+            if self.session is not None:
+                cause = report(self.job, error)
                 self.leave()
                 raise cause from error
             raise
-        self.generation = members.token
-        self.group = self.start.group_of(session, members.token)
-        return job.context
+
+    def _enter(self, token: str) -> None:
+        self.generation = token
+        self.group = self.start.group_of(self.session, token)
+
+    def interrupt(self, failure: Failure) -> None:
+        """Do as `lifecycle.interrupt()`."""
+        if self.session is not None and self.session.failures.known is None:
+            self.session.failures.known = failure
+            self.job.monitor.wake()
+
+    def stop_agreement(self) -> Any:
+        """Do as `lifecycle.stop_agreement()`."""
+        return SimpleNamespace(request=None, decision=None) if self.session is None else self.session.stop_agreement
 
     def leave(self) -> None:
         """Do as `teardown()`."""
         if self.job.session is not None:
             leave(self.job)
             self.job.session = None
+
+    def leave_to_rejoin(self) -> None:
+        """Do as `lifecycle.leave_to_rejoin()`."""
+        self.job.hosts_store = False
+        self.leave()
 
     def report(self, error: BaseException) -> None:
         """Do as `lifecycle.report()`."""
@@ -103,29 +160,33 @@ def _broadcast(value: Any, src: int) -> Any:
 
 def _barrier() -> None:
     session = _mine().session
-    session.meet(session.count("barrier"))
+    if session is not None:
+        session.meet(session.count("barrier"))
 
 
 def put_in_place() -> None:
     """Put the simulated job under `survive`."""
     survival.lifecycle = SimpleNamespace(
-        setup=lambda **_: _mine().job.context,
+        setup=lambda **_: _mine().setup(),
         teardown=lambda: _mine().leave(),
+        leave_to_rejoin=lambda: _mine().leave_to_rejoin(),
         owns_group=lambda: True,
-        joined=lambda: True,
+        joined=lambda: _mine().session is not None,
         hold_failures=_hold,
         asked_options=lambda: replace(_mine().job.asked),
         current_session=lambda: _mine().session,
-        stop_agreement=lambda: _mine().session.stop_agreement,
+        stop_agreement=lambda: _mine().stop_agreement(),
+        interrupt=lambda failure: _mine().interrupt(failure),
         has_unfinished=lambda: False,
         rejoin=lambda *args: _mine().rejoin(*args),
         lost_peer=lambda error: own_failure.lost_peer_of(error, _mine().session),
         finish=lambda: None,
         report=lambda error: _mine().report(error),
     )
-    survival.ranks = SimpleNamespace(
-        get_rank=lambda: _mine().job.launch.rank, is_main_process=lambda: _mine().job.launch.rank == 0
-    )
+    survival.ranks = SimpleNamespace(get_rank=lambda: _mine().job.launch.rank, current_launch=lambda: _mine().launch)
+    survival.hosted_store = lambda _: _mine().store
+    survival.offer_store = lambda *_: None
+    survival.is_listening = outside.is_listening
     survival.time = outside.TIME
     survival.dist = outside.DIST
     kept_states.lifecycle = survival.lifecycle

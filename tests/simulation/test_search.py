@@ -10,7 +10,14 @@ import planted
 import pytest
 
 HERE = Path(__file__).parent
-WORLDS = {"joining": 20_000, "meeting": 25_000, "failing": 20_000, "stopping": 25_000, "surviving": 10_000}
+WORLDS = {  # of each kind: a hundred thousand together
+    "joining": 20_000,
+    "meeting": 20_000,
+    "failing": 20_000,
+    "stopping": 20_000,
+    "surviving": 10_000,
+    "returning": 10_000,
+}
 PART = 1_000  # of them in each test
 
 
