@@ -36,7 +36,7 @@ from .own_failure import fill_error_file
 from .polling import call_with_timeout
 from .rendezvous import complete_launch, join, raise_if_orphaned
 from .session import Session
-from .sockets import LOOPBACKS, connect_to_monitor, is_loopback, listen, sockets
+from .sockets import LOOPBACKS, connect_to_monitor, is_listening, is_loopback, listen, sockets
 from .store_values import parse, without_prefixes
 from .tcp_store import PortTaken, find_master, open_store, reachable, store_outlives_ranks
 
@@ -174,6 +174,8 @@ def _open_store(launch: Launch, is_host: bool, timeout: timedelta, orphaned: Cal
             opened = OpenStore(store, address, port)
     except PortTaken as error:
         if not is_child_of_rank(error.address, error.port, launch.world_size):
+            if not is_listening(error.address, error.port):  # any more: a job that goes on elsewhere has moved
+                return _open_store(launch, is_host, timeout, orphaned)
             refuse_job(error.address, error.port, str(error))  # the other rank 0 and its peers, if they hold the port
             raise LaunchError(str(error)) from None
         opened = OpenStore(dist.HashStore(), error.address, error.port)  # a job of its own, of one rank

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _GIVEN_UP = "given up"
 _GRACE = 60.0  # seconds from the loss of a rank until an attempt must be over: loaders' workers may be slow to end
 _NOTICING = 1.0  # seconds between questions whether the others have noticed a loss
-_UNSURE = ("lost", "silent", "left")  # of a rank that may go on: it has raised no error
+_UNSURE = ("lost", "silent", "left", "orphaned")  # of a rank that may go on: it has raised no error
 
 
 T = TypeVar("T", bound=Resumable)
@@ -373,7 +373,8 @@ class _Survivors:
                 return ""
             if store.check([_GIVEN_UP]):
                 return "another has given up"
-            return ", ".join(f"member {member} has ended" for member in needed if refuge.has_ended(member))
+            found = ", ".join(f"member {member} has ended" for member in needed if refuge.has_ended(member))
+            return found if is_joining else ""  # that was asked, may have come together meanwhile, and then one ended
 
         rank = members.index(refuge.member)
         try:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from outside import HostedStore, connect_to_store, monotonic, sleep
+from outside import HostedStore, connect_to_store, is_listening, monotonic, sleep
 from store import Server, Store
 from world import Killed, Process, Task, World
 
@@ -217,6 +217,8 @@ class Start:
             return HostedStore(*self._master)
         except RuntimeError as error:
             is_child_of_rank(*self._master, size)
+            if not is_listening(*self._master):
+                return self._host(size)
             raise LaunchError(f"the port of rank 0 is taken: {error}") from None
 
     def _fail(self, mine: Rank, job: Job, error: BaseException) -> None:
