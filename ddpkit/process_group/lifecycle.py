@@ -168,12 +168,20 @@ def hold_failures(hold: bool, grace: float | None = None) -> None:
         _job.session.failures.grace = grace
 
 
-def interrupt(failure: Failure) -> None:
-    """Raise in the main threads of all ranks, as when one has failed; any thread may call it."""
-    if _job is not None and _job.session is not None and _job.session.failures.known is None:
-        _job.session.failures.known = failure
-        if _job.monitor is not None:
-            _job.monitor.wake()
+def interrupt(failure: Failure) -> bool:
+    """Raise in the main threads of all ranks, as when one has failed; any thread may call it.
+
+    Returns:
+        False if this process is alone, and nothing was done.
+    """
+    job = _job
+    if job is None or job.session is None:
+        return False
+    if job.session.failures.known is None:
+        job.session.failures.known = failure
+        if job.monitor is not None:
+            job.monitor.wake()
+    return True
 
 
 def owns_group() -> bool:

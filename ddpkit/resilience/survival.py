@@ -231,7 +231,7 @@ class _Survivors:
         self._master: str | None = None  # where the job began
         self._master_host = ""
         self._resumed_at: int | None = None  # the step, where nobody was missing after the last loss
-        self._returning: RankReturns | None = None
+        self._returning: RankReturns | None = None  # what a rank that is alone has to do at its next commit
 
     def enter(self, timeout: timedelta, **options: Any) -> None:
         """Join the job that begins, or one that goes on without this rank."""
@@ -307,7 +307,7 @@ class _Survivors:
         self.kept.commit()
         if self._refuge is not None:
             self._refuge.is_together()
-        if self._returning is not None:  # of several ranks the monitor raises it in all
+        if self._returning is not None:
             raise self._returning
 
     def go_on(self, lost: RuntimeError) -> None:
@@ -410,9 +410,9 @@ class _Survivors:
 
     def _let_in(self, arrived: list[int]) -> None:
         """Interrupt all ranks, so that they meet again, and those who have come with them."""
-        text = f"rank {', '.join(map(str, arrived))} comes back, in a new process"
-        self._returning = RankReturns(text)
-        lifecycle.interrupt(Failure.of(-1, self._returning))
+        returning = RankReturns(f"rank {', '.join(map(str, arrived))} comes back, in a new process")
+        if not lifecycle.interrupt(Failure.of(-1, returning)):
+            self._returning = returning
 
     def _close_door(self) -> None:
         if self._door is not None:

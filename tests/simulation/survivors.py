@@ -114,11 +114,15 @@ class Survivor:
         self.generation = token
         self.group = self.start.group_of(self.session, token)
 
-    def interrupt(self, failure: Failure) -> None:
+    def interrupt(self, failure: Failure) -> bool:
         """Do as `lifecycle.interrupt()`."""
-        if self.session is not None and self.session.failures.known is None:
-            self.session.failures.known = failure
+        session = self.session
+        if session is None:
+            return False
+        if session.failures.known is None:
+            session.failures.known = failure
             self.job.monitor.wake()
+        return True
 
     def stop_agreement(self) -> Any:
         """Do as `lifecycle.stop_agreement()`."""
