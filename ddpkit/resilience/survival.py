@@ -371,8 +371,9 @@ class _Survivors:
         def lost() -> str:
             if not is_joining:
                 return ""
-            if store.check([_GIVEN_UP]):
-                return "another has given up"
+            with suppress(RuntimeError):  # its host has ended, as is found below
+                if store.check([_GIVEN_UP]):
+                    return "another has given up"
             found = ", ".join(f"member {member} has ended" for member in needed if refuge.has_ended(member))
             return found if is_joining else ""  # that was asked, may have come together meanwhile, and then one ended
 
