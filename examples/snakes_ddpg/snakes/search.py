@@ -7,25 +7,29 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .features import DIRECTION, WAYS
-from .game import SNAKES, Boards, foresee
+from .escape import LIMIT, escape
+from .features import DIRECTION, DISTANCE, PER_WAY, WAYS
+from .game import SNAKES, START_LENGTH, Boards, foresee
 from .networks import Actor, Critic, load_actor, load_weights
 from .policy import Policy
 
-DEPTH = 4  # steps that it looks ahead
+DEPTH = 6  # steps that it looks ahead
 GAMMA = 0.97  # discount per step, as in training
-LAMBDA = 0.5  # weight of what follows a step, against what the critic expects of it
-DOUBT = 0.1  # how probable it is that a rival takes its second way, for each of the three
-MARGIN = 0.15  # by how much another way has to be better than the actor's
+LAMBDA = 0.65  # weight of what follows a step, against what the critic expects of it
+NEAR = 6  # steps between two heads up to which a rival's other ways are considered
+DOUBT = (0.1, 0.03)  # how probable it is that such a rival takes its second way, and its third
+TRAP = 0.6  # part of its gain that a snake counts as lost if it cannot go on
+MARGIN = 0.05  # by how much another way has to be better than the actor's
 
 
 class Search(Policy):
     """Play as one team: each snake's most probable way, or another one after which the team stands better by a margin.
 
-    Each of the team in turn tries its two other ways, and all six snakes then go on as the actor
-    prefers. The steps are played by the rules, but for new beans: nobody knows where they will be.
-    They are worth the team's gains minus the rivals', and what the critic expects after each, as in
-    TD(lambda).
+    Each of the team in turn tries its other ways to free cells, and all six snakes then go on as
+    the actor prefers. The steps are played by the rules, but for new beans: nobody knows where they
+    will be. They are worth the team's gains minus the rivals', and what the critic expects after
+    each, as in TD(lambda), less a part of what those of the team have gained who can soon go no
+    further.
 
     Args:
         actor: Prefers ways.
@@ -45,35 +49,45 @@ class Search(Policy):
 
     @torch.no_grad()
     def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
-        ranks = np.concatenate([self.rank(self.look(boards, side)) for side in (0, 1)], axis=1)
+        seen = torch.cat([self.look(boards, side) for side in (0, 1)], dim=1)
+        ranks = self.rank(seen)
         ways = ranks[..., 0].copy()
-        second = ranks[..., 1]
-        standing = self.value(boards, team, ways, second)
+        free = seen[..., : WAYS * PER_WAY : PER_WAY].cpu().numpy() > 0
         for s in range(3 * team, 3 * team + 3):
-            preferred = ways[:, s].copy()
-            bar = standing + MARGIN
-            for turn in range(1, WAYS):
-                other = ways.copy()
-                other[:, s] = (preferred + turn) % WAYS
-                value = self.value(boards, team, other, second)
-                better = value > bar
-                ways[better, s] = other[better, s]
-                bar[better] = value[better]
-                standing[better] = value[better]
+            ways[:, s] = self.choose(boards, s, ways, ranks, free[:, s])
         snakes = slice(3 * team, 3 * team + 3)
         actions[:, snakes] = DIRECTION[boards.headings[:, snakes], ways[:, snakes]]
 
     def rank(self, seen: torch.Tensor) -> np.ndarray:
-        """Sort the ways of snakes, the most probable first: (n, 3, WAYS)."""
+        """Sort the ways of snakes, the most probable first: (..., WAYS)."""
         return self.actor.layers(seen).argsort(stable=True, dim=-1, descending=True).cpu().numpy()
 
-    def value(self, boards: Boards, team: int, ways: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """Value the boards for a team if all snakes go their ways, (n, 6), or one rival its second way: (n,)."""
-        value = (1 - 3 * DOUBT) * self.play_on(boards, team, ways)
+    def choose(self, boards: Boards, s: int, ways: np.ndarray, ranks: np.ndarray, free: np.ndarray) -> np.ndarray:
+        """Choose a way of one snake, of its free ones and that of `ways`, which are all snakes': (n,)."""
+        every = np.arange(len(ways))
+        preferred = ways[:, s]
+        tried = free.copy()
+        tried[every, preferred] = True
+        b, way = tried.nonzero()
+        others = ways[b]
+        others[:, s] = way
+        values = np.full(tried.shape, -np.inf)
+        values[b, way] = self.value(_pick(boards, b), s, others, ranks[b])
+        values[every, preferred] += MARGIN
+        return values.argmax(1)
+
+    def value(self, boards: Boards, s: int, ways: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        """Value the boards for a snake's team if all go their ways, (n, 6), or a rival near it another one: (n,)."""
+        team = s // 3
+        value = self.play_on(boards, team, ways)
+        surely = value.copy()
+        heads = np.take_along_axis(boards.bodies, boards.heads[..., None].astype(np.int64), axis=2)[..., 0]
         for rival in range(3 - 3 * team, 6 - 3 * team):
-            other = ways.copy()
-            other[:, rival] = second[:, rival]
-            value += DOUBT * self.play_on(boards, team, other)
+            near = DISTANCE[heads[:, s], heads[:, rival]] <= NEAR
+            for place, doubt in enumerate(DOUBT, start=1):
+                other = ways[near]
+                other[:, rival] = ranks[near, rival, place]
+                value[near] += doubt * (self.play_on(_pick(boards, near), team, other) - surely[near])
         return value
 
     def play_on(self, boards: Boards, team: int, ways: np.ndarray) -> np.ndarray:
@@ -85,6 +99,8 @@ class Search(Policy):
         weight = 1.0
         for step in range(self.depth):
             foresee(boards, DIRECTION[boards.headings, ways], rewards, died)
+            if step == 0:
+                total -= TRAP * _trapped(boards, team)
             gains = rewards.reshape(-1, 2, 3).sum(2)
             lead = gains[:, team] - gains[:, 1 - team]
             sides = [self.look(boards, side) for side in (0, 1)]
@@ -94,6 +110,19 @@ class Search(Policy):
             weight *= GAMMA * LAMBDA
             ways = np.concatenate([self.rank(seen)[..., 0] for seen in sides], axis=1)
         return total
+
+
+def _pick(boards: Boards, which: np.ndarray) -> Boards:
+    """Copy some of the boards, by their numbers or a mask."""
+    return Boards(*(array[which] for array in boards))
+
+
+def _trapped(boards: Boards, team: int) -> np.ndarray:
+    """Add up what a team's snakes have gained, each by the part of the next steps that it cannot go: (n,)."""
+    steps = np.empty((len(boards.times), 3))
+    escape(boards, team, steps)
+    gains = boards.lengths[:, 3 * team : 3 * team + 3].astype(np.float64) - START_LENGTH
+    return (gains * (1 - steps / LIMIT)).sum(1)
 
 
 def load_search(path: Path, depth: int = DEPTH) -> Search:

@@ -17,6 +17,7 @@ ROWS = 10
 COLUMNS = 20
 SNAKES = 6
 START_LENGTH = 3
+PER_WAY = 13  # numbers that a snake sees of each way
 CELLS = ROWS * COLUMNS
 UP, DOWN, LEFT, RIGHT = range(4)
 # TURNS[heading]: the directions to the left, straight on and to the right
@@ -32,10 +33,14 @@ State = namedtuple("State", "rows columns beans bodies snake started")
 ACTOR = []  # (weights, biases) of each layer, float32
 CRITIC = []  # the same
 STEPS = 0  # that the search looks ahead; 0: play as the actor prefers
-GAMMA = 0.97  # this and the next as in search.py
-LAMBDA = 0.5
-DOUBT = 0.1
-MARGIN = 0.15
+GAMMA = 0.97  # this and the next as in search.py and escape.py
+LAMBDA = 0.65
+NEAR = 6
+DOUBT = (0.1, 0.03)
+TRAP = 0.6
+MARGIN = 0.05
+LIMIT = 12
+PLACES = 300
 failures = {}  # the first error of each function that failed, which export.py looks at
 _seen = {"bodies": None, "before": None}  # of all snakes, when last asked for and a step before
 _plans = {}  # the directions of all snakes, by the team for which they were found in this step
@@ -108,21 +113,21 @@ def remember(bodies, started):
 
 def search(bodies, headings, beans, team):
     """Find the way of each snake as `search.py` does: the actor's, or another after which its team stands better."""
-    ranks = [rank(look(bodies, beans, s, headings[s])) for s in range(SNAKES)]
+    seen = [look(bodies, beans, s, headings[s]) for s in range(SNAKES)]
+    ranks = [rank(features) for features in seen]
     ways = [best for best, _, _ in ranks]
     if STEPS == 0:
         return ways
-    second = [next_best for _, next_best, _ in ranks]
-    standing = value(bodies, headings, beans, team, ways, second)
     for s in range(3 * team, 3 * team + 3):
         preferred = ways[s]
-        bar = standing + MARGIN
-        for turn in (1, 2):
-            other = list(ways)
-            other[s] = (preferred + turn) % 3
-            found = value(bodies, headings, beans, team, other, second)
-            if found > bar:
-                ways, bar, standing = other, found, found
+        values = [-np.inf] * 3
+        for way in range(3):
+            is_free = seen[s][PER_WAY * way]
+            if is_free or way == preferred:
+                other = [*ways[:s], way, *ways[s + 1 :]]
+                values[way] = value(bodies, headings, beans, s, other, ranks)
+        values[preferred] += MARGIN
+        ways[s] = values.index(max(values))
     return ways
 
 
@@ -131,14 +136,25 @@ def rank(seen):
     return np.argsort(-think(ACTOR, seen), kind="stable").tolist()
 
 
-def value(bodies, headings, beans, team, ways, second):
-    """Value a board for a team if all snakes go their ways, or one rival its second way."""
-    found = (1 - 3 * DOUBT) * play_on(bodies, headings, beans, team, ways)
+def value(bodies, headings, beans, s, ways, ranks):
+    """Value a board for a snake's team if all go their ways, or a rival near it another one."""
+    team = s // 3
+    surely = play_on(bodies, headings, beans, team, ways)
+    found = surely
     for rival in range(3 - 3 * team, 6 - 3 * team):
-        other = list(ways)
-        other[rival] = second[rival]
-        found += DOUBT * play_on(bodies, headings, beans, team, other)
+        if distance(bodies[s][0], bodies[rival][0]) > NEAR:
+            continue
+        for way, doubt in zip(ranks[rival][1:], DOUBT):  # noqa: B905
+            other = [*ways[:rival], way, *ways[rival + 1 :]]
+            found += doubt * (play_on(bodies, headings, beans, team, other) - surely)
     return found
+
+
+def distance(cell, other):
+    """Count the steps between two cells around the borders, whatever is in the way."""
+    (row, column), (other_row, other_column) = divmod(cell, COLUMNS), divmod(other, COLUMNS)
+    rows, columns = abs(row - other_row), abs(column - other_column)
+    return min(rows, ROWS - rows) + min(columns, COLUMNS - columns)
 
 
 def play_on(bodies, headings, beans, team, ways):
@@ -149,6 +165,8 @@ def play_on(bodies, headings, beans, team, ways):
     for step in range(STEPS):
         directions = [TURNS[heading][way] for heading, way in zip(headings, ways)]  # noqa: B905
         bodies, headings, beans, gains = foresee(bodies, beans, directions)
+        if step == 0:
+            total -= TRAP * sum((len(bodies[s]) - START_LENGTH) * (1 - escape(bodies, s) / LIMIT) for s in own)
         lead = sum(gain if s in own else -gain for s, gain in enumerate(gains))
         seen = [look(bodies, beans, s, headings[s]) for s in range(SNAKES)]
         expected = sum(expect(seen[s]) for s in own) / 3
@@ -157,6 +175,39 @@ def play_on(bodies, headings, beans, team, ways):
         weight *= GAMMA * LAMBDA
         ways = [rank(features)[0] for features in seen]
     return total
+
+
+def escape(bodies, snake):
+    """Find how many steps a snake can go on where no other one can reach in its next step, at most LIMIT."""
+    leaves = {}  # the step in which a cell is free again
+    for s, body in enumerate(bodies):
+        for i, cell in enumerate(body):
+            leaves[cell] = max(leaves.get(cell, 0), len(body) - i)
+        if s == snake:
+            continue
+        for cell in neighbours(body[0]):
+            leaves[cell] = max(leaves.get(cell, 0), LIMIT)
+    length = len(bodies[snake])
+    longest = places = 0
+
+    def go_on(cell, time):
+        """Try all ways from a cell; return if one is long enough."""
+        nonlocal longest, places
+        for ahead in neighbours(cell):
+            left = leaves.get(ahead, 0)
+            if left > time + 1:
+                continue
+            places += 1
+            longest = max(longest, time + 1)
+            if longest == LIMIT or places == PLACES:
+                return True
+            leaves[ahead] = time + 1 + length
+            if go_on(ahead, time + 1):
+                return True
+            leaves[ahead] = left
+        return False
+
+    return LIMIT if go_on(bodies[snake][0], 0) else longest
 
 
 def expect(seen):

@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from snakes.escape import LIMIT
 from snakes.features import DIRECTION, FEATURES, observe
 from snakes.game import BEAN, LEFT, NONE, Boards, Game, foresee
 from snakes.networks import Actor, Critic
 from snakes.policy import Policy
-from snakes.search import DOUBT, GAMMA, LAMBDA, MARGIN, Search, load_search
+from snakes.search import DOUBT, GAMMA, LAMBDA, MARGIN, NEAR, TRAP, Search, load_search
+from snakes.submission_template import distance, escape
 
 pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
 
@@ -44,32 +46,52 @@ def looks(search: Search, boards: Boards) -> tuple[np.ndarray, np.ndarray]:
         return search.actor.layers(rows).numpy(), np.array(expected)
 
 
+def free_ways(boards: Boards) -> np.ndarray:
+    """Tell which ways of each snake of one board lead to a free cell: (6, 3)."""
+    seen = np.empty((2, 1, 3, FEATURES), np.float32)
+    observe(boards, 0, seen[0])
+    observe(boards, 1, seen[1])
+    return seen.reshape(6, FEATURES)[:, [0, 13, 26]] > 0
+
+
 def play_on(search: Search, game: Game, team: int, b: int, ways: list[int]) -> float:
     """A board's value, by a game of its own: the mean of what n steps and then the critic say, for all n."""
-    after = Boards(*(array[b : b + 1].copy() for array in game.boards))
+    after = Game(1)
+    for array, of_all in zip(after.boards, game.boards, strict=True):
+        array[0] = of_all[b]
     own, others = np.r_[3 * team : 3 * team + 3], np.r_[3 - 3 * team : 6 - 3 * team]
-    gained, answers = 0.0, []
+    gained, lost, answers = 0.0, 0.0, []
     for step in range(search.depth):
-        before = after.lengths[0].astype(int)
+        before = after.boards.lengths[0].astype(int)
         rewards, died = np.zeros((1, 6), np.int16), np.zeros((1, 6), np.bool_)
-        foresee(after, DIRECTION[after.headings, [ways]], rewards, died)
-        gains = after.lengths[0].astype(int) - before
+        foresee(after.boards, DIRECTION[after.boards.headings, [ways]], rewards, died)
+        if step == 0:
+            bodies = after.bodies(0)
+            lost = sum((len(bodies[s]) - 3) * (1 - escape(bodies, s) / LIMIT) for s in own)
+        gains = after.boards.lengths[0].astype(int) - before
         gained += GAMMA**step * (gains[own].sum() - gains[others].sum())
-        logits, expected = looks(search, after)
+        logits, expected = looks(search, after.boards)
         answers.append(gained + GAMMA ** (step + 1) * expected[own].mean())
         ways = logits.argmax(1).tolist()
     weights = [(1 - LAMBDA) * LAMBDA**step for step in range(search.depth)]
     weights[-1] /= 1 - LAMBDA
-    return float(np.dot(weights, answers))
+    return float(np.dot(weights, answers)) - TRAP * lost
 
 
-def value(search: Search, game: Game, team: int, b: int, ways: list[int]) -> float:
-    """A board's value, with one rival at a time that takes its second way."""
+def value(search: Search, game: Game, s: int, b: int, ways: list[int]) -> float:
+    """A board's value for the choice of a snake, with one rival near it at a time that takes another way."""
+    team = s // 3
+    heads = [body[0] for body in game.bodies(b)]
     logits, _ = looks(search, Boards(*(array[b : b + 1] for array in game.boards)))
-    total = (1 - 3 * DOUBT) * play_on(search, game, team, b, ways)
+    plain = play_on(search, game, team, b, ways)
+    total = plain
     for rival in np.r_[3 - 3 * team : 6 - 3 * team]:
-        second = int(np.argsort(-logits[rival])[1])
-        total += DOUBT * play_on(search, game, team, b, [*ways[:rival], second, *ways[rival + 1 :]])
+        if distance(heads[s], heads[rival]) > NEAR:
+            continue
+        _, *others = np.argsort(-logits[rival])
+        for doubt, way in zip(DOUBT, others, strict=True):
+            other = play_on(search, game, team, b, [*ways[:rival], int(way), *ways[rival + 1 :]])
+            total += doubt * (other - plain)
     return total
 
 
@@ -83,11 +105,15 @@ def test_a_team_leaves_the_actors_ways_for_better_ones_in_turn(search: Search, t
     Policy(search.actor)(game.boards, 1, plain)
     changed = 0
     for b in range(20):
+        free = free_ways(Boards(*(array[b : b + 1] for array in game.boards)))
         headings = game.boards.headings[b]
         ways = [DIRECTION[headings[s]].tolist().index(plain[b, s]) for s in range(6)]
         for s in range(3 * team, 3 * team + 3):
-            values = [value(search, game, team, b, [*ways[:s], way, *ways[s + 1 :]]) for way in range(3)]
+            values = [value(search, game, s, b, [*ways[:s], way, *ways[s + 1 :]]) for way in range(3)]
             values[ways[s]] += MARGIN
+            for way in range(3):
+                if not free[s][way] and way != ways[s]:
+                    values[way] = -np.inf
             changed += ways[s] != int(np.argmax(values))
             ways[s] = int(np.argmax(values))
         wanted = DIRECTION[headings, ways]
