@@ -50,17 +50,13 @@ class Search(Policy):
     @torch.no_grad()
     def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
         seen = torch.cat([self.look(boards, side) for side in (0, 1)], dim=1)
-        ranks = self.rank(seen)
+        ranks = _rank(self.actor.layers(seen))
         ways = ranks[..., 0].copy()
         free = seen[..., : WAYS * PER_WAY : PER_WAY].cpu().numpy() > 0
         for s in range(3 * team, 3 * team + 3):
             ways[:, s] = self.choose(boards, s, ways, ranks, free[:, s])
         snakes = slice(3 * team, 3 * team + 3)
         actions[:, snakes] = DIRECTION[boards.headings[:, snakes], ways[:, snakes]]
-
-    def rank(self, seen: torch.Tensor) -> np.ndarray:
-        """Sort the ways of snakes, the most probable first: (..., WAYS)."""
-        return self.actor.layers(seen).argsort(stable=True, dim=-1, descending=True).cpu().numpy()
 
     def choose(self, boards: Boards, s: int, ways: np.ndarray, ranks: np.ndarray, free: np.ndarray) -> np.ndarray:
         """Choose a way of one snake, of its free ones and that of `ways`, which are all snakes': (n,)."""
@@ -104,12 +100,19 @@ class Search(Policy):
             gains = rewards.reshape(-1, 2, 3).sum(2)
             lead = gains[:, team] - gains[:, 1 - team]
             sides = [self.look(boards, side) for side in (0, 1)]
-            expected = (self.actor(sides[team]) * self.critic(sides[team])).sum(-1).mean(-1).cpu().numpy()
+            preferences = [self.actor.layers(seen) for seen in sides]
+            values = preferences[team].softmax(-1) * self.critic(sides[team])
+            expected = values.sum(-1).mean(-1).cpu().numpy()
             is_last = step == self.depth - 1
             total += weight * (lead + GAMMA * (1.0 if is_last else 1 - LAMBDA) * expected)
             weight *= GAMMA * LAMBDA
-            ways = np.concatenate([self.rank(seen)[..., 0] for seen in sides], axis=1)
+            ways = _rank(torch.cat(preferences, dim=1))[..., 0]
         return total
+
+
+def _rank(preferences: torch.Tensor) -> np.ndarray:
+    """Sort the ways of snakes, the most probable first: (..., WAYS)."""
+    return preferences.argsort(stable=True, dim=-1, descending=True).cpu().numpy()
 
 
 def _pick(boards: Boards, which: np.ndarray) -> Boards:
