@@ -5,7 +5,7 @@ Of the newest run, or any other, to `submission.py` in this folder, or elsewhere
     python export.py latest
     python export.py run3:2000 --output /tmp/submission.py
 
-The file needs NumPy alone. What to expect: under half a megabyte, 0.1 s for the first call of a step,
+The file needs NumPy alone. What to expect: under half a megabyte, 0.1 to 0.2 s for the first call of a step,
 which moves all three snakes, and 27 MB of memory; the platform allows two seconds and 500 MB.
 """
 
