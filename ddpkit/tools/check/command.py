@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from functools import partial
-from types import FrameType
 
 from ...errors import LaunchError
 from ...launch.detection import detect_launch
 from ...launch.launch import Launch
-from ..script.ranks import Body, Ranks, environment
+from ..script.ranks import Body, Ranks, environment, exit_when_terminated
 from ..script.running import Script
 from . import report
 from .findings.all import find_all
@@ -52,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         return _refuse(f"{args.script}: there is no such file.")
     if args.ranks < 2 or args.steps < 1 or args.timeout <= 0:
         return _refuse("-n must be at least 2, --steps at least 1, --timeout positive.")
-    signal.signal(signal.SIGTERM, _exit)
+    exit_when_terminated()
     script = Script(args.script, args.arguments, args.module)
     body = partial(be_rank, script, args.steps)
     if launch.kind == "single":
@@ -94,7 +92,3 @@ def _report(args: argparse.Namespace, outcome: Outcome) -> int:
 def _refuse(reason: str) -> int:
     print(f"ddpkit check: {reason}", file=sys.stderr)
     return _BAD_SCRIPT
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)

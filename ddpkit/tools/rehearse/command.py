@@ -7,12 +7,11 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 from pathlib import Path
-from types import FrameType
 
+from ..script.ranks import exit_when_terminated
 from ..script.running import Script
 from ..terminal import announce
 from . import report
@@ -32,32 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trials", type=int, default=_TRIALS, metavar="N", help=f"runs that are disturbed ({_TRIALS})")
     add("--seed", type=int, default=0, metavar="N", help="of the disturbances (0)")
     add("--only", type=int, metavar="N", help="repeat this trial alone")
-    add("--kinds", default=_DEFAULTS["kinds"], metavar="KIND,KIND", help=f"of disturbances ({_DEFAULTS['kinds']})")
-    add(
-        "--again",
-        default=_DEFAULTS["again"],
-        metavar="ARGS",
-        help="more arguments of the script when started again",
-    )
+    add("--kinds", metavar="KIND,KIND", help=f"of disturbances ({_DEFAULTS['kinds']})")
+    add("--again", metavar="ARGS", help="more arguments of the script when started again")
     add("--exact", action="store_true", help="the tensors in its files must be equal bit for bit")
-    add("--grace", type=float, default=30.0, metavar="SECONDS", help="in which all ranks must end once one has (30)")
-    add("--timeout", type=float, default=180.0, metavar="SECONDS", help="bound on a time without steps (180)")
-    add(
-        "--device",
-        choices=("cpu", "cuda"),
-        default=_DEFAULTS["device"],
-        help="hide the GPUs, or do not (cpu)",
-    )
-    add(
-        "--keep",
-        type=Path,
-        metavar="FOLDER",
-        help="keep the files of the undisturbed runs and of those that went wrong",
-    )
+    add("--grace", type=float, metavar="SECONDS", help="in which all ranks must end once one has (30)")
+    add("--timeout", type=float, metavar="SECONDS", help="bound on a time without steps (180)")
+    add("--device", choices=("cpu", "cuda"), help="hide the GPUs, or do not (cpu)")
+    add("--keep", type=Path, metavar="FOLDER", help="keep the files of undisturbed runs and of those that went wrong")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("-m", "--module", action="store_true", help="the script is the name of a module, as for `python -m`")
     add("script", help=f"the training script; what follows is its own, and {FOLDER} in it is each run's own folder")
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(**_DEFAULTS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if refusal:
         print(f"ddpkit rehearse: {refusal}", file=sys.stderr)
         return _BAD_SCRIPT
-    signal.signal(signal.SIGTERM, _exit)
+    exit_when_terminated()
     folder = args.keep or Path(tempfile.mkdtemp(prefix="ddpkit-rehearse-"))
     try:
         return _rehearse(args, folder.resolve())
@@ -147,7 +132,3 @@ def _repeat(args: argparse.Namespace, number: int) -> str:
         if getattr(args, flag):
             words.append(f"--{flag}")
     return shlex.join([*words, args.script, *args.arguments])
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)

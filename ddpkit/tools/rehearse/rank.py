@@ -269,15 +269,19 @@ class Steps:
         self._events.note("step")
 
 
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _describe(optimizer: Optimizer) -> str:
     """Describe an optimizer by its class and the size of its weights, which a script that starts again makes alike."""
-    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors = _parameters_of(optimizer)
     return f"{type(optimizer).__name__} {len(tensors)} {sum(tensor.numel() for tensor in tensors)}"
 
 
 def _some_elements(optimizer: Optimizer) -> list[float]:
     """Return elements from everywhere in an optimizer's weights; parts of a flat parameter of FSDP are left out."""
-    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors = _parameters_of(optimizer)
     each = max(1, _ELEMENTS // max(1, len(tensors)))
     elements: list[float] = []
     for tensor in tensors:

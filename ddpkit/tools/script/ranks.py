@@ -180,6 +180,11 @@ def _describe_status(status: int) -> str:
     return f"exited with code {os.WEXITSTATUS(status)}"
 
 
+def exit_when_terminated() -> None:
+    """Let SIGTERM end this process as an exception does, so that what it has begun is ended, too."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 class Ranks:
     """The ranks of this machine: a context that leaves no process behind.
 
