@@ -23,13 +23,12 @@ from ..errors import LaunchError
 from . import sockets
 from .polling import Pause, call_with_timeout
 from .session import Session
-from .sockets import is_listening
+from .sockets import is_listening, probe
 from .startup import host_address
 from .store_values import parse
 from .tcp_store import connect, reachable
 from .vacancy import Notice
 
-_PROBE = 2.0  # seconds in which a host that can be reached accepts or refuses a connection
 _READING = 2.0  # seconds in which the others read an answer
 _BETWEEN_PROBES = 0.05  # seconds
 _LEADERS_PATIENCE = 10.0  # seconds that others wait longer than the one that leads
@@ -185,14 +184,14 @@ class Refuge:
 
     def has_ended(self, member: int) -> bool:
         """Return whether a member's process has ended: its host refuses connections to it."""
-        return _answers(self.addresses[member]) is False
+        return probe(*self.addresses[member]) is False
 
     def _ask(self, members: Collection[int]) -> dict[int, bool | None]:
         """Return of each member whether it accepts a connection: all at once, for each may take its time."""
         found: dict[int, bool | None] = {}
 
         def ask(member: int) -> None:
-            found[member] = _answers(self.addresses[member])
+            found[member] = probe(*self.addresses[member])
 
         threads = [threading.Thread(target=functools.partial(ask, member), daemon=True) for member in members]
         for thread in threads:
@@ -238,7 +237,7 @@ class Refuge:
         for member in lost:
             if self._store.check([_arrival_key(member)]):
                 arrival, _ = self._read_arrival(member)
-                if _answers(arrival.address) is False:
+                if probe(*arrival.address) is False:
                     self._store.delete_key(_arrival_key(member))
                 else:
                     found.append(member)
@@ -252,7 +251,7 @@ class Refuge:
         """
         deadline = time.monotonic() + timeout.total_seconds()
         for member in notice.members:
-            if _answers(self.addresses[member]):
+            if probe(*self.addresses[member]):
                 decision, store = self._follow(member, me, max(0.0, deadline - time.monotonic()))
                 if decision is not None:
                     return self._accept(decision), store
@@ -355,17 +354,6 @@ class Refuge:
         self._seniority = decision.seniority
         self.addresses = dict(zip(decision.members, decision.addresses, strict=True))
         return decision
-
-
-def _answers(address: Address) -> bool | None:
-    """Return whether a host accepts a connection to an address; None if the host cannot be reached."""
-    try:
-        sockets.connect(*address, _PROBE).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _arrival_key(member: int) -> str:

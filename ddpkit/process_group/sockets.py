@@ -22,6 +22,7 @@ from ..errors import LaunchError
 
 LOOPBACKS = ("lo", "lo0")  # names of the loopback interface
 SETTLE = 0.5  # seconds in which collectives that can still end do
+_PROBE = 2.0  # seconds in which a host that can be reached accepts or refuses a connection
 
 
 def listen(address: str, one_node: bool) -> tuple[socket.socket, tuple[str, int]]:
@@ -62,12 +63,20 @@ def connect(address: str, port: int, timeout: float) -> socket.socket:
     return socket.create_connection((encoded(address), port), timeout)
 
 
+def probe(address: str, port: int) -> bool | None:
+    """Return whether somebody listens there; None if the host cannot be reached."""
+    try:
+        connect(address, port, _PROBE).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
 def is_listening(address: str, port: int) -> bool:
-    """Return whether somebody listens there, as far as that can be told at once."""
-    with suppress(OSError):
-        connect(address, port, 2.0).close()
-        return True
-    return False
+    """Return whether somebody listens there and can be reached."""
+    return probe(address, port) is True
 
 
 def encoded(address: str) -> Any:

@@ -246,13 +246,20 @@ def connect_to_store(address: str, port: int, timeout: Any) -> Store:
     return Store(_Now.network.stores[address, port], timeout)
 
 
-def is_listening(address: str, port: int) -> bool:
-    """Return whether somebody listens there, as far as that can be told at once."""
+def probe(address: str, port: int) -> bool | None:
+    """Do as `sockets.probe()`."""
     try:
         _Now.network.connect((address, port), 2.0).close()
-    except OSError:
+    except ConnectionRefusedError:
         return False
+    except OSError:
+        return None
     return True
+
+
+def is_listening(address: str, port: int) -> bool:
+    """Return whether somebody listens there and can be reached."""
+    return probe(address, port) is True
 
 
 def _wait_for_listener(address: str, port: int, deadline: float) -> None:
@@ -373,7 +380,13 @@ def put_in_place() -> None:
     """Put the simulated world under the modules of the protocol, for good in this process."""
     words = {"time": TIME, "threading": _threading, "socket": _socket, "selectors": _selectors, "dist": DIST}
     real = {"time": time, "threading": threading, "socket": socket, "selectors": selectors, "dist": dist}
-    calls = {sockets.connect: _connect, sockets.listen: _listen, sockets.cut: _cut, sockets.is_listening: is_listening}
+    calls = {
+        sockets.connect: _connect,
+        sockets.listen: _listen,
+        sockets.cut: _cut,
+        sockets.probe: probe,
+        sockets.is_listening: is_listening,
+    }
     for found in pkgutil.iter_modules(process_group.__path__):
         module = importlib.import_module(f"{process_group.__name__}.{found.name}")
         for word, simulated in words.items():
