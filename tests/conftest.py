@@ -71,9 +71,9 @@ _TOGETHER = (
 _WAITING = ("tests/tools/", "tests/process_group/")
 _WAITERS = ("gw0", "gw1")
 
-# of how many variants each test of the storm is shown, drawn at random; of all if it is not set
+# how many variants of each test of the storm run, drawn at random; all if it is not set
 _VARIANTS = int(os.environ.get("VARIANTS", sys.maxsize))
-_SEED = os.environ.get("SEED", "1")
+_VARIANTS_SEED = os.environ.get("VARIANTS_SEED", "1")
 
 # scripts, which train as soon as they are imported
 collect_ignore = [f"check/{kind}" for kind in ("wrong", "mended", "correct", "slow", "quick")]
@@ -95,7 +95,7 @@ def pytest_report_header() -> list[str]:
     """Say which tests are left out, so that nobody takes them for passed."""
     header = [f"left out: {files}, without {_missing(_OF_EXAMPLES[files])}" for files in collect_ignore_glob]
     if "VARIANTS" in os.environ:
-        header.append(f"left out: of each test of the storm all but {_VARIANTS} variants, drawn with SEED={_SEED}")
+        header.append(f"left out: all but {_VARIANTS} variants of each storm test, VARIANTS_SEED={_VARIANTS_SEED}")
     return header
 
 
@@ -140,7 +140,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {
         item
         for test, each in variants.items()
-        for item in random.Random(f"{_SEED} {test}").sample(each, max(0, len(each) - _VARIANTS))
+        for item in random.Random(f"{_VARIANTS_SEED} {test}").sample(each, max(0, len(each) - _VARIANTS))
     }
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

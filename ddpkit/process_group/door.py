@@ -55,7 +55,7 @@ class Door(threading.Thread):
         self._on_arrival = on_arrival
         self.store = store
         self._has_told = False
-        self._telling = threading.Lock()  # in the store that this process hosts
+        self._acting = threading.Lock()  # so that nothing is done after `close()`
         self._over = threading.Event()
         self.start()
 
@@ -69,8 +69,13 @@ class Door(threading.Thread):
                     self._tell_at(*self._notice.master_address)
                 arrived = self._refuge.arrived(self._notice.vacant) if self._refuge else []
                 if arrived:
-                    self._on_arrival(arrived)
+                    self._let_in(arrived)
                     break
+
+    def _let_in(self, arrived: list[int]) -> None:
+        with self._acting:
+            if not self._over.is_set():
+                self._on_arrival(arrived)
 
     def _is_needed(self) -> bool:
         return bool(self._notice.vacant) or (self._tells and not self._has_told)
@@ -78,7 +83,7 @@ class Door(threading.Thread):
     def close(self) -> dist.Store | None:
         """Let nobody in any more; return the store. The thread may take a moment to end."""
         self._over.set()
-        with self._telling:
+        with self._acting:
             store, self.store = self.store, None
         return store
 
@@ -89,7 +94,7 @@ class Door(threading.Thread):
         if self.store is None and is_listening(host, port):
             _refuse_start(connect(host, port, _PATIENCE), self._notice)
         elif self.store is not None or self._is_at_master:
-            with self._telling:
+            with self._acting:
                 if self._over.is_set():
                     return
                 self.store = self.store or host_store(host, port)

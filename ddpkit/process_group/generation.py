@@ -44,7 +44,10 @@ class Generation:
 
     @classmethod
     def refuse(cls, store: dist.Store, failure: Failure) -> None:
-        """Begin a generation that is given up already, in a store where nobody else begins one meanwhile."""
+        """Begin a generation that is given up already, in a store where nobody else begins one meanwhile.
+
+        The reason is there first: who sees a generation without one would take it for a start, or for another job.
+        """
         record_failure(cls(store, add(store, _NUMBER, 0) + 1).store, failure)
         cls.new(store)
 

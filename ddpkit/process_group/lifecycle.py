@@ -120,10 +120,8 @@ def setup(
 
 
 def leave_to_rejoin() -> None:
-    """Leave a job that has lost ranks, as `teardown()` does; its store stays open, and nobody has to wait."""
-    if _job is not None:
-        _job.hosts_store = False
-    teardown()
+    """Leave a job that has lost ranks, without waiting for others: the caller keeps its store open for them."""
+    _leave(lingers=False)
 
 
 def rejoin(
@@ -131,7 +129,7 @@ def rejoin(
     store: dist.Store,
     rank: int,
     world_size: int,
-    is_host: bool,
+    store_host: int,
     lost: Callable[[], str],
 ) -> Context:
     """Join the job of those who go on where others were lost. Collective among these.
@@ -141,11 +139,13 @@ def rejoin(
         store: Where they meet.
         rank: This process's number among them.
         world_size: Their number.
-        is_host: Whether this process hosts the store.
+        store_host: The one of them that hosts the store.
         lost: Returns which of them has ended while they join, "" if none has.
     """
     origin = checked_origin(None, store, rank, world_size)
-    return _join(replace(asked, origin=replace(origin, lost=lost, is_host=is_host))).context
+    job = _join(replace(asked, origin=replace(origin, lost=lost, store_host=store_host)))
+    job.hosts_store = rank == store_host
+    return job.context
 
 
 def asked_options() -> Options:
@@ -172,7 +172,7 @@ def interrupt(failure: Failure) -> bool:
     """Raise in the main threads of all ranks, as when one has failed; any thread may call it.
 
     Returns:
-        False if this process is alone, and nothing was done.
+        False if this process is in no job of several, and nothing was done.
     """
     job = _job
     if job is None or job.session is None:
@@ -280,7 +280,7 @@ def _install_hooks(job: Job) -> None:
 def teardown() -> None:
     """Leave the job and destroy the group that `setup()` made; harmless when there is none. Runs at exit by itself.
 
-    It waits for no other rank, except that rank 0 stays for at most 2 s if it hosts the store and others are still
+    It waits for no other rank, except that the one that hosts the store stays for at most 2 s while others are still
     leaving. After a failure, or if the store does not answer, it may take a few seconds.
 
     Where it is called in an `except` or `finally` block, ranks that wait for this one hear of the exception. If the
@@ -296,12 +296,13 @@ def teardown() -> None:
     _leave(error)
 
 
-def _leave(error: BaseException | None = None, at_exit: bool = False) -> None:
+def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: bool = True) -> None:
     """Leave the job.
 
     Args:
         error: What is being handled, or has ended the process.
         at_exit: Whether the process is ending. Its exit code then tells whether this rank has failed.
+        lingers: Whether the host of the store waits for those who still need it.
     """
     global _job, _departed
     if _job is not None:
@@ -328,7 +329,7 @@ def _leave(error: BaseException | None = None, at_exit: bool = False) -> None:
         _departed = job
     say_goodbye(job, session, None if failed else error, at_exit)
     destroy_group(job, session)  # before lingering: it frees ranks stuck with us
-    session.leave(job.hosts_store)
+    session.leave(lingers and job.hosts_store)
     if job.monitor and at_exit:
         job.monitor.hand_over()
 

@@ -463,7 +463,7 @@ class Monitor(threading.Thread):
             return
         if time.monotonic() > deadline + GRACE:
             words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
-            self._on_failure(self._failure_of(0, "silent", words))
+            self._on_failure(self._failure_of(self._session.store_host, "silent", words))
 
     def _delay(self, failure: Failure) -> float:
         """Return the seconds in which this rank may find by itself what the other has found."""

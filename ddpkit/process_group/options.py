@@ -25,13 +25,13 @@ class Origin:
         launch: Its place in the job.
         store: Where the ranks meet.
         lost: Returns what became of a process without which this one cannot join, "" while all live.
-        is_host: Whether this process hosts the store.
+        store_host: The rank that hosts the store.
     """
 
     launch: Launch | None = None
     store: dist.Store | None = None
     lost: Callable[[], str] | None = None
-    is_host: bool = False
+    store_host: int = 0
 
 
 @dataclass(frozen=True)

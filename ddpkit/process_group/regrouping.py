@@ -37,6 +37,10 @@ _DECIDED = "decided"
 Address = tuple[str, int]
 
 
+class LeftBehind(LaunchError):
+    """The others go on without this rank."""
+
+
 @dataclass(frozen=True)
 class Arrival:
     """What a member says when it asks to go on.
@@ -350,9 +354,9 @@ class Refuge:
         if decision.refusal:
             raise LaunchError(f"The ranks that are left cannot go on: {decision.refusal}.")
         if self.address not in decision.addresses:
-            raise LaunchError("The other ranks have gone on without this one, which they took for lost.")
+            raise LeftBehind("The other ranks have gone on without this one, which they took for lost.")
         self._seniority = decision.seniority
-        self.addresses = dict(zip(decision.members, decision.addresses, strict=True))
+        self.addresses |= dict(zip(decision.members, decision.addresses, strict=True))
         return decision
 
 

@@ -36,7 +36,7 @@ from .own_failure import fill_error_file
 from .polling import call_with_timeout
 from .rendezvous import complete_launch, join, raise_if_orphaned
 from .session import Session
-from .sockets import LOOPBACKS, connect_to_monitor, is_listening, is_loopback, listen, sockets
+from .sockets import LOOPBACKS, connect_to_monitor, is_loopback, listen, probe, sockets
 from .store_values import parse, without_prefixes
 from .tcp_store import PortTaken, find_master, open_store, reachable, store_outlives_ranks
 
@@ -135,7 +135,7 @@ def assemble(job: Job) -> None:
         opened = _open_store(launch, is_host, asked.timeout, orphaned)
 
     session, members, listener = _join(job, opened, orphaned)
-    job.hosts_store = (is_host or asked.origin.is_host) and not adopted
+    job.hosts_store = is_host and not adopted
     if asked.watch:
         _start_monitor(job, session, members, listener, opened)
     backend_asked = _backend_of_group() if adopted else asked.backend
@@ -158,7 +158,13 @@ def _backend_of_group() -> str:
     return name
 
 
-def _open_store(launch: Launch, is_host: bool, timeout: timedelta, orphaned: Callable[[], str]) -> OpenStore:
+def _open_store(
+    launch: Launch,
+    is_host: bool,
+    timeout: timedelta,
+    orphaned: Callable[[], str],
+    tries_again: bool = True,
+) -> OpenStore:
     address, port = launch.master_addr, launch.master_port
     if (address, port) in _stores:
         return _stores[address, port]
@@ -174,8 +180,8 @@ def _open_store(launch: Launch, is_host: bool, timeout: timedelta, orphaned: Cal
             opened = OpenStore(store, address, port)
     except PortTaken as error:
         if not is_child_of_rank(error.address, error.port, launch.world_size):
-            if not is_listening(error.address, error.port):  # any more: a job that goes on elsewhere has moved
-                return _open_store(launch, is_host, timeout, orphaned)
+            if tries_again and probe(error.address, error.port) is False:  # who was there may have just left
+                return _open_store(launch, is_host, timeout, orphaned, tries_again=False)
             refuse_job(error.address, error.port, str(error))  # the other rank 0 and its peers, if they hold the port
             raise LaunchError(str(error)) from None
         opened = OpenStore(dist.HashStore(), error.address, error.port)  # a job of its own, of one rank
@@ -203,6 +209,7 @@ def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Ses
     nodes = members.node_of_each()
     hosts = [members.nodes[node] for node in nodes]
     session = Session(store, me.rank, hosts, timeout, nodes, orphaned)
+    session.store_host = job.asked.origin.store_host
     job.session = session
     job.group = reference(current_group())
     job.launch = complete_launch(launch, members)

@@ -34,6 +34,7 @@ class Waits:
         orphaned: Returns what became of the process that must outlive this one, "" while it lives.
 
     Attributes:
+        store_host: The rank that hosts the store, if one does.
         monitor: Returns the thread that can ask the other ranks, as long as there is one; a weak reference to it.
         clock: How long the parts of this rank's steps take.
     """
@@ -42,6 +43,7 @@ class Waits:
         self.store = store
         self.rank = rank
         self.hosts = hosts
+        self.store_host = 0
         self.failures = Failures(store, rank, hosts, orphaned)
         self.monitor: Callable[[], Any] = _no_monitor
         self.clock = StepClock()
@@ -86,7 +88,8 @@ class Waits:
                 yield
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             words = f"the connection to the store that it hosts, or its agent, broke: {error}"
-            raise self.find_cause(host=0) or PeerError(0, self.hosts[0], "lost", words) from error
+            host = self.store_host
+            raise self.find_cause(host) or PeerError(host, self.hosts[host], "lost", words) from error
 
     def find_cause(self, host: int | None = None) -> DdpkitError | None:
         """Wait until it is known who failed or left: the cause of a broken connection. None if nobody did.

@@ -23,7 +23,7 @@ from ..process_group.failures import Failure
 from ..process_group.job import Context
 from ..process_group.main_thread import undisturbed
 from ..process_group.options import ChooseDevice, Options, Origin, checked_options
-from ..process_group.regrouping import Arrival, Decision, Refuge
+from ..process_group.regrouping import Arrival, Decision, LeftBehind, Refuge
 from ..process_group.rendezvous import StoreLost
 from ..process_group.sockets import is_listening
 from ..process_group.startup import hosted_store, offer_store
@@ -123,6 +123,7 @@ def survive(
                     "An attempt of survive() was not entered: for attempt in survive(...): with attempt: ..."
                 )
             if attempt.lost is None:
+                survivors.remember_end()
                 break
             survivors.go_on(attempt.lost)
     finally:
@@ -241,15 +242,17 @@ class _Survivors:
                 self.begin(lifecycle.setup(timeout=timeout, **options))
                 return
             except Vacancy as vacancy:
-                asked = checked_options(timeout=timeout, watch=True, origin=Origin(), **options)
-                if self.take_place(Notice.from_json(vacancy.notice), asked):
-                    return
                 if time.monotonic() > deadline:
                     raise
+                notice = Notice.from_json(vacancy.notice)
             except StoreLost as lost:  # of a rank that has ended, too, or of a job that goes on elsewhere
                 if time.monotonic() > deadline:
                     raise
                 log.warning("trying to join again: %s", lost)
+                continue
+            # only now, when the error has gone, by which the store would stay open that a new rank 0 has opened
+            if self.take_place(notice, checked_options(timeout=timeout, watch=True, origin=Origin(), **options)):
+                return
 
     def begin(self, context: Context) -> None:
         """Begin with all ranks of the job."""
@@ -297,7 +300,8 @@ class _Survivors:
         except RuntimeError as error:
             try:
                 self.go_on(error)
-            except LaunchError:  # the others go on without this rank, which was there for no step yet
+            except LeftBehind as reason:  # this rank was there for no step yet, and can come again
+                log.warning("trying to join again: %s", reason)
                 self._close_refuge()
                 return False
         return True
@@ -326,7 +330,6 @@ class _Survivors:
             lifecycle.leave_to_rejoin()
             decision, store = self._refuge.regroup(self._arrival(), self._members, self._least, gone)
             self._check_progress(decision, before, lost)
-            self._members = decision.members  # also if they do not come together, for some may be new
             try:
                 self._join(decision, store)
                 break
@@ -334,6 +337,9 @@ class _Survivors:
                 if decision.members == tried and not any(map(self._refuge.has_ended, tried)):
                     raise
                 tried = decision.members
+            self._members = sorted({*self._members, *tried})  # those who have just come are waited for, too
+            gone = []  # a new process may have come in such a place
+        self._members = decision.members
         if request is not None:
             lifecycle.ask_to_stop(request)
         if decision.leader == self._refuge.member:
@@ -364,8 +370,8 @@ class _Survivors:
         store = dist.PrefixStore(f"job {decision.regrouping}", store)
         refuge = self._refuge
         members = decision.members
-        leads = decision.leader == refuge.member  # and hosts the store
-        needed = members if leads else [decision.leader]
+        host = members.index(decision.leader)
+        needed = members if decision.leader == refuge.member else [decision.leader]
         is_joining = True
 
         def lost() -> str:
@@ -375,11 +381,12 @@ class _Survivors:
                 if store.check([_GIVEN_UP]):
                     return "another has given up"
             found = ", ".join(f"member {member} has ended" for member in needed if refuge.has_ended(member))
-            return found if is_joining else ""  # that was asked, may have come together meanwhile, and then one ended
+            # asking takes time, in which all may have joined; the watch tells of one that has ended after that
+            return found if is_joining else ""
 
         rank = members.index(refuge.member)
         try:
-            self.context = lifecycle.rejoin(self._asked, store, rank, len(members), leads, lost)
+            self.context = lifecycle.rejoin(self._asked, store, rank, len(members), host, lost)
         except BaseException:
             with suppress(RuntimeError):
                 store.set(_GIVEN_UP, "")
@@ -420,6 +427,11 @@ class _Survivors:
             self._store = self._door.close()  # it stays open, for somebody may be asking there
         self._door = self._returning = None
 
+    def remember_end(self) -> None:
+        """Remember that the job has ended well: what is still told of it is out of date."""
+        if self._refuge is not None:
+            keep_in_mind(self._refuge.addresses[member] for member in self._members)
+
     def _close_refuge(self) -> None:
         if self._refuge is not None:
             self._refuge.close()
@@ -432,10 +444,8 @@ class _Survivors:
         if error is not None:
             self._close_refuge()
             lifecycle.report(error)
-        elif self._refuge is not None:
-            keep_in_mind(self._refuge.addresses.values())
         lifecycle.teardown()
-        self._close_refuge()  # only now, for the others may still be leaving by the store in it
+        self._close_refuge()  # after the others have left, who need the store in it
         if self._store is not None and self._master is not None:
             launch = ranks.current_launch()
             if launch.rank == 0:

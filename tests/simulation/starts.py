@@ -204,7 +204,7 @@ class Start:
         if self._server is not None:
             return Store(self._server, timeout)
         if job.launch.rank == 0:
-            return self._host(job.launch.world_size)
+            return self._host(job.launch.world_size, tries_again=True)
         deadline = monotonic() + timeout.total_seconds()
         while monotonic() < deadline:
             with suppress(LaunchError):  # torch's client tries again and again
@@ -212,13 +212,13 @@ class Start:
             sleep(0.05)
         raise LaunchError("Nobody answers")
 
-    def _host(self, size: int) -> Store:
+    def _host(self, size: int, tries_again: bool) -> Store:
         try:
             return HostedStore(*self._master)
         except RuntimeError as error:
             is_child_of_rank(*self._master, size)
-            if not is_listening(*self._master):
-                return self._host(size)
+            if tries_again and not is_listening(*self._master):
+                return self._host(size, tries_again=False)
             raise LaunchError(f"the port of rank 0 is taken: {error}") from None
 
     def _fail(self, mine: Rank, job: Job, error: BaseException) -> None:

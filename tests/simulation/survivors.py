@@ -76,11 +76,12 @@ class Survivor:
         store: PrefixStore,
         rank: int,
         size: int,
-        is_host: bool,
+        store_host: int,
         lost: Callable[[], str],
     ) -> Context:
         """Do as `lifecycle.rejoin()`."""
         launch = Launch("platform", rank, size)
+        asked = replace(asked, origin=replace(asked.origin, store_host=store_host))
         job = self.job = Job(launch, asked, context_of(launch, self.job.context.device))
         if size == 1:
             self.group = Group(self.start.world, 1)
@@ -91,8 +92,8 @@ class Survivor:
         with self._joining():
             session, members, listener = startup._join(job, opened, lost)
             startup._start_monitor(job, session, members, listener, opened)
-            job.hosts_store = is_host
             session.meet(session.count("group made"))
+        job.hosts_store = rank == store_host
         self._enter(members.token)
         return job.context
 
@@ -136,7 +137,7 @@ class Survivor:
 
     def leave_to_rejoin(self) -> None:
         """Do as `lifecycle.leave_to_rejoin()`."""
-        self.job.hosts_store = False
+        self.job.hosts_store = False  # as if it did not linger
         self.leave()
 
     def report(self, error: BaseException) -> None:
