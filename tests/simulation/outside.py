@@ -246,24 +246,8 @@ def connect_to_store(address: str, port: int, timeout: Any) -> Store:
     return Store(_Now.network.stores[address, port], timeout)
 
 
-def probe(address: str, port: int) -> bool | None:
-    """Do as `sockets.probe()`."""
-    try:
-        _Now.network.connect((address, port), 2.0).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def is_listening(address: str, port: int) -> bool:
-    """Return whether somebody listens there and can be reached."""
-    return probe(address, port) is True
-
-
 def _wait_for_listener(address: str, port: int, deadline: float) -> None:
-    while not is_listening(address, port):
+    while not sockets.is_listening(address, port):
         if monotonic() > deadline:
             raise process_group.sockets.LaunchError(f"Nobody answers at {address}:{port}")
         sleep(0.02)
@@ -380,13 +364,7 @@ def put_in_place() -> None:
     """Put the simulated world under the modules of the protocol, for good in this process."""
     words = {"time": TIME, "threading": _threading, "socket": _socket, "selectors": _selectors, "dist": DIST}
     real = {"time": time, "threading": threading, "socket": socket, "selectors": selectors, "dist": dist}
-    calls = {
-        sockets.connect: _connect,
-        sockets.listen: _listen,
-        sockets.cut: _cut,
-        sockets.probe: probe,
-        sockets.is_listening: is_listening,
-    }
+    calls = {sockets.connect: _connect, sockets.listen: _listen, sockets.cut: _cut}
     for found in pkgutil.iter_modules(process_group.__path__):
         module = importlib.import_module(f"{process_group.__name__}.{found.name}")
         for word, simulated in words.items():
@@ -412,7 +390,7 @@ def put_in_place() -> None:
     declining.wait_for_listener = _wait_for_listener
     regrouping.reachable = lambda host, port: host if host == "127.0.0.1" else _hostname()
     regrouping.host_address = lambda _: _hostname()
-    regrouping.sockets = SimpleNamespace(sockets=set, connect=_connect)
+    regrouping.sockets = SimpleNamespace(sockets=set)
     startup.Member = _claim
     startup.connect_to_monitor = _connect_to_monitor
     startup.reachable = lambda *_: _hostname()

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from outside import HostedStore, connect_to_store, is_listening, monotonic, sleep
+from outside import HostedStore, connect_to_store, monotonic, sleep
 from store import Server, Store
 from world import Killed, Process, Task, World
 
@@ -20,6 +20,7 @@ from ddpkit.process_group.declining import is_child_of_rank
 from ddpkit.process_group.job import Job, context_of
 from ddpkit.process_group.options import Options
 from ddpkit.process_group.session import Session
+from ddpkit.process_group.sockets import is_listening
 
 TIMEOUT = timedelta(seconds=10)
 BOUND = 60.0  # seconds in which everything must be over, whatever happens

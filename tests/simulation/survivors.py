@@ -191,7 +191,6 @@ def put_in_place() -> None:
     survival.ranks = SimpleNamespace(get_rank=lambda: _mine().job.launch.rank, current_launch=lambda: _mine().launch)
     survival.hosted_store = lambda _: _mine().store
     survival.offer_store = lambda *_: None
-    survival.is_listening = outside.is_listening
     survival.time = outside.TIME
     survival.dist = outside.DIST
     kept_states.lifecycle = survival.lifecycle
