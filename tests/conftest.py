@@ -71,9 +71,10 @@ _TOGETHER = (
 _WAITING = ("tests/tools/", "tests/process_group/")
 _WAITERS = ("gw0", "gw1")
 
-# how many variants of each test of the storm run, drawn at random; all if it is not set
-_VARIANTS = int(os.environ.get("VARIANTS", sys.maxsize))
-_VARIANTS_SEED = os.environ.get("VARIANTS_SEED", "1")
+# the share of the storm's tests that run, and at most how many variants of each, both drawn with a seed
+_STORM_SHARE = float(os.environ.get("STORM_SHARE", "1"))
+_STORM_VARIANTS = int(os.environ.get("STORM_VARIANTS", sys.maxsize))
+_STORM_SEED = os.environ.get("STORM_SEED", "1")
 
 # scripts, which train as soon as they are imported
 collect_ignore = [f"check/{kind}" for kind in ("wrong", "mended", "correct", "slow", "quick")]
@@ -94,8 +95,9 @@ def pytest_configure() -> None:
 def pytest_report_header() -> list[str]:
     """Say which tests are left out, so that nobody takes them for passed."""
     header = [f"left out: {files}, without {_missing(_OF_EXAMPLES[files])}" for files in collect_ignore_glob]
-    if "VARIANTS" in os.environ:
-        header.append(f"left out: all but {_VARIANTS} variants of each storm test, VARIANTS_SEED={_VARIANTS_SEED}")
+    if os.environ.keys() & {"STORM_SHARE", "STORM_VARIANTS"}:
+        share = f"STORM_SHARE={_STORM_SHARE} STORM_VARIANTS={_STORM_VARIANTS} STORM_SEED={_STORM_SEED}"
+        header.append(f"left out: much of the storm, by {share}")
     return header
 
 
@@ -137,11 +139,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("storm"):
             variants[item.nodeid.partition("[")[0]].append(item)
-    left_out = {
-        item
-        for test, each in variants.items()
-        for item in random.Random(f"{_VARIANTS_SEED} {test}").sample(each, max(0, len(each) - _VARIANTS))
-    }
+    left_out: set[pytest.Item] = set()
+    for test, each in variants.items():
+        draw = random.Random(f"{_STORM_SEED} {test}")
+        kept = int(_STORM_SHARE * min(len(each), _STORM_VARIANTS) + draw.random())  # a whole number, right on average
+        left_out.update(draw.sample(each, len(each) - min(len(each), kept)))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     missing = _missing(_OF_EXAMPLES["examples/digits/*"])
