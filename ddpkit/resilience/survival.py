@@ -323,13 +323,13 @@ class _Survivors:
         request = stop.request if stop.decision is None else stop.decision.request
         if lifecycle.has_unfinished():
             log.warning("a checkpoint that save(wait=False) has begun may not be there: save it again")
-        before = self._members
-        gone = [before[lost.rank]] if isinstance(lost, PeerError) and lost.error_type not in _UNSURE else []
+        members = self._members  # and those who come while others are lost again
+        gone = [members[lost.rank]] if isinstance(lost, PeerError) and lost.error_type not in _UNSURE else []
         tried: list[int] = []  # in vain; once more is right if one of them is stopped
         while True:
             lifecycle.leave_to_rejoin()
-            decision, store = self._refuge.regroup(self._arrival(), self._members, self._least, gone)
-            self._check_progress(decision, before, lost)
+            decision, store = self._refuge.regroup(self._arrival(), members, self._least, gone)
+            self._check_progress(decision, lost)
             try:
                 self._join(decision, store)
                 break
@@ -337,7 +337,7 @@ class _Survivors:
                 if decision.members == tried and not any(map(self._refuge.has_ended, tried)):
                     raise
                 tried = decision.members
-            self._members = sorted({*self._members, *tried})  # those who have just come are waited for, too
+            members = sorted({*members, *tried})
             gone = []  # a new process may have come in such a place
         self._members = decision.members
         if request is not None:
@@ -349,9 +349,9 @@ class _Survivors:
                 news += f" (at the beginning ranks {', '.join(map(str, decision.members))})"
             log.warning("%s: %s", news, str(lost).partition("\n")[0])
 
-    def _check_progress(self, decision: Decision, before: list[int], lost: RuntimeError) -> None:
+    def _check_progress(self, decision: Decision, lost: RuntimeError) -> None:
         """Raise what was taken for a loss if it comes again at the same step, and nobody is missing: it is a bug."""
-        if decision.members != before or isinstance(lost, RankReturns):
+        if decision.members != self._members or isinstance(lost, RankReturns):
             self._resumed_at = None
         elif decision.steps == self._resumed_at:
             raise lost
