@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from .launch import Launch
 
@@ -135,3 +136,12 @@ def environment_of(pid: int, processes: str | os.PathLike[str] = "/proc") -> dic
 def _stat(pid: int) -> list[str]:
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()  # state, parent, process group, session, terminal, ...
+
+
+def child_processes() -> list[int]:
+    """List the processes whose parent is this one; none where `/proc` does not tell."""
+    found: list[int] = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread has ended
+            found += map(int, file.read_text().split())
+    return found

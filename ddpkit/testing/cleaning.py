@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..launch.process_tree import child_processes
 from ..process_group import main_thread
 from ..torch_internals import count_groups
 
@@ -239,8 +239,4 @@ def _children() -> set[str]:
     multiprocessing.active_children()  # collects those that have ended
     if sys.platform != "linux":
         return {str(child.pid) for child in multiprocessing.active_children()}
-    found: set[str] = set()
-    for children in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):  # a thread has ended
-            found.update(children.read_text().split())
-    return found
+    return set(map(str, child_processes()))

@@ -27,7 +27,7 @@ from ...collectives.tensors import flat_bytes, is_dense
 from ..script.ranks import STACK_SIGNAL
 from ..script.recorder import Recorder
 from ..script.running import Script, describe, run_script, use_gloo_without_gpus
-from ..script.tensors import whole
+from ..script.tensors import parameters_of, whole
 from .plan import Disturbance
 
 _ELEMENTS = 256  # of all weights of an optimizer that are recorded after a step, and at least one of each tensor
@@ -269,19 +269,15 @@ class Steps:
         self._events.note("step")
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _describe(optimizer: Optimizer) -> str:
     """Describe an optimizer by its class and the size of its weights, which a script that starts again makes alike."""
-    tensors = _parameters_of(optimizer)
+    tensors = parameters_of(optimizer)
     return f"{type(optimizer).__name__} {len(tensors)} {sum(tensor.numel() for tensor in tensors)}"
 
 
 def _some_elements(optimizer: Optimizer) -> list[float]:
     """Return elements from everywhere in an optimizer's weights; parts of a flat parameter of FSDP are left out."""
-    tensors = _parameters_of(optimizer)
+    tensors = parameters_of(optimizer)
     each = max(1, _ELEMENTS // max(1, len(tensors)))
     elements: list[float] = []
     for tensor in tensors:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ...launch.process_tree import child_processes
 from ...spawning.rank_process import replace_environment
 from .recorder import Record
 
@@ -205,7 +206,7 @@ class Ranks:
         self._environments = environments
         self._body = body
         self._serves = serves
-        self._not_ours = set(_children())
+        self._not_ours = set(child_processes())
         self.all: list[Rank] = []
         self.remote: list[Rank] = []
 
@@ -289,7 +290,7 @@ def _kill_orphans(others: set[int]) -> None:
     """Kill what the ranks have started and left, which the kernel has given to this process."""
     deadline = time.monotonic() + _ENDING
     while time.monotonic() < deadline:
-        children = set(_children()) - others
+        children = set(child_processes()) - others
         if not children:
             return
         for pid in children:
@@ -298,12 +299,3 @@ def _kill_orphans(others: set[int]) -> None:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.01)
-
-
-def _children() -> list[int]:
-    """List the processes whose parent is this one."""
-    found: list[int] = []
-    for file in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, file.read_text().split())
-    return found

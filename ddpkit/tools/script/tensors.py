@@ -10,12 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ...collectives.tensors import flat_bytes, is_dense
 
 _SAMPLES = 16  # elements that are shown of a tensor
 _HASHED = 1 << 24  # bytes of a batch that are hashed
 _ROWS = 256  # samples of a batch that are hashed one by one
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """List an optimizer's parameters, of all its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def whole(tensor: Tensor) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import utils
 
 from ...script.recorder import Recorder
-from ...script.tensors import crc, whole
+from ...script.tensors import crc, parameters_of, whole
 from ..places import stack
 from .patching import Function, before, guarded, replace
 
@@ -41,7 +41,7 @@ class Scaling:
         return call
 
     def _unscale(self, scaler: Any, optimizer: Any) -> None:
-        self._tell("unscales", [p for group in optimizer.param_groups for p in group["params"]])
+        self._tell("unscales", parameters_of(optimizer))
 
     def _tell(self, does: str, parameters: Iterable[Tensor]) -> None:
         gradients = [whole(p.grad) for p in parameters if p.grad is not None]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...script.recorder import Recorder
-from ...script.tensors import crc, sample, whole
+from ...script.tensors import crc, parameters_of, sample, whole
 from ..ending import Ending
 from ..places import (
     Place,
@@ -119,7 +119,7 @@ class Steps:
 
     @torch.no_grad()
     def _record(self, optimizer: Optimizer, seen: _Seen) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         if list(map(id, parameters)) != list(map(id, seen.parameters)):
             seen.parameters = parameters
             self._introduce(seen)
@@ -200,7 +200,7 @@ class Steps:
             return {}
         trained = set(map(id, parameters))
         for optimizer in list(self._made):
-            trained |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+            trained |= set(map(id, parameters_of(optimizer)))
         found = {}
         for name, root in roots():
             tensors = [*root.parameters(), *root.buffers()]
