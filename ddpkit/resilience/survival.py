@@ -23,6 +23,7 @@ from ..process_group.failures import Failure
 from ..process_group.job import Context
 from ..process_group.main_thread import undisturbed
 from ..process_group.options import ChooseDevice, Options, Origin, checked_options
+from ..process_group.polling import call_with_timeout
 from ..process_group.regrouping import Arrival, Decision, LeftBehind, Refuge
 from ..process_group.rendezvous import StoreLost
 from ..process_group.sockets import is_listening
@@ -31,6 +32,7 @@ from ..process_group.vacancy import Notice, RankReturns, Vacancy, address_of, ke
 from .kept_states import KeptStates, Resumable
 
 log = logging.getLogger(__name__)
+_ANSWERING = 1.0  # seconds within which a store answers whose host runs and can be reached
 _GIVEN_UP = "given up"
 _GRACE = 60.0  # seconds from the loss of a rank until an attempt must be over: loaders' workers may be slow to end
 _NOTICING = 1.0  # seconds between questions whether the others have noticed a loss
@@ -372,14 +374,23 @@ class _Survivors:
         members = decision.members
         host = members.index(decision.leader)
         needed = members if decision.leader == refuge.member else [decision.leader]
-        is_joining = True
+        is_joining = answers = True
+
+        def has_given_up() -> bool:
+            nonlocal answers
+            try:
+                return answers and call_with_timeout(lambda: store.check([_GIVEN_UP]), _ANSWERING)
+            except TimeoutError:  # its host is stopped or cut off, for which the joining ends at its own limit
+                answers = False
+            except RuntimeError:  # its host has ended, as is found below
+                pass
+            return False
 
         def lost() -> str:
             if not is_joining:
                 return ""
-            with suppress(RuntimeError):  # its host has ended, as is found below
-                if store.check([_GIVEN_UP]):
-                    return "another has given up"
+            if has_given_up():
+                return "another has given up"
             found = ", ".join(f"member {member} has ended" for member in needed if refuge.has_ended(member))
             # asking takes time, in which all may have joined; the watch tells of one that has ended after that
             return found if is_joining else ""
@@ -388,8 +399,8 @@ class _Survivors:
         try:
             self.context = lifecycle.rejoin(self._asked, store, rank, len(members), host, lost)
         except BaseException:
-            with suppress(RuntimeError):
-                store.set(_GIVEN_UP, "")
+            with suppress(RuntimeError, TimeoutError):
+                call_with_timeout(lambda: store.set(_GIVEN_UP, ""), _ANSWERING)
             raise
         is_joining = False
         self.kept.put_back(decision, refuge.member)

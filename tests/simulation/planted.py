@@ -83,7 +83,7 @@ def keep_states_that_others_have_not() -> None:
 
 
 def let_the_host_of_the_store_leave_first() -> None:
-    """Who leads, and hosts the store, does not wait at the end for those who still need it. It was so."""
+    """Who hosts the store does not wait at the end for those who still need it. Of leaders it was so."""
     leave = session.Session.leave
     session.Session.leave = lambda self, linger: leave(self, False)
 
@@ -102,7 +102,7 @@ PLANTED = {
     "let_both_halves_go_on": "surviving",
     "excuse_an_absence_at_a_commit": "surviving",
     "keep_states_that_others_have_not": "surviving",
-    "let_the_host_of_the_store_leave_first": "returning",
+    "let_the_host_of_the_store_leave_first": "meeting",
     "take_each_notice_for_an_old_one": "returning",
 }
 

@@ -255,7 +255,7 @@ def surviving(world: World) -> list[str]:
     steps = draw.randint(1, 8)
     pace = draw.choice([0.002, 0.05])
     commits: list[tuple[int, str, str]] = []
-    fault = draw.choice(["killed", "killed", "killed and stopped", "stopped", "raises", "cut"])
+    fault = draw.choice(["killed", "killed", "killed and stopped", "stopped", "raises", "cut", "killed and cut"])
     raises_at = draw.randrange(steps) if fault == "raises" else -1
     culprit = draw.randrange(size)
 
@@ -263,7 +263,7 @@ def surviving(world: World) -> list[str]:
         ends_at = raises_at if mine.rank == culprit else -1
         return train(mine, start, job, steps, pace, commits, ends_at)
 
-    hosts = ["here", "there"] if fault == "cut" or draw.random() < 0.3 else ["here"]
+    hosts = ["here", "there"] if "cut" in fault or draw.random() < 0.3 else ["here"]
     for rank in range(size):
         start.start(rank, script, draw.uniform(0, 0.1), hosts[rank % len(hosts)], joins=False)
     killed = set()
@@ -286,8 +286,11 @@ def surviving(world: World) -> list[str]:
         _stop_for(world, start.ranks[culprit].process, moment, draw.choice([1.0, 5.0, 40.0]))
     elif fault == "raises":
         killed.add(start.ranks[culprit].process.name)
-    elif fault == "cut":
+    elif "cut" in fault:
         killed |= {rank.process.name for rank in start.ranks}
+        if fault == "killed and cut":
+            world.at(moment, lambda: start.ranks[culprit].process.end(-9))
+            moment += draw.choice([draw.uniform(0, 0.05), draw.uniform(0, 0.5)])
         world.at(moment, lambda: cut("here", "there"))
     world.run(4 * BOUND)
 
@@ -301,7 +304,7 @@ def surviving(world: World) -> list[str]:
         wrong += [f"{rank}, and was not killed" for rank in start.ranks if _is_lost(rank, killed)]
     # the last that committed a step: those before may have lost it with all who had it
     finals = {generation for step, generation, name in commits if step == steps - 1 and name in _names(ended)}
-    if len(finals) > 1 and (fault == "cut" or "stopped" in fault):
+    if len(finals) > 1 and ("cut" in fault or "stopped" in fault):
         wrong.append(f"two jobs ended well: {finals}")
     return wrong
 
