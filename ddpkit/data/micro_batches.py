@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -163,6 +164,11 @@ class MicroBatchSampler(DistributedSampler):
     def _count_in_step(self, samples: int) -> int:
         return sum(len(positions) for positions in self.micro_batches(range(samples)))
 
+    @property
+    def most(self) -> int:
+        """Return the micro-batches of a step on the rank that has most."""
+        return math.ceil(self.global_batch_size / self.micro_batch_size / self.num_replicas)
+
     def steps(self) -> range:
         """Return the positions in the global order where the steps of this pass begin."""
         return range(self.start, self._end(), self.global_batch_size)
@@ -246,7 +252,7 @@ class MicroBatchLoader(Loader):
         finally:
             errors.clear()  # its traceback holds this frame
         name = f"epoch {loop.epoch}, from sample {step} on"
-        return MicroBatches(found, name, len(self._dealer.positions(step)), seeds)
+        return MicroBatches(found, name, len(self._dealer.positions(step)), seeds, self._dealer.most)
 
     def _micro_batches(self, step: int) -> Iterator[range]:
         return self._dealer.micro_batches(self._dealer.positions(step))

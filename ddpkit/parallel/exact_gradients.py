@@ -8,25 +8,17 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..collectives.consistency import (
-    CHECK,
-    communication_device,
-    fingerprint_of,
-    new_block,
-    raise_everywhere,
-    reduce_in_place,
-    sum_block,
-)
+from ..collectives.consistency import fingerprint_of, joined_world_size, raise_everywhere, reduce_in_place
+from ..collectives.groups import control_device
 from ..errors import DdpkitError
 from ..process_group import lifecycle
 from ..seeding.generator_states import generators_kept
 from ..seeding.seeds import seed_cpu
 from ..torch_internals import untraced
-from .exact_sum import PLACES, ExactSum
+from .exact_exchange import ExactExchange, Layout
 from .gradient_exchange import Gradients, Modules, check_gradients, named_by_argument
 from .kernels import describe_kernels
 from .local_pass import LocalPass
@@ -34,7 +26,6 @@ from .models import describe_tensors
 from .step_times import follow_optimizers
 
 _CALL = "exact_gradients()"
-_AT_ONCE = 8  # micro-batches whose gradients are added to the sums together, which takes less time
 
 
 class MicroBatches(list[Any]):
@@ -44,6 +35,7 @@ class MicroBatches(list[Any]):
         step: Which step it is, in words: the same on every rank.
         global_batch_size: Samples of the step, on all ranks together.
         seeds: Of the random numbers of each micro-batch here.
+        most: Micro-batches that a rank can have: the same number on every rank.
 
     Example:
         >>> from ddpkit import make_micro_batch_loader
@@ -52,11 +44,12 @@ class MicroBatches(list[Any]):
         (2, 4, 'epoch 0, from sample 0 on')
     """
 
-    def __init__(self, batches: Iterable[Any], step: str, global_batch_size: int, seeds: list[int]) -> None:
+    def __init__(self, batches: Iterable[Any], step: str, global_batch_size: int, seeds: list[int], most: int) -> None:
         super().__init__(batches)
         self.step = step
         self.global_batch_size = global_batch_size
         self.seeds = seeds
+        self.most = most
 
 
 @contextmanager
@@ -126,42 +119,19 @@ def exact_gradients(
     _end(step, local_pass)
 
 
-_Layout = tuple[list[int], torch.dtype, torch.device]  # the elements of each parameter, and in what their gradients fit
+_exchanges: WeakKeyDictionary[nn.Module, ExactExchange] = WeakKeyDictionary()
 
 
-class _Memory:
-    """Where the gradients of a model are added up; kept from step to step, for new memory is slow.
-
-    Attributes:
-        message: The sums of the digits, and behind them of how many micro-batches each parameter has gradients.
-        sum: The first part of it.
-        counts: The second part.
-        waiting: Gradients of micro-batches that are to be added to the sum, one in a row.
-    """
-
-    def __init__(self, layout: _Layout) -> None:
-        self.layout = layout
-        sizes, dtype, device = layout
-        elements = sum(sizes)
-        self.message = torch.zeros(2 * elements + len(sizes), dtype=torch.float64, device=device)
-        digits, self.counts = torch.split(self.message, [2 * elements, len(sizes)])
-        self.sum = ExactSum(digits.view(2, elements))
-        self.waiting = torch.empty(_AT_ONCE, elements, dtype=dtype, device=device)
-
-    @classmethod
-    def of(cls, modules: Modules, layout: _Layout) -> _Memory:
-        """Return the memory of the first of some modules, with sums of 0."""
-        memory = _memories.get(modules[0]) if isinstance(modules[0], nn.Module) else None
-        if memory is None or memory.layout != layout:
-            memory = cls(layout)
-        if isinstance(modules[0], nn.Module):
-            _memories[modules[0]] = memory
-        memory.message.zero_()
-        memory.sum.place = PLACES[0]
-        return memory
-
-
-_memories: WeakKeyDictionary[nn.Module, _Memory] = WeakKeyDictionary()
+def _exchange_for(modules: Modules, layout: Layout) -> ExactExchange:
+    """Return what adds up the gradients of some modules: it is kept with the first of them from step to step."""
+    first = modules[0]
+    exchange = _exchanges.get(first) if isinstance(first, nn.Module) else None
+    if exchange is None or exchange.layout != layout:
+        exchange = ExactExchange(layout)
+    if isinstance(first, nn.Module):
+        _exchanges[first] = exchange
+    exchange.clear()
+    return exchange
 
 
 class _Step:
@@ -189,9 +159,12 @@ class _Step:
         self.device = parameters[0].device
         self.sizes = [p.numel() for p in parameters]
         self.counts = [0] * len(parameters)
-        dtype = functools.reduce(torch.promote_types, map(_dtype_of_gradient, parameters), torch.float32)
-        self.memory = _Memory.of(modules, (self.sizes, dtype, self.device))
-        self.waiting = 0  # micro-batches
+        dtypes = [_dtype_of_gradient(p) for p in parameters]
+        dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        result = dtypes[0] if len(set(dtypes)) == 1 else torch.float64  # it is rounded once, to that of its gradient
+        ranks = joined_world_size(lifecycle.data_parallel())
+        layout = Layout(tuple(self.sizes), batch.most, ranks, dtype, result, self.device)
+        self.exchange = _exchange_for(modules, layout)
         self.is_complete = False
 
     def micro_batches(self) -> Iterator[Any]:
@@ -200,8 +173,7 @@ class _Step:
             self.gradients.hide()
             self._seed(seed)
             yield micro_batch
-            self._keep()
-        self._add()
+            self._add()
         self.is_complete = True
 
     def _seed(self, seed: int) -> None:
@@ -213,8 +185,8 @@ class _Step:
     @untraced
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _keep(self) -> None:
-        """Keep the gradients that the parameters have, those of a micro-batch, for the sums."""
+    def _add(self) -> None:
+        """Add the gradients that the parameters have, those of a micro-batch, to the sums."""
         gradients = self.gradients
         gradients.values = [p.grad for p in gradients.parameters]
         check_gradients(_CALL, self.modules, gradients)
@@ -227,36 +199,18 @@ class _Step:
             if gradient.device != self.device:  # of a model on several devices
                 gradient = gradient.to(self.device)
             pieces.append(gradient.reshape(-1))
-        torch.cat(pieces, out=self.memory.waiting[self.waiting])
-        self.waiting += 1
-        if self.waiting == _AT_ONCE:
-            self._add()
-
-    def _add(self) -> None:
-        """Add the gradients that were kept to the sums."""
-        if self.waiting:
-            self.memory.sum.add(self.memory.waiting[: self.waiting])
-            self.waiting = 0
+        self.exchange.add(pieces)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def exchange(self) -> None:
-        """Add up the sums of all ranks, and give them to the parameters as gradients. Collective."""
+    def distribute(self) -> None:
+        """Give the sums over all ranks to the parameters as gradients. Collective."""
         peers = lifecycle.data_parallel()
-        block = new_block()
-        memory = self.memory
-        block[CHECK + PLACES.index(memory.sum.place)] = 1
-        sum_block(self._fingerprint(), block, peers)
-        highest = np.flatnonzero(block[CHECK:])[-1]
-        memory.sum.raise_to(PLACES[highest])
-        memory.counts.copy_(torch.tensor(self.counts))
-        message = memory.message.to(communication_device(self.device, peers))
-        memory.message.copy_(reduce_in_place(message, peers=peers))
-        self._distribute()
-
-    def _distribute(self) -> None:
-        sums = torch.split(self.memory.sum.rounded(), self.sizes)
-        counts = self.memory.counts.tolist()
+        total, is_complete = self.exchange.total(self._fingerprint(), all(self.counts), peers)
+        counts = self.counts
+        if not is_complete:  # otherwise all have gradients
+            counts = reduce_in_place(torch.tensor(counts, device=control_device(peers)), peers=peers).tolist()
+        sums = torch.split(total, self.sizes)
         for p, count, value in zip(self.gradients.parameters, counts, sums, strict=True):
             if count:
                 p.grad = torch.empty_like(p, dtype=_dtype_of_gradient(p)).copy_(value.view(p.shape))
@@ -264,7 +218,8 @@ class _Step:
     def _fingerprint(self) -> str:
         names = self.gradients.names
         parameters = describe_tensors(dict(zip(names, self.gradients.parameters, strict=True)))
-        parts = {"step": self.batch.step, "kernels": describe_kernels(self.device)}
+        step = f"{self.batch.step}, at most {self.batch.most} micro-batches on a rank"
+        parts = {"step": step, "kernels": describe_kernels(self.device)}
         return fingerprint_of(_CALL, parts | parameters)
 
 
@@ -305,6 +260,6 @@ def _end(step: _Step, local_pass: LocalPass) -> None:
             )
     if lifecycle.joined():
         follow_optimizers()
-    step.exchange()
+    step.distribute()
     if lifecycle.joined():
         lifecycle.step_clock().end_step()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from ddpkit.parallel.exact_sum import _CHUNK, MOST, PLACES, ExactSum
 
@@ -19,7 +18,7 @@ LARGEST, LEAST = 3.4028234663852886e38, 1.401298464324817e-45  # of float32
 
 
 def new_sum(elements: int = 1) -> ExactSum:
-    return ExactSum(torch.zeros(2, elements, dtype=torch.float64))
+    return ExactSum(torch.full((2, elements), 7.0, dtype=torch.float64))
 
 
 def total_of(parts: list[list[float]]) -> ExactSum:
@@ -32,21 +31,23 @@ def total_of(parts: list[list[float]]) -> ExactSum:
     highest = max(each.place for each in sums)
     for each in sums:
         each.raise_to(highest)
-    total = ExactSum(torch.stack([each.digits for each in sums]).sum(0))
+    total = new_sum()
+    torch.sum(torch.stack([each.digits for each in sums]), 0, out=total.digits)
     total.place = highest
     return total
 
 
 def unit_below(largest: float) -> Fraction:
     """The unit to which numbers are rounded: 40 to 80 bits below the largest."""
-    exponent = -4 * 40 - 68
+    exponent = -2 * 40 - 68
     while largest >= Fraction(2) ** (exponent + 79):
         exponent += 40
     return Fraction(2) ** exponent
 
 
-def exact(digits: Tensor) -> Fraction:
-    return Fraction(digits[0].item()) + Fraction(digits[1].item())
+def exact(total: ExactSum) -> Fraction:
+    upper, lower = total.digits
+    return (Fraction(upper.item()) * 2**40 + Fraction(lower.item())) * Fraction(2) ** (40 * total.place - 68)
 
 
 @given(st.lists(FLOATS, min_size=1, max_size=12), st.randoms(use_true_random=False))
@@ -66,7 +67,7 @@ def test_a_sum_is_that_of_rounded_fractions_in_any_order_and_division(numbers: l
             which = i % 3 if source is None else source.randrange(3)
             parts[which].append(number)
         total = total_of(parts)
-        assert exact(total.digits) == expected
+        assert exact(total) == expected
         value = total.rounded().item()
         assert value == float(expected)  # Python rounds a fraction once, too
         bits.add(np.float64(value).tobytes())
@@ -100,10 +101,10 @@ def test_as_many_vectors_as_are_allowed_add_up_exactly() -> None:
     largest = math.nextafter(2.0**11, 0)  # all bits of a digit, beside the limit of its place
     total = new_sum()
     total.add(torch.tensor([[largest]], dtype=torch.float64))
-    once = total.digits.clone()
+    once = exact(total)
     total.digits.mul_(MOST - 1)
     total.add(torch.tensor([[largest]], dtype=torch.float64))
-    assert exact(total.digits) == MOST * exact(once)
+    assert exact(total) == MOST * once
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300])
