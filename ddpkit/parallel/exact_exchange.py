@@ -19,6 +19,7 @@ from .exact_sum import PLACES, ExactSum, place_of
 
 _AT_ONCE = 8  # vectors that are added together, which takes less time
 _DIGITS = 16  # bytes of an element's digits
+_SMALL = 1 << 20  # bytes of all ranks' vectors, which all add up as quickly as they would tell each other the sum
 _PLACES = CHECK  # in a block: a mark at the place of each rank's sum
 _INCOMPLETE = _PLACES + len(PLACES)  # and behind them, how many ranks say that pieces are missing
 
@@ -48,7 +49,8 @@ class ExactExchange:
 
     The elements are divided into a part for each rank, which gets what the others have of it, adds it up, rounds once,
     and gives the result to the others. If each rank has a few vectors, up to 16 bytes an element, these travel
-    themselves. Else each rank adds its own up, and the digits of the sum travel. The bits are the same.
+    themselves. Else each rank adds its own up, and the digits of the sum travel. Small vectors go to all ranks, which
+    have no parts then. The bits are the same.
 
     The memory is kept from sum to sum, for new memory is slow.
     """
@@ -56,19 +58,21 @@ class ExactExchange:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         ranks, device = layout.ranks, layout.device
-        part = max(1, math.ceil(sum(layout.sizes) / ranks))
-        self._vectors_travel = ranks > 1 and layout.vectors * layout.dtype.itemsize <= _DIGITS
+        size = layout.vectors * layout.dtype.itemsize  # of what a rank has of an element
+        is_small = ranks * size * sum(layout.sizes) <= _SMALL
+        self._parts = 1 if is_small else ranks  # into which the elements are divided
+        self._vectors_travel = ranks > 1 and (is_small or size <= _DIGITS)
+        part = max(1, math.ceil(sum(layout.sizes) / self._parts))
         if self._vectors_travel:
-            shape = ranks, layout.vectors, part
+            shape = self._parts, layout.vectors, part
         else:
-            shape = 1, min(layout.vectors, _AT_ONCE), ranks * part
+            shape = 1, min(layout.vectors, _AT_ONCE), self._parts * part
         self._waiting = torch.zeros(shape, dtype=layout.dtype, device=device)  # vectors that are to be added
         self._count = 0
         self._pieces = _cut(layout.sizes, shape[0], shape[-1])
         self._sum = ExactSum(torch.empty(2, shape[-1], dtype=torch.float64, device=device))
-        self._part = ExactSum(torch.empty(2, part, dtype=torch.float64, device=device))  # if digits travel
         self._received = torch.empty(0)
-        self._total = torch.empty(ranks, part, dtype=layout.result, device=device)
+        self._total = torch.empty(self._parts, part, dtype=layout.result, device=device)
 
     def clear(self) -> None:
         """Begin a sum."""
@@ -82,7 +86,7 @@ class ExactExchange:
                 own = [pieces[i][start:stop] for i, start, stop in cut]
                 torch.cat(own, out=row[: sum(map(len, own))])
         self._count += 1
-        if self._count == _AT_ONCE:
+        if self._count == _AT_ONCE and not self._vectors_travel:
             self._add_waiting()
 
     def _add_waiting(self) -> None:
@@ -106,11 +110,9 @@ class ExactExchange:
             self._sum.add(self._exchange(self._waiting, peers).flatten(0, 1))
         self._sum.raise_to(place)
         part = self._sum
-        if not self._vectors_travel and self.layout.ranks > 1:
-            part = self._part
-            parts = self._sum.digits.view(2, self.layout.ranks, -1).transpose(0, 1).contiguous()
-            torch.sum(self._exchange(parts, peers), 0, out=part.digits)
-            part.place = place
+        if self._parts > 1 and not self._vectors_travel:
+            parts = self._sum.digits.view(2, self._parts, -1).transpose(0, 1).contiguous()
+            part = ExactSum.of(self._exchange(parts, peers).sum(0), place)
         self._gather(part.rounded().to(self.layout.result), peers)
         return self._total.view(-1)[: sum(self.layout.sizes)], is_complete
 
@@ -125,17 +127,21 @@ class ExactExchange:
         return PLACES[highest], not block[_INCOMPLETE]
 
     def _exchange(self, parts: Tensor, peers: Peers | None) -> Tensor:
-        """Give each rank its part; return what all have of this one's: both (ranks, vectors, part). Collective."""
+        """Give each rank its part; return what all have of this one's: (ranks, vectors, part). Collective."""
         sent = parts.to(communication_device(parts.device, peers))
-        if self._received.shape != sent.shape:
-            self._received = torch.empty_like(sent)
+        shape = self.layout.ranks, *sent.shape[1:]
+        if self._received.shape != shape:
+            self._received = sent.new_empty(shape)
         with lifecycle.exchanging():
-            dist.all_to_all_single(self._received, sent, group=group_of(peers))
+            if len(sent) == 1:
+                dist.all_gather(list(self._received), sent[0], group=group_of(peers))
+            else:
+                dist.all_to_all_single(self._received, sent, group=group_of(peers))
         return self._received.to(parts.device)
 
     def _gather(self, part: Tensor, peers: Peers | None) -> None:
         """Fill the total with the parts of all ranks. Collective."""
-        if self.layout.ranks == 1:
+        if self._parts == 1:
             self._total[0] = part
             return
         total = self._total.to(communication_device(part.device, peers))

@@ -67,7 +67,7 @@ def exact_gradients(
     once, to the parameter's dtype.
 
     Divide each loss, summed over its samples, by `batch.global_batch_size`. Within the block nothing is exchanged:
-    DDP's exchange is off, and ddpkit's own calls are refused. The gradients travel at the end, 16 bytes an element.
+    DDP's exchange is off, and ddpkit's own calls are refused. At the end each rank adds up a part of the elements.
 
     A micro-batch's gradient has the same bits only where the same kernels compute it: the same torch, kind of CPU and
     number of threads, or the same kind of accelerator with `torch.use_deterministic_algorithms(True)`. Ranks that

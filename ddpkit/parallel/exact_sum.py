@@ -40,8 +40,16 @@ class ExactSum:
     def __init__(self, memory: Tensor) -> None:
         self._digits = memory
         self._rest = self._digit = memory.new_empty(0)
-        self._wide = memory.new_empty(_CHUNK)
+        self._wide = memory.new_empty(0)
         self.clear()
+
+    @classmethod
+    def of(cls, digits: Tensor, place: int) -> ExactSum:
+        """Return the sum whose digits are those of others, at the same place, added up."""
+        total = cls(digits)
+        total.place = place
+        total._is_empty = False
+        return total
 
     def clear(self) -> None:
         """Begin a new sum in the same memory."""
@@ -50,7 +58,7 @@ class ExactSum:
 
     @property
     def digits(self) -> Tensor:
-        """The sums of digits, to be sent or replaced. Those of several sums at the same place may be added up."""
+        """The sums of the upper and of the lower digits, shape (2, elements)."""
         if self._is_empty:
             self._digits.zero_()
             self._is_empty = False
@@ -71,6 +79,7 @@ class ExactSum:
         self.raise_to(_place_of(largest))
         if self._rest.dtype != vectors.dtype or not len(self._rest):
             self._rest, self._digit = vectors.new_empty(2, _CHUNK)
+            self._wide = self._digits.new_empty(_CHUNK)
         upper, lower = self._digits
         width = max(1, _CHUNK // len(vectors))
         for start in range(0, len(upper), width):

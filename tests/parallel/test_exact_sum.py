@@ -31,10 +31,7 @@ def total_of(parts: list[list[float]]) -> ExactSum:
     highest = max(each.place for each in sums)
     for each in sums:
         each.raise_to(highest)
-    total = new_sum()
-    torch.sum(torch.stack([each.digits for each in sums]), 0, out=total.digits)
-    total.place = highest
-    return total
+    return ExactSum.of(torch.stack([each.digits for each in sums]).sum(0), highest)
 
 
 def unit_below(largest: float) -> Fraction:
