@@ -78,6 +78,11 @@ class StopAgreement:
         self._counts: dict[int, int] = {}  # on rank 0, of those that have answered
         self._first: StopRequest | None = None  # on rank 0, the one that it has heard of
 
+    @property
+    def is_begun(self) -> bool:
+        """Return whether this rank has asked that all stop, or heard that one has."""
+        return self.is_asked or self.request is not None or self.decision is not None
+
     # The main thread
 
     def next_step(self) -> tuple[int, bool]:

@@ -205,8 +205,9 @@ class RankPlugin:
         self._send(Started())
 
     def _leftovers(self, task: Task, before: cleaning.Traces) -> Leftovers:
-        """Leave the group if the task has, and describe all that the task has left behind."""
+        """Leave the group if the task has or has stopped it, and describe all that the task has left behind."""
         joined = self._group is not None and dist.group.WORLD is self._group
+        joined = joined and not lifecycle.stop_agreement().is_begun
         put_back_unused()  # they stay where the ranks have stopped
         found = before.compare(cleaning.traces()) + self._originals.replaced()
         if task.join and joined:

@@ -596,7 +596,9 @@ def test_1_uses_an_optimizer_of_its_own_and_stops(rank):
             ddpkit.barrier()
 
 @pytest.mark.ranks(2)
-def test_1_finds_the_handlers_from_before_and_patches_torch(rank):
+def test_1_is_not_stopped_finds_the_handlers_from_before_and_patches_torch(rank):
+    with ddpkit.stopping() as stop:
+        assert not stop.now()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert same_processes(HERE, rank)
     if rank == 1:
