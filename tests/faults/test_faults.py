@@ -1,13 +1,14 @@
-"""Each case is a test: under no agent at once, under torchrun, or where it waits for a time-out, in a storm."""
+"""Each case is a test: in a storm under torchrun, where it waits for a time-out, or where one of its kind has been."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .cases import CONFLICTS, FAULTS, LONG, SHORT, TORCHRUN
+from .cases import CONFLICTS, FAULTS, LONG, SHORT, TORCHRUN, Conflict, Fault
 from .playing import Outcome, Pair, play_all, why_not
 from .table import name_of, pairs_of, shown, tables
 
@@ -18,7 +19,16 @@ def marked(pair: Pair) -> Any:
     """A case as a parameter."""
     case, launcher = pair
     takes_long = launcher == TORCHRUN or getattr(case, "timeout", SHORT) == SHORT or getattr(case, "nodes", False)
-    return pytest.param(pair, id=name_of(pair), marks=[pytest.mark.storm] if takes_long else [])
+    is_in_storm = takes_long or is_variant(case)
+    return pytest.param(pair, id=name_of(pair), marks=[pytest.mark.storm] if is_in_storm else [])
+
+
+def is_variant(case: Fault | Conflict) -> bool:
+    """Whether a case before this one differs only in where the other ranks are."""
+    if isinstance(case, Conflict):
+        return False
+    before = itertools.takewhile(lambda other: other is not case, FAULTS)
+    return any((other.fault, other.faulty, other.strike) == (case.fault, case.faulty, case.strike) for other in before)
 
 
 @pytest.mark.parametrize("pair", [marked(pair) for pair in CHOSEN])

@@ -101,7 +101,7 @@ def pause_until(train_for: Callable[[float], None], share: Callable[[dict[str, f
     raise AssertionError(f"Pauses of {pause} s, and {times}.")
 
 
-@pytest.mark.ranks(2, 3, timeout=300)
+@pytest.mark.ranks(3, timeout=300)
 @pytest.mark.parametrize("phase", PHASES)
 def test_each_phase_gets_the_time_that_it_takes(rank: int, phase: str) -> None:
     is_slow = rank == ddpkit.get_world_size() - 1

@@ -93,11 +93,16 @@ def freed_after(ended: list[Ended]) -> float:
     return max(times["freed"]) - times["failed"][0] if len(times["freed"]) == len(ended) - 1 else math.inf
 
 
-@pytest.mark.parametrize("faulty", [0, 1])
+CASES = [
+    *[("raise", "compute"), ("kill", "compute"), ("raise", "sleep"), ("kill", "all_reduce"), ("raise", "barrier")],
+    *[("kill", "barrier"), ("raise", "helper"), ("leave", "barrier"), ("leave", "helper")],
+]
+
+
 @pytest.mark.parametrize(
-    ("fault", "place"),
-    [("raise", "compute"), ("raise", "sleep"), ("kill", "compute"), ("kill", "all_reduce"), ("raise", "barrier")]
-    + [("kill", "barrier"), ("raise", "helper"), ("leave", "barrier"), ("leave", "helper")],
+    ("fault", "place", "faulty"),
+    [(*case, i % 2) for i, case in enumerate(CASES)]
+    + [pytest.param(*case, 1 - i % 2, marks=pytest.mark.storm) for i, case in enumerate(CASES)],
 )
 def test_a_failed_rank_is_named_on_every_other_at_once(fault: str, place: str, faulty: int) -> None:
     port = free_port()

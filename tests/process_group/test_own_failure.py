@@ -115,7 +115,11 @@ def raise_on_one(case: str) -> None:
         ddpkit.barrier()
 
 
-@pytest.mark.parametrize("case", ["str raises", "str exits", "surrogates", "huge", "odd syntax error"])
+@pytest.mark.parametrize(
+    "case",
+    ["str exits", "huge", *(pytest.param(case, marks=pytest.mark.storm) for case in ("str raises", "surrogates"))]
+    + [pytest.param("odd syntax error", marks=pytest.mark.storm)],
+)
 def test_the_other_ranks_hear_of_a_failure_whatever_the_exception_does(case: str, tmp_path: Path) -> None:
     port = free_port()
     envs = [platform_env(rank, 2, port, TORCHELASTIC_ERROR_FILE=str(tmp_path / f"{rank}")) for rank in range(2)]
@@ -164,7 +168,9 @@ def exit_on_one(name: str) -> None:
         ddpkit.barrier()
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("zero", "three") else [pytest.mark.storm]) for name in CODES]
+)
 def test_an_exit_is_a_failure_where_python_says_so(name: str) -> None:
     port = free_port()
     one, _ = run(exit_on_one, [platform_env(rank, 2, port) for rank in range(2)], name)
@@ -215,7 +221,9 @@ def lose_a_peer(call: str, victim: int) -> None:
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "backward"])
-@pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (2, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "victim"), [(3, 1), *(pytest.param(2, victim, marks=pytest.mark.storm) for victim in (0, 1))]
+)
 def test_in_the_block_the_death_of_a_peer_is_always_its_peer_error(call: str, world_size: int, victim: int) -> None:
     for _ in range(int(os.environ.get("DDPKIT_TEST_DEATHS", "2"))):
         port = free_port()

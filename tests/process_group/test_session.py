@@ -38,7 +38,9 @@ def on_threads(world_size: int, fn: Callable[[Session], Any]) -> tuple[list[Any]
     return results, server
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 60, 61, 70, 130])
+@pytest.mark.parametrize(
+    "world_size", [1, 2, 3, 61, *(pytest.param(n, marks=pytest.mark.storm) for n in (60, 70, 130))]
+)
 def test_nobody_leaves_a_meeting_before_everybody_has_come(world_size: int) -> None:
     arrived: list[int] = []
 

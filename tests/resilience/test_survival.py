@@ -171,7 +171,9 @@ def check(folder: Path, ranks: int, survivors: list[int]) -> None:
     assert {result["seen"] for result in results} == {result["count"] for result in results} == {results[0]["steps"]}
 
 
-@pytest.mark.parametrize("point", POINTS[:5])
+@pytest.mark.parametrize(
+    "point", [*POINTS[:3], *(pytest.param(point, marks=pytest.mark.storm) for point in POINTS[3:5])]
+)
 @pytest.mark.parametrize("member", [0, pytest.param(2, marks=pytest.mark.storm)])
 def test_the_others_go_on_wherever_one_is_killed(member: int, point: str, tmp_path: Path) -> None:
     ended = start(3, tmp_path, [(member, 7, point)])
