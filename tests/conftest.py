@@ -67,9 +67,11 @@ _TOGETHER = (
     "test_video_trainer.py",
 )
 
-# what waits for seconds: some of the workers begin with it, so that the others can compute meanwhile
-_WAITING = ("tests/tools/", "tests/process_group/")
-_WAITERS = ("gw0", "gw1")
+# what waits for seconds, the longest first: some of the workers begin with it, so that the others compute meanwhile
+_WAITING = tuple(
+    f"tests/{folder}/" for folder in ("tools", "process_group", "resilience", "testing", "faults", "check")
+)
+_WAITERS = ("gw0", "gw1", "gw2")
 
 # the share of the storm's tests that run, and at most how many variants of each, both drawn with a seed
 _STORM_SHARE = float(os.environ.get("STORM_SHARE", "1"))
@@ -111,11 +113,14 @@ class _Groups(LoadScopeScheduling):
         return next((part for part in _TOGETHER if part in nodeid), nodeid)
 
     def _assign_work_unit(self, node: Any) -> None:
-        waits = node.gateway.id in _WAITERS
-        for scope, tests in self.workqueue.items():
-            if next(iter(tests)).startswith(_WAITING) == waits:
-                self.workqueue.move_to_end(scope, last=False)
-                break
+        first = {next(iter(tests)): scope for scope, tests in self.workqueue.items()}
+        if node.gateway.id in _WAITERS:
+            suitable = (test for folder in _WAITING for test in first if test.startswith(folder))
+        else:
+            suitable = (test for test in first if not test.startswith(_WAITING))
+        chosen = next(suitable, None)
+        if chosen is not None:
+            self.workqueue.move_to_end(first[chosen], last=False)
         super()._assign_work_unit(node)
 
 
