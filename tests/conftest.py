@@ -109,19 +109,27 @@ class _Groups(LoadScopeScheduling):
     The marker `xdist_group` says the same, but xdist 3.8 does not find it with pytest 9.2.
     """
 
+    _is_sorted = False
+
     def _split_scope(self, nodeid: str) -> str:
         return next((part for part in _TOGETHER if part in nodeid), nodeid)
 
     def _assign_work_unit(self, node: Any) -> None:
-        first = {next(iter(tests)): scope for scope, tests in self.workqueue.items()}
-        if node.gateway.id in _WAITERS:
-            suitable = (test for folder in _WAITING for test in first if test.startswith(folder))
-        else:
-            suitable = (test for test in first if not test.startswith(_WAITING))
-        chosen = next(suitable, None)
-        if chosen is not None:
-            self.workqueue.move_to_end(first[chosen], last=False)
+        if not self._is_sorted:
+            self._sort()
+            self._is_sorted = True
+        if node.gateway.id not in _WAITERS:  # they begin with the last, which compute
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
+
+    def _sort(self) -> None:
+        """Put what waits first, and what computes behind it from the last to the first."""
+        places = {}
+        for number, (scope, tests) in enumerate(self.workqueue.items()):
+            folders = [i for i, folder in enumerate(_WAITING) if next(iter(tests)).startswith(folder)]
+            places[scope] = (folders[0] if folders else len(_WAITING), -number)
+        for scope in sorted(places, key=places.__getitem__):
+            self.workqueue.move_to_end(scope)
 
 
 @pytest.hookimpl(optionalhook=True)

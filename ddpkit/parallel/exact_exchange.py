@@ -130,7 +130,7 @@ class ExactExchange:
         """Give each rank its part; return what all have of this one's: (ranks, vectors, part). Collective."""
         sent = parts.to(communication_device(parts.device, peers))
         shape = self.layout.ranks, *sent.shape[1:]
-        if self._received.shape != shape:
+        if self._received.shape != shape or self._received.device != sent.device:
             self._received = sent.new_empty(shape)
         with lifecycle.exchanging():
             if len(sent) == 1:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..collectives.consistency import fingerprint_of, joined_world_size, raise_everywhere, reduce_in_place
 from ..collectives.groups import control_device
+from ..collectives.tensors import name_dtype
 from ..errors import DdpkitError
 from ..process_group import lifecycle
 from ..seeding.generator_states import generators_kept
@@ -64,7 +65,7 @@ def exact_gradients(
     so that dropout is the same wherever it is computed. After the block each parameter's `.grad` is the sum of what
     the backwards on all ranks have given; a gradient from before the block is dropped. The sum is exact, so it has no
     order that could vary: elements are rounded before, by at most 2^-40 of the largest one of the step, and the sum
-    once, to the parameter's dtype.
+    at the end, to float64 and then to the gradient's dtype.
 
     Divide each loss, summed over its samples, by `batch.global_batch_size`. Within the block nothing is exchanged:
     DDP's exchange is off, and ddpkit's own calls are refused. At the end each rank adds up a part of the elements.
@@ -161,7 +162,7 @@ class _Step:
         self.counts = [0] * len(parameters)
         dtypes = [_dtype_of_gradient(p) for p in parameters]
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-        result = dtypes[0] if len(set(dtypes)) == 1 else torch.float64  # it is rounded once, to that of its gradient
+        result = dtypes[0] if len(set(dtypes)) == 1 else torch.float64  # then to that of each gradient
         ranks = joined_world_size(lifecycle.data_parallel())
         layout = Layout(tuple(self.sizes), batch.most, ranks, dtype, result, self.device)
         self.exchange = _exchange_for(modules, layout)
@@ -220,6 +221,11 @@ class _Step:
         parameters = describe_tensors(dict(zip(names, self.gradients.parameters, strict=True)))
         step = f"{self.batch.step}, at most {self.batch.most} micro-batches on a rank"
         parts = {"step": step, "kernels": describe_kernels(self.device)}
+        others = []
+        for name, p in zip(names, self.gradients.parameters, strict=True):
+            if _dtype_of_gradient(p) != p.dtype:
+                others.append(f"{name} {name_dtype(_dtype_of_gradient(p))}")
+        parts["dtypes of gradients"] = ", ".join(others) or "those of the parameters"
         return fingerprint_of(_CALL, parts | parameters)
 
 

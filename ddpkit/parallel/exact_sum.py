@@ -10,7 +10,8 @@ from torch import Tensor
 _WIDTH = 40  # bits of a digit
 _OFFSET = -28  # usual gradients, of which the largest is below 2**11, keep far more than 40 bits
 MOST = 1 << 14  # vectors: each digit is at most 2**39 units, and float64 counts to 2**53
-PLACES = range(-2, 23)  # from near the least number of float32 to 2**891
+PLACES = range(-4, 23)  # from below the least number of float32 to 2**891
+_LOWEST = -2  # place whose unit has a reciprocal in float32
 _CHUNK = 1 << 18  # elements that are split at a time, and stay in the cache meanwhile
 
 
@@ -96,7 +97,9 @@ class ExactSum:
         """
         rest = self._rest[: vectors.numel()].view(vectors.shape)
         digit = self._digit[: vectors.numel()].view(vectors.shape)
-        torch.mul(vectors, 1 / _unit(self.place), out=rest)
+        torch.mul(vectors, 1 / _unit(max(self.place, _LOWEST)), out=rest)
+        if self.place < _LOWEST:
+            rest.mul_(_unit(_LOWEST) / _unit(self.place))
         torch.round(rest, out=digit)
         self._sum_into(upper, digit)
         rest.sub_(digit).mul_(2.0**_WIDTH).round_()

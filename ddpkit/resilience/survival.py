@@ -23,7 +23,7 @@ from ..process_group.failures import Failure
 from ..process_group.job import Context
 from ..process_group.main_thread import undisturbed
 from ..process_group.options import ChooseDevice, Options, Origin, checked_options
-from ..process_group.polling import call_with_timeout
+from ..process_group.polling import Question, call_with_timeout
 from ..process_group.regrouping import Arrival, Decision, LeftBehind, Refuge
 from ..process_group.rendezvous import StoreLost
 from ..process_group.sockets import is_listening
@@ -374,22 +374,13 @@ class _Survivors:
         members = decision.members
         host = members.index(decision.leader)
         needed = members if decision.leader == refuge.member else [decision.leader]
-        is_joining = answers = True
-
-        def has_given_up() -> bool:
-            nonlocal answers
-            try:
-                return answers and call_with_timeout(lambda: store.check([_GIVEN_UP]), _ANSWERING)
-            except TimeoutError:  # its host is stopped or cut off, for which the joining ends at its own limit
-                answers = False
-            except RuntimeError:  # its host has ended, as is found below
-                pass
-            return False
+        is_joining = True
+        has_given_up = Question(lambda: store.check([_GIVEN_UP]), _ANSWERING)
 
         def lost() -> str:
             if not is_joining:
                 return ""
-            if has_given_up():
+            if has_given_up.is_yes():
                 return "another has given up"
             found = ", ".join(f"member {member} has ended" for member in needed if refuge.has_ended(member))
             # asking takes time, in which all may have joined; the watch tells of one that has ended after that

@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 
 import ddpkit
 from ddpkit import DdpkitError, MismatchError, exact_gradients, make_micro_batch_loader
+from ddpkit.parallel import exact_exchange
 from ddpkit.parallel.exact_gradients import check_kernels
 
 F = nn.functional
@@ -140,9 +141,16 @@ def test_a_parameter_without_gradient_on_all_ranks_has_none(rank: int) -> None:
     assert net.frozen.grad is None
 
 
+in_parts_or_not = pytest.mark.parametrize("small", [0, 1 << 20])
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_gradients_keep_the_dtype_of_their_parameters(dtype: torch.dtype, rank: int) -> None:
+@in_parts_or_not
+def test_gradients_keep_the_dtype_of_their_parameters(
+    small: int, dtype: torch.dtype, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact_exchange, "_SMALL", small)
     net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3).to(dtype))
     batch = next(iter(make_loader()))
     with exact_gradients(batch, *net) as micro_batches:
@@ -177,7 +185,11 @@ def test_gradients_in_another_dtype_than_the_parameter_keep_all_of_it(rank: int)
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_step_begins_anew_after_one_that_was_given_up_and_with_other_parameters(rank: int) -> None:
+@in_parts_or_not
+def test_a_step_begins_anew_after_one_that_was_given_up_and_with_other_parameters(
+    small: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact_exchange, "_SMALL", small)
     net = nn.Linear(6, 1)
     batch = next(iter(make_loader()))
 
@@ -210,9 +222,19 @@ def digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def train_here(folder: str, until: int, wrapped: bool = False, dies_at: int | None = None) -> str:
-    """Train from the last checkpoint on; return the digest of weights and moments at the end."""
+    """Train from the last checkpoint on; return the digest of weights and moments at the end.
+
+    Where the model is wrapped, sums are exchanged in parts.
+    """
+    if wrapped:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exact_exchange, "_SMALL", 0)
+            return train(folder, until, ddpkit.wrap_model(make_net()), dies_at)
+    return train(folder, until, make_net(), dies_at)
+
+
+def train(folder: str, until: int, net: nn.Module, dies_at: int | None) -> str:
     torch.set_num_threads(1)
-    net = ddpkit.wrap_model(make_net()) if wrapped else make_net()
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
     loader = make_loader()
     checkpoints = ddpkit.Checkpointer(folder)
@@ -306,9 +328,11 @@ def gradients_in_pairs() -> bytes:
 def gradients_of_model(which: int) -> bytes:
     torch.set_num_threads(1)
     net = make_net()
-    with exact_gradients(next(iter(make_loader())), net) as micro_batches:
-        for x, y in micro_batches:
-            (loss_of(net, x, y) * (1 + which)).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact_exchange, "_SMALL", 0)
+        with exact_gradients(next(iter(make_loader())), net) as micro_batches:
+            for x, y in micro_batches:
+                (loss_of(net, x, y) * (1 + which)).backward()
     return bits_of(*(p.grad for p in net.parameters()))
 
 
@@ -427,6 +451,18 @@ def test_kernels_that_may_differ_are_refused() -> None:
         check_kernels(cuda, 1)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has one dtype for both")
+@pytest.mark.ranks(2, 3)
+def test_ranks_whose_gradients_have_other_dtypes_hear_of_it(rank: int) -> None:
+    net = nn.Linear(6, 1)
+    if rank == 1:
+        net.weight.grad_dtype = torch.float64
+    with pytest.raises(MismatchError, match="dtypes of gradients: .*weight float64 on rank 1"):
+        with exact_gradients(next(iter(make_loader())), net) as micro_batches:
+            for x, _ in micro_batches:
+                (net(x) * 0).sum().backward()
 
 
 @pytest.mark.ranks(2, 3)

@@ -36,7 +36,7 @@ def total_of(parts: list[list[float]]) -> ExactSum:
 
 def unit_below(largest: float) -> Fraction:
     """The unit to which numbers are rounded: 40 to 80 bits below the largest."""
-    exponent = -2 * 40 - 68
+    exponent = -4 * 40 - 68
     while largest >= Fraction(2) ** (exponent + 79):
         exponent += 40
     return Fraction(2) ** exponent
