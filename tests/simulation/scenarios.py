@@ -241,7 +241,7 @@ def stopping(world: World) -> list[str]:
 
 # of a rank that failed while another was about to be connected with it, or waited for that
 _NAMED_IN_WORDS = (
-    r"Ranks \[%d\] did not connect to the watch",
+    r"Ranks \[(?:\d+, )*%d(?:, \d+)*\] did not connect to the watch",
     r"cannot connect to rank %d",
     r"group made: [^.]*rank %d \(",
 )
