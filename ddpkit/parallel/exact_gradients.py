@@ -20,7 +20,7 @@ from ..seeding.generator_states import generators_kept
 from ..seeding.seeds import seed_cpu
 from ..torch_internals import untraced
 from .exact_exchange import ExactExchange, Layout
-from .gradient_exchange import Gradients, Modules, check_gradients, named_by_argument
+from .gradient_exchange import Gradients, Modules, check_gradients, dtype_of_gradient, named_by_argument
 from .kernels import describe_kernels
 from .local_pass import LocalPass
 from .models import describe_tensors
@@ -126,11 +126,11 @@ _exchanges: WeakKeyDictionary[nn.Module, ExactExchange] = WeakKeyDictionary()
 def _exchange_for(modules: Modules, layout: Layout) -> ExactExchange:
     """Return what adds up the gradients of some modules: it is kept with the first of them from step to step."""
     first = modules[0]
-    exchange = _exchanges.get(first) if isinstance(first, nn.Module) else None
+    if not isinstance(first, nn.Module):
+        return ExactExchange(layout)
+    exchange = _exchanges.get(first)
     if exchange is None or exchange.layout != layout:
-        exchange = ExactExchange(layout)
-    if isinstance(first, nn.Module):
-        _exchanges[first] = exchange
+        exchange = _exchanges[first] = ExactExchange(layout)
     exchange.clear()
     return exchange
 
@@ -140,6 +140,8 @@ class _Step:
 
     Attributes:
         gradients: Of the parameters that are trained.
+        sizes: Their elements.
+        dtypes: Of their gradients.
         device: Of the sums.
         counts: Of how many micro-batches here each parameter has gradients.
     """
@@ -160,9 +162,9 @@ class _Step:
         self.device = parameters[0].device
         self.sizes = [p.numel() for p in parameters]
         self.counts = [0] * len(parameters)
-        dtypes = [_dtype_of_gradient(p) for p in parameters]
-        dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-        result = dtypes[0] if len(set(dtypes)) == 1 else torch.float64  # then to that of each gradient
+        self.dtypes = [dtype_of_gradient(p) for p in parameters]
+        dtype = functools.reduce(torch.promote_types, self.dtypes, torch.float32)
+        result = self.dtypes[0] if len(set(self.dtypes)) == 1 else torch.float64  # then to that of each gradient
         ranks = joined_world_size(lifecycle.data_parallel())
         layout = Layout(tuple(self.sizes), batch.most, ranks, dtype, result, self.device)
         self.exchange = _exchange_for(modules, layout)
@@ -212,9 +214,9 @@ class _Step:
         if not is_complete:  # otherwise all have gradients
             counts = reduce_in_place(torch.tensor(counts, device=control_device(peers)), peers=peers).tolist()
         sums = torch.split(total, self.sizes)
-        for p, count, value in zip(self.gradients.parameters, counts, sums, strict=True):
+        for p, dtype, count, value in zip(self.gradients.parameters, self.dtypes, counts, sums, strict=True):
             if count:
-                p.grad = torch.empty_like(p, dtype=_dtype_of_gradient(p)).copy_(value.view(p.shape))
+                p.grad = torch.empty_like(p, dtype=dtype).copy_(value.view(p.shape))
 
     def _fingerprint(self) -> str:
         names = self.gradients.names
@@ -222,16 +224,11 @@ class _Step:
         step = f"{self.batch.step}, at most {self.batch.most} micro-batches on a rank"
         parts = {"step": step, "kernels": describe_kernels(self.device)}
         others = []
-        for name, p in zip(names, self.gradients.parameters, strict=True):
-            if _dtype_of_gradient(p) != p.dtype:
-                others.append(f"{name} {name_dtype(_dtype_of_gradient(p))}")
+        for name, p, dtype in zip(names, self.gradients.parameters, self.dtypes, strict=True):
+            if dtype != p.dtype:
+                others.append(f"{name} {name_dtype(dtype)}")
         parts["dtypes of gradients"] = ", ".join(others) or "those of the parameters"
         return fingerprint_of(_CALL, parts | parameters)
-
-
-def _dtype_of_gradient(parameter: Tensor) -> torch.dtype:
-    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # older torch has only the second
-    return dtype
 
 
 def check_kernels(device: torch.device, threads: int) -> None:

@@ -72,12 +72,8 @@ class ExactSum:
         An element that is not finite, or beyond 2**891, makes its sum NaN.
         """
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
-        largest = _largest(vectors)
-        usable = None
-        if not largest < _LIMIT:
-            vectors, usable = _usable(vectors)
-            largest = _largest(vectors)
-        self.raise_to(_place_of(largest))
+        vectors, usable, place = _fitting(vectors)
+        self.raise_to(place)
         if self._rest.dtype != vectors.dtype or not len(self._rest):
             self._rest, self._digit = vectors.new_empty(2, _CHUNK)
             self._wide = self._digits.new_empty(_CHUNK)
@@ -137,23 +133,25 @@ class ExactSum:
 
 def place_of(vectors: Tensor) -> int:
     """Return the lowest place that has room for some vectors, but for elements that are not finite or beyond all."""
-    if not vectors.numel():
-        return PLACES[0]
+    return _fitting(vectors)[2] if vectors.numel() else PLACES[0]
+
+
+def _fitting(vectors: Tensor) -> tuple[Tensor, Tensor | None, int]:
+    """Put zeros in the place of elements that are not finite, or beyond all places.
+
+    Returns:
+        The vectors, which elements are the others, None if all are, and the lowest place that has room for these.
+    """
+    usable = None
     largest = _largest(vectors)
     if not largest < _LIMIT:
-        largest = _largest(_usable(vectors)[0])
-    return _place_of(largest)
-
-
-def _place_of(largest: float) -> int:
+        usable = vectors.abs() < _LIMIT
+        vectors = torch.where(usable, vectors, 0)
+        largest = _largest(vectors)
+    if not largest:
+        return vectors, usable, PLACES[0]
     _, exponent = math.frexp(largest)
-    return max(PLACES[0], (exponent - _OFFSET) // _WIDTH) if largest else PLACES[0]
-
-
-def _usable(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return vectors with zeros for elements that are not finite, or beyond all places, and which are others."""
-    usable = vectors.abs() < _LIMIT
-    return torch.where(usable, vectors, 0), usable
+    return vectors, usable, max(PLACES[0], (exponent - _OFFSET) // _WIDTH)
 
 
 def _largest(vectors: Tensor) -> float:

@@ -146,6 +146,12 @@ def named_by_argument(modules: Modules) -> NamedTensors:
 
 
 @torch.no_grad()
+def dtype_of_gradient(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which autograd keeps a parameter's gradient."""
+    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # older torch has only the second
+    return dtype
+
+
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether no element is infinite or NaN. It waits for an accelerator once for each device."""
     finite: dict[torch.device, list[Tensor]] = {}
@@ -292,8 +298,7 @@ class _Bucket:
                 continue
             index = self.layout.indices[position]
             parameter = self.gradients.parameters[index]
-            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-            self.gradients.values[index] = torch.empty_like(parameter, dtype=dtype)
+            self.gradients.values[index] = torch.empty_like(parameter, dtype=dtype_of_gradient(parameter))
 
 
 class _Format(NamedTuple):
