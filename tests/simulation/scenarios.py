@@ -241,7 +241,6 @@ def stopping(world: World) -> list[str]:
 
 # of a rank that failed while another was about to be connected with it, or waited for that
 _NAMED_IN_WORDS = (
-    r"Ranks \[(?:\d+, )*%d(?:, \d+)*\] did not connect to the watch",
     r"cannot connect to rank %d",
     r"group made: [^.]*rank %d \(",
 )
@@ -408,6 +407,9 @@ def _other_culprits(ranks: list[Rank], culprits: set[int]) -> list[str]:
         named = {rank.error.rank} if isinstance(rank.error, PeerError) else set()
         if isinstance(rank.error, BarrierTimeoutError):
             named = {missing for missing, _ in rank.error.missing} & culprits
+        unconnected = re.search(r"Ranks \[([\d, ]+)\] did not connect to the watch", str(rank.error))
+        if unconnected:
+            named = set(map(int, unconnected[1].split(", ")))
         if isinstance(rank.error, LaunchError) and rank.session is None:
             continue
         if any(re.search(words % culprit, str(rank.error)) for culprit in culprits for words in _NAMED_IN_WORDS):
