@@ -37,6 +37,7 @@ from .packing import (
     pack,
     pack_numbers,
     scale,
+    scaled,
     slots_per_element,
     unpack,
     unpack_numbers,
@@ -121,17 +122,25 @@ class _Group:
         return pack(flat, op, torch.float64, self.weighted).numpy()
 
     def pack(self, leaves: list[Any], op: str, peers: Peers | None) -> Tensor:
-        """Pack into a buffer that travels separately, on the device where it does."""
+        """Pack into a buffer that travels separately, on the device where it does. Without a weight, it is scaled."""
         dtype = buffer_dtype(self.dtype, op)
+        factor = _factor(op, self.weighted, peers)
+        if len(self.members) == 1 and dtype == self.dtype and op not in EXTREMES:  # scaled and copied in one pass
+            flat = leaves[self.members[0]].reshape(-1)
+            return scaled(flat.to(communication_device(flat.device, peers)), factor)
         if self.dtype is None:
             numbers = pack_numbers(self._own(leaves), op, self.weighted)
-            return torch.tensor(numbers, dtype=dtype, device=communication_device(_CPU, peers))
-        flat = self._join(leaves)
-        return pack(flat.to(communication_device(flat.device, peers)), op, dtype, self.weighted)
+            buffer = torch.tensor(numbers, dtype=dtype, device=communication_device(_CPU, peers))
+        else:
+            flat = self._join(leaves)
+            buffer = pack(flat.to(communication_device(flat.device, peers)), op, dtype, self.weighted)
+        scale(buffer[: self.float_slots], factor)
+        return buffer
 
     def pack_again(self, reduction: _Reduction) -> Tensor:
-        """Pack as inline, into a buffer that travels separately."""
+        """Pack as inline, into a buffer that travels separately. Without a weight, it is scaled."""
         packed = np.array(self.pack_inline(reduction.leaves, reduction.op), np.float64)
+        scale(packed[: self.float_slots], _factor(reduction.op, self.weighted, reduction.peers))
         return torch.from_numpy(packed).to(communication_device(_CPU, reduction.peers))
 
     def unpack(self, buffer: Any, reduction: _Reduction, divisor: float) -> None:
@@ -274,13 +283,21 @@ def _reduce_separately(separate: _Separate, reduction: _Reduction) -> None:
         factor, factor_sum = _choose_factors(reduction)
     divisor = factor_sum if reduction.op == "mean" else factor
     for groups, buffers in separate:
-        for group, buffer in zip(groups, buffers, strict=True):
-            scale(buffer[: group.float_slots], factor)
+        if reduction.weight is not None:
+            for group, buffer in zip(groups, buffers, strict=True):
+                scale(buffer[: group.float_slots], factor)
         joint = concatenate(buffers) if len(buffers) > 1 else buffers[0]
         reduce_in_place(joint, extreme, reduction.peers)
         parts = torch.split(joint, [len(buffer) for buffer in buffers])
         for group, part in zip(groups, parts, strict=True):
             group.unpack(part, reduction, divisor)
+
+
+def _factor(op: str, weighted: bool, peers: Peers | None) -> float:
+    """Return by what this rank's floats are multiplied before they travel, 1 if that is not known yet."""
+    if weighted or op in EXTREMES:
+        return 1.0
+    return normalise(None, joined_world_size(peers))[0]
 
 
 def _choose_factors(reduction: _Reduction) -> tuple[float, float]:

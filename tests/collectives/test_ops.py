@@ -489,6 +489,29 @@ def test_no_result_comes_with_a_warning(world: int) -> None:
     on_ranks(without_warnings, world)
 
 
+def keep_what_was_passed() -> None:
+    """Reduce tensors of each size and layout, and compare them afterwards with copies of before."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32):
+        for size in (4, 1000):
+            passed = torch.arange(size).to(dtype) + get_rank()
+            for value in (passed, passed.flip(0)[::2], [passed, passed]):
+                before = pickle.dumps(value)
+                for op in ("sum", "mean", "min", "max"):
+                    reduced = all_reduce(value, op)
+                    first = reduced[0] if isinstance(reduced, list) else reduced
+                    assert first.untyped_storage().data_ptr() != passed.untyped_storage().data_ptr()
+                all_reduce_mean(value, weight=get_rank() + 1)
+                assert pickle.dumps(value) == before
+            if dtype.is_floating_point:
+                negated = torch._neg_view(passed)
+                assert torch.equal(all_reduce(negated), -all_reduce(passed))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_was_passed_is_left_alone(world: int) -> None:
+    on_ranks(keep_what_was_passed, world)
+
+
 def counted() -> dict[str, int]:
     """How many collectives torch really ran in each call, as its profiler saw them."""
     scalars = {f"metric {i}": float(i) for i in range(50)}
