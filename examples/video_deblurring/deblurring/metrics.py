@@ -34,12 +34,12 @@ def find_lpips(device: torch.device) -> nn.Module | None:
     """Make the network that LPIPS compares by, if every rank has the package `lpips` and its weights. Collective."""
     network = None
     if importlib.util.find_spec("lpips"):
-        import lpips
-
         try:
+            import lpips  # and with it torchvision, which may be another torch's
+
             network = lpips.LPIPS(net="alex", verbose=False).eval().to(device)
         except Exception as error:  # it fetches weights
-            log.warning("lpips is installed, but its weights cannot be had: %s", error)
+            log.warning("lpips is installed, but cannot be used: %r", error)
     found = ddpkit.all_gather_object(network is not None)
     return network if all(found) else None
 
