@@ -22,6 +22,7 @@ from ..errors import LaunchError
 
 LOOPBACKS = ("lo", "lo0")  # names of the loopback interface
 SETTLE = 0.5  # seconds in which collectives that can still end do
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 _PROBE = 2.0  # seconds in which a host that can be reached accepts or refuses a connection
 
 
@@ -139,6 +140,16 @@ def send_exit_code(descriptors: Iterable[int]) -> None:
 def sockets() -> set[int]:
     """Return the sockets of this process, as inode numbers; none where the system does not tell."""
     return {number for _, number in _open_sockets()}
+
+
+def sockets_to(port: int) -> set[int]:
+    """Return those of them that are connected to a port, of whichever host."""
+    found = set()
+    for descriptor, number in _open_sockets():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as ours:
+            if ours.family in _INTERNET and ours.getpeername()[1] == port:
+                found.add(number)
+    return found
 
 
 def cut(some: set[int], after: float = 0.0) -> None:

@@ -36,7 +36,7 @@ from .own_failure import fill_error_file
 from .polling import call_with_timeout
 from .rendezvous import complete_launch, join, raise_if_orphaned
 from .session import Session
-from .sockets import LOOPBACKS, connect_to_monitor, is_loopback, listen, probe, sockets
+from .sockets import LOOPBACKS, connect_to_monitor, is_loopback, listen, probe, sockets, sockets_to
 from .store_values import parse, without_prefixes
 from .tcp_store import PortTaken, find_master, open_store, reachable, store_outlives_ranks
 
@@ -210,6 +210,7 @@ def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Ses
     hosts = [members.nodes[node] for node in nodes]
     session = Session(store, me.rank, hosts, timeout, nodes, orphaned)
     session.store_host = job.asked.origin.store_host
+    session.store_connections = connections_to(opened.store)
     job.session = session
     job.group = reference(current_group())
     job.launch = complete_launch(launch, members)
@@ -231,6 +232,12 @@ def _address_of(store: dist.Store) -> tuple[str | None, int | None]:
     if isinstance(server, dist.TCPStore):
         return server.host, server.port
     return None, None
+
+
+def connections_to(store: dist.Store) -> set[int]:
+    """Return this process's sockets that are connected to a store, as inode numbers."""
+    _, port = _address_of(store)
+    return set() if port is None else sockets_to(port)
 
 
 def host_address(store: dist.Store) -> str:

@@ -433,6 +433,30 @@ def test_a_stopped_host_of_the_store_does_not_keep_a_rank_whose_collective_broke
     assert other.code == 1 and "rank 0 (" in other.output and "does not answer" in other.output, other
 
 
+def wait_for_a_stopped_store() -> None:
+    """Rank 0 hosts the store and stops, while the others wait there, in a call that nothing interrupts."""
+    with ddpkit.distributed(timeout=LONG) as context:
+        pids = ddpkit.all_gather_object(os.getpid())
+        if context.rank == 0:
+            live = " || ".join(f"kill -0 {pid}" for pid in pids[1:])
+            end = f"while {live}; do sleep 0.1; done; kill -9 {pids[0]}"  # nobody else would end it
+            subprocess.Popen(["sh", "-c", end], stderr=subprocess.DEVNULL)
+            os.kill(pids[0], signal.SIGSTOP)
+        try:
+            ddpkit.barrier(timeout=timedelta(seconds=1))
+        except ddpkit.PeerError as error:
+            print(f"raised for rank {error.rank}: {error}", flush=True)
+            raise
+
+
+def test_a_stopped_host_of_the_store_is_raised_where_it_is_waited_for() -> None:
+    port = free_port()
+    _, *others = run(wait_for_a_stopped_store, [platform_env(rank, 3, port) for rank in range(3)])
+    for other in others:
+        assert other.code == 1 and "raised for rank 0: rank 0 (" in other.output, other
+        assert "does not answer" in other.output, other
+
+
 def lose_the_watch() -> None:
     """The script closes descriptors that are not its own, which no thread survives that waits for them."""
     with ddpkit.distributed(timeout=LONG) as context:

@@ -65,11 +65,12 @@ def train(
     num_workers: int = 0,
     pause: float = 0.0,
     whole: int = 0,
+    meets_at: int = -1,
     **options: Any,
 ) -> None:
     """Train on numbers; write down which this rank uses for which step, and the result.
 
-    After a dozen steps go on with `whole` ranks only; a single one goes on slowly.
+    After a dozen steps go on with `whole` ranks only; a single one goes on slowly. All meet in one of the steps.
     """
     member = int(os.environ["RANK"])
     mine = [(step, point) for who, step, point in deaths if who == member]
@@ -116,6 +117,8 @@ def train(
                     if ddpkit.get_world_size() < whole:
                         time.sleep(0.3)
                     at(step, "forward")
+                    if step == meets_at:
+                        ddpkit.barrier(timeout=timedelta(seconds=2))
                     loss = wrapped(batch.double()).square().mean() / 2
                     loss.register_hook(lambda _, step=step: at(step, "backward"))
                     optimizer.zero_grad()
@@ -467,9 +470,9 @@ def test_ranks_of_spawn_go_on_where_it_waits_for_them(tmp_path: Path) -> None:
         ddpkit.spawn(die, 2, timeout=timedelta(minutes=2), end_together=False)
 
 
-def train_and_wake(folder: str, deaths: list[Death]) -> None:
+def train_and_wake(folder: str, deaths: list[Death], **options: Any) -> None:
     seconds = timedelta(seconds=4)
-    train(folder, deaths, timeout=seconds, patience=seconds)
+    train(folder, deaths, timeout=seconds, patience=seconds, **options)
     for stopped, _, _ in deaths:
         os.kill(int(Path(folder, f"{stopped}.pid").read_text()), signal.SIGCONT)
 
@@ -482,6 +485,18 @@ def test_a_rank_that_hangs_is_left_behind_and_does_not_go_on_by_itself(stopped: 
     check(tmp_path, 3, survivors)
     assert ended[stopped].code == 1
     assert not (tmp_path / f"{stopped}.json").exists()
+
+
+def train_meet_and_wake(folder: str, deaths: list[Death]) -> None:
+    train_and_wake(folder, deaths, meets_at=6)
+
+
+@pytest.mark.storm
+def test_the_others_go_on_where_the_host_of_their_store_stops_and_they_wait_there(tmp_path: Path) -> None:
+    ended = start(3, tmp_path, [(0, 6, "stop in forward")], fn=train_meet_and_wake)
+    assert [ended[1].code, ended[2].code] == [0, 0], "".join(e.output for e in ended)
+    check(tmp_path, 3, [1, 2])
+    assert ended[0].code == 1 and not (tmp_path / "0.json").exists()
 
 
 class Normed(nn.Module):

@@ -394,6 +394,7 @@ def put_in_place() -> None:
     startup.Member = _claim
     startup.connect_to_monitor = _connect_to_monitor
     startup.reachable = lambda *_: _hostname()
+    startup.connections_to = lambda store: {store.cut}
     startup.current_group = lambda: None
     startup.reference = lambda _: lambda: None
     own_failure.current_group = lambda: None

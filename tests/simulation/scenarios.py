@@ -301,8 +301,6 @@ def surviving(world: World) -> list[str]:
     wrong += [f"{rank} with {rank.value.steps}" for rank in ended if rank.value.steps != expected]
     if had_begun:
         lost = [rank for rank in start.ranks if _is_lost(rank, killed)]
-        if fault == "killed and stopped":  # whoever waits for the store of a leader that is stopped ends by its watch
-            lost = [rank for rank in lost if rank.error is not None]
         wrong += [f"{rank}, and was not killed" for rank in lost]
     # the last that committed a step: those before may have lost it with all who had it
     finals = {generation for step, generation, name in commits if step == steps - 1 and name in _names(ended)}

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
-from world import Process, World
+from world import Process, Task, World
 
 T = TypeVar("T")
 
@@ -34,6 +34,13 @@ class Store:
         self.server = server
         self.timeout = timeout
         self._is_broken = False
+        self._waiting: list[Task] = []  # threads whose call has no answer
+
+    def cut(self) -> None:
+        """End the connection, and with it the calls that wait for an answer."""
+        self._is_broken = True
+        for task in self._waiting:
+            self.server.world.wake(task)
 
     def _call(self, act: Callable[[], T]) -> T:
         """Do something at the server: neither the way there nor the way back can be interrupted by a signal."""
@@ -54,10 +61,13 @@ class Store:
         if host is None:
             return
         world = self.server.world
-        while world.is_cut(world.running.host, host.host):
+        assert world.current is not None
+        self._waiting.append(world.current)
+        while not self._is_broken and world.is_cut(world.running.host, host.host):
             world.suspend(None)
-        if host.is_stopped:
+        while not self._is_broken and host.is_stopped and not host.is_dead:
             host.wait_for_answer()
+        self._waiting.remove(world.current)
         if host.is_dead or self.server.is_closed or self._is_broken:
             self._is_broken = True
             raise dist.DistNetworkError("the connection was closed")
@@ -124,6 +134,9 @@ class PrefixStore:
     def __init__(self, prefix: str, store: Store | PrefixStore) -> None:
         self.underlying_store = store
         self._prefix = f"{prefix}/"
+
+    def cut(self) -> None:
+        self.underlying_store.cut()
 
     def set(self, key: str, value: str | bytes) -> None:
         self.underlying_store.set(self._prefix + key, value)

@@ -119,11 +119,10 @@ class Process:
         self._held.append(task)
 
     def wait_for_answer(self) -> None:
-        """Let a thread of another process wait as long as this one is stopped."""
+        """Let a thread of another process wait until this one, which is stopped, goes on or ends, or it is woken."""
         assert self.world.current is not None
-        while self.is_stopped and not self.is_dead:
-            self._waiting.append(self.world.current)
-            self.world.suspend(None)
+        self._waiting.append(self.world.current)
+        self.world.suspend(None)
 
     def _answer(self) -> None:
         waiting, self._waiting = self._waiting, []
