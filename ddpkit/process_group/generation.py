@@ -69,12 +69,13 @@ class Generation:
 
     def claim(self, me: Member) -> Member:
         """Claim a rank, unless that is done; return the process that holds it."""
-        text = self.store.compare_set(claim_key(me.rank), "", me.to_json())
-        holder = Member.from_json(text, me.rank)
-        if holder.nonce == me.nonce:
-            number = add(self.store, "claims", 1)
-            self.store.set(_claimant_key(number), f"{me.rank}")
-        return holder
+        mine = me.to_json()
+        text = self.store.compare_set(claim_key(me.rank), "", mine)
+        if text != mine.encode():
+            return Member.from_json(text, me.rank)
+        number = add(self.store, "claims", 1)
+        self.store.set(_claimant_key(number), f"{me.rank}")
+        return me
 
     def claims_after(self, number: int) -> list[Member]:
         """Return the processes other than rank 0 that have claimed a rank since so many had."""

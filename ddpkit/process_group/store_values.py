@@ -150,7 +150,7 @@ def _read_over_new_connection(store: dist.Store, key: str) -> bytes | None:
 
 def fits(value: Any, hint: Any) -> bool:
     """Return whether a value that was JSON has a type, or the form of a mapping from names to types, or of `[type]`."""
-    if isinstance(hint, Mapping):
+    if isinstance(hint, dict):
         if not isinstance(value, dict) or value.keys() != hint.keys():
             return False
         return all(fits(value[name], hint[name]) for name in hint)
