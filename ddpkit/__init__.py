@@ -77,16 +77,14 @@ from .parallel.models import unwrap_model
 from .parallel.replicas import check_replicas, sync_buffers
 from .parallel.step_times import StepTimes, step_times
 from .parallel.wrap import clean_state_dict, wrap_model
-from .process_group.job import Context
-from .process_group.lifecycle import (
-    distributed,
+from .process_group.current_job import (
     get_data_parallel_rank,
     get_data_parallel_world_size,
     get_device,
     peer_errors,
-    setup,
-    teardown,
 )
+from .process_group.job import Context
+from .process_group.lifecycle import distributed, setup, teardown
 from .resilience.out_of_memory import find_batch_size
 from .resilience.step_guard import StepGuard
 from .resilience.stopping import Stop, stopping

@@ -24,7 +24,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 import ddpkit
 from ddpkit import testing
-from ddpkit.process_group import lifecycle
+from ddpkit.process_group import current_job
 
 # a loaded machine draws and runs examples slowly
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -205,7 +205,7 @@ def nothing_left_behind() -> Iterator[None]:
     if "DDPKIT_TESTING_RANKS" in os.environ:  # a rank of a marked test, after which the plugin looks itself
         return
     assert not dist.is_initialized(), "the test left a process group behind"
-    joined = lifecycle._job is not None
+    joined = current_job.job is not None
     ddpkit.teardown()  # or the tests after it would fail
     assert not joined, "the test left setup() behind, also where it is alone"
     assert _environment() == before, "the test changed the environment"

@@ -13,7 +13,7 @@ from ..arguments import as_integer
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..errors import CheckpointError
 from ..launch.ranks import get_rank, is_main_process
-from ..process_group import lifecycle
+from ..process_group import current_job
 from . import arguments
 from .all_or_none import try_on_all, try_on_main
 from .comparison import check_equal
@@ -190,7 +190,7 @@ class Checkpointer:
             if wait:
                 self._finish_on_all()
             else:
-                lifecycle.finish_before_leaving(self, self.wait)
+                current_job.finish_before_leaving(self, self.wait)
         except BaseException:
             self._give_up_writing()
             raise
@@ -405,7 +405,7 @@ class Checkpointer:
 
     def _finish_on_all(self) -> None:
         """Wait until no rank writes into the folder; raise its error on all. Collective."""
-        lifecycle.finish_before_leaving(self, None)
+        current_job.finish_before_leaving(self, None)
         try:
             problem = try_on_main(self._finish_with_others)
         except CheckpointError:

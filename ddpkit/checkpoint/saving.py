@@ -10,7 +10,7 @@ from ..collectives.sharded import explain_sharded
 from ..errors import CheckpointError
 from ..launch.ranks import get_rank, is_main_process
 from ..parallel.models import without_dtensors
-from ..process_group import lifecycle
+from ..process_group import current_job
 from ..seeding.generator_states import get_rng_state
 from .all_or_none import try_on_all
 from .files import from_bytes, to_bytes
@@ -74,7 +74,7 @@ def _consolidate(values: Mapping[str, Any]) -> None:
     """Have optimizers that spread their state over ranks collect it on rank 0. Collective."""
     for value in values.values():
         if is_consolidated(value):
-            with lifecycle.exchanging():
+            with current_job.exchanging():
                 value.consolidate_state_dict(to=0)
 
 

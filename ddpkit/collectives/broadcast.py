@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..arguments import plain_index
 from ..launch import ranks
-from ..process_group import lifecycle
+from ..process_group import current_job, lifecycle
 from ..process_group.peers import Peers, group_of, ranks_of
 from ..torch_internals import untraced
 from .consistency import CHECK, PAYLOAD, communication_device, fingerprint_of, new_block, raise_everywhere, sum_block
@@ -93,7 +93,7 @@ def broadcast_bytes(call: str, data: bytes, src: int, peers: Peers | None = None
 
 def _receive(description: _Description, src: int, peers: Peers | None) -> Tensor:
     """Receive a tensor of rank `src` on this rank's device, or on the CPU if it was there. Collective."""
-    device = torch.device("cpu") if description.on_cpu else lifecycle.get_device()
+    device = torch.device("cpu") if description.on_cpu else current_job.get_device()
     tensor = torch.empty(description.shape, dtype=description.dtype, device=device)
     data = _broadcast_tensor(flat_bytes(tensor), src, peers)
     return data.view(description.dtype).reshape(description.shape)
@@ -102,6 +102,6 @@ def _receive(description: _Description, src: int, peers: Peers | None) -> Tensor
 def _broadcast_tensor(data: Tensor, src: int, peers: Peers | None) -> Tensor:
     buffer = data.to(communication_device(data.device, peers))
     if buffer.numel():
-        with lifecycle.exchanging():
+        with current_job.exchanging():
             dist.broadcast(buffer, src, group=group_of(peers))
     return buffer.to(data.device)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..errors import MismatchError
 from ..launch import ranks
-from ..process_group import lifecycle
+from ..process_group import current_job, lifecycle
 from ..process_group.failures import describe_error
 from ..process_group.peers import Peers, group_of, ranks_of, subset_of
 from ..process_group.store_values import parse
@@ -75,7 +75,7 @@ def sum_block(fingerprint: str, block: Block, peers: Peers | None = None) -> Non
     block[:CHECK], expected = _check_numbers(fingerprint, len(ranks_of(peers)))
     if type(torch.from_numpy(block)) is not Tensor:  # it would not be sent, and the other ranks would wait
         raise TypeError("Under FakeTensorMode no values can be exchanged. Call it outside.")
-    with lifecycle.exchanging():
+    with current_job.exchanging():
         _sum_over_ranks(block, peers)
     if block[:CHECK].tobytes() != expected:
         _raise_mismatch(fingerprint, peers)
@@ -171,7 +171,7 @@ def _add_up(blocks: Block, total: Block) -> None:
 
 
 def _all_reduce(buffer: Tensor, op: Any, peers: Peers | None) -> Tensor:
-    with lifecycle.exchanging():
+    with current_job.exchanging():
         dist.all_reduce(buffer, op, group=group_of(peers))
     return buffer
 

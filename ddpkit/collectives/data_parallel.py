@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..launch import ranks
-from ..process_group import lifecycle
+from ..process_group import current_job, lifecycle
 from ..process_group.peers import Peers, ranks_of
 from ..process_group.sockets import sockets
 from ..process_group.store_values import parse
@@ -53,21 +53,21 @@ def set_data_parallel(group: Group | None) -> None:
     if problem:
         raise ValueError(f"set_data_parallel() {problem}")
     if len(own) == ranks.get_world_size():
-        lifecycle.choose_data_parallel(None)
+        current_job.choose_data_parallel(None)
         return
     peers = None
     for members in dict.fromkeys(map(tuple, named)):
         made = _new_group(members)
         if ranks.get_rank() in members:
             peers = Peers(members, made)
-    lifecycle.choose_data_parallel(peers)
+    current_job.choose_data_parallel(peers)
 
 
 def _new_group(members: tuple[int, ...]) -> dist.ProcessGroup:
     """Make a group, whose connections end, as those of the job's, when a rank fails. Collective, over all ranks."""
     before = sockets()
     made: dist.ProcessGroup = dist.new_group(list(members))
-    session = lifecycle.current_session()
+    session = current_job.current_session()
     if session.connections:
         session.connections |= sockets() - before
     return made

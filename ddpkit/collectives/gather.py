@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..launch import ranks
-from ..process_group import lifecycle
+from ..process_group import current_job, lifecycle
 from ..process_group.peers import Peers, group_of, ranks_of
 from .consistency import (
     CHECK,
@@ -139,6 +139,6 @@ def _gather_padded(rows: Tensor, counts: list[int], peers: Peers | None) -> list
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts]
     if padded.numel():
-        with lifecycle.exchanging():
+        with current_job.exchanging():
             dist.all_gather(parts, padded, group=group_of(peers))
     return [part[:count].to(rows.device) for part, count in zip(parts, counts, strict=True)]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..launch import ranks
-from ..process_group import lifecycle
+from ..process_group import current_job, lifecycle
 from ..process_group.peers import Peers
 from ..torch_internals import current_group, is_mesh
 
@@ -22,9 +22,9 @@ _REMEDY = "Call it on the ranks of the group only, with the group or one dimensi
 def control_device(peers: Peers | None) -> torch.device:
     """Return the device on which small control messages travel: the CPU if the group reaches it, as gloo does."""
     if peers is None:
-        return lifecycle.control_device()
+        return current_job.control_device()
     on_cpu = "cpu:" in dist.get_backend_config(peers.group)
-    return torch.device("cpu") if on_cpu else lifecycle.get_device()
+    return torch.device("cpu") if on_cpu else current_job.get_device()
 
 
 def peers_of(group: Group | None) -> Peers | None:

@@ -6,7 +6,7 @@ from typing import Any, Literal, SupportsFloat, TypeVar, overload
 
 from torch import Tensor
 
-from ..process_group import lifecycle
+from ..process_group import current_job
 from ..torch_internals import untraced
 from .broadcast import broadcast_value
 from .gather import gather_objects, gather_trees
@@ -246,5 +246,5 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
             gather_exact({"loss": torch.tensor([1, 3])}, [0, 2], n=3)    # rank 0
             gather_exact({"loss": torch.tensor([2])}, [1], n=3)    # rank 1; both get {"loss": tensor([1, 2, 3])}
     """
-    peers = lifecycle.data_parallel() if group is None else peers_of(group)
+    peers = current_job.data_parallel() if group is None else peers_of(group)
     return gather_in_order(values, indices, n, peers)  # type: ignore[no-any-return]

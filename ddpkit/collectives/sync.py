@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from ..arguments import check_timeout
 from ..launch import ranks
-from ..process_group import lifecycle
+from ..process_group import current_job, lifecycle
 from ..process_group.failures import Failure
 from ..process_group.peers import subset_of
 from ..process_group.session import Ranks, Session
@@ -54,7 +54,7 @@ def barrier(name: str | None = None, timeout: timedelta | None = None, *, group:
         if timeout is not None:
             check_timeout(timeout)
         return
-    session = lifecycle.current_session()
+    session = current_job.current_session()
     key, refusal_key = _keys(session, "barrier", name, subset)
     if timeout is not None:
         with _report_failure(session, key, subset):  # the others come with a good one
@@ -84,7 +84,7 @@ def together(name: str | None = None) -> Iterator[None]:
         _check_name(name)
         yield
         return
-    session = lifecycle.current_session()
+    session = current_job.current_session()
     key, refusal_key = _keys(session, "together", name)
     with _report_failure(session, key):
         yield
@@ -113,7 +113,7 @@ def main_process_first(local: bool = False) -> Iterator[None]:
     if not lifecycle.joined():
         yield
         return
-    session = lifecycle.current_session()
+    session = current_job.current_session()
     key = session.count("main_process_first")
     first = 0
     if local:
@@ -152,7 +152,7 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """
     if not lifecycle.joined():
         return fn(*args, **kwargs)
-    session = lifecycle.current_session()
+    session = current_job.current_session()
     key = session.count("run_on_main")
     call = "run_on_main()"
     if session.rank != 0:
@@ -204,7 +204,7 @@ def stop_together(flag: bool) -> bool:
     """
     if not lifecycle.joined():
         return _as_bool(flag)
-    session = lifecycle.current_session()
+    session = current_job.current_session()
     key = session.count("stop_together")
     with _report_failure(session, key):
         wants = _as_bool(flag)

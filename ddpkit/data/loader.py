@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from ..arguments import as_integer
 from ..errors import DdpkitError
-from ..process_group import lifecycle
+from ..process_group import current_job
 from ..process_group.failures import describe_error
 from ..seeding.generator_states import generators_kept
 from ..seeding.hashing import hash_seeds
@@ -372,7 +372,7 @@ class Loader(DataLoader[Any]):
         for dataset in loop.read_here:  # another loader over it may have set another epoch
             dataset.set_epoch(loop.epoch)
         try:
-            with lifecycle.step_clock().within(Phase.DATA):
+            with current_job.step_clock().within(Phase.DATA):
                 batch = next(batches)
         except StopIteration:
             if self._is_counted(loop):
@@ -390,14 +390,14 @@ class Loader(DataLoader[Any]):
 
     def _count_batch(self, loop: Loop) -> None:
         if loop.drawn:
-            lifecycle.tell_samples(loop.drawn.popleft())
+            current_job.tell_samples(loop.drawn.popleft())
         self._count_step(loop)
 
     def _count_step(self, loop: Loop) -> None:
         if isinstance(self.sampler, ResumableSampler) and self._is_counted(loop):
             self.sampler.advance(self._global_batch)
         loop.batches += 1
-        lifecycle.tell(epoch=loop.epoch, batch=loop.batches)
+        current_job.tell(epoch=loop.epoch, batch=loop.batches)
 
     def _is_counted(self, loop: Loop) -> bool:
         # torch's way to another epoch, sampler.set_epoch(), does not pass here

@@ -14,8 +14,8 @@ from ..errors import DdpkitError
 from ..parallel import exact_sum
 from ..parallel.exact_gradients import MicroBatches
 from ..parallel.kernels import describe_kernels
-from ..process_group import lifecycle
-from ..process_group.lifecycle import get_device
+from ..process_group import current_job
+from ..process_group.current_job import get_device
 from ..seeding.generator_states import generators_kept
 from ..seeding.hashing import hash_seeds
 from ..seeding.seeds import seed_cpu
@@ -228,7 +228,7 @@ class MicroBatchLoader(Loader):
 
     def _count_batch(self, loop: Loop) -> None:
         if loop.drawn:
-            lifecycle.tell_samples(loop.drawn.popleft())
+            current_job.tell_samples(loop.drawn.popleft())
 
     def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
         """Return this rank's micro-batches of the next step. One that cannot be made costs the step."""

@@ -8,7 +8,7 @@ from torch.utils.data import get_worker_info
 
 from ..arguments import as_integer
 from ..errors import DdpkitError
-from ..process_group.lifecycle import get_data_parallel_rank, get_data_parallel_world_size
+from ..process_group.current_job import get_data_parallel_rank, get_data_parallel_world_size
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives.consistency import CHECK, communication_device, new_block, sum_block
-from ..process_group import lifecycle
+from ..process_group import current_job
 from ..process_group.peers import Peers, group_of
 from .exact_sum import PLACES, ExactSum, place_of
 
@@ -132,7 +132,7 @@ class ExactExchange:
         shape = self.layout.ranks, *sent.shape[1:]
         if self._received.shape != shape or self._received.device != sent.device:
             self._received = sent.new_empty(shape)
-        with lifecycle.exchanging():
+        with current_job.exchanging():
             if len(sent) == 1:
                 dist.all_gather(list(self._received), sent[0], group=group_of(peers))
             else:
@@ -146,7 +146,7 @@ class ExactExchange:
             return
         total = self._total.to(communication_device(part.device, peers))
         parts = list(total.view(torch.uint8))  # gloo does not send all dtypes
-        with lifecycle.exchanging():
+        with current_job.exchanging():
             dist.all_gather(parts, part.to(total.device).view(torch.uint8), group=group_of(peers))
         if total is not self._total:
             self._total.copy_(total)

@@ -15,7 +15,7 @@ from ..collectives.consistency import fingerprint_of, joined_world_size, raise_e
 from ..collectives.groups import control_device
 from ..collectives.tensors import name_dtype
 from ..errors import DdpkitError
-from ..process_group import lifecycle
+from ..process_group import current_job, lifecycle
 from ..seeding.generator_states import generators_kept
 from ..seeding.seeds import seed_cpu
 from ..torch_internals import untraced
@@ -106,7 +106,7 @@ def exact_gradients(
         tensor([[1., 1.]])
         tensor([[1., 1.]])
     """
-    peers = lifecycle.data_parallel()
+    peers = current_job.data_parallel()
     with raise_everywhere(_CALL, peers):
         local_pass = LocalPass(_CALL, modules)
         step = _Step(batch, modules)
@@ -165,7 +165,7 @@ class _Step:
         self.dtypes = [dtype_of_gradient(p) for p in parameters]
         dtype = functools.reduce(torch.promote_types, self.dtypes, torch.float32)
         result = self.dtypes[0] if len(set(self.dtypes)) == 1 else torch.float64  # then to that of each gradient
-        ranks = joined_world_size(lifecycle.data_parallel())
+        ranks = joined_world_size(current_job.data_parallel())
         layout = Layout(tuple(self.sizes), batch.most, ranks, dtype, result, self.device)
         self.exchange = _exchange_for(modules, layout)
         self.is_complete = False
@@ -208,7 +208,7 @@ class _Step:
     @torch.no_grad()
     def distribute(self) -> None:
         """Give the sums over all ranks to the parameters as gradients. Collective."""
-        peers = lifecycle.data_parallel()
+        peers = current_job.data_parallel()
         total, is_complete = self.exchange.total(self._fingerprint(), all(self.counts), peers)
         counts = self.counts
         if not is_complete:  # otherwise all have gradients
@@ -252,7 +252,7 @@ def check_kernels(device: torch.device, threads: int) -> None:
 @untraced
 def _end(step: _Step, local_pass: LocalPass) -> None:
     """Exchange the sums, if the block did what it should. Collective."""
-    with raise_everywhere(_CALL, lifecycle.data_parallel()):
+    with raise_everywhere(_CALL, current_job.data_parallel()):
         if not step.is_complete:
             raise RuntimeError(f"The block of {_CALL} ended before its loop had taken all micro-batches.")
         changed = local_pass.changed_buffer()
@@ -265,4 +265,4 @@ def _end(step: _Step, local_pass: LocalPass) -> None:
         follow_optimizers()
     step.distribute()
     if lifecycle.joined():
-        lifecycle.step_clock().end_step()
+        current_job.step_clock().end_step()

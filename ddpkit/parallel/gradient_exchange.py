@@ -20,9 +20,9 @@ from ..collectives.groups import control_device
 from ..collectives.packing import normalise
 from ..collectives.tensors import explain_not_dense, name_dtype
 from ..errors import MismatchError
-from ..process_group import lifecycle
+from ..process_group import current_job, lifecycle
+from ..process_group.current_job import get_data_parallel_world_size
 from ..process_group.failures import describe_error
-from ..process_group.lifecycle import get_data_parallel_world_size
 from ..process_group.peers import Peers, group_of, ranks_of
 from ..process_group.session import Session
 from ..torch_internals import is_sharded, untraced
@@ -325,7 +325,7 @@ def _format_of(layouts: list[_BucketLayout]) -> _Format | None:
     size = max(_HASH_SIZE + layouts[0].length, _USUAL_FORMAT.size)
     if size > _LARGEST or dtype.is_complex:
         return None
-    peers = lifecycle.data_parallel()
+    peers = current_job.data_parallel()
     control = control_device(peers)
     if device != control and communication_device(device, peers) != control:
         return None
@@ -334,14 +334,14 @@ def _format_of(layouts: list[_BucketLayout]) -> _Format | None:
 
 def _who_averages() -> Session | Peers:
     """Return what stands for the ranks that average: they remember the format of their next message."""
-    return lifecycle.data_parallel() or lifecycle.current_session()
+    return current_job.data_parallel() or current_job.current_session()
 
 
 class _FirstMessage:
     """A hash of what this rank averages, and behind it a bucket, summed over the ranks."""
 
     def __init__(self, fingerprint: str, format: _Format, bucket: _Bucket | None) -> None:
-        self.peers = lifecycle.data_parallel()
+        self.peers = current_job.data_parallel()
         self.fingerprint = fingerprint
         self.flat = _write_message(fingerprint, format, bucket)
         self.work = _start(self.flat)
@@ -355,7 +355,7 @@ class _FirstMessage:
         """
         if self.checked:
             return
-        with lifecycle.exchanging():
+        with current_job.exchanging():
             self.work.wait()
         self.checked = True
         expected = _hash(self.fingerprint, len(ranks_of(self.peers)), self.flat.dtype)
@@ -401,7 +401,7 @@ class GradientExchange:
         """Wait for the sums."""
         self.first.check()
         for work in self.works:
-            with lifecycle.exchanging():
+            with current_job.exchanging():
                 work.wait()
 
     def is_usable(self, finite: bool) -> bool:
@@ -424,12 +424,12 @@ class GradientExchange:
         """Wait for the means and write them over the gradients, which ends a step."""
         self.wait()
         self.distribute()
-        lifecycle.step_clock().end_step()
+        current_job.step_clock().end_step()
 
 
 def _write_message(fingerprint: str, format: _Format, bucket: _Bucket | None) -> Tensor:
     """Write the hash of a fingerprint, and behind it a bucket."""
-    flat = torch.empty(format.size, dtype=format.dtype, device=control_device(lifecycle.data_parallel()))
+    flat = torch.empty(format.size, dtype=format.dtype, device=control_device(current_job.data_parallel()))
     flat[:_HASH_SIZE] = _hash(fingerprint, 1, format.dtype)
     end = _HASH_SIZE
     if bucket:
@@ -442,15 +442,15 @@ def _write_message(fingerprint: str, format: _Format, bucket: _Bucket | None) ->
 def _write_bucket(bucket: _Bucket) -> Tensor:
     """Write a bucket alone."""
     layout = bucket.layout
-    device = communication_device(layout.device, lifecycle.data_parallel())
+    device = communication_device(layout.device, current_job.data_parallel())
     flat = torch.empty(layout.length, dtype=layout.dtype, device=device)
     bucket.fill(flat)
     return flat
 
 
 def _start(flat: Tensor) -> dist.Work:
-    with lifecycle.exchanging():
-        work: dist.Work = dist.all_reduce(flat, group=group_of(lifecycle.data_parallel()), async_op=True)
+    with current_job.exchanging():
+        work: dist.Work = dist.all_reduce(flat, group=group_of(current_job.data_parallel()), async_op=True)
     return work
 
 

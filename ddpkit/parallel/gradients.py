@@ -21,8 +21,8 @@ from ..collectives.consistency import (
 )
 from ..collectives.reduce import reduce_tree
 from ..collectives.tensors import local_part
-from ..process_group import lifecycle
-from ..process_group.lifecycle import get_data_parallel_world_size
+from ..process_group import current_job
+from ..process_group.current_job import get_data_parallel_world_size
 from ..torch_internals import is_fully_sharded, untraced
 from .gradient_exchange import GradientExchange, Gradients, begin_exchange
 from .models import (
@@ -143,7 +143,7 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
                     F.mse_loss(model(x), y, reduction="sum").backward()
             global_mean(model, sum(len(x) for x, _ in batches))    # then optimizer.step()
     """
-    peers = lifecycle.data_parallel()
+    peers = current_job.data_parallel()
     with raise_everywhere("global_mean()", peers):
         if isinstance(loss_sum, nn.Module):
             check_tensors("global_mean()", without_dtensors(loss_sum.named_parameters()))

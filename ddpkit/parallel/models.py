@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from ..collectives.broadcast import broadcast_value
 from ..collectives.sharded import explain_sharded
 from ..collectives.tensors import name_dtype
-from ..process_group import lifecycle
+from ..process_group import current_job
 from ..torch_internals import has_no_memory, is_compiled, is_dtensor
 
 M = TypeVar("M", bound=nn.Module)
@@ -150,7 +150,7 @@ def check_writable(call: str, name: str, tensor: Tensor) -> None:
 
 def broadcast_into(tensors: list[Tensor]) -> None:
     """Overwrite tensors with the values of rank 0, or of the first data-parallel rank. Collective."""
-    values = broadcast_value(tensors, None, lifecycle.data_parallel())
+    values = broadcast_value(tensors, None, current_job.data_parallel())
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
 

@@ -19,7 +19,7 @@ from ..collectives.reduce import reduce_tree
 from ..collectives.sharded import explain_sharded
 from ..collectives.tensors import local_part, name_dtype
 from ..errors import ReplicaMismatchError
-from ..process_group import lifecycle
+from ..process_group import current_job, lifecycle
 from ..process_group.peers import Peers, ranks_of, subset_of
 from ..torch_internals import is_dtensor, untraced
 from .models import (
@@ -79,7 +79,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
               parameter 0.bias: float32[4] #9f0c0e6f on ranks 0, 2; float32[4] #1f6a3cd2 on rank 1
               optimizer group 0 lr: 0.1 on ranks 0, 2; 0.2 on rank 1
     """
-    call, peers = "check_replicas()", lifecycle.data_parallel()
+    call, peers = "check_replicas()", current_job.data_parallel()
     with raise_everywhere(call, peers):
         check_module(call, model)
         check_tensors(call, without_dtensors(named_tensors(model)))
@@ -230,7 +230,7 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
             sync_buffers(model)    # rank 0, running_mean 1.0
             sync_buffers(model)    # rank 1, running_mean 3.0; both have 2.0
     """
-    call, peers = "sync_buffers()", lifecycle.data_parallel()
+    call, peers = "sync_buffers()", current_job.data_parallel()
     with raise_everywhere(call, peers):
         if how not in ("mean", "broadcast"):
             raise ValueError(f"how must be 'mean' or 'broadcast', got {how!r}.")
@@ -262,7 +262,7 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
 def _average(buffers: list[Tensor]) -> None:
     """Overwrite buffers with their means over the ranks. Collective."""
     reals = [_as_real(buffer) for buffer in buffers]
-    means = reduce_tree(reals, "mean", None, check=True, peers=lifecycle.data_parallel())
+    means = reduce_tree(reals, "mean", None, check=True, peers=current_job.data_parallel())
     for buffer, mean in zip(buffers, means, strict=True):
         if buffer.is_complex():
             mean = torch.view_as_complex(mean.clone())

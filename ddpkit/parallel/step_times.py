@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..process_group import lifecycle
+from ..process_group import current_job
 from ..timing.clock import STEPS, Phase
 from ..timing.pace import BLOCKS, SlowRank
 from ..torch_internals import after_backward, forward_pre_hooks
@@ -63,14 +63,14 @@ def step_times() -> StepTimes | None:
         >>> step_times() is None  # on one process
         True
     """
-    clock = lifecycle.step_clock()
+    clock = current_job.step_clock()
     blocks = clock.window(clock.blocks, min(BLOCKS, clock.blocks))
     if not blocks:
         return None
     steps = STEPS * len(blocks)
     sums = [sum(block[phase] for block in blocks) for phase in Phase]
     phases = {phase.label: sums[phase] / steps for phase in Phase}
-    return StepTimes(steps, sum(sums) / steps, phases, lifecycle.slow_rank())
+    return StepTimes(steps, sum(sums) / steps, phases, current_job.slow_rank())
 
 
 def follow_steps(model: DistributedDataParallel) -> None:
@@ -92,13 +92,13 @@ def follow_optimizers() -> None:
 def _before_forward(_: Any, __: Any) -> None:
     """Begin to wait: DDP sends rank 0's buffers first."""
     if not torch.compiler.is_compiling():
-        lifecycle.step_clock().begin(Phase.WAITING)
+        current_job.step_clock().begin(Phase.WAITING)
 
 
 def _before_own_forward(_: Any, __: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    clock = lifecycle.step_clock()
+    clock = current_job.step_clock()
     if clock.phase == Phase.WAITING:  # else the model, or a copy of it, is called without DDP
         clock.begin(Phase.FORWARD)
 
@@ -106,7 +106,7 @@ def _before_own_forward(_: Any, __: Any) -> None:
 def _after_forward(model: Any, _: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    clock = lifecycle.step_clock()
+    clock = current_job.step_clock()
     if not torch.is_grad_enabled():
         clock.begin(Phase.OTHER)
         return
@@ -151,7 +151,7 @@ class _Backward:
         model = self._model()
         if model is not None:
             _in_backward.discard(model)
-        clock = lifecycle.step_clock()
+        clock = current_job.step_clock()
         if not self._exchanges:
             clock.begin(Phase.OTHER)
             return
@@ -159,16 +159,16 @@ class _Backward:
         after_backward(self._end_wait)
 
     def _end_wait(self) -> None:
-        clock = lifecycle.step_clock()
+        clock = current_job.step_clock()
         clock.begin(Phase.OTHER)
         clock.end_step()
 
 
 def _before_optimizer(*_: Any) -> None:
     if not torch.compiler.is_compiling():
-        lifecycle.step_clock().begin(Phase.OPTIMIZER)
+        current_job.step_clock().begin(Phase.OPTIMIZER)
 
 
 def _after_optimizer(*_: Any) -> None:
     if not torch.compiler.is_compiling():
-        lifecycle.step_clock().begin(Phase.OTHER)
+        current_job.step_clock().begin(Phase.OTHER)

@@ -21,7 +21,7 @@ from ..collectives.consistency import check_fingerprint, fingerprint_of, joined_
 from ..collectives.tensors import name_dtype
 from ..errors import DdpkitError
 from ..launch import ranks
-from ..process_group import lifecycle
+from ..process_group import current_job
 from ..process_group.devices import count_accelerators
 from ..process_group.peers import Peers, group_of, ranks_of
 from ..torch_internals import (
@@ -107,7 +107,7 @@ def wrap_model(
         >>> wrap_model(net) is net  # on one process
         True
     """
-    device, peers = lifecycle.get_device(), lifecycle.data_parallel()
+    device, peers = current_job.get_device(), current_job.data_parallel()
     with raise_everywhere("wrap_model()", peers):
         _check_model(model)
         has_group = joined_world_size(peers) > 1 or (strategy == "ddp" and dist.is_initialized())
@@ -136,7 +136,7 @@ def wrap_model(
     _check_dtypes(model, peers)
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group_of(peers))  # type: ignore[no-untyped-call]
-    with lifecycle.peer_errors():
+    with current_job.peer_errors():
         ddp = DistributedDataParallel(
             model,
             device_ids=_device_ids(device),
@@ -210,7 +210,7 @@ def _check_dtypes(model: nn.Module, peers: Peers | None) -> None:
             examples.setdefault((tensor.device, tensor.dtype), name)
     for (device, dtype), name in examples.items():
         try:
-            with lifecycle.peer_errors():
+            with current_job.peer_errors():
                 dist.broadcast(torch.empty(1, dtype=dtype, device=device), ranks_of(peers)[0], group_of(peers))
         except (RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, DdpkitError) or "type" not in str(error):

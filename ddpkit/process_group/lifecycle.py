@@ -8,8 +8,7 @@ import logging
 import multiprocessing.util
 import os
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -21,30 +20,21 @@ import torch.distributed as dist
 from ..errors import DdpkitError, LaunchError, NotSetUpError
 from ..launch import ranks
 from ..launch.launch import Launch
-from ..timing.clock import Phase, StepClock
-from ..timing.pace import SlowRank
-from ..torch_internals import current_group
+from . import current_job
 from .declining import tell_peers
-from .devices import bind_device, choose_device, count_accelerators, is_same_device
-from .failures import Failure
+from .devices import bind_device, choose_device, is_same_device
 from .job import Context, Job, context_of
 from .leaving import destroy_group, say_goodbye
 from .options import ChooseDevice, Options, Origin, checked_options, checked_origin
-from .own_failure import cause_of, ended_well, fill_error_file, last_error, lost_peer_of, publish
-from .peers import Peers, ranks_of
+from .own_failure import cause_of, ended_well, fill_error_file, last_error, publish
 from .rendezvous import StartedByRank
 from .session import Ranks, Session
 from .sockets import SETTLE, cut
 from .startup import assemble, checked_launch, close_stores, set_threads
-from .stop_agreement import StopAgreement, StopRequest
 
 log = logging.getLogger(__name__)
 
-_job: Job | None = None
 _departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
-_idle_clock = StepClock()  # of a process without a job of several ranks
-_idle_agreement = StopAgreement(1)  # the same
-_batches: deque[Sequence[object]] = deque(maxlen=64)  # samples of those that loaders have handed out last
 _apart = ""  # whose block this process is in, in which it exchanges nothing with other ranks
 _children_keep_garbage = False  # whether forked children are told to, which cannot be taken back
 _FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
@@ -104,19 +94,20 @@ def setup(
     try:
         asked = checked_options(backend, device, timeout, num_threads, watch, origin)
     except (TypeError, ValueError) as error:
-        if _job is None and not dist.is_initialized():
+        if current_job.job is None and not dist.is_initialized():
             tell_peers(error, origin)
         raise
-    if _job is None or not _job.is_current():
+    job = current_job.job
+    if job is None or not job.is_current():
         return _join(asked).context
-    _refuse_forked(_job)
-    if asked.backend not in (None, _job.asked.backend, _job.context.backend):
-        raise ValueError(f"setup() was called before, with another backend:\n{_job.context}")
-    device, local_rank = _job.context.device, _job.context.local_rank
-    if asked.device and asked.device != _job.asked.device and not is_same_device(asked.device, device, local_rank):
-        raise ValueError(f"setup() was called before, with another device:\n{_job.context}")
-    _check_origin(origin, _job.launch)
-    return _job.context
+    _refuse_forked(job)
+    if asked.backend not in (None, job.asked.backend, job.context.backend):
+        raise ValueError(f"setup() was called before, with another backend:\n{job.context}")
+    device, local_rank = job.context.device, job.context.local_rank
+    if asked.device and asked.device != job.asked.device and not is_same_device(asked.device, device, local_rank):
+        raise ValueError(f"setup() was called before, with another device:\n{job.context}")
+    _check_origin(origin, job.launch)
+    return job.context
 
 
 def leave_to_rejoin() -> None:
@@ -148,57 +139,6 @@ def rejoin(
     return job.context
 
 
-def asked_options() -> Options:
-    """Return the arguments of `setup()`; call it only where there is a job."""
-    assert _job is not None
-    return _job.asked
-
-
-def hold_failures(hold: bool, grace: float | None = None) -> None:
-    """Let a peer's failure not interrupt this process, or again.
-
-    Args:
-        hold: Whether not.
-        grace: Seconds that it then has to deal with one.
-    """
-    if _job is None or _job.session is None:
-        return
-    _job.session.failures.held = hold
-    if grace is not None:
-        _job.session.failures.grace = grace
-
-
-def interrupt(failure: Failure) -> bool:
-    """Raise in the main threads of all ranks, as when one has failed; any thread may call it.
-
-    Returns:
-        False if this process is in no job of several, and nothing was done.
-    """
-    job = _job
-    if job is None or job.session is None:
-        return False
-    if job.session.failures.known is None:
-        job.session.failures.known = failure
-        if job.monitor is not None:
-            job.monitor.wake()
-    return True
-
-
-def owns_group() -> bool:
-    """Return whether `setup()` has made the process group, or there is none."""
-    return _job is None or _job.session is None or _job.owns_group
-
-
-def has_unfinished() -> bool:
-    """Return whether something was begun that all ranks have to wait for before they leave."""
-    return _job is not None and bool(_job.unfinished)
-
-
-def lost_peer(error: BaseException) -> DdpkitError | None:
-    """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
-    return lost_peer_of(error, _job.session if _job is not None else None)
-
-
 def _check_origin(origin: Origin, found: Launch) -> None:
     """Refuse a place that is not the one of the job which has been joined, or of the group that there is."""
     said = origin.launch
@@ -216,7 +156,6 @@ def _refuse_forked(job: Job) -> None:
 
 def _join(asked: Options) -> Job:
     """Join the job that there is now, and leave the one before it, whose group has gone."""
-    global _job
     _leave()
     _close_departed()
     if dist.is_initialized():
@@ -236,7 +175,7 @@ def _join(asked: Options) -> Job:
             assemble(job)
             _install_hooks(job)
     except BaseException as error:
-        _job = job
+        current_job.job = job
         cause = error
         if not isinstance(error, StartedByRank):  # which is no failure of the rank
             cause = report(error)
@@ -248,10 +187,11 @@ def _join(asked: Options) -> Job:
             raise
         finally:
             del cause  # or it, its traceback and this frame keep each other, and the store
-    _job = job
+    request = current_job.stop_agreement().request  # of a signal that has come before
+    current_job.job = job
     ranks.set_launch(job.launch)
-    if _idle_agreement.request is not None:  # a signal has come before
-        ask_to_stop(_idle_agreement.request)
+    if request is not None:
+        current_job.ask_to_stop(request)
     if ranks.is_main_process():
         log.info("joined\n%s", job.context)
     return job
@@ -304,12 +244,13 @@ def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: b
         at_exit: Whether the process is ending. Its exit code then tells whether this rank has failed.
         lingers: Whether the host of the store waits for those who still need it.
     """
-    global _job, _departed
-    if _job is not None:
-        renew_stop_agreement()
-    if _job is not None and _job.session is not None:
-        _job.session.failures.settled = True  # nothing is raised in here
-    job, _job = _job, None
+    global _departed
+    job = current_job.job
+    if job is not None:
+        current_job.renew_stop_agreement()
+    if job is not None and job.session is not None:
+        job.session.failures.settled = True  # nothing is raised in here
+    current_job.job = None
     ranks.set_launch(None)
     session = None if job is None else job.own_session()
     if job is None or session is None:
@@ -342,12 +283,12 @@ def _remove_exit_hooks(job: Job) -> None:
 
 def _at_exit() -> None:
     """Leave when the interpreter ends."""
-    job = _job or _departed
+    job = current_job.job or _departed
     session = None if job is None else job.own_session()
     if job is None or session is None:
         return
     error = _uncaught_error(job, session)
-    if job is _job:
+    if job is current_job.job:
         _leave(error, at_exit=True)
     else:
         _finish_departed(job, session, error)
@@ -424,7 +365,8 @@ def distributed(
         ...     print(context.world_size)
         1
     """
-    outermost = _job is None or not _job.is_current()
+    outer = current_job.job
+    outermost = outer is None or not outer.is_current()
     context = setup(
         backend=backend,
         device=device,
@@ -439,7 +381,7 @@ def distributed(
     try:
         yield context
         if outermost:
-            finish()
+            current_job.finish()
     except BaseException as error:
         cause = report(error) if outermost else error  # else the block around it may handle it
         if cause is not error:
@@ -448,145 +390,6 @@ def distributed(
     finally:
         if outermost:
             _leave()
-
-
-def tell(**progress: int) -> None:
-    """Say how far the script is, for those who ask what the ranks are doing."""
-    if _job is not None and _job.session is not None:
-        _job.session.told = {name: int(number) for name, number in progress.items()}
-
-
-def tell_samples(indices: Sequence[object]) -> None:
-    """Say which samples of a dataset are in the batch that a loader hands out, or could not make."""
-    _batches.append(indices)
-
-
-def take_samples() -> list[Sequence[object]]:
-    """Return the samples of the batches since the last call, of the latest ones if they are many."""
-    taken = list(_batches)
-    _batches.clear()
-    return taken
-
-
-def step_clock() -> StepClock:
-    """Return the clock of this process's training steps."""
-    if _job is None or _job.session is None:
-        return _idle_clock
-    return _job.session.clock
-
-
-def stop_agreement() -> StopAgreement:
-    """Return what this process knows of the step at which all ranks of its job stop."""
-    if _job is None or _job.session is None:
-        return _idle_agreement
-    return _job.session.stop_agreement
-
-
-def renew_stop_agreement() -> None:
-    """Forget what was asked or decided where there is no job of several ranks, which keeps it as long as it lives."""
-    global _idle_agreement
-    _idle_agreement = StopAgreement(1)
-
-
-def ask_to_stop(request: StopRequest) -> bool:
-    """Ask that all ranks stop, unless this one has; a signal handler may call it.
-
-    Returns:
-        Whether this is this rank's first request.
-    """
-    agreement = stop_agreement()
-    is_first = agreement.request is None
-    if is_first:
-        agreement.request = request
-    if _job is not None and _job.monitor is not None:
-        _job.monitor.wake()
-    return is_first
-
-
-def has_job() -> bool:
-    """Return whether this process has called `setup()` and not left since."""
-    return _job is not None
-
-
-def is_watched() -> bool:
-    """Return whether this process hears of what happens on other ranks while it computes."""
-    return _job is not None and _job.monitor is not None
-
-
-def slow_rank() -> SlowRank | None:
-    """Return the rank for which the others wait, as far as this process knows: the main process does."""
-    if _job is None or _job.monitor is None:
-        return None
-    return _job.monitor.paces.slow
-
-
-def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> None:
-    """Let `distributed()` call a collective function where its block ends well; with None, no more."""
-    if _job is None:
-        return
-    _job.unfinished.pop(owner, None)
-    if finish is not None:
-        _job.unfinished[owner] = finish
-
-
-def finish() -> None:
-    """Do, in the order in which it was begun, what was to be finished before this job ends. Collective then."""
-    while _job is not None and _job.unfinished and _job.is_current():
-        owner = next(iter(_job.unfinished))
-        _job.unfinished.pop(owner)()
-
-
-def get_device() -> torch.device:
-    """Return this rank's device: the one that `setup()` bound, before it the one that it would.
-
-    Raises:
-        NotSetUpError: If there are several accelerators and the launcher does not tell the local rank; `setup()` finds
-            it out by asking the other ranks.
-
-    Example:
-        >>> batch = torch.ones(4, 2).to(get_device())
-    """
-    asked = None
-    if _job is not None:
-        if _job.is_current() or current_group() is None:
-            return _job.context.device
-        asked = _job.asked.device
-    launch = ranks.current_launch()
-    if launch.local_rank is None and count_accelerators() > 1:
-        ranks.get_local_rank()  # raises
-    return choose_device(asked, launch.local_rank or 0, launch.local_world_size or 1)
-
-
-def data_parallel() -> Peers | None:
-    """Return the ranks among which the samples are shared out, this one among them; None if that is all of the job."""
-    return _job.data_parallel if _job is not None and _job.is_current() else None
-
-
-def choose_data_parallel(peers: Peers | None) -> None:
-    """Remember those ranks for as long as this job lives; call it only where `joined()` is true."""
-    assert _job is not None
-    _job.data_parallel = peers
-    step_clock().is_comparable = peers is None
-
-
-def get_data_parallel_rank() -> int:
-    """Return this process's number among the data-parallel ranks, from 0: its rank unless `set_data_parallel` chose.
-
-    Example:
-        >>> get_data_parallel_rank()
-        0
-    """
-    return ranks_of(data_parallel()).index(ranks.get_rank())
-
-
-def get_data_parallel_world_size() -> int:
-    """Return the number of data-parallel ranks: the world size unless `set_data_parallel` chose.
-
-    Example:
-        >>> get_data_parallel_world_size()
-        1
-    """
-    return len(ranks_of(data_parallel()))
 
 
 def joined() -> bool:
@@ -601,7 +404,7 @@ def joined() -> bool:
             f"In a block of {_apart} no values can be exchanged with other ranks, for one that raises there would "
             "keep the others waiting. Call it before or after the block."
         )
-    job = _job
+    job = current_job.job
     if job is None or not job.is_current():
         job = _join_group()
     if job is None:
@@ -624,25 +427,26 @@ def apart(call: str) -> Iterator[None]:
 
 def _join_group() -> Job | None:
     """Join the group that exists, which is not the one that was joined; return None on one process without a group."""
+    former = current_job.job
     if dist.is_initialized():
-        if _job is None:
+        if former is None:
             job = _join(Options(watch=False))
             advice = "call ddpkit.setup() on every rank, and a rank that fails is named at once on the others"
             news = f"adopted a process group that was there before, without a watch: {advice}"
         else:
-            job = _join(replace(_job.asked, backend=None, origin=Origin()))
+            job = _join(replace(former.asked, backend=None, origin=Origin()))
             news = f"adopted the process group that has taken the place of another: {job.context.world_size} ranks"
         if ranks.is_main_process():
             log.info("%s", news)
         return job
-    if _job is not None and _job.context.world_size > 1:
-        maker = "setup()" if _job.owns_group else "somebody else"
+    if former is not None and former.context.world_size > 1:
+        maker = "setup()" if former.owns_group else "somebody else"
         raise NotSetUpError(
-            f"The process group that {maker} made, of {_job.context.world_size} ranks, has been destroyed. Call "
+            f"The process group that {maker} made, of {former.context.world_size} ranks, has been destroyed. Call "
             "ddpkit.teardown() where the job ends, instead of dist.destroy_process_group(); to go on, make a group on "
             "every rank or call ddpkit.setup() again."
         )
-    if _job is not None:  # its group had one rank
+    if former is not None:  # its group had one rank
         _leave()
     world_size = ranks.get_world_size()
     if world_size > 1:
@@ -653,64 +457,11 @@ def _join_group() -> Job | None:
     return None
 
 
-def current_session() -> Session:
-    """Return the session of the joined job; call it only where `joined()` is true."""
-    assert _job is not None and _job.session is not None
-    return _job.session
-
-
 def exchange(text: str, subset: Ranks | None = None) -> list[str]:
     """Give every rank the texts of all, or of these ranks, through the store; `[text]` on one process. Collective."""
     if not joined():
         return [text]
-    return current_session().exchange(text, ranks=subset)
-
-
-def control_device() -> torch.device:
-    """Return the device on which small control messages travel: the CPU if the group reaches it, as gloo does."""
-    if _job is None or _job.control is None:
-        return torch.device("cpu")
-    return _job.control
-
-
-@contextmanager
-def peer_errors() -> Iterator[None]:
-    """Raise the `PeerError` that names the peer where a torch call in this block breaks because a peer failed.
-
-    ddpkit's own calls do this by themselves. A collective of torch's, or the `backward` of a DDP model, may raise a
-    plain `RuntimeError` about a connection before the news of the failure has come: put those in this block to catch
-    `PeerError`. All other errors leave the block as they are, and on one process nothing changes.
-
-    Raises:
-        PeerError: If another rank failed, left or did not come; at the start of the block, too, if that is known.
-        MismatchError: If the ranks were in different collectives.
-
-    Example:
-        >>> import torch
-        >>> from ddpkit import PeerError
-        >>> model = torch.nn.Linear(1, 1)
-        >>> try:
-        ...     with peer_errors():
-        ...         model(torch.ones(1)).backward()
-        ... except PeerError as error:
-        ...     print(f"rank {error.rank} failed")  # save what there is, then end
-    """
-    if _job and _job.session:
-        _job.session.failures.raise_if_known()  # also if the error that said so was swallowed
-    try:
-        yield
-    except RuntimeError as error:
-        cause = cause_of(error, _job.session) if _job and _job.session else None
-        if cause:
-            raise cause from error
-        raise
-
-
-@contextmanager
-def exchanging() -> Iterator[None]:
-    """Cover a collective of ddpkit's own: it raises as in `peer_errors()`, and its time counts as waiting."""
-    with step_clock().within(Phase.WAITING), peer_errors():
-        yield
+    return current_job.current_session().exchange(text, ranks=subset)
 
 
 def report(error: BaseException) -> BaseException:
@@ -724,15 +475,16 @@ def report(error: BaseException) -> BaseException:
 def _report(error: BaseException) -> BaseException:
     if ended_well(error):
         return error
-    if _job is not None and _job.session is not None and _job.session.is_own:
-        error = cause_of(error, _job.session) or error
-        publish(error, _job.session, _job.monitor)
+    job = current_job.job
+    if job is not None and job.session is not None and job.session.is_own:
+        error = cause_of(error, job.session) or error
+        publish(error, job.session, job.monitor)
     fill_error_file(error)
     return error
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    former = _job.former_hook if _job else sys.__excepthook__
+    former = current_job.job.former_hook if current_job.job else sys.__excepthook__
     shown = report(error)
     if shown is not error:
         shown.__cause__ = error

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from ..collectives.differences import list_lines
 from ..parallel.gradient_exchange import Gradients, all_finite
-from ..process_group import lifecycle
+from ..process_group import current_job, lifecycle
 from ..process_group.failures import describe_error, message_of
 from ..process_group.peers import ranks_of, subset_of
 from ..process_group.store_values import parse, printable
@@ -75,7 +75,7 @@ def _names_of(batches: Iterable[Sequence[object]]) -> list[str]:
 
 def exchange_bad_steps(own: BadStep) -> dict[int, BadStep]:
     """Return what is wrong on the ranks on which something is, by rank. Collective."""
-    peers = lifecycle.data_parallel()
+    peers = current_job.data_parallel()
     texts = lifecycle.exchange(json.dumps(asdict(own)), subset_of(peers))
     found = {}
     for rank, text in zip(ranks_of(peers), texts, strict=True):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..collectives.ops import broadcast
 from ..parallel.models import unwrap_model
 from ..parallel.wrap import release_models
-from ..process_group import lifecycle
+from ..process_group import current_job
 from ..process_group.regrouping import Decision
 from ..seeding.generator_states import get_rng_state, set_rng_state
 
@@ -42,17 +42,17 @@ class KeptStates:
         self._copy()
 
     def _begin_step(self, *_: Any) -> None:
-        lifecycle.hold_failures(True)
+        current_job.hold_failures(True)
         self.is_whole = False
 
     def commit(self) -> None:
         """Take the present states for those of a whole step."""
-        lifecycle.hold_failures(True)
+        current_job.hold_failures(True)
         self._positions = [loader.state_dict() for loader in self._loaders]
         self._copy()
         self.steps += 1
         self.is_whole = True
-        lifecycle.hold_failures(False)
+        current_job.hold_failures(False)
 
     def _copy(self) -> None:
         """Copy what may change before a step begins: in a forward, or with a scaler that skips the step."""

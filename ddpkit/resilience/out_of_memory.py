@@ -13,7 +13,7 @@ from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_e
 from ..collectives.reduce import reduce_tree
 from ..errors import DdpkitError
 from ..parallel.local_pass import LocalPass
-from ..process_group import lifecycle
+from ..process_group import current_job
 from ..process_group.failures import message_of
 
 _TEXTS = ("DefaultCPUAllocator", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")  # of RuntimeErrors
@@ -58,7 +58,7 @@ def find_batch_size(
         64
     """
     call = "find_batch_size()"
-    peers = lifecycle.data_parallel()
+    peers = current_job.data_parallel()
     with raise_everywhere(call, peers):
         batch_size = as_integer(largest, "largest")
         local_pass = LocalPass(call, modules)

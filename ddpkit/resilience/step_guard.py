@@ -12,7 +12,7 @@ from ..arguments import as_integer
 from ..errors import BadStepError, DdpkitError
 from ..parallel.gradient_exchange import GradientExchange, Gradients, all_finite, begin_exchange, parameters_of
 from ..parallel.local_pass import LocalPass
-from ..process_group import lifecycle
+from ..process_group import current_job
 from ..process_group.own_failure import is_of_broken_collective
 from ..torch_internals import is_of_broken_loader
 from .bad_steps import BadStep, exchange_bad_steps, explain
@@ -118,7 +118,7 @@ class StepGuard:
     def __enter__(self) -> StepGuard:
         self._pass.__enter__()
         if not self._again:
-            self._batches = lifecycle.take_samples()[-1:]  # drawn before the block
+            self._batches = current_job.take_samples()[-1:]  # drawn before the block
         return self
 
     def __exit__(
@@ -130,7 +130,7 @@ class StepGuard:
         self._pass.__exit__(kind, error, trace)
         if error is not None and not self._may_be_skipped(error):
             return False
-        self._batches = lifecycle.take_samples() or self._batches
+        self._batches = current_job.take_samples() or self._batches
         self._again = False
         if error is None:
             self._end(None)
@@ -160,7 +160,7 @@ class StepGuard:
             raise DdpkitError(f"No parameter needs a gradient at the end of a block of {_CALL}.")
         is_good = self._is_good(own, gradients, exchange)
         if exchange is not None:
-            lifecycle.step_clock().end_step()
+            current_job.step_clock().end_step()
         if is_good:
             if exchange is not None:
                 exchange.distribute()
@@ -219,5 +219,5 @@ def _checked(errors: object) -> tuple[type[Exception], ...]:
 
 def _say(text: str) -> None:
     """Log on the first of the ranks that take the step."""
-    if lifecycle.get_data_parallel_rank() == 0:
+    if current_job.get_data_parallel_rank() == 0:
         log.warning("%s", text)

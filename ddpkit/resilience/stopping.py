@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..errors import BarrierTimeoutError, NotSetUpError
 from ..launch import ranks
-from ..process_group import lifecycle
+from ..process_group import current_job, lifecycle
 from ..process_group.monitor_tree import is_below
 from ..process_group.session import Session
 from ..process_group.stop_agreement import StopDecision, StopRequest
@@ -55,10 +55,10 @@ def stopping(
         >>> step
         2
     """
-    if lifecycle.has_job() or dist.is_initialized():
+    if current_job.has_job() or dist.is_initialized():
         _has_peers()
     elif not handled_signals():  # else it is the outer block's
-        lifecycle.renew_stop_agreement()
+        current_job.renew_stop_agreement()
     stop = Stop()
     with handling(signals, _ask_for_signal) as block:
         try:
@@ -92,12 +92,12 @@ class Stop:
             PeerError: If a rank fails meanwhile.
         """
         several = _has_peers()
-        agreement = lifecycle.stop_agreement()
+        agreement = current_job.stop_agreement()
         step, must_wait = agreement.next_step()
         if not several and agreement.request is not None:
             agreement.decision = agreement.decision or StopDecision(step, agreement.request)
         if several and must_wait and agreement.decision is None:
-            _wait_for_decision(lifecycle.current_session())
+            _wait_for_decision(current_job.current_session())
         decision = agreement.decision
         if decision is None or step < decision.step:
             return False
@@ -143,7 +143,7 @@ def _has_peers() -> bool:
     """Return whether this rank is one of several; raise an error if these cannot agree."""
     if not lifecycle.joined():
         return False
-    if not lifecycle.is_watched():
+    if not current_job.is_watched():
         raise NotSetUpError(
             "stopping() needs the connections of the watch, by which the ranks agree: call ddpkit.setup(watch=True), "
             "also where somebody else has made the process group."
@@ -154,8 +154,8 @@ def _has_peers() -> bool:
 def _ask(reason: str, number: int = 0) -> None:
     """Ask for this rank that all stop; a signal handler may call it."""
     request = StopRequest(ranks.get_rank(), socket.gethostname(), reason, number)
-    is_first = lifecycle.ask_to_stop(request)
-    if is_first and not lifecycle.is_watched():  # else rank 0 says so
+    is_first = current_job.ask_to_stop(request)
+    if is_first and not current_job.is_watched():  # else rank 0 says so
         _thread.start_new_thread(log.warning, ("%s", request.announcement()))
 
 
@@ -172,7 +172,7 @@ def _name_of(number: int) -> str:
 
 def _say_what_came_too_late() -> None:
     """Log a request after which no step was counted any more, whether or not the ranks have agreed on one."""
-    agreement = lifecycle.stop_agreement()
+    agreement = current_job.stop_agreement()
     request = agreement.request
     if request is not None and not agreement.is_reached() and not handled_signals():
         log.warning("%s, but no step came after it in the block of stopping(): nothing was stopped.", request)

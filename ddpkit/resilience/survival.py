@@ -17,7 +17,7 @@ from ..arguments import as_integer, check_timeout
 from ..collectives.sync import barrier
 from ..errors import DdpkitError, LaunchError, PeerError
 from ..launch import ranks
-from ..process_group import lifecycle
+from ..process_group import current_job, lifecycle
 from ..process_group.door import Door
 from ..process_group.failures import Failure
 from ..process_group.job import Context
@@ -160,7 +160,7 @@ class Attempt:
     @undisturbed
     def __enter__(self) -> Context:
         self._survivors.kept.begin()
-        lifecycle.hold_failures(False, grace=_GRACE)
+        current_job.hold_failures(False, grace=_GRACE)
         return self._survivors.context
 
     def resume(self, loader: T) -> T:
@@ -185,7 +185,7 @@ class Attempt:
     ) -> bool:
         self.has_ended = True
         late = self._finish() if error is None else None
-        lifecycle.hold_failures(True)  # only now, for a wait for what does not answer must end
+        current_job.hold_failures(True)  # only now, for a wait for what does not answer must end
         if late is not None and not self._is_loss(late):
             raise late
         return error is not None and self._is_loss(error)
@@ -193,7 +193,7 @@ class Attempt:
     def _finish(self) -> RuntimeError | None:
         """Wait for the other ranks; return what went wrong, for with a rank the last step may yet be lost."""
         try:
-            lifecycle.finish()
+            current_job.finish()
             barrier()
         except RuntimeError as late:
             return late
@@ -205,7 +205,7 @@ class Attempt:
         Raises:
             PeerError: If it is this rank that was lost.
         """
-        lost = lifecycle.lost_peer(error) if isinstance(error, Exception) else None
+        lost = current_job.lost_peer(error) if isinstance(error, Exception) else None
         if isinstance(lost, PeerError) and lost.rank == ranks.get_rank():  # by the others, or its launcher has gone
             self._survivors.close(lost)
             raise lost from error
@@ -260,20 +260,20 @@ class _Survivors:
         """Begin with all ranks of the job."""
         if self._least > context.world_size:
             raise ValueError(f"min_ranks={self._least} is more than there are: {context.world_size}.")
-        if not lifecycle.owns_group():
+        if not current_job.owns_group():
             raise DdpkitError("survive() makes the process group, and makes it anew: do not make one before.")
         self.context = context
-        self._asked = lifecycle.asked_options()
+        self._asked = current_job.asked_options()
         self._size = context.world_size
         self._members = list(range(self._size))
         self._regroupings = 0
         self.kept.is_whole = True
         if lifecycle.joined():
-            self._refuge = Refuge.of_job(lifecycle.current_session(), self._patience)
+            self._refuge = Refuge.of_job(current_job.current_session(), self._patience)
             self._master = context.master
             self._store = hosted_store(context.master)
             self._master_host = self._refuge.addresses[0][0]
-            lifecycle.hold_failures(True)  # until an attempt is entered
+            current_job.hold_failures(True)  # until an attempt is entered
 
     def take_place(self, notice: Notice, asked: Options) -> bool:
         """Come in as one of the ranks that a running job has lost; return False if the notice is out of date."""
@@ -321,9 +321,9 @@ class _Survivors:
         assert self._refuge is not None
         self._close_door()
         begun = time.monotonic()
-        stop = lifecycle.stop_agreement()
+        stop = current_job.stop_agreement()
         request = stop.request if stop.decision is None else stop.decision.request
-        if lifecycle.has_unfinished():
+        if current_job.has_unfinished():
             log.warning("a checkpoint that save(wait=False) has begun may not be there: save it again")
         members = self._members  # and those who come while others are lost again
         gone = [members[lost.rank]] if isinstance(lost, PeerError) and lost.error_type not in _UNSURE else []
@@ -343,7 +343,7 @@ class _Survivors:
             gone = []  # a new process may have come in such a place
         self._members = decision.members
         if request is not None:
-            lifecycle.ask_to_stop(request)
+            current_job.ask_to_stop(request)
         if decision.leader == self._refuge.member:
             took = time.monotonic() - begun
             news = f"{len(self._members)} of {self._size} ranks go on from step {decision.steps}, after {took:.1f} s"
@@ -395,7 +395,7 @@ class _Survivors:
             raise
         is_joining = False
         self.kept.put_back(decision, refuge.member)
-        lifecycle.hold_failures(True)  # until the next attempt is entered
+        current_job.hold_failures(True)  # until the next attempt is entered
         self._open_door(decision)
 
     def _open_door(self, decision: Decision) -> None:
@@ -421,7 +421,7 @@ class _Survivors:
     def _let_in(self, arrived: list[int]) -> None:
         """Interrupt all ranks, so that they meet again, and those who have come with them."""
         returning = RankReturns(f"rank {', '.join(map(str, arrived))} comes back, in a new process")
-        if not lifecycle.interrupt(Failure.of(-1, returning)):
+        if not current_job.interrupt(Failure.of(-1, returning)):
             self._returning = returning
 
     def _close_door(self) -> None:

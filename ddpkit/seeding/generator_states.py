@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..launch.ranks import get_rank, get_world_size, is_main_process
-from ..process_group.lifecycle import get_device
+from ..process_group.current_job import get_device
 from .seeds import seed_everything
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from ..process_group.lifecycle import get_data_parallel_rank
+from ..process_group.current_job import get_data_parallel_rank
 from .hashing import hash_seeds
 
 

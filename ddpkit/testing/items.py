@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ..errors import DdpkitError, PeerError
-from ..process_group import lifecycle
+from ..process_group import current_job, lifecycle
 from .messages import Done, EndedBadly, Reported, RunTest, Warned
 
 
@@ -215,7 +215,7 @@ class Items:
 
 def raise_failure_of_peer() -> None:
     """Raise the failure of another rank, if one is known."""
-    with lifecycle.peer_errors():
+    with current_job.peer_errors():
         pass
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DdpkitError, PeerError
-from ..process_group import lifecycle, monitor
+from ..process_group import current_job, lifecycle, monitor
 from ..resilience.signal_handlers import put_back_unused
 from ..spawning.pickling import call_and_reply
 from ..spawning.rank_process import (
@@ -207,7 +207,7 @@ class RankPlugin:
     def _leftovers(self, task: Task, before: cleaning.Traces) -> Leftovers:
         """Leave the group if the task has or has stopped it, and describe all that the task has left behind."""
         joined = self._group is not None and dist.group.WORLD is self._group
-        joined = joined and not lifecycle.stop_agreement().is_begun
+        joined = joined and not current_job.stop_agreement().is_begun
         put_back_unused()  # they stay where the ranks have stopped
         found = before.compare(cleaning.traces()) + self._originals.replaced()
         if task.join and joined:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpkit
-from ddpkit.process_group import lifecycle
+from ddpkit.process_group import current_job
 from ddpkit.timing.clock import STEPS
 from ddpkit.timing.pace import BLOCKS, Pace, SlowRank, find_slow_rank
 
@@ -126,7 +126,7 @@ class Trainer:
         if stealer:
             os.kill(stealer, signal.SIGKILL)
             os.waitpid(stealer, 0)
-        clock = lifecycle.step_clock()
+        clock = current_job.step_clock()
         pace = Pace.of(rank, clock, clock.blocks)
         assert pace is not None
         own = sum(seconds for name, seconds in pace.per_step().items() if name != "waiting")

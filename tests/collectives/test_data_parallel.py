@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ddpkit
-from ddpkit.process_group import lifecycle
+from ddpkit.process_group import current_job
 
 SAMPLES = 7
 
@@ -116,7 +116,7 @@ def test_groups_that_do_not_fit_together_are_refused_on_every_rank() -> None:
 def of_a_mesh_of_three_dimensions() -> list[Any]:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
     ddpkit.set_data_parallel(mesh["replicate", "shard"])
-    found = [place(), lifecycle.data_parallel().ranks]
+    found = [place(), current_job.data_parallel().ranks]
     ddpkit.set_data_parallel(mesh)
     return [*found, place()]
 

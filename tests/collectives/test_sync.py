@@ -15,7 +15,7 @@ from conftest import on_ranks
 import ddpkit
 from ddpkit import BarrierTimeoutError, MismatchError, PeerError, get_rank
 from ddpkit.collectives import sync
-from ddpkit.process_group import lifecycle, store_barrier
+from ddpkit.process_group import current_job, store_barrier
 from ddpkit.process_group.store_barrier import StoreBarrier
 from ddpkit.process_group.store_values import add
 
@@ -43,7 +43,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 def late_for_barrier() -> Any:
-    store, timeout = lifecycle.current_session().store, NEVER
+    store, timeout = current_job.current_session().store, NEVER
     if get_rank() == 1:
         wait_until(lambda: store.add("barrier 'epoch end'/1/0", 0) == 1 << 3)  # rank 3 is there
         timeout = timedelta(seconds=1)
@@ -144,7 +144,7 @@ def test_a_rank_that_has_given_up_waiting_is_not_said_to_wait() -> None:
 def break_and_end() -> str:
     ddpkit.barrier()
     if get_rank() == 0:
-        session = lifecycle.current_session()
+        session = current_job.current_session()
         key, _ = sync._keys(session, "barrier", "broken")
         broken = StoreBarrier(session, range(len(session.hosts)), key, timedelta(seconds=1), "")
         assert broken._may_give_reason()
@@ -178,7 +178,7 @@ def test_barriers_of_two_threads_leave_each_other_alone(world_size: int) -> None
 
 
 def wait_in_a_thread_until_another_has_ended() -> float | None:
-    session = lifecycle.current_session()
+    session = current_job.current_session()
     entered, done = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -357,7 +357,7 @@ def test_what_rank_zero_does_reaches_every_rank(world_size: int) -> None:
 
 
 def extremes() -> dict[str, Any]:
-    store, out = lifecycle.current_session().store, {}
+    store, out = current_job.current_session().store, {}
     out["size"] = len(ddpkit.run_on_main(bytes, 9 << 20))
     before = store.num_keys()
     for number in range(30):

@@ -18,7 +18,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.errors import LaunchError
-from ddpkit.process_group import lifecycle, monitor_tree
+from ddpkit.process_group import current_job, monitor_tree
 from ddpkit.timing.pace import BLOCKS, Pace
 from ddpkit.tools.where.asking import ask
 from ddpkit.tools.where.steps import describe_steps
@@ -129,7 +129,7 @@ def test_on_one_process_nobody_is_waited_for() -> None:
 @pytest.mark.ranks(2)
 def test_only_exchanges_of_gradients_end_steps(rank: int) -> None:
     net = ddpkit.wrap_model(nn.Linear(4, 1))
-    clock = lifecycle.step_clock()
+    clock = current_job.step_clock()
     clock.end_step()  # in this job, it may be the first
     before = clock.steps
     for step in range(1, 8):
@@ -193,15 +193,15 @@ def test_wrapping_again_leaves_one_hook_and_no_mark_in_a_copy(rank: int) -> None
     for _ in range(5):
         wrapped = ddpkit.wrap_model(net)
     assert len(forward_pre_hooks(net)) == 1
-    phase = lifecycle.step_clock().phase
+    phase = current_job.step_clock().phase
     copy.deepcopy(wrapped.module)(torch.ones(1, 4)).sum().backward()
-    assert lifecycle.step_clock().phase == phase
+    assert current_job.step_clock().phase == phase
 
 
 @pytest.mark.ranks(2)
 def test_groups_that_train_by_themselves_are_not_compared(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    clock = lifecycle.step_clock()
+    clock = current_job.step_clock()
     assert clock.is_comparable
     ddpkit.set_data_parallel(mesh["tp"])
     assert not clock.is_comparable

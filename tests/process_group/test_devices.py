@@ -8,7 +8,7 @@ from conftest import on_ranks
 
 from ddpkit import LaunchError, get_rank
 from ddpkit.launch import ranks
-from ddpkit.process_group import devices, lifecycle
+from ddpkit.process_group import current_job, devices
 from ddpkit.process_group.devices import choose_device, default_backend, device_index, identity, is_same_device
 
 
@@ -64,7 +64,7 @@ def agree(kinds: list[str], names: list[str], asked: str | None) -> Any:
         patch.setattr(devices, "choose_device", lambda *_: chosen)
         patch.setattr(devices, "identity", lambda _: names[get_rank()])
         try:
-            session, launch = lifecycle.current_session(), ranks.current_launch()
+            session, launch = current_job.current_session(), ranks.current_launch()
             return devices.choose_together(session, launch, asked_device, None)[0].type
         except LaunchError as error:
             return str(error)
@@ -89,7 +89,7 @@ def test_every_rank_hears_of_a_device_that_two_would_share(
 
 
 def agree_on_cloned_machines() -> Any:
-    lifecycle.current_session().nodes = range(3)  # of one host name, and accelerators whose names tell nothing
+    current_job.current_session().nodes = range(3)  # of one host name, and accelerators whose names tell nothing
     return agree(["cuda"] * 3, ["cuda:0 of "] * 3, None)
 
 

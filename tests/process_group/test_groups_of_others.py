@@ -15,7 +15,7 @@ from conftest import on_ranks
 from processes import platform_env, run
 
 import ddpkit
-from ddpkit.process_group import lifecycle
+from ddpkit.process_group import current_job
 
 SOON = timedelta(seconds=120)
 HINTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DDPKIT_SPAWN")
@@ -297,7 +297,7 @@ def test_an_adoption_without_setup_says_once_that_there_is_no_watch() -> None:
 
 
 def time_the_check() -> float:
-    job = lifecycle._job
+    job = current_job.job
     assert job is not None and job.is_current()
     times = []
     for _ in range(20):

@@ -20,7 +20,7 @@ from conftest import on_ranks
 from processes import CLEAN, begin, free_port, platform_env, run
 
 import ddpkit
-from ddpkit.process_group import lifecycle, startup
+from ddpkit.process_group import current_job, startup
 from ddpkit.process_group.startup import check_torch
 
 ROOT = Path(__file__).parents[2]
@@ -54,13 +54,13 @@ def test_one_process_needs_no_group_and_setup_may_be_called_twice() -> None:
         assert ddpkit.setup() is context
         with ddpkit.distributed() as inner:
             assert inner is context
-        assert lifecycle._job is not None, "the inner block must not end what it did not begin"
+        assert current_job.job is not None, "the inner block must not end what it did not begin"
         with pytest.raises(ValueError, match="setup\\(\\) was called before, with another backend"):
             ddpkit.setup(backend="nccl")
     finally:
         ddpkit.teardown()
         ddpkit.teardown()
-    assert lifecycle._job is None
+    assert current_job.job is None
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
         ddpkit.setup(**options)
     with pytest.raises((TypeError, ValueError), match=words), ddpkit.distributed(**options):
         pass
-    assert lifecycle._job is None
+    assert current_job.job is None
 
 
 def test_a_mistyped_option_is_refused() -> None:
@@ -329,7 +329,7 @@ def count_what_stays(cycles: int) -> tuple[int, ...]:
                     time.sleep(0.02)  # the last to leave, while the others join again
         ddpkit.setup(timeout=timedelta(seconds=60))
         ddpkit.barrier()
-        keys = lifecycle.current_session().store.num_keys()
+        keys = current_job.current_session().store.num_keys()
         counts += [keys, len(multiprocessing.util._finalizer_registry), threading.active_count()]
         ddpkit.teardown()
     return tuple(counts)

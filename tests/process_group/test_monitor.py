@@ -21,7 +21,7 @@ from processes import Ended, free_port, platform_env, run
 import ddpkit
 from ddpkit.collectives import consistency
 from ddpkit.launch import process_tree
-from ddpkit.process_group import lifecycle
+from ddpkit.process_group import current_job, lifecycle
 
 LONG = timedelta(seconds=200)  # far beyond what the tests allow: nothing here may end by a time-out
 HANG = 400.0  # seconds: longer than any test may take, however loaded the machine is
@@ -313,7 +313,7 @@ def fail_alone_before() -> None:
             time.sleep(15)
         if context.rank == 0:
             try:
-                with lifecycle.peer_errors():
+                with current_job.peer_errors():
                     raise RuntimeError("NCCL error: unhandled system error")
             except RuntimeError:
                 pass
@@ -365,7 +365,7 @@ def leave_at_once() -> None:
         ddpkit.barrier()
         if context.rank == 1:
             raise ValueError("boom")
-        session = lifecycle.current_session()
+        session = current_job.current_session()
         while session.failures.known is None:
             pass
     print(f"left; a group is there: {dist.is_initialized()}", flush=True)
@@ -462,7 +462,7 @@ def lose_the_watch() -> None:
     with ddpkit.distributed(timeout=LONG) as context:
         ddpkit.barrier()
         if context.rank == 1:
-            os.close(lifecycle._job.monitor._connections._selector.fileno())
+            os.close(current_job.job.monitor._connections._selector.fileno())
         time.sleep(HANG)
 
 
@@ -480,7 +480,7 @@ def write_nonsense() -> None:
     with ddpkit.distributed(timeout=LONG) as context:
         ddpkit.barrier()
         if context.rank == 1:
-            lifecycle.current_session().store.set("failure", '["nonsense"]')
+            current_job.current_session().store.set("failure", '["nonsense"]')
             ddpkit.barrier()  # reads it
         time.sleep(HANG)
 

@@ -11,7 +11,7 @@ from processes import free_port, platform_env, run
 from test_monitor import SOON, freed_after, start
 
 import ddpkit
-from ddpkit.process_group import lifecycle, monitor_tree
+from ddpkit.process_group import current_job, monitor_tree
 from ddpkit.process_group.monitor_tree import children_of, is_below, parent_of
 
 
@@ -76,7 +76,7 @@ def test_any_failed_rank_of_a_chain_is_named_on_every_other(fault: str, place: s
 def leave_one_by_one(order: list[int]) -> None:
     monitor_tree.CHILDREN = 1
     rank = ddpkit.setup().rank
-    store = lifecycle.current_session().store
+    store = current_job.current_session().store
     turn = order.index(rank)
     if turn:
         store.wait([f"turn/{turn}"])

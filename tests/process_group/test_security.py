@@ -18,7 +18,7 @@ from processes import begin, free_port, platform_env, run
 from test_session import on_threads
 
 import ddpkit
-from ddpkit.process_group import lifecycle
+from ddpkit.process_group import current_job
 from ddpkit.process_group.member import Member
 from ddpkit.process_group.rendezvous import join
 from ddpkit.process_group.session import Session
@@ -215,7 +215,7 @@ def test_a_text_in_place_of_a_counter_ends_the_joining(key: str) -> None:
 
 def wait_where_a_stranger_wrote() -> str:
     with ddpkit.distributed(timeout=timedelta(seconds=60)) as context:
-        store = lifecycle.current_session().store
+        store = current_job.current_session().store
         if context.rank == 0:
             store.set("stop_together/1/flags", "a word")
         ddpkit.barrier()

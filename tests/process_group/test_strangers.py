@@ -21,7 +21,7 @@ from nodes import needs, virtual_nodes
 from processes import ROOT, TORCHRUN, Ended, free_port, launch, platform_env, run
 
 import ddpkit
-from ddpkit.process_group import lifecycle
+from ddpkit.process_group import current_job
 from ddpkit.process_group.failures import Failure
 from ddpkit.process_group.members import Members
 
@@ -35,7 +35,7 @@ class Door:
     """Where the watch of this job listens, and what it lets in."""
 
     def __init__(self) -> None:
-        text = lifecycle.current_session().store.get("members")
+        text = current_job.current_session().store.get("members")
         members = Members.from_json(text, "members")
         assert members.monitor_address is not None
         self.address, self.token = members.monitor_address, members.token

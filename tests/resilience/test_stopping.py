@@ -25,7 +25,7 @@ from signals import stop_process
 
 import ddpkit
 from ddpkit import testing
-from ddpkit.process_group import lifecycle, monitor_tree
+from ddpkit.process_group import current_job, monitor_tree
 from ddpkit.process_group.stop_agreement import StopAgreement, StopRequest
 from ddpkit.resilience.signal_handlers import handled_signals
 
@@ -432,7 +432,7 @@ def at_once() -> bool:
 
 
 def after_the_agreement() -> bool:
-    return lifecycle.stop_agreement().decision is not None
+    return current_job.stop_agreement().decision is not None
 
 
 @pytest.mark.parametrize("n, until", [(1, at_once), (2, at_once), (2, after_the_agreement)])

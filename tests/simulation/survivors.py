@@ -116,7 +116,7 @@ class Survivor:
         self.group = self.start.group_of(self.session, token)
 
     def interrupt(self, failure: Failure) -> bool:
-        """Do as `lifecycle.interrupt()`."""
+        """Do as `current_job.interrupt()`."""
         session = self.session
         if session is None:
             return False
@@ -126,7 +126,7 @@ class Survivor:
         return True
 
     def stop_agreement(self) -> Any:
-        """Do as `lifecycle.stop_agreement()`."""
+        """Do as `current_job.stop_agreement()`."""
         return SimpleNamespace(request=None, decision=None) if self.session is None else self.session.stop_agreement
 
     def leave(self) -> None:
@@ -175,25 +175,27 @@ def put_in_place() -> None:
         setup=lambda **_: _mine().setup(),
         teardown=lambda: _mine().leave(),
         leave_to_rejoin=lambda: _mine().leave_to_rejoin(),
-        owns_group=lambda: True,
+        rejoin=lambda *args: _mine().rejoin(*args),
         joined=lambda: _mine().session is not None,
+        report=lambda error: _mine().report(error),
+    )
+    survival.current_job = SimpleNamespace(
+        owns_group=lambda: True,
         hold_failures=_hold,
         asked_options=lambda: replace(_mine().job.asked),
         current_session=lambda: _mine().session,
         stop_agreement=lambda: _mine().stop_agreement(),
         interrupt=lambda failure: _mine().interrupt(failure),
         has_unfinished=lambda: False,
-        rejoin=lambda *args: _mine().rejoin(*args),
         lost_peer=lambda error: own_failure.lost_peer_of(error, _mine().session),
         finish=lambda: None,
-        report=lambda error: _mine().report(error),
     )
     survival.ranks = SimpleNamespace(get_rank=lambda: _mine().job.launch.rank, current_launch=lambda: _mine().launch)
     survival.hosted_store = lambda _: _mine().store
     survival.offer_store = lambda *_: None
     survival.time = outside.TIME
     survival.dist = outside.DIST
-    kept_states.lifecycle = survival.lifecycle
+    kept_states.current_job = survival.current_job
     kept_states.broadcast = _broadcast
     survival.log = SimpleNamespace(warning=lambda text, *args: outside.note(text % args))
     kept_states.release_models = lambda _: None

@@ -17,8 +17,9 @@ from ...collectives.differences import differing_parts
 from ...collectives.ops import all_reduce, all_reduce_mean
 from ...collectives.sync import barrier
 from ...launch import ranks
+from ...process_group.current_job import get_device
 from ...process_group.job import Context
-from ...process_group.lifecycle import distributed, get_device
+from ...process_group.lifecycle import distributed
 from ...process_group.store_values import parse, refuse_text
 from ..terminal import count, table
 from .check import Check
