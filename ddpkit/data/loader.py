@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-import gc
-import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
-from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Sampler, get_worker_info
 
 from ..arguments import as_integer
 from ..errors import DdpkitError
@@ -27,18 +23,16 @@ from ..seeding.seeds import seed_cpu
 from ..timing.clock import Phase
 from ..torch_internals import is_from_worker
 from .enduring_workers import enduring_workers
+from .held import generators_in, keep_state, pass_epoch_on, with_set_epoch
 from .place import Place
 from .samplers import DistributedEvalSampler, DistributedSampler, ResumableSampler
+from .streams import Stream, is_stream, shards_of
 
 _DECIDED = {
     "batch_sampler": "it cuts the batches itself, so that every rank has as many",
     "generator": "it seeds one of its own, so that the global one is left alone",
     "in_order": "batches out of order could be neither counted nor resumed",
 }
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_WITHOUT_GENERATORS = (type, ModuleType, torch.Tensor, np.ndarray)
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_SHORT = 100  # entries of a container that is searched for generators; longer ones hold samples
 
 Seeds = tuple[int, int, int, int]  # seed, epoch, rank, position in the global order
 
@@ -114,14 +108,14 @@ def make_loader(
     if not train and (shuffle or drop_last):
         promise = "With train=False each sample comes once, in order"
         raise ValueError(f"{promise}: leave out shuffle and drop_last.")
-    is_stream = _is_stream(dataset)
-    if shuffle and (sampler is not None or is_stream):
+    streams = is_stream(dataset)
+    if shuffle and (sampler is not None or streams):
         raise ValueError("Leave out shuffle: the sampler, or the stream itself, decides the order.")
-    if is_stream and sampler is not None:
+    if streams and sampler is not None:
         raise ValueError("A stream is read in its own order: leave out the sampler.")
-    if is_stream:
+    if streams:
         persistent = options.get("persistent_workers", False)
-        dataset = _shards_of(dataset, place, seed, num_workers, persistent)
+        dataset = shards_of(dataset, place, seed, num_workers, persistent)
     elif sampler is not None:
         _check_sampler(sampler, place, batch_size)
     elif train:
@@ -204,7 +198,7 @@ class Loader(DataLoader[Any]):
         """Set the epoch of the next `iter()`: needed only to leave the sequence 0, 1, 2, ..."""
         self._epoch = epoch
         self._loop.counts = False
-        _pass_epoch_on(self.sampler, epoch)
+        pass_epoch_on(self.sampler, epoch)
 
     def epochs(self, n: int) -> Iterator[int]:
         """Go through the epochs left of `n`; in a resumed run, from the interrupted one on.
@@ -242,9 +236,9 @@ class Loader(DataLoader[Any]):
         that a dataset keeps as ``epoch`` is put back, too. Where nothing is left of the epoch the
         batch is made of the dataset's first samples.
         """
-        generators = _generators_in(self.sampler, self.dataset, self.collate_fn)
-        put_back = [_keep(generator) for generator in generators]
-        for dataset in _with_set_epoch(self.dataset):
+        generators = generators_in(self.sampler, self.dataset, self.collate_fn)
+        put_back = [keep_state(generator) for generator in generators]
+        for dataset in with_set_epoch(self.dataset):
             epoch = getattr(dataset, "epoch", None)
             if isinstance(epoch, int):
                 put_back.append(functools.partial(dataset.set_epoch, epoch))
@@ -261,7 +255,7 @@ class Loader(DataLoader[Any]):
             batching = {"batch_sampler": [self._first_indices(self.batch_sampler)]}
         if self.num_workers > 0:
             self._seed_as_the_first_worker()
-        _pass_epoch_on(self.dataset, self.epoch)
+        pass_epoch_on(self.dataset, self.epoch)
         one_batch = DataLoader(
             self.dataset,
             collate_fn=self.collate_fn,
@@ -278,7 +272,7 @@ class Loader(DataLoader[Any]):
         return list(range(len(self.dataset))[: self.batch_size])  # type: ignore[arg-type]
 
     def _seed_as_the_first_worker(self) -> None:
-        if isinstance(self.dataset, _Stream):
+        if isinstance(self.dataset, Stream):
             seed = self.dataset.seed_of(self.epoch, worker=0)
         else:
             seed = hash_seeds("batch", *next(self._seeds(self.epoch, self._start), ()))
@@ -288,7 +282,8 @@ class Loader(DataLoader[Any]):
         progress = f"epoch={self.epoch}"
         if isinstance(self.sampler, ResumableSampler):
             progress += f", consumed={self.sampler.consumed} of {self.sampler.n}"
-        kind = type(self.dataset).__name__
+        given = self.dataset.dataset if isinstance(self.dataset, Stream) else self.dataset
+        kind = type(given).__name__
         return f"Loader({kind}, batch_size={self.batch_size}, rank={self._place.rank}, {progress})"
 
     def state_dict(self) -> dict[str, Any]:
@@ -319,10 +314,10 @@ class Loader(DataLoader[Any]):
         self._loop.counts = False
         loop = self._loop = Loop(self.epoch)
         if self.num_workers == 0:
-            loop.read_here = _with_set_epoch(self.dataset)
+            loop.read_here = with_set_epoch(self.dataset)
         seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._place.rank)
         self.generator.manual_seed(seed)
-        _pass_epoch_on(self.dataset, loop.epoch)
+        pass_epoch_on(self.dataset, loop.epoch)
         with torch.device("cpu"), enduring_workers(self):  # torch draws their seed on the default device
             batches = self._begin(loop)
         return _Pass(self, batches, loop)
@@ -483,159 +478,14 @@ def _seed_worker_and_unpack(indices: list[int], seed: int, epoch: int, rank: int
     worker = get_worker_info()
     if worker is not None:  # else somebody copies the list in the main process
         seed_cpu(hash_seeds("batch", seed, epoch, rank, position))
-        _pass_epoch_on(worker.dataset, epoch)
+        pass_epoch_on(worker.dataset, epoch)
     return indices
-
-
-class _Stream(IterableDataset[Any]):
-    """Spread the shards of a stream over ranks x workers; without shards it has one reader."""
-
-    def __init__(self, dataset: Any, place: Place, seed: int, num_workers: int, persistent: bool) -> None:
-        self.dataset = dataset
-        self.seed = seed
-        self.readers = max(num_workers, 1)  # per rank
-        self.place = place
-        self.epoch = 0
-        # Workers know the epoch they were started in; persistent ones read it in shared memory.
-        self.latest_epoch: torch.Tensor | None = None
-        if persistent:
-            epoch = torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the default device
-            self.latest_epoch = epoch.share_memory_()  # type: ignore[no-untyped-call]
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        if self.latest_epoch is not None:
-            self.latest_epoch.fill_(epoch)
-        _pass_epoch_on(self.dataset, epoch)
-
-    def seed_of(self, epoch: int, worker: int) -> int:
-        """Return the seed of the random numbers that a worker of this rank draws in an epoch."""
-        return hash_seeds("stream", self.seed, epoch, self._reader(worker))
-
-    def __len__(self) -> int:
-        if hasattr(self.dataset, "shard"):
-            raise TypeError("The length of a stream's shards is not known before they are read.")
-        return len(self.dataset)
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        if worker is None:  # without workers, or for peek(), which shows the first worker's part
-            return self._shard(0)
-        if self.latest_epoch is not None:
-            self.epoch = int(self.latest_epoch)
-        seed_cpu(self.seed_of(self.epoch, worker.id))
-        _pass_epoch_on(self.dataset, self.epoch)
-        return self._shard(worker.id)
-
-    def _shard(self, worker: int) -> Iterator[Any]:
-        if not hasattr(self.dataset, "shard"):
-            return iter(self.dataset)
-        num_shards = self.place.num_replicas * self.readers
-        return iter(self.dataset.shard(index=self._reader(worker), num_shards=num_shards))
-
-    def _reader(self, worker: int) -> int:
-        """Number a worker among those of all ranks."""
-        return self.place.rank * self.readers + worker
 
 
 def check_options(call: str, options: dict[str, Any]) -> None:
     """Refuse options of torch's DataLoader that are not the caller's to choose."""
     for name in _DECIDED.keys() & options.keys():
         raise TypeError(f"{call} takes no {name}: {_DECIDED[name]}.")
-
-
-def _is_stream(dataset: Any) -> bool:
-    if isinstance(dataset, IterableDataset):
-        return True
-    return hasattr(dataset, "shard") and not hasattr(dataset, "__len__")
-
-
-def _shards_of(dataset: Any, place: Place, seed: int, num_workers: int, persistent: bool) -> Any:
-    if hasattr(dataset, "shard"):
-        return _Stream(dataset, place, seed, num_workers, persistent)
-    if place.num_replicas > 1 or num_workers > 1:
-        readers = f"{num_workers} workers"
-        if place.num_replicas > 1:
-            readers = f"{place.num_replicas} ranks"
-        raise TypeError(
-            f"{type(dataset).__name__} has no shard(index, num_shards): each of {readers} would "
-            "read all of it. Give it that method, which returns one part as an iterable; or, if it "
-            "splits itself, use torch's DataLoader."
-        )
-    if num_workers == 0:
-        return dataset
-    return _Stream(dataset, place, seed, num_workers, persistent)
-
-
-def _pass_epoch_on(owner: Any, epoch: int) -> None:
-    """Set the epoch of an object, or of those inside the wrappers around them."""
-    for each in _with_set_epoch(owner):
-        each.set_epoch(epoch)
-
-
-def _with_set_epoch(owner: Any) -> list[Any]:
-    """List the object itself if it has `set_epoch`, else such objects that it wraps."""
-    found = []
-    waiting = [owner]
-    seen = {id(owner)}
-    while waiting:
-        one = waiting.pop()
-        if callable(getattr(one, "set_epoch", None)):
-            found.append(one)
-            continue
-        for each in _wrapped_by(one):
-            if id(each) not in seen:
-                seen.add(id(each))
-                waiting.append(each)
-    return found
-
-
-def _wrapped_by(wrapper: Any) -> list[Any]:
-    """List the objects that a wrapper holds as `dataset` and in `datasets`."""
-    held = getattr(wrapper, "__dict__", {})  # a property may be work
-    inner = held.get("datasets")
-    if isinstance(inner, dict):
-        inner = list(inner.values())
-    if not isinstance(inner, (list, tuple)):
-        inner = []
-    return [each for each in [held.get("dataset"), *inner] if each is not None]
-
-
-def _generators_in(*owners: Any) -> Iterator[Any]:
-    """Yield the random number generators that objects hold: see `Loader.peek`."""
-    seen: set[int] = set()
-    waiting = [*owners]
-    while waiting:
-        owner = waiting.pop()
-        if id(owner) in seen or isinstance(owner, _WITHOUT_GENERATORS):
-            continue
-        seen.add(id(owner))
-        if isinstance(owner, random.SystemRandom):  # has no state
-            continue
-        if isinstance(owner, _GENERATORS):
-            yield owner
-        else:
-            waiting += _held_by(owner)
-
-
-def _held_by(owner: Any) -> list[Any]:
-    """List the objects to which an object refers, but of a function not the names of its module."""
-    if isinstance(owner, _CONTAINERS) and len(owner) > _SHORT:
-        return []
-    held = gc.get_referents(owner)
-    if isinstance(owner, FunctionType):
-        return [each for each in held if each is not owner.__globals__]
-    return held
-
-
-def _keep(generator: Any) -> Callable[[], None]:
-    """Return a function that puts a generator back into its present state."""
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
-        return functools.partial(setattr, bits, "state", bits.state)
-    if isinstance(generator, random.Random):
-        return functools.partial(generator.setstate, generator.getstate())
-    return functools.partial(generator.set_state, generator.get_state())
 
 
 def _check_sampler(sampler: Sampler[int], place: Place, batch_size: int) -> None:

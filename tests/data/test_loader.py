@@ -788,7 +788,7 @@ def test_a_run_of_epochs_cut_short_resumes_with_as_many_batches(w):
 def test_a_loader_says_what_it_is():
     loader = resumed_at(20, 4, 12)
     assert repr(loader) == "Loader(range, batch_size=4, rank=0, epoch=3, consumed=12 of 20)"
-    assert repr(make_loader(Stream(), 4)) == "Loader(_Stream, batch_size=4, rank=0, epoch=0)"
+    assert repr(make_loader(Parts(), 4)) == "Loader(Parts, batch_size=4, rank=0, epoch=0)"
 
 
 @pytest.mark.parametrize(
