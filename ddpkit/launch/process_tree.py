@@ -133,11 +133,6 @@ def environment_of(pid: int, processes: str | os.PathLike[str] = "/proc") -> dic
     return variables
 
 
-def _stat(pid: int) -> list[str]:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()  # state, parent, process group, session, terminal, ...
-
-
 def child_processes() -> list[int]:
     """List the processes whose parent is this one; none where `/proc` does not tell."""
     found: list[int] = []
@@ -145,3 +140,8 @@ def child_processes() -> list[int]:
         with suppress(OSError):  # a thread has ended
             found += map(int, file.read_text().split())
     return found
+
+
+def _stat(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()  # state, parent, process group, session, terminal, ...

@@ -100,7 +100,7 @@ def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
         vacancy = generation.vacancy() if generation else None
     except (OSError, RuntimeError):  # it is no store, or does not answer
         return False
-    if vacancy is not None and not vacancy.is_of_own_job:
+    if vacancy is not None and not vacancy.is_out_of_date:
         raise vacancy
     if starter and world_size > 1:
         raise StartedByRank(starter)

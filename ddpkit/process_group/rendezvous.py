@@ -158,7 +158,7 @@ def _claim_until_accepted(
             if latest and latest.number > seen:  # those before it belong to dead attempts
                 seen = latest.number
                 vacancy = latest.vacancy()
-                if vacancy is not None and not vacancy.is_of_own_job:
+                if vacancy is not None and not vacancy.is_out_of_date:
                     raise vacancy
                 claimed = latest if vacancy is None and _claim(latest, me) else None
             members = _accepted(claimed, me) if claimed else None

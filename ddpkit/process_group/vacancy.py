@@ -25,9 +25,9 @@ class Vacancy(LaunchError):
         self.notice = notice
 
     @property
-    def is_of_own_job(self) -> bool:
-        """Return whether this process was one of those that went on, to the end."""
-        return not _own_addresses.isdisjoint(Notice.from_json(self.notice).addresses)
+    def is_out_of_date(self) -> bool:
+        """Return whether that job has ended, and this process was one of those that went on to the end."""
+        return not _ended.isdisjoint(Notice.from_json(self.notice).addresses)
 
 
 class RankReturns(DdpkitError):
@@ -92,13 +92,13 @@ class Notice:
         return f"{text} A process that calls ddpkit.survive() may take the place of a lost one: {ranks}."
 
 
-# of the members of jobs at whose end this process was one: a notice that names one is out of date
-_own_addresses: set[tuple[str, int]] = set()
+# addresses of the members of jobs at whose end this process was one of them
+_ended: set[tuple[str, int]] = set()
 
 
-def keep_in_mind(addresses: Iterable[tuple[str, int]]) -> None:
+def remember_ended(addresses: Iterable[tuple[str, int]]) -> None:
     """Remember the addresses of the members of a job that has ended."""
-    _own_addresses.update(addresses)
+    _ended.update(addresses)
 
 
 _FORM = {**get_type_hints(Notice), "members": [int], "addresses": [tuple[str, int]]}

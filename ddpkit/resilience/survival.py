@@ -28,7 +28,7 @@ from ..process_group.regrouping import Arrival, Decision, LeftBehind, Refuge
 from ..process_group.rendezvous import StoreLost
 from ..process_group.sockets import is_listening
 from ..process_group.startup import hosted_store, offer_store
-from ..process_group.vacancy import Notice, RankReturns, Vacancy, address_of, keep_in_mind
+from ..process_group.vacancy import Notice, RankReturns, Vacancy, address_of, remember_ended
 from .kept_states import KeptStates, Resumable
 
 log = logging.getLogger(__name__)
@@ -416,9 +416,9 @@ class _Survivors:
         addresses = [self._refuge.addresses[member] for member in decision.seniority]
         notice = Notice(*places, self._size, decision.regrouping, decision.seniority, addresses)
         refuge = self._refuge if me == decision.leader else None
-        self._door = Door(notice, me == opens, bool(there), refuge, self._let_in, self._store)
+        self._door = Door(notice, me == opens, bool(there), refuge, self._interrupt_for, self._store)
 
-    def _let_in(self, arrived: list[int]) -> None:
+    def _interrupt_for(self, arrived: list[int]) -> None:
         """Interrupt all ranks, so that they meet again, and those who have come with them."""
         returning = RankReturns(f"rank {', '.join(map(str, arrived))} comes back, in a new process")
         if not current_job.interrupt(Failure.of(-1, returning)):
@@ -432,7 +432,7 @@ class _Survivors:
     def remember_end(self) -> None:
         """Remember that the job has ended well: what is still told of it is out of date."""
         if self._refuge is not None:
-            keep_in_mind(self._refuge.addresses[member] for member in self._members)
+            remember_ended(self._refuge.addresses[member] for member in self._members)
 
     def _close_refuge(self) -> None:
         if self._refuge is not None:

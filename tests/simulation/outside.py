@@ -299,7 +299,7 @@ class MainThread(main_thread.MainThread):
         pass
 
 
-class _OwnAddresses:
+class _Ended:
     """What `vacancy` keeps in mind in each process."""
 
     def update(self, addresses: Any) -> None:
@@ -386,7 +386,7 @@ def put_in_place() -> None:
     for thread in (monitor.Monitor, regrouping._Pulse, door.Door):
         thread.start, thread.join, thread.is_alive = _start, _Thread.join, _Thread.is_alive
     regrouping.connect = door.connect = declining.connect = connect_to_store
-    vacancy._own_addresses = _OwnAddresses()
+    vacancy._ended = _Ended()
     declining.wait_for_listener = _wait_for_listener
     regrouping.reachable = lambda host, port: host if host == "127.0.0.1" else _hostname()
     regrouping.host_address = lambda _: _hostname()

@@ -90,7 +90,7 @@ def let_the_host_of_the_store_leave_first() -> None:
 
 def take_each_notice_for_an_old_one() -> None:
     """A process that comes to a running job believes that it was there before."""
-    vacancy.Vacancy.is_of_own_job = property(lambda self: True)
+    vacancy.Vacancy.is_out_of_date = property(lambda self: True)
 
 
 # each with the scenario in which it shows
