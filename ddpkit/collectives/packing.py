@@ -131,20 +131,23 @@ def unpack(buffer: Tensor, dtype: torch.dtype, op: str, divisor: float, in_halve
 
 
 def scale(buffer: Buffer, factor: float) -> None:
-    """Multiply a buffer, in place, as `scaled()` does."""
+    """Multiply a buffer, in place. A factor of 0 silences NaN too: -0.0 adds nothing, not even to -0.0."""
     if isinstance(buffer, np.ndarray):
         buffer = torch.from_numpy(buffer)  # NumPy would warn of an overflow
-    if factor != 1:
-        buffer.copy_(scaled(buffer, factor))
-
-
-def scaled(buffer: Tensor, factor: float) -> Tensor:
-    """Multiply, in new memory. A factor of 0 silences NaN too: -0.0 adds nothing, not even to -0.0."""
     if not factor:
-        return torch.full_like(buffer, -0.0)
-    if factor < _SMALLEST_FLOAT32 and buffer.dtype == torch.float32:  # as float32 it has few digits
-        return (buffer.to(torch.float64) * factor).to(torch.float32)
-    return buffer * factor
+        buffer[:] = -0.0
+    elif factor < _SMALLEST_FLOAT32 and buffer.dtype == torch.float32:  # as float32 it has few digits
+        buffer.copy_(buffer.to(torch.float64) * factor)
+    elif factor != 1:
+        buffer *= factor
+
+
+def scaled(tensor: Tensor, factor: float) -> Tensor:
+    """Multiply by a power of two, in new memory, also what has none of its own. By 1 no bit changes."""
+    result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if factor == 1:
+        return result.copy_(tensor)
+    return torch.mul(tensor, factor, out=result)
 
 
 def normalise(weight: float | None, total: float) -> tuple[float, float]:

@@ -122,7 +122,7 @@ class _Group:
         return pack(flat, op, torch.float64, self.weighted).numpy()
 
     def pack(self, leaves: list[Any], op: str, peers: Peers | None) -> Tensor:
-        """Pack into a buffer that travels separately, on the device where it does. Without a weight, it is scaled."""
+        """Pack into a buffer that travels separately, on the device where it does; floats by `_factor()`."""
         dtype = buffer_dtype(self.dtype, op)
         factor = _factor(op, self.weighted, peers)
         if len(self.members) == 1 and dtype == self.dtype and op not in EXTREMES:  # scaled and copied in one pass
@@ -138,7 +138,7 @@ class _Group:
         return buffer
 
     def pack_again(self, reduction: _Reduction) -> Tensor:
-        """Pack as inline, into a buffer that travels separately. Without a weight, it is scaled."""
+        """Pack as inline, into a buffer that travels separately; floats by `_factor()`."""
         packed = np.array(self.pack_inline(reduction.leaves, reduction.op), np.float64)
         scale(packed[: self.float_slots], _factor(reduction.op, self.weighted, reduction.peers))
         return torch.from_numpy(packed).to(communication_device(_CPU, reduction.peers))
@@ -283,7 +283,7 @@ def _reduce_separately(separate: _Separate, reduction: _Reduction) -> None:
         factor, factor_sum = _choose_factors(reduction)
     divisor = factor_sum if reduction.op == "mean" else factor
     for groups, buffers in separate:
-        if reduction.weight is not None:
+        if reduction.weight is not None:  # else they are scaled already
             for group, buffer in zip(groups, buffers, strict=True):
                 scale(buffer[: group.float_slots], factor)
         joint = concatenate(buffers) if len(buffers) > 1 else buffers[0]
@@ -294,7 +294,7 @@ def _reduce_separately(separate: _Separate, reduction: _Reduction) -> None:
 
 
 def _factor(op: str, weighted: bool, peers: Peers | None) -> float:
-    """Return by what this rank's floats are multiplied before they travel, 1 if that is not known yet."""
+    """Return by what floats are multiplied where they are packed; under a weight that is not known yet, so by 1."""
     if weighted or op in EXTREMES:
         return 1.0
     return normalise(None, joined_world_size(peers))[0]

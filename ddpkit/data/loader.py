@@ -22,8 +22,8 @@ from ..seeding.hashing import hash_seeds
 from ..seeding.seeds import seed_cpu
 from ..timing.clock import Phase
 from ..torch_internals import is_from_worker
+from .dataset_contents import generators_in, keep_state, pass_epoch_on, with_set_epoch
 from .enduring_workers import enduring_workers
-from .held import generators_in, keep_state, pass_epoch_on, with_set_epoch
 from .place import Place
 from .samplers import DistributedEvalSampler, DistributedSampler, ResumableSampler
 from .streams import Stream, is_stream, shards_of
@@ -108,12 +108,12 @@ def make_loader(
     if not train and (shuffle or drop_last):
         promise = "With train=False each sample comes once, in order"
         raise ValueError(f"{promise}: leave out shuffle and drop_last.")
-    streams = is_stream(dataset)
-    if shuffle and (sampler is not None or streams):
+    in_order_only = is_stream(dataset)
+    if shuffle and (sampler is not None or in_order_only):
         raise ValueError("Leave out shuffle: the sampler, or the stream itself, decides the order.")
-    if streams and sampler is not None:
+    if in_order_only and sampler is not None:
         raise ValueError("A stream is read in its own order: leave out the sampler.")
-    if streams:
+    if in_order_only:
         persistent = options.get("persistent_workers", False)
         dataset = shards_of(dataset, place, seed, num_workers, persistent)
     elif sampler is not None:

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..seeding.hashing import hash_seeds
 from ..seeding.seeds import seed_cpu
-from .held import pass_epoch_on
+from .dataset_contents import pass_epoch_on
 from .place import Place
 
 

@@ -1,4 +1,4 @@
-"""The job that this process is in now, for all who ask; `lifecycle` begins and ends it."""
+"""The job that this process is in now: what the other rooms ask and tell it. `lifecycle` begins and ends it."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def interrupt(failure: Failure) -> bool:
     Returns:
         False if this process is in no job of several, and nothing was done.
     """
-    interrupted = job
-    if interrupted is None or interrupted.session is None:
+    current = job
+    if current is None or current.session is None:
         return False
-    if interrupted.session.failures.known is None:
-        interrupted.session.failures.known = failure
-        if interrupted.monitor is not None:
-            interrupted.monitor.wake()
+    if current.session.failures.known is None:
+        current.session.failures.known = failure
+        if current.monitor is not None:
+            current.monitor.wake()
     return True
 
 

@@ -187,11 +187,11 @@ def _join(asked: Options) -> Job:
             raise
         finally:
             del cause  # or it, its traceback and this frame keep each other, and the store
-    request = current_job.stop_agreement().request  # of a signal that has come before
+    idle = current_job.stop_agreement()
     current_job.job = job
     ranks.set_launch(job.launch)
-    if request is not None:
-        current_job.ask_to_stop(request)
+    if idle.request is not None:  # a signal has come before
+        current_job.ask_to_stop(idle.request)
     if ranks.is_main_process():
         log.info("joined\n%s", job.context)
     return job

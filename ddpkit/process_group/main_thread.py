@@ -108,6 +108,10 @@ class MainThread:
         is_late = time.monotonic() > self._first_signal_at + 2 * SETTLE
         return is_late and self._handler_ran_at < self._first_signal_at
 
+    def waits_for_store(self) -> bool:
+        """Return whether it is in a wait on the store."""
+        return self._session.is_waiting(self._thread.ident)
+
     def grace_is_over(self) -> bool:
         """Return whether the main thread has had its time to end or to handle the failure."""
         return time.monotonic() > self._first_signal_at + self._session.failures.grace

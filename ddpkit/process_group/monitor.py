@@ -455,7 +455,7 @@ class Monitor(threading.Thread):
             self._log_failure(failure)
         elif main_thread.ignores_signal():  # the rank that failed has cut them, if it lives
             cut(self._session.connections)
-            if self._session.deadline is not None:  # it waits for the store, whose host may be stopped
+            if main_thread.waits_for_store():  # whose host may be stopped
                 cut(self._session.store_connections)
 
     def _check_store(self) -> None:

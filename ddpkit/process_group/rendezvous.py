@@ -180,7 +180,7 @@ def _claim(generation: Generation, me: Member) -> bool:
         LaunchError: If another process of this job holds the rank, or a rank of it started this process.
     """
     holder = generation.claim(me)
-    if holder.nonce == me.nonce:
+    if holder is me:
         return True
     if (holder.pid, holder.born) == (me.pid, me.born):  # it is our own, from before a teardown
         return False

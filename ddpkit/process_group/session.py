@@ -70,7 +70,7 @@ class Session(Waits):
         self.told: dict[str, int] = {}  # how far the script is
         self.stop_agreement = StopAgreement(len(hosts))
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
-        self.store_connections: set[int] = set()  # to be cut when it does not answer then
+        self.store_connections: set[int] = set()  # those to the store, to be cut if it does not answer after a failure
         self._pid = os.getpid()
         self._counts: dict[Ranks | None, _Counts] = {}
         self._used_keys = UsedKeys()

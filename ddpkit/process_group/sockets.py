@@ -8,11 +8,13 @@ being written may be lost then, and waited for without end; so what the ranks ar
 from __future__ import annotations
 
 import ctypes
+import functools
 import ipaddress
 import os
 import signal
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -22,7 +24,6 @@ from ..errors import LaunchError
 
 LOOPBACKS = ("lo", "lo0")  # names of the loopback interface
 SETTLE = 0.5  # seconds in which collectives that can still end do
-_INTERNET = (socket.AF_INET, socket.AF_INET6)
 _PROBE = 2.0  # seconds in which a host that can be reached accepts or refuses a connection
 
 
@@ -127,7 +128,7 @@ def send_exit_code(descriptors: Iterable[int]) -> None:
     Python tells its exit hooks no exit code, for the `SystemExit` has gone by then; glibc's `on_exit` does. Elsewhere
     nothing is written. The connections stay open until the process has ended.
     """
-    libc = ctypes.CDLL(None)
+    libc = _libc()
     if not hasattr(libc, "on_exit") or signal.getsignal(signal.SIGPIPE) != signal.SIG_IGN:
         return  # where a broken pipe kills, the write might change how the process ends
     libc.fdopen.restype = ctypes.c_void_p
@@ -143,13 +144,8 @@ def sockets() -> set[int]:
 
 
 def sockets_to(port: int) -> set[int]:
-    """Return those of them that are connected to a port, of whichever host."""
-    found = set()
-    for descriptor, number in _open_sockets():
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as ours:
-            if ours.family in _INTERNET and ours.getpeername()[1] == port:
-                found.add(number)
-    return found
+    """Return this process's sockets that are connected to a port, of whichever host."""
+    return {number for descriptor, number in _open_sockets() if _port_of_peer(descriptor) == port}
 
 
 def cut(some: set[int], after: float = 0.0) -> None:
@@ -159,10 +155,35 @@ def cut(some: set[int], after: float = 0.0) -> None:
     time.sleep(after)
     for descriptor, number in _open_sockets():
         if number in some:
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as ours:
-                ours.getpeername()  # raises for a listener, which gloo would abort the process over
-                if os.fstat(ours.fileno()).st_ino in some:  # it may have been closed meanwhile
-                    ours.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):
+                _cut_one(os.dup(descriptor), some)
+
+
+def _cut_one(descriptor: int, some: set[int]) -> None:
+    """End the connection of a descriptor, which is closed, if it is still one of these sockets."""
+    try:
+        if os.fstat(descriptor).st_ino in some and _port_of_peer(descriptor):  # gloo would abort for a listener
+            _libc().shutdown(descriptor, socket.SHUT_RDWR)
+    finally:
+        os.close(descriptor)
+
+
+def _port_of_peer(descriptor: int) -> int:
+    """Return the port to which a socket is connected over the internet protocols, 0 if to none.
+
+    Not by an object of Python's, which may give the socket a time-out: `socket.setdefaulttimeout()`.
+    """
+    address, length = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
+    if _libc().getpeername(descriptor, address, ctypes.byref(length)) != 0:
+        return 0
+    if int.from_bytes(address.raw[:2], sys.byteorder) not in (socket.AF_INET, socket.AF_INET6):
+        return 0
+    return int.from_bytes(address.raw[2:4], "big")
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def close(some: set[int]) -> None:

@@ -210,7 +210,9 @@ def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Ses
     hosts = [members.nodes[node] for node in nodes]
     session = Session(store, me.rank, hosts, timeout, nodes, orphaned)
     session.store_host = job.asked.origin.store_host
-    session.store_connections = connections_to(opened.store)
+    is_agents = job.asked.origin.store is None and me.store_outlives_ranks
+    if launch.rank != session.store_host or is_agents:  # this process does not host it
+        session.store_connections = connections_to(opened.store)
     job.session = session
     job.group = reference(current_group())
     job.launch = complete_launch(launch, members)

@@ -54,6 +54,10 @@ class Waits:
         """Return the end of the wait that this rank is in, the first of its threads'; None if it is in none."""
         return min(list(self._deadlines.values()), default=None)
 
+    def is_waiting(self, thread: int | None) -> bool:
+        """Return whether the thread of this identity is in a wait."""
+        return thread in self._deadlines
+
     def show_ranks(self) -> None:
         """Let rank 0 log what the ranks are doing, where a wait has been too long."""
         monitor = self.monitor()

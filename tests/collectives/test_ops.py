@@ -503,8 +503,15 @@ def keep_what_was_passed() -> None:
                 all_reduce_mean(value, weight=get_rank() + 1)
                 assert pickle.dumps(value) == before
             if dtype.is_floating_point:
+                empty = torch._efficientzerotensor((size,), dtype=dtype)  # without memory
+                assert torch.equal(all_reduce(empty if get_rank() else passed), torch.arange(size).to(dtype))
                 negated = torch._neg_view(passed)
                 assert torch.equal(all_reduce(negated), -all_reduce(passed))
+
+
+def test_on_one_process_no_bit_changes() -> None:
+    bits = torch.tensor([0x7FA00001, 1, -(2**31)] * 500, dtype=torch.int32)  # a signalling NaN, the least number, -0.0
+    assert torch.equal(all_reduce_mean(bits.view(torch.float32)).view(torch.int32), bits)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

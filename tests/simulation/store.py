@@ -58,6 +58,8 @@ class Store:
     def _reach(self) -> None:
         """Wait while the server does not answer; raise if it has gone."""
         host = self.server.host
+        if self._is_broken:
+            raise dist.DistNetworkError("the connection was closed")
         if host is None:
             return
         world = self.server.world

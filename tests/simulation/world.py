@@ -121,8 +121,11 @@ class Process:
     def wait_for_answer(self) -> None:
         """Let a thread of another process wait until this one, which is stopped, goes on or ends, or it is woken."""
         assert self.world.current is not None
-        self._waiting.append(self.world.current)
+        task = self.world.current
+        self._waiting.append(task)
         self.world.suspend(None)
+        if task in self._waiting:
+            self._waiting.remove(task)
 
     def _answer(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -1,0 +1,68 @@
+"""Finding and cutting this process's own connections."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from ddpkit.process_group.sockets import cut, sockets, sockets_to
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket, socket.socket]]:
+    """A listener, and both ends of a connection to it."""
+    family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
+    with ExitStack() as stack:
+        try:
+            listener = stack.enter_context(socket.create_server((request.param, 0), family=family))
+        except OSError as error:
+            pytest.skip(f"no {request.param} here: {error}")
+        ours = stack.enter_context(socket.create_connection(listener.getsockname()[:2]))
+        theirs, _ = listener.accept()
+        yield listener, ours, stack.enter_context(theirs)
+
+
+def inode(sock: socket.socket) -> int:
+    return os.fstat(sock.fileno()).st_ino
+
+
+def test_sockets_are_found_by_the_port_that_they_are_connected_to(
+    ends: tuple[socket.socket, socket.socket, socket.socket],
+) -> None:
+    listener, ours, theirs = ends
+    port = listener.getsockname()[1]
+    assert sockets_to(port) == {inode(ours)}
+    assert {inode(listener), inode(ours), inode(theirs)} <= sockets()
+
+
+def test_to_look_at_a_socket_gives_it_no_time_limit(
+    ends: tuple[socket.socket, socket.socket, socket.socket],
+) -> None:
+    _, ours, theirs = ends
+    ours.setblocking(True)
+    socket.setdefaulttimeout(5)
+    try:
+        sockets_to(1)
+        cut({inode(theirs)})
+    finally:
+        socket.setdefaulttimeout(None)
+    assert os.get_blocking(ours.fileno()) and os.get_blocking(theirs.fileno())
+
+
+def test_a_connection_that_is_cut_ends_at_both_ends_and_others_go_on(
+    ends: tuple[socket.socket, socket.socket, socket.socket],
+) -> None:
+    listener, ours, theirs = ends
+    with socket.create_connection(listener.getsockname()[:2]) as other:
+        far, _ = listener.accept()
+        with far:
+            cut({inode(ours), inode(listener)})
+            assert ours.recv(1) == theirs.recv(1) == b""
+            other.sendall(b"x")
+            assert far.recv(1) == b"x"
+    with socket.create_connection(listener.getsockname()[:2]):  # a listener is no connection
+        listener.accept()[0].close()
