@@ -57,7 +57,7 @@ def survivor(program: Callable[[], None]) -> Ended:
 @pytest.fixture(scope="module")
 def ends(request: pytest.FixtureRequest) -> dict[Callable[[], None], Ended]:
     """How the survivor ends in each program of the tests that are run: side by side, for they only wait."""
-    items = [item for item in request.session.items if "ends" in getattr(item, "fixturenames", ())]
+    items = [item for item in request.session.items if item.path == request.path and "ends" in item.fixturenames]
     programs = [item.callspec.params["program"] for item in items]  # type: ignore[attr-defined]
     with ThreadPoolExecutor(len(programs)) as pool:
         return dict(zip(programs, pool.map(survivor, programs), strict=True))

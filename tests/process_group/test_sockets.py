@@ -13,7 +13,7 @@ from ddpkit.process_group.sockets import cut, sockets, sockets_to
 
 
 @pytest.fixture(params=["127.0.0.1", "::1"])
-def ends(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket, socket.socket]]:
+def connection(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket, socket.socket]]:
     """A listener, and both ends of a connection to it."""
     family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
     with ExitStack() as stack:
@@ -31,18 +31,18 @@ def inode(sock: socket.socket) -> int:
 
 
 def test_sockets_are_found_by_the_port_that_they_are_connected_to(
-    ends: tuple[socket.socket, socket.socket, socket.socket],
+    connection: tuple[socket.socket, socket.socket, socket.socket],
 ) -> None:
-    listener, ours, theirs = ends
+    listener, ours, theirs = connection
     port = listener.getsockname()[1]
     assert sockets_to(port) == {inode(ours)}
     assert {inode(listener), inode(ours), inode(theirs)} <= sockets()
 
 
 def test_to_look_at_a_socket_gives_it_no_time_limit(
-    ends: tuple[socket.socket, socket.socket, socket.socket],
+    connection: tuple[socket.socket, socket.socket, socket.socket],
 ) -> None:
-    _, ours, theirs = ends
+    _, ours, theirs = connection
     ours.setblocking(True)
     socket.setdefaulttimeout(5)
     try:
@@ -54,9 +54,9 @@ def test_to_look_at_a_socket_gives_it_no_time_limit(
 
 
 def test_a_connection_that_is_cut_ends_at_both_ends_and_others_go_on(
-    ends: tuple[socket.socket, socket.socket, socket.socket],
+    connection: tuple[socket.socket, socket.socket, socket.socket],
 ) -> None:
-    listener, ours, theirs = ends
+    listener, ours, theirs = connection
     with socket.create_connection(listener.getsockname()[:2]) as other:
         far, _ = listener.accept()
         with far:
