@@ -35,17 +35,20 @@ class Search(Policy):
         actor: Prefers ways.
         critic: Values them; trained with the actor.
         depth: Steps to look ahead.
+        rival: Values the ways of the rivals, which the team's value is the less by, if they were
+            trained to be subtracted.
 
     Raises:
         ValueError: If the depth is below 1.
     """
 
-    def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH) -> None:
+    def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH, rival: Critic | None = None) -> None:
         super().__init__(actor)
         if depth < 1:
             raise ValueError(f"a search looks at least one step ahead, not {depth}")
         self.critic = critic
         self.depth = depth
+        self.rival = rival
 
     @torch.no_grad()
     def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
@@ -101,8 +104,9 @@ class Search(Policy):
             lead = gains[:, team] - gains[:, 1 - team]
             sides = [self.look(boards, side) for side in (0, 1)]
             preferences = [self.actor.layers(seen) for seen in sides]
-            values = preferences[team].softmax(-1) * self.critic(sides[team])
-            expected = values.sum(-1).mean(-1).cpu().numpy()
+            expected = _expect(self.critic, preferences[team], sides[team])
+            if self.rival is not None:
+                expected -= _expect(self.rival, preferences[1 - team], sides[1 - team])
             is_last = step == self.depth - 1
             total += weight * (lead + GAMMA * (1.0 if is_last else 1 - LAMBDA) * expected)
             weight *= GAMMA * LAMBDA
@@ -113,6 +117,11 @@ class Search(Policy):
 def _rank(preferences: torch.Tensor) -> np.ndarray:
     """Sort the ways of snakes, the most probable first: (..., WAYS)."""
     return preferences.argsort(stable=True, dim=-1, descending=True).cpu().numpy()
+
+
+def _expect(critic: Critic, preferences: torch.Tensor, seen: torch.Tensor) -> np.ndarray:
+    """Find what a critic expects of a team that goes its ways with the actor's probabilities: (n,)."""
+    return (preferences.softmax(-1) * critic(seen)).sum(-1).mean(-1).cpu().numpy()
 
 
 def _pick(boards: Boards, which: np.ndarray) -> Boards:
@@ -129,13 +138,19 @@ def _trapped(boards: Boards, team: int) -> np.ndarray:
 
 
 def load_search(path: Path, depth: int = DEPTH) -> Search:
-    """Load the player in a file `actor_*.pth` with the critic beside it.
+    """Load the player in a file `actor_*.pth` with the critic beside it, and the rivals' if there is one.
 
     Raises:
         FileNotFoundError: If there is no such file, or no critic.
         ValueError: If they do not hold networks that see what `features.py` shows.
     """
     actor = load_actor(path)
-    critic = Critic(hidden=len(actor.layers[0].bias))
+    hidden = len(actor.layers[0].bias)
+    critic = Critic(hidden)
     load_weights(critic, path.with_name(path.name.replace("actor", "critic")))
-    return Search(actor, critic, depth)
+    rivals = path.with_name(path.name.replace("actor", "rival"))
+    if not rivals.is_file():
+        return Search(actor, critic, depth)
+    rival = Critic(hidden)
+    load_weights(rival, rivals)
+    return Search(actor, critic, depth, rival)

@@ -14,16 +14,21 @@ from snakes.networks import Actor, Critic
 from snakes.policy import Policy
 from snakes.search import DOUBT, GAMMA, LAMBDA, MARGIN, NEAR, TRAP, Search, load_search
 from snakes.submission_template import distance, escape
+from torch import nn
 
 pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
 
 
-@pytest.fixture(scope="module")
-def search() -> Search:
+@pytest.fixture(scope="module", params=[False, True], ids=["one critic", "a critic of the rivals"])
+def search(request: pytest.FixtureRequest) -> Search:
     torch.manual_seed(3)
     found = Search(Actor(16), Critic(16), depth=3)
+    networks = [found.actor, found.critic]
+    if request.param:
+        found.rival = Critic(16)
+        networks.append(found.rival)
     with torch.no_grad():
-        for parameter in [*found.actor.parameters(), *found.critic.parameters()]:
+        for parameter in nn.ModuleList(networks).parameters():
             parameter *= 3
     return found
 
@@ -35,15 +40,20 @@ def played(count: int, steps: int) -> Game:
     return game
 
 
-def looks(search: Search, boards: Boards) -> tuple[np.ndarray, np.ndarray]:
-    """The actor's logits and what the critic expects of each snake of one board: (6, 3) and (6,)."""
+def looks(search: Search, boards: Boards, team: int) -> tuple[np.ndarray, np.ndarray]:
+    """The actor's logits, and what each snake of one board adds to what is expected of a team: (6, 3) and (6,)."""
     seen = np.empty((2, 1, 3, FEATURES), np.float32)
     observe(boards, 0, seen[0])
     observe(boards, 1, seen[1])
     with torch.no_grad():
         rows = torch.from_numpy(seen.reshape(6, FEATURES))
-        expected = [float(search.actor(row) @ search.critic(row)) for row in rows]
-        return search.actor.layers(rows).numpy(), np.array(expected)
+        expected = np.zeros(6)
+        for s, row in enumerate(rows):
+            if s // 3 == team:
+                expected[s] = float(search.actor(row) @ search.critic(row)) / 3
+            elif search.rival is not None:
+                expected[s] = -float(search.actor(row) @ search.rival(row)) / 3
+        return search.actor.layers(rows).numpy(), expected
 
 
 def free_ways(boards: Boards) -> np.ndarray:
@@ -70,8 +80,8 @@ def play_on(search: Search, game: Game, team: int, b: int, ways: list[int]) -> f
             lost = sum((len(bodies[s]) - 3) * (1 - escape(bodies, s) / LIMIT) for s in own)
         gains = after.boards.lengths[0].astype(int) - before
         gained += GAMMA**step * (gains[own].sum() - gains[others].sum())
-        logits, expected = looks(search, after.boards)
-        answers.append(gained + GAMMA ** (step + 1) * expected[own].mean())
+        logits, expected = looks(search, after.boards, team)
+        answers.append(gained + GAMMA ** (step + 1) * expected.sum())
         ways = logits.argmax(1).tolist()
     weights = [(1 - LAMBDA) * LAMBDA**step for step in range(search.depth)]
     weights[-1] /= 1 - LAMBDA
@@ -82,7 +92,7 @@ def value(search: Search, game: Game, s: int, b: int, ways: list[int]) -> float:
     """A board's value for the choice of a snake, with one rival near it at a time that takes another way."""
     team = s // 3
     heads = [body[0] for body in game.bodies(b)]
-    logits, _ = looks(search, Boards(*(array[b : b + 1] for array in game.boards)))
+    logits, _ = looks(search, Boards(*(array[b : b + 1] for array in game.boards)), team)
     plain = play_on(search, game, team, b, ways)
     total = plain
     for rival in np.r_[3 - 3 * team : 6 - 3 * team]:
@@ -140,11 +150,13 @@ def test_what_is_foreseen_has_no_new_beans() -> None:
     assert (game.boards.cells[0] >= BEAN).sum() == (game.boards.beans[0] != NONE).sum() < 5
 
 
-def test_a_search_is_loaded_from_an_actor_and_the_critic_beside_it(search: Search, tmp_path: Path) -> None:
+def test_a_search_is_loaded_from_an_actor_and_the_critics_beside_it(search: Search, tmp_path: Path) -> None:
     torch.save(search.actor.state_dict(), tmp_path / "actor_best.pth")
     with pytest.raises(FileNotFoundError, match="critic_best.pth"):
         load_search(tmp_path / "actor_best.pth")
     torch.save(search.critic.state_dict(), tmp_path / "critic_best.pth")
+    if search.rival is not None:
+        torch.save(search.rival.state_dict(), tmp_path / "rival_best.pth")
     game = played(10, 40)
     actions = np.zeros((2, 10, 6), np.uint8)
     search(game.boards, 0, actions[0])
