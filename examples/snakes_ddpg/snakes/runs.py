@@ -168,10 +168,19 @@ def parse(text: str, root: Path = ROOT) -> Path:
     return find_model(run, int(episode) if episode and episode != "best" else episode, root=root)
 
 
-def save_models(folder: Path, episode: int | str, actor: Mapping[str, Any], critic: Mapping[str, Any]) -> None:
-    """Write two state dicts into a run's folder under the episode's number, or "best"; a file is whole or absent."""
+def save_models(
+    folder: Path,
+    episode: int | str,
+    actor: Mapping[str, Any],
+    critic: Mapping[str, Any],
+    rival: Mapping[str, Any] | None = None,
+) -> None:
+    """Write state dicts into a run's folder under the episode's number, or a name; a file is whole or absent."""
     (folder / MODELS).mkdir(exist_ok=True)
-    for what, state in (("actor", actor), ("critic", critic)):
+    states = {"critic": critic, "rival": rival, "actor": actor}
+    for what, state in states.items():
+        if state is None:
+            continue
         with _replacing(folder / MODELS / f"{what}_{episode}.pth") as path:
             torch.save(state, path)
 

@@ -1,0 +1,80 @@
+"""Refining: the returns that critics are fitted to, and the program on one rank and on several."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import free_port, platform_env, run
+from snakes.features import FEATURES, observe
+from snakes.game import Game
+from snakes.networks import Actor, Critic
+from snakes.opponents import OPPONENTS
+from snakes.runs import MODELS, save_models
+from snakes.search import GAMMA, Search, load_search
+
+pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
+FOLDER = Path(__file__).parents[3] / "examples" / "snakes_ddpg"
+STEPS = 12
+
+
+def program() -> dict:
+    return runpy.run_path(str(FOLDER / "rl_trainer" / "refine.py"))
+
+
+@pytest.fixture(scope="module")
+def search() -> Search:
+    torch.manual_seed(3)
+    return Search(Actor(16), Critic(16), depth=1)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_return_is_what_the_team_gains_on_the_other_from_there_on(search: Search, side: int) -> None:
+    game = Game(4, seed=2, episode_length=STEPS)
+    leads, seen = [], []
+
+    def greedy(boards, team, actions):  # notes each state; moves first
+        look = np.empty((4, 3, FEATURES), np.float32)
+        observe(boards, side, look)
+        seen.append(look)
+        leads.append((game.scores()[:, side] - game.scores()[:, 1 - side]).tolist())
+        OPPONENTS["greedy"](boards, team, actions)
+
+    [(shown, returns)] = program()["play"](search, greedy, OPPONENTS["greedy"], side, game)
+    leads.append((game.scores()[:, side] - game.scores()[:, 1 - side]).tolist())
+    look = np.empty((4, 3, FEATURES), np.float32)
+    observe(game.boards, side, look)
+    with torch.no_grad():
+        end = (search.actor(torch.from_numpy(look)) * search.critic(torch.from_numpy(look))).sum(-1).mean(1).tolist()
+    np.testing.assert_array_equal(shown[:, :3], np.concatenate(seen))
+    for t in range(STEPS):
+        for b in range(4):
+            wanted = GAMMA ** (STEPS - t) * end[b]
+            wanted += sum(GAMMA ** (u - t) * (leads[u + 1][b] - leads[u][b]) for u in range(t, STEPS))
+            assert returns[4 * t + b] == pytest.approx(wanted, abs=1e-5)
+
+
+def refine(model: str) -> None:
+    """What a rank does."""
+    flags = "--games 24 --episode_length 9 --depth 1 --epochs 3 --batch 64"
+    sys.argv = ["refine.py", model, *flags.split()]
+    runpy.run_path(str(FOLDER / "rl_trainer" / "refine.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_any_number_of_ranks_writes_a_player_with_other_critics(tmp_path: Path, search: Search, ranks: int) -> None:
+    save_models(tmp_path, 10, search.actor.state_dict(), search.critic.state_dict())
+    port = free_port()
+    envs = [platform_env(rank, ranks, port) for rank in range(ranks)] if ranks > 1 else [{"OMP_NUM_THREADS": "1"}]
+    for ended in run(refine, envs, str(tmp_path / MODELS / "actor_10.pth")):
+        assert ended.code == 0, ended.output
+    refined = load_search(tmp_path / MODELS / "actor_refined.pth")
+    for name, weights in search.actor.state_dict().items():
+        assert torch.equal(refined.actor.state_dict()[name], weights)
+    for critic in (refined.critic, refined.rival):
+        assert not torch.equal(critic.values[0].weight, search.critic.values[0].weight)
+    assert not torch.equal(refined.critic.values[0].weight, refined.rival.values[0].weight)
