@@ -193,7 +193,10 @@ def fit(
 
 @user_error("cannot start", ValueError, OSError)
 def prepare(settings: argparse.Namespace) -> Path:
-    """Find the model."""
+    """Check the settings and find the model."""
+    for name in ("games", "episode_length", "depth", "epochs", "batch"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, not {getattr(settings, name)}")
     return runs.parse(settings.model)
 
 

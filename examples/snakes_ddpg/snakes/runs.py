@@ -154,7 +154,7 @@ def parse(text: str, root: Path = ROOT) -> Path:
     """Find the file of the actor that a user means.
 
     Args:
-        text: "run3:2000", "run3:best", "run3", "3", "latest", a folder or a file.
+        text: "run3:2000", "run3:best", "run3:refined", "run3", "3", "latest", a folder or a file.
         root: Folder of the runs.
 
     Raises:
@@ -164,8 +164,18 @@ def parse(text: str, root: Path = ROOT) -> Path:
         return Path(text)
     if text.endswith(".pth"):
         raise FileNotFoundError(f"there is no file {text}; a run's model is also found as runN:EPISODE, runN or latest")
-    run, episode = re.fullmatch(r"(.*?)(?::(\d+|best))?", text).groups()
+    run, episode = re.fullmatch(r"(.*?)(?::(\d+|best|refined))?", text).groups()
+    if episode == "refined":
+        return _find_refined(run, root)
     return find_model(run, int(episode) if episode and episode != "best" else episode, root=root)
+
+
+def _find_refined(run: str, root: Path) -> Path:
+    """Find the model of a run that has critics for the search; nothing trains on from it."""
+    path = find_run(run, root, f"{MODELS}/actor_*.pth") / MODELS / "actor_refined.pth"
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}; python rl_trainer/refine.py {run} makes it")
+    return path
 
 
 def save_models(

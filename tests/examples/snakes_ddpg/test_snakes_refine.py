@@ -58,10 +58,13 @@ def test_a_return_is_what_the_team_gains_on_the_other_from_there_on(search: Sear
             assert returns[4 * t + b] == pytest.approx(wanted, abs=1e-5)
 
 
-def refine(model: str) -> None:
+def refine(model: str, *flags: str) -> None:
     """What a rank does."""
-    flags = "--games 24 --episode_length 9 --depth 1 --epochs 3 --batch 64"
-    sys.argv = ["refine.py", model, *flags.split()]
+    sys.argv = [
+        "refine.py",
+        model,
+        *(flags or ["--games", "24", "--episode_length", "9", "--depth", "1", "--epochs", "3", "--batch", "64"]),
+    ]
     runpy.run_path(str(FOLDER / "rl_trainer" / "refine.py"), run_name="__main__")
 
 
@@ -78,3 +81,9 @@ def test_any_number_of_ranks_writes_a_player_with_other_critics(tmp_path: Path, 
     for critic in (refined.critic, refined.rival):
         assert not torch.equal(critic.values[0].weight, search.critic.values[0].weight)
     assert not torch.equal(refined.critic.values[0].weight, refined.rival.values[0].weight)
+
+
+def test_bad_settings_are_told_by_one_line(tmp_path: Path) -> None:
+    [ended] = run(refine, [{"OMP_NUM_THREADS": "1"}], str(tmp_path), "--games", "0")
+    assert ended.code == 2 and "--games must be at least 1, not 0" in ended.output
+    assert "Traceback" not in ended.output
