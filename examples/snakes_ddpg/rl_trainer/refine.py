@@ -18,10 +18,11 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where `shared` is, which all trainers share
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -38,6 +39,7 @@ import ddpkit
 
 log = logging.getLogger("snakes")
 SCRIPTED = ("territory", "foresighted")
+OTHERS = 4  # the scripted players, the model itself, and an earlier one
 WANDER = 0.02  # part of the moves to any free cell, so that the critics see what follows those too
 
 
@@ -57,19 +59,29 @@ def read_settings(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Wanderer:
-    """Play as another player does, but for some moves to any free cell."""
+    """Play as another player does, but for some moves to any free cell.
 
-    def __init__(self, player: Player, rng: np.random.Generator) -> None:
+    Args:
+        player: The other.
+        seed: Of these moves.
+        games: Those that all ranks play, for which it draws alike on any number of them.
+        share: This rank's among them.
+    """
+
+    def __init__(self, player: Player, seed: int, games: int, share: slice) -> None:
         self.player = player
-        self.rng = rng
+        self.rng = np.random.default_rng(seed)
+        self.games = games
+        self.share = share
 
     def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
         self.player(boards, team, actions)
         seen = np.empty((len(actions), 3, FEATURES), np.float32)
         observe(boards, team, seen)
         free = seen[..., : WAYS * PER_WAY : PER_WAY] > 0
-        ways = (free * self.rng.random(free.shape)).argmax(-1)
-        wanders = free.any(-1) & (self.rng.random(ways.shape) < WANDER)
+        drawn = self.rng.random((self.games, 3, WAYS + 1))[self.share]
+        ways = (free * drawn[..., :WAYS]).argmax(-1)
+        wanders = free.any(-1) & (drawn[..., WAYS] < WANDER)
         snakes = slice(3 * team, 3 * team + 3)
         anywhere = DIRECTION[boards.headings[:, snakes], ways]
         actions[:, snakes] = np.where(wanders, anywhere, actions[:, snakes])
@@ -90,13 +102,18 @@ def expect(search: Search, seen: np.ndarray) -> np.ndarray:
     return (search.actor(own) * search.critic(own)).sum(-1).mean(-1).numpy()
 
 
-def play(
-    search: Search, player: Player, other: Player, side: int, game: Game
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Play the boards to their end; for each team that searches give what was seen, and what it gained from there on.
+class Played(NamedTuple):
+    """What came of some games, for one of the teams."""
 
-    The gains are on the other team, each later one discounted, and what the critic expects at the
-    end is added. Boards that are too full before the end count for nothing.
+    seen: np.ndarray  # by all snakes before each step, the team's first: (steps, games, 6, FEATURES)
+    returns: np.ndarray  # what the team gained on the other from there on, discounted: (steps, games)
+    whole: np.ndarray  # whether the game came to its end; boards may be too full before: (games,)
+
+
+def play(search: Search, player: Player, other: Player, side: int, game: Game) -> Iterator[Played]:
+    """Play the boards to their end; give what came of it for each team that searches.
+
+    What the critic expects at the end is added to the returns.
     """
     teams = [side, 1 - side] if isinstance(other, Wanderer) else [side]
     seen = [[] for _ in teams]
@@ -121,11 +138,14 @@ def play(
         for step in reversed(range(len(gains))):
             later = gains[step] * (1 - 2 * team) + GAMMA * later
             returns[step] = later
-        yield np.stack(seen[place])[:, whole].reshape(-1, SNAKES, FEATURES), returns[:, whole].ravel()
+        yield Played(np.stack(seen[place]), returns, whole)
 
 
-def others_of(search: Search, model: Path) -> list[tuple[str, Player | Search]]:
-    """List whom it plays, in as many games each: scripted players, itself, and the model of half its run."""
+def others_of(search: Search, model: Path) -> list[tuple[str, Player]]:
+    """List whom it plays, in as many games each: scripted players, itself, and the model of half its run.
+
+    Where there is no model of the half, those are one fewer.
+    """
     found = [(name, opponents.get(name)) for name in SCRIPTED]
     found.append(("itself", search))
     numbers = [name for name in runs.list_models(model.parents[1]) if name != "best"]
@@ -135,59 +155,73 @@ def others_of(search: Search, model: Path) -> list[tuple[str, Player | Search]]:
     return found
 
 
-def collect(search: Search, model: Path, settings: argparse.Namespace, job: ddpkit.Context) -> tuple[torch.Tensor, ...]:
-    """Play this rank's share of the games; return what all snakes saw, (n, 6, FEATURES), and the returns, (n,)."""
-    rng = np.random.default_rng(ddpkit.sample_seed(settings.seed, 1, job.rank))
-    player = Wanderer(search, rng)
-    others = others_of(search, model)
-    each = max(job.world_size, settings.games // (2 * len(others)))  # on either side; every rank has some
-    share = np.array_split(np.arange(each), job.world_size)[job.rank]
-    parts = []
-    for place, (name, other) in enumerate(others):
-        rival = Wanderer(other, rng) if isinstance(other, Search) else other
+def collect(search: Search, model: Path, settings: argparse.Namespace, share: slice) -> list[Played]:
+    """Play this rank's share of the games on either side against each of the others."""
+    games = games_of_a_side(settings)
+    parts: list[Played] = []
+    for place, (name, other) in enumerate(others_of(search, model)):
         for side in (0, 1):
-            seed = ddpkit.sample_seed(settings.seed, 3, 2 * place + side)
-            game = Game(len(share), seed, first=int(share[0]), episode_length=settings.episode_length)
+            number = 2 * place + side
+            player = Wanderer(search, ddpkit.sample_seed(settings.seed, 1, number), games, share)
+            rival = other
+            if isinstance(other, Search):
+                rival = Wanderer(other, ddpkit.sample_seed(settings.seed, 2, number), games, share)
+            seed = ddpkit.sample_seed(settings.seed, 3, number)
+            size = share.stop - share.start
+            game = Game(size, seed, first=share.start, episode_length=settings.episode_length)
             parts += play(search, player, rival, side, game)
-        log.info("played %d games with %s", 2 * each, name)
-    seen, returns = zip(*parts, strict=True)
-    return torch.from_numpy(np.concatenate(seen)), torch.from_numpy(np.concatenate(returns)).float()
+        log.info("played %d games with %s", 2 * games, name)
+    return parts
 
 
-def fit(
-    search: Search, seen: torch.Tensor, returns: torch.Tensor, settings: argparse.Namespace, job: ddpkit.Context
-) -> None:
+def games_of_a_side(settings: argparse.Namespace) -> int:
+    """Return how many games are played on one side against one of the others, by all ranks."""
+    return settings.games // (2 * OTHERS)
+
+
+def draw(parts: list[Played], rng: np.random.Generator, size: int, games: int, share: slice) -> tuple[Tensor, Tensor]:
+    """Draw steps of all ranks' games; return those of this rank's: what was seen, and the returns.
+
+    On every rank the generator is in one state, so that all draw the same steps, on any number of ranks.
+    """
+    part = rng.integers(0, len(parts), size)
+    step = rng.integers(0, len(parts[0].returns), size)
+    game = rng.integers(0, games, size) - share.start
+    mine = (game >= 0) & (game < share.stop - share.start)
+    drawn = [(parts[p], t, g) for p, t, g in zip(part[mine], step[mine], game[mine], strict=True)]
+    rows = [(played.seen[t, g], played.returns[t, g]) for played, t, g in drawn if played.whole[g]]
+    seen = np.array([each for each, _ in rows], np.float32).reshape(-1, SNAKES, FEATURES)
+    return torch.from_numpy(seen), torch.tensor([each for _, each in rows], dtype=torch.float32)
+
+
+def fit(search: Search, parts: list[Played], settings: argparse.Namespace, share: slice) -> None:
     """Fit the critics of the team and of the rivals, their difference, to the returns. Collective."""
     networks = nn.ModuleList([search.critic, search.rival])
     optimizer = torch.optim.Adam(networks.parameters(), lr=settings.lr)
-    rng = np.random.default_rng(ddpkit.sample_seed(settings.seed, 2, job.rank))
-    boards = ddpkit.all_reduce(len(returns))
-    steps = max(1, settings.epochs * boards // settings.batch)
-    error = 0.0
+    rng = np.random.default_rng(ddpkit.sample_seed(settings.seed, 4, 0))
+    games = games_of_a_side(settings)
+    rows = len(parts) * settings.episode_length * games
+    steps = max(1, settings.epochs * rows // settings.batch)
+    report = max(1, steps // settings.epochs)
+    errors = torch.zeros(2)  # their squares' sum, and their number
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = settings.lr * (1 - step / steps)
-        rows = torch.from_numpy(rng.integers(0, len(returns), max(1, settings.batch // job.world_size)))
-        both = seen[rows]
+        both, returns = draw(parts, rng, settings.batch, games, share)
         with torch.no_grad():
             chances = search.actor(both)
         own = (chances[:, :3] * search.critic(both[:, :3])).sum(-1).mean(-1)
         theirs = (chances[:, 3:] * search.rival(both[:, 3:])).sum(-1).mean(-1)
-        loss = nn.functional.mse_loss(own - theirs, returns[rows])
+        squares = (own - theirs - returns).square().sum()
         optimizer.zero_grad()
-        loss.backward()
+        ddpkit.global_mean(squares, len(returns)).backward()
         ddpkit.average_gradients(networks)
         nn.utils.clip_grad_norm_(networks.parameters(), 1.0)
         optimizer.step()
-        error += loss.item()
-        if (step + 1) * settings.epochs % steps < settings.epochs:
-            log.info(
-                "step %d of %d: mean squared error %.2f of a variance of %.2f",
-                step + 1,
-                steps,
-                error * settings.epochs / steps,
-                returns.var(),
-            )
-            error = 0.0
+        errors += torch.tensor([squares.item(), len(returns)])
+        if (step + 1) % report == 0:
+            total, number = ddpkit.all_reduce(errors).tolist()
+            log.info("step %d of %d: mean squared error %.2f", step + 1, steps, total / number)
+            errors.zero_()
     ddpkit.check_replicas(networks, optimizer)
 
 
@@ -197,6 +231,9 @@ def prepare(settings: argparse.Namespace) -> Path:
     for name in ("games", "episode_length", "depth", "epochs", "batch"):
         if getattr(settings, name) < 1:
             raise ValueError(f"--{name} must be at least 1, not {getattr(settings, name)}")
+    least = 2 * OTHERS * ddpkit.get_world_size()
+    if settings.games < least:
+        raise ValueError(f"--games must be at least {least} here, so that each rank has some, not {settings.games}")
     return runs.parse(settings.model)
 
 
@@ -212,10 +249,12 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
     model = ddpkit.run_on_main(prepare, settings)
     search = load_search(model, settings.depth)
     log.info("refines the critics of %s", model)
-    seen, returns = collect(search, model, settings, job)
+    shares = np.array_split(np.arange(games_of_a_side(settings)), job.world_size)
+    share = slice(int(shares[job.rank][0]), int(shares[job.rank][-1]) + 1)
+    parts = collect(search, model, settings, share)
     search.rival = Critic(hidden=len(search.actor.layers[0].bias))
     search.rival.load_state_dict(search.critic.state_dict())
-    fit(search, seen, returns, settings, job)
+    fit(search, parts, settings, share)
     ddpkit.run_on_main(save, search, model.parents[1])
     log.info("wrote %s", model.with_name("actor_refined.pth"))
 

@@ -186,7 +186,7 @@ def save_models(
     rival: Mapping[str, Any] | None = None,
 ) -> None:
     """Write state dicts into a run's folder under the episode's number, or a name; a file is whole or absent."""
-    (folder / MODELS).mkdir(exist_ok=True)
+    (folder / MODELS).mkdir(parents=True, exist_ok=True)
     states = {"critic": critic, "rival": rival, "actor": actor}
     for what, state in states.items():
         if state is None:
