@@ -91,7 +91,17 @@ def test_any_number_of_ranks_fits_the_same_critics(tmp_path: Path, search: Searc
                 torch.testing.assert_close(theirs.state_dict()[name], weights, atol=1e-4, rtol=1e-4)
 
 
-def test_bad_settings_are_told_by_one_line(tmp_path: Path) -> None:
-    [ended] = run(refine, [{"OMP_NUM_THREADS": "1"}], str(tmp_path), "--games", "0")
-    assert ended.code == 2 and "--games must be at least 1, not 0" in ended.output
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--games", "0"], "--games must be at least 1, not 0"),
+        (["--games", "7"], "--games must be at least 8 here, so that each rank has some, not 7"),
+        (["--seed", "2"], "is in no run's folder"),
+    ],
+)
+def test_what_cannot_be_is_told_by_one_message(tmp_path: Path, flags: list[str], message: str) -> None:
+    model = tmp_path / "actor_1.pth"
+    model.touch()
+    [ended] = run(refine, [{"OMP_NUM_THREADS": "1"}], str(model), *flags)
+    assert ended.code == 2 and message in ended.output, ended.output
     assert "Traceback" not in ended.output
