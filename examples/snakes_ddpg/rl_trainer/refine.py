@@ -33,7 +33,7 @@ from snakes.features import DIRECTION, FEATURES, PER_WAY, WAYS, observe
 from snakes.game import SNAKES, STEPS, Boards, Game
 from snakes.networks import Critic
 from snakes.opponents import Player
-from snakes.search import DEPTH, GAMMA, Search, load_search
+from snakes.search import DEPTH, GAMMA, Search, expect, load_search
 
 import ddpkit
 
@@ -95,13 +95,6 @@ def look(boards: Boards, team: int) -> np.ndarray:
     return np.concatenate(seen, axis=1)
 
 
-@torch.no_grad()
-def expect(search: Search, seen: np.ndarray) -> np.ndarray:
-    """Find what the critic expects of the team that is first in what all snakes see: (n,)."""
-    own = torch.from_numpy(seen[:, :3])
-    return (search.actor(own) * search.critic(own)).sum(-1).mean(-1).numpy()
-
-
 class Played(NamedTuple):
     """What came of some games, for one of the teams."""
 
@@ -133,7 +126,9 @@ def play(search: Search, player: Player, other: Player, side: int, game: Game) -
         game.reset(early)
     gains = np.diff(leads, axis=0)
     for place, team in enumerate(teams):
-        later = expect(search, look(game.boards, team))
+        own = torch.from_numpy(look(game.boards, team)[:, :3])
+        with torch.no_grad():
+            later = expect(search.critic, search.actor(own), own).numpy()
         returns = np.empty_like(gains)
         for step in reversed(range(len(gains))):
             later = gains[step] * (1 - 2 * team) + GAMMA * later
@@ -209,8 +204,8 @@ def fit(search: Search, parts: list[Played], settings: argparse.Namespace, share
         both, returns = draw(parts, rng, settings.batch, games, share)
         with torch.no_grad():
             chances = search.actor(both)
-        own = (chances[:, :3] * search.critic(both[:, :3])).sum(-1).mean(-1)
-        theirs = (chances[:, 3:] * search.rival(both[:, 3:])).sum(-1).mean(-1)
+        own = expect(search.critic, chances[:, :3], both[:, :3])
+        theirs = expect(search.rival, chances[:, 3:], both[:, 3:])
         squares = (own - theirs - returns).square().sum()
         optimizer.zero_grad()
         ddpkit.global_mean(squares, len(returns)).backward()

@@ -104,11 +104,11 @@ class Search(Policy):
             lead = gains[:, team] - gains[:, 1 - team]
             sides = [self.look(boards, side) for side in (0, 1)]
             preferences = [self.actor.layers(seen) for seen in sides]
-            expected = _expect(self.critic, preferences[team], sides[team])
+            expected = expect(self.critic, preferences[team].softmax(-1), sides[team])
             if self.rival is not None:
-                expected -= _expect(self.rival, preferences[1 - team], sides[1 - team])
+                expected -= expect(self.rival, preferences[1 - team].softmax(-1), sides[1 - team])
             is_last = step == self.depth - 1
-            total += weight * (lead + GAMMA * (1.0 if is_last else 1 - LAMBDA) * expected)
+            total += weight * (lead + GAMMA * (1.0 if is_last else 1 - LAMBDA) * expected.cpu().numpy())
             weight *= GAMMA * LAMBDA
             ways = _rank(torch.cat(preferences, dim=1))[..., 0]
         return total
@@ -119,9 +119,9 @@ def _rank(preferences: torch.Tensor) -> np.ndarray:
     return preferences.argsort(stable=True, dim=-1, descending=True).cpu().numpy()
 
 
-def _expect(critic: Critic, preferences: torch.Tensor, seen: torch.Tensor) -> np.ndarray:
-    """Find what a critic expects of a team that goes its ways with the actor's probabilities: (n,)."""
-    return (preferences.softmax(-1) * critic(seen)).sum(-1).mean(-1).cpu().numpy()
+def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Find what a critic expects of teams that go their ways with these probabilities, which are the actor's: (n,)."""
+    return (chances * critic(seen)).sum(-1).mean(-1)
 
 
 def _pick(boards: Boards, which: np.ndarray) -> Boards:
