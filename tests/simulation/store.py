@@ -58,10 +58,13 @@ class Store:
     def _reach(self) -> None:
         """Wait while the server does not answer; raise if it has gone."""
         host = self.server.host
+        if host is not None:
+            self._wait_for(host)
+            self._is_broken = self._is_broken or host.is_dead or self.server.is_closed
         if self._is_broken:
             raise dist.DistNetworkError("the connection was closed")
-        if host is None:
-            return
+
+    def _wait_for(self, host: Process) -> None:
         world = self.server.world
         assert world.current is not None
         self._waiting.append(world.current)
@@ -70,9 +73,6 @@ class Store:
         while not self._is_broken and host.is_stopped and not host.is_dead:
             host.wait_for_answer()
         self._waiting.remove(world.current)
-        if host.is_dead or self.server.is_closed or self._is_broken:
-            self._is_broken = True
-            raise dist.DistNetworkError("the connection was closed")
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
