@@ -154,15 +154,12 @@ def _without_name_server() -> None:
     """Start this program anew where names are looked up in files only, if that can be had."""
     if _IS_APART in os.environ:
         return
-    if shutil.which("unshare") is None:
-        print("names are looked up as always", file=sys.stderr)
-        return
     with tempfile.NamedTemporaryFile("w") as names:
         names.write("hosts: files\npasswd: files\ngroup: files\n")
         names.flush()
         mount = f"mount --bind {shlex.quote(names.name)} /etc/nsswitch.conf"
         apart = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
-        if subprocess.run([*apart, mount], capture_output=True).returncode != 0:
+        if shutil.which("unshare") is None or subprocess.run([*apart, mount], capture_output=True).returncode != 0:
             print("names are looked up as always", file=sys.stderr)
             return
         again = shlex.join([sys.executable, *sys.argv])
