@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..errors import BarrierTimeoutError
+from ..errors import BarrierTimeoutError, DdpkitError
 from .failures import Failure
 from .polling import Pause, call_with_timeout
 from .stop_agreement import StopAgreement
@@ -71,6 +71,7 @@ class Session(Waits):
         self.stop_agreement = StopAgreement(len(hosts))
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self.store_connections: set[int] = set()  # those to the store, to be cut if it does not answer after a failure
+        self._has_arrived = False
         self._pid = os.getpid()
         self._counts: dict[Ranks | None, _Counts] = {}
         self._used_keys = UsedKeys()
@@ -182,6 +183,28 @@ class Session(Waits):
                 return conclusion
             self.until(is_there, timeout, late)
             return read_long(self.store, answer)
+
+    def arrive(self) -> None:
+        """Count this rank in: it is connected to all others."""
+        with self.bounded(self.timeout):
+            add(self.store, "arrived", 1)
+        self._has_arrived = True
+
+    def let_all_arrive(self) -> None:
+        """Wait until all ranks are connected, or one has failed, for their connections to one that leaves would break.
+
+        So a rank that joins need not wait for those that are still connecting with each other.
+        """
+        if not self._has_arrived or self.failures.known is not None:
+            return
+        with suppress(DdpkitError, RuntimeError, TimeoutError):  # no news, or the store is not there
+            call_with_timeout(self._await_arrivals, self.timeout.total_seconds())
+
+    def _await_arrivals(self) -> None:
+        def all_are_there() -> bool | None:
+            return add(self.store, "arrived", 0) >= len(self.hosts) or None
+
+        self.until(all_are_there, self.timeout, lambda: False)
 
     def leave(self, linger: bool) -> None:
         """Count this rank out; a rank that hosts the store lingers up to 2 s for those who still need it."""

@@ -318,8 +318,14 @@ def _make_group(job: Job, session: Session, device: torch.device, backend: str) 
         job.group = reference(current_group())
         if backend == "gloo":
             session.connections = sockets() - before
-    # a rank that leaves at once would close its connections while others still make theirs
-    session.meet(session.count("group made"))
+    if not _connects_all(backend):
+        session.meet(session.count("group made"))
+    session.arrive()
+
+
+def _connects_all(backend: str) -> bool:
+    """Return whether making a group connects each rank with each, so that all have come this far, as gloo's does."""
+    return "gloo" in backend and not os.environ.get("TORCH_GLOO_LAZY_INIT")
 
 
 @contextmanager

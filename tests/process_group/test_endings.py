@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
-from processes import free_port, launch, platform_env
+import torch.distributed as dist
+from processes import free_port, launch, platform_env, run
+
+import ddpkit
 
 HANG = 400.0  # seconds: longer than any test may take, however loaded the machine is
 # each script is a copy of this one, which has imported torch for all of them, and ends as the interpreter ends
@@ -210,3 +219,39 @@ def test_those_who_wait_hear_at_once_why_a_rank_has_left(tmp_path: Path) -> None
             assert f"{faulty} rank {faulty} (" in output, output
             assert "failed: ValueError: boom\n\nTraceback" in output, output
         assert ended[f"{faulty} {faulty}"][0] == 1
+
+
+def leave_at_once(how: str, seconds: float) -> None:
+    rank = int(os.environ["RANK"])
+    make_group = dist.init_process_group
+
+    def connect_late(*args: Any, **kwargs: Any) -> None:
+        make_group(*args, **kwargs)
+        time.sleep(2.0 if how != "hangs" else 12.0)
+        if how == "raises":
+            raise ValueError("cannot go on")
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 2:
+        dist.init_process_group = connect_late
+    ddpkit.setup(timeout=timedelta(seconds=seconds))
+    joined = time.monotonic()
+    ddpkit.teardown()
+    print(f"left after {time.monotonic() - joined:.1f} s")
+
+
+@pytest.mark.parametrize(
+    ("how", "timeout", "code"), [("comes", 200, 0), ("raises", 200, 1), ("is killed", 200, -9), ("hangs", 3, 1)]
+)
+def test_who_leaves_at_once_waits_for_a_rank_that_still_connects(how: str, timeout: float, code: int) -> None:
+    """But not for one that fails, nor longer than the time-out."""
+    port = free_port()
+    ended = run(leave_at_once, [platform_env(rank, 3, port) for rank in range(3)], how, timeout)
+    for end in ended[:2]:
+        assert end.code == 0, end
+        found = re.search(r"left after ([\d.]+) s", end.output)
+        assert found and 1.5 < float(found[1]) < 100, end
+    assert ended[2].code == code, ended[2]
+    if how == "hangs":
+        assert "lost the connection to the store" in ended[2].output or "rank 0" in ended[2].output, ended[2]

@@ -195,7 +195,8 @@ class Start:
         mine.token = members.token
         job.hosts_store = self._server is None and mine.rank == 0
         startup._start_monitor(job, session, members, listener, opened)
-        session.meet(session.count("group made"))
+        session.meet(session.count("group made"))  # as gloo connects each rank with each
+        session.arrive()
         mine.session = session
         self.world.note(f"{mine.process.name} has joined")
 

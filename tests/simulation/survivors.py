@@ -92,7 +92,8 @@ class Survivor:
         with self._joining():
             session, members, listener = startup._join(job, opened, lost)
             startup._start_monitor(job, session, members, listener, opened)
-            session.meet(session.count("group made"))
+            session.meet(session.count("group made"))  # as gloo connects each rank with each
+            session.arrive()
         job.hosts_store = rank == store_host
         self._enter(members.token)
         return job.context
