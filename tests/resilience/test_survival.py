@@ -232,10 +232,13 @@ def meet_again(ranks: int) -> None:
 
 def is_running(pid: int) -> bool:
     """Return whether a thread of a process has not ended, and may hold its port."""
+    threads: list[Path] = []
+    with suppress(OSError):  # it has ended, perhaps in this moment
+        threads += Path(f"/proc/{pid}/task").iterdir()
     states = set()
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+    for thread in threads:
         with suppress(OSError):  # this thread has ended
-            states.add(stat.read_text().rpartition(")")[2].split()[0])
+            states.add(thread.joinpath("stat").read_text().rpartition(")")[2].split()[0])
     return not states <= {"Z", "X"}
 
 
