@@ -95,29 +95,29 @@ class Replay:
                 f"the {held} moments held, {len(self)} transitions, do not make a batch of {size} rows: play on before "
                 "the next update, or raise --buffer_size"
             )
-        arrays = Batch(
-            seen=np.empty((size, FEATURES), np.float32),
-            way=np.empty(size, np.int64),
-            reward=np.empty(size, np.float32),
-            weight=np.empty(size, np.float32),
-            later=np.empty((size, FEATURES), np.float32),
+        rows = _draw(self.moved, begins, SNAKES, size, rng)
+        snakes = self.moved.size * SNAKES
+        seen = self.seen.reshape(snakes, FEATURES)
+        batch = Batch(
+            seen=seen.take(rows, 0),
+            way=self.ways.reshape(snakes).take(rows).astype(np.int64),
+            reward=self.rewards.reshape(snakes).take(rows),
+            weight=np.where(self.died.reshape(snakes).take(rows), 0, gamma).astype(np.float32),
+            later=seen.take((rows + self.ways[0].size) % snakes, 0),
         )
-        _sample(self.seen, self.ways, self.rewards, self.died, self.moved, begins, gamma, rng, *arrays)
-        return Batch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays))
+        return Batch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in batch))
 
 
 @njit(cache=True, nogil=True)
-def _sample(seen, ways, rewards, died, moved, begins, gamma, rng, now, way, reward, weight, later):
-    """Fill the rows of a batch, the last five arguments, with what was lived at moments of `begins`."""
+def _draw(moved, begins, snakes, size, rng):
+    """Draw snakes that moved at moments of `begins`, as rows of what is held. Apart from taking these, which is quicker."""
+    rows = np.empty(size, np.int64)
     row = 0
-    while row < len(way):
+    while row < size:
         at = begins[rng.integers(0, len(begins))]
-        b = rng.integers(0, seen.shape[1])
-        k = rng.integers(0, seen.shape[2])
-        if moved[at, b]:
-            now[row] = seen[at, b, k]
-            way[row] = ways[at, b, k]
-            reward[row] = rewards[at, b, k]
-            weight[row] = 0 if died[at, b, k] else gamma
-            later[row] = seen[(at + 1) % len(seen), b, k]
+        board = rng.integers(0, moved.shape[1])
+        snake = rng.integers(0, snakes)
+        if moved[at, board]:
+            rows[row] = (at * moved.shape[1] + board) * snakes + snake
             row += 1
+    return rows
