@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opponents", nargs="+", default=list(LADDER), help="who plays, each on as many boards")
     parser.add_argument("--boards", type=int, default=1024, help="played at once")
-    parser.add_argument("--batch_size", type=int, default=8192, help="rows per optimiser step")
+    parser.add_argument("--batch_size", type=int, default=6144, help="rows per optimiser step")
     parser.add_argument("--hidden", type=int, default=128, help="width of the networks")
     parser.add_argument("--turns", type=int, default=15, help="of each kind")
     args = parser.parse_args()

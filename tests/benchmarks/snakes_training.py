@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="runs on each number of ranks")
     parser.add_argument("--episodes", type=int, default=4000, help="of a run, per rank")
     parser.add_argument("--boards", type=int, default=512, help="played at once, per rank")
-    parser.add_argument("--batch_size", type=int, default=4096, help="rows per optimiser step, per rank")
+    parser.add_argument("--batch_size", type=int, default=3072, help="rows per optimiser step, per rank")
     args = parser.parse_args()
     kinds = {f"{ranks}": (ranks, False) for ranks in args.ranks}
     kinds |= {f"{ranks} runs on 1 each": (ranks, True) for ranks in args.ranks if ranks > 1}

@@ -15,7 +15,7 @@ from typing import Any
 from ddpkit import ScalePlan
 
 ROUND = 50  # steps of all boards from one look at the global counters to the next
-BATCH_SIZE = 8192  # rows per optimiser step, global, if no flag says otherwise
+BATCH_SIZE = 6144  # rows per optimiser step, global, if no flag says otherwise
 LEAGUE = "league"  # the opponents of the strategy of that name
 EVASIVE = "evasive"  # the opponent's name
 OPPONENT = "greedy"  # for the strategy fixed, if no flag says otherwise
