@@ -38,8 +38,8 @@ from snakes.search import DEPTH, GAMMA, Search, expect, load_search
 import ddpkit
 
 log = logging.getLogger("snakes")
-SCRIPTED = ("territory", "foresighted")
-OTHERS = 4  # the scripted players, the model itself, and an earlier one
+SCRIPTED = ("territory", "foresighted", "sharing")
+OTHERS = len(SCRIPTED) + 2  # with the model itself and an earlier one
 WANDER = 0.02  # part of the moves to any free cell, so that the critics see what follows those too
 
 
@@ -48,7 +48,7 @@ def read_settings(argv: list[str] | None = None) -> argparse.Namespace:
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add = parser.add_argument
     add("model", help="path of an actor_*.pth, a run's folder, runN, runN:EPISODE, or latest")
-    add("--games", type=int, default=768, help="to learn from, global")
+    add("--games", type=int, default=1280, help="to learn from, global")
     add("--episode_length", type=int, default=STEPS, help="steps of a game")
     add("--depth", type=int, default=DEPTH, help="steps that the search looks ahead")
     add("--epochs", type=int, default=4, help="how often it learns from each step of them")
