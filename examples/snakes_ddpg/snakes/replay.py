@@ -96,21 +96,21 @@ class Replay:
                 "the next update, or raise --buffer_size"
             )
         rows = _draw(self.moved, begins, SNAKES, size, rng)
-        snakes = self.moved.size * SNAKES
-        seen = self.seen.reshape(snakes, FEATURES)
+        rows_later = (rows + self.ways[0].size) % self.ways.size
+        seen = self.seen.reshape(-1, FEATURES)
         batch = Batch(
             seen=seen.take(rows, 0),
-            way=self.ways.reshape(snakes).take(rows).astype(np.int64),
-            reward=self.rewards.reshape(snakes).take(rows),
-            weight=np.where(self.died.reshape(snakes).take(rows), 0, gamma).astype(np.float32),
-            later=seen.take((rows + self.ways[0].size) % snakes, 0),
+            way=self.ways.take(rows).astype(np.int64),
+            reward=self.rewards.take(rows),
+            weight=np.where(self.died.take(rows), 0, gamma).astype(np.float32),
+            later=seen.take(rows_later, 0),
         )
         return Batch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in batch))
 
 
 @njit(cache=True, nogil=True)
 def _draw(moved, begins, snakes, size, rng):
-    """Draw snakes that moved at moments of `begins`, as rows of what is held. Apart from taking these, which is quicker."""
+    """Draw snakes that moved at moments of `begins`, as rows of all that is held. To take these then is quicker."""
     rows = np.empty(size, np.int64)
     row = 0
     while row < size:
