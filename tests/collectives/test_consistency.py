@@ -11,7 +11,8 @@ from conftest import on_ranks
 from test_ops import assert_all_raised, differing
 
 from ddpkit import all_reduce_mean, get_rank, get_world_size
-from ddpkit.collectives.consistency import CHECK, Block, fingerprint_of, new_block, sum_block
+from ddpkit.collectives.consistency import CHECK, fingerprint_of, new_block, sum_block
+from ddpkit.collectives.sums import Block
 
 
 def payload_of(rank: int) -> Block:
@@ -24,7 +25,7 @@ def payload_of(rank: int) -> Block:
 def summed(few: int) -> tuple[bytes, float]:
     block = new_block()
     block[CHECK:] = payload_of(get_rank())
-    with patch("ddpkit.collectives.consistency._FEW", few):
+    with patch("ddpkit.collectives.sums._FEW", few):
         sum_block(fingerprint_of("a test"), block)
         mean = all_reduce_mean({"rank": get_rank()})["rank"]
     return block[CHECK:].tobytes(), mean
@@ -54,7 +55,7 @@ def test_a_block_is_added_up_on_more_ranks_than_send_theirs_to_each_other() -> N
 
 def differing_on_many() -> object:
     assert get_world_size() > 1
-    with patch("ddpkit.collectives.consistency._FEW", 1):
+    with patch("ddpkit.collectives.sums._FEW", 1):
         return differing()
 
 
