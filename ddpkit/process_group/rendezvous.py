@@ -112,7 +112,7 @@ def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: tim
     claims = {0: me}
     seen = 0
     readers = 0 if me.store_outlives_ranks else me.world_size
-    pause = Pause.among(me.world_size)
+    pause = Pause()
     while len(claims) < me.world_size:
         for claim in generation.claims_after(seen):
             seen += 1

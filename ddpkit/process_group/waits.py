@@ -66,7 +66,7 @@ class Waits:
 
     def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
         """Poll until `ready()` is not None and return that; raise a peer's failure; let `late()` decide after that."""
-        pause = Pause.among(len(self.hosts))
+        pause = Pause.among(len(self.hosts) if self.rank else 1)  # for what rank 0 does then, others often wait
         deadline = time.monotonic() + timeout.total_seconds()
         failure = None
         while True:
