@@ -175,7 +175,7 @@ class Generation:
     def _keys(self) -> list[str]:
         with suppress(AttributeError, RuntimeError):  # torch 2.6
             return list(self.store.list_keys())
-        names = ["claims", "left"]
+        names = ["claims", "arrived", "left"]
         for rank in range(self.members().world_size):
             names += [claim_key(rank), _claimant_key(rank), monitor_key(rank), f"group//cpu//0/{rank}"]
         names.append("members")

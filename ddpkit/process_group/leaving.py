@@ -15,7 +15,7 @@ from .sockets import cut
 
 
 def say_goodbye(job: Job, session: Session, error: BaseException | None, at_exit: bool) -> None:
-    """Tell the other ranks that this one leaves; in good order, not before they are all connected.
+    """Tell the other ranks that this one leaves.
 
     Args:
         job: That it leaves.
@@ -23,8 +23,6 @@ def say_goodbye(job: Job, session: Session, error: BaseException | None, at_exit
         error: The exception that it is handling, or that has ended it, if the others do not know it.
         at_exit: Whether the process is ending, so that its exit code tells whether it has failed.
     """
-    if error is None:
-        session.let_all_arrive()
     monitor = job.monitor
     reason = None if error is None else Failure.of(session.rank, error)
     if monitor is None:

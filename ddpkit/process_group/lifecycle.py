@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 _departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
 _apart = ""  # whose block this process is in, in which it exchanges nothing with other ranks
 _children_keep_garbage = False  # whether forked children are told to, which cannot be taken back
+_PATIENCE_AFTER_ERROR = timedelta(
+    seconds=2
+)  # while an error is handled, for ranks that still connect
 _FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
 
 
@@ -250,6 +253,7 @@ def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: b
         current_job.renew_stop_agreement()
     if job is not None and job.session is not None:
         job.session.failures.settled = True  # nothing is raised in here
+        _let_all_arrive(job.session, error)
     current_job.job = None
     ranks.set_launch(None)
     session = None if job is None else job.own_session()
@@ -273,6 +277,12 @@ def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: b
     session.leave(lingers and job.hosts_store)
     if job.monitor and at_exit:
         job.monitor.hand_over()
+
+
+def _let_all_arrive(session: Session, error: BaseException | None) -> None:
+    """Wait for ranks that still connect: for as long as for others, but not for long while an error is handled."""
+    if session.is_own:
+        session.let_all_arrive(session.timeout if error is None else _PATIENCE_AFTER_ERROR)
 
 
 def _remove_exit_hooks(job: Job) -> None:

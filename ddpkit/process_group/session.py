@@ -72,6 +72,7 @@ class Session(Waits):
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self.store_connections: set[int] = set()  # those to the store, to be cut if it does not answer after a failure
         self._has_arrived = False
+        self._all_have_arrived = False
         self._pid = os.getpid()
         self._counts: dict[Ranks | None, _Counts] = {}
         self._used_keys = UsedKeys()
@@ -126,6 +127,8 @@ class Session(Waits):
             finally:
                 if barrier.refused:
                     self.count_anew(ranks)
+            if ranks is None and self._has_arrived:
+                self._all_have_arrived = True
             keys = list(used)
             if self.rank == everyone[0]:
                 keys += barrier.counters
@@ -190,21 +193,24 @@ class Session(Waits):
             add(self.store, "arrived", 1)
         self._has_arrived = True
 
-    def let_all_arrive(self) -> None:
+    def let_all_arrive(self, timeout: timedelta) -> None:
         """Wait until all ranks are connected, or one has failed, for their connections to one that leaves would break.
 
-        So a rank that joins need not wait for those that are still connecting with each other.
+        So a rank that joins need not wait for those that are still connecting with each other. It does not wait for a
+        store that does not answer.
         """
-        if not self._has_arrived or self.failures.known is not None:
+        if not self._has_arrived:
             return
-        with suppress(DdpkitError, RuntimeError, TimeoutError):  # no news, or the store is not there
-            call_with_timeout(self._await_arrivals, self.timeout.total_seconds())
+        pause = Pause.among(len(self.hosts))
+        deadline = time.monotonic() + timeout.total_seconds()
+        with suppress(DdpkitError, RuntimeError, TimeoutError):
+            while not self._all_have_arrived and self.failures.known is None and time.monotonic() < deadline:
+                self._all_have_arrived = call_with_timeout(self._need_not_wait, _LINGER + 1.0)
+                pause()
 
-    def _await_arrivals(self) -> None:
-        def all_are_there() -> bool | None:
-            return add(self.store, "arrived", 0) >= len(self.hosts) or None
-
-        self.until(all_are_there, self.timeout, lambda: False)
+    def _need_not_wait(self) -> bool:
+        """Ask the store whether all ranks have arrived, or one has failed."""
+        return add(self.store, "arrived", 0) >= len(self.hosts) or self.failures.look_up() is not None
 
     def leave(self, linger: bool) -> None:
         """Count this rank out; a rank that hosts the store lingers up to 2 s for those who still need it."""

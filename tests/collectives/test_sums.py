@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 from conftest import on_ranks
 from torch import Tensor
 
+import ddpkit
 from ddpkit import get_rank
 from ddpkit.collectives.sums import Sum, reduce_in_place
 
@@ -55,3 +58,19 @@ def test_several_sums_may_be_under_way() -> None:
             shape = tuple(tensor.shape)
             expected = tensor_of(0, shape, torch.float32) + tensor_of(1, shape, torch.float32)
             torch.testing.assert_close(tensor, expected)
+
+
+def in_different_calls() -> None:
+    net = torch.nn.Linear(2, 1)
+    net(torch.ones(1, 2)).sum().backward()
+    with ddpkit.distributed(timeout=timedelta(seconds=3)):
+        if get_rank() == 0:
+            ddpkit.average_gradients(net)
+        else:
+            ddpkit.all_reduce_mean(1.0)
+
+
+def test_ranks_in_different_calls_raise_and_are_not_aborted() -> None:
+    """Messages of different sizes that meet in one of gloo's collectives end the process."""
+    with pytest.raises(RuntimeError, match="Timed out"):
+        ddpkit.spawn(in_different_calls, 2)

@@ -248,6 +248,7 @@ def leave(job: Job) -> None:
     session = job.session
     assert session is not None
     session.failures.settled = True
+    session.let_all_arrive(session.timeout)
     if session.failures.known is not None:
         leaving.cut(session.connections, after=0.5)
     leaving.say_goodbye(job, session, None, at_exit=False)
