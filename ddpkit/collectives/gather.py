@@ -22,11 +22,11 @@ from .consistency import (
     fingerprint_of,
     new_block,
     raise_everywhere,
+    reduce_in_place,
     sum_block,
 )
 from .groups import control_device
 from .pickling import CompactPickler
-from .sums import reduce_in_place
 from .tensors import bytes_as_tensor, explain_not_dense, flat_bytes, name_dtype
 from .tree import Leaf, leaves_of, replace_leaves
 

@@ -20,11 +20,13 @@ from ..process_group.peers import Peers
 from .consistency import (
     CHECK,
     PAYLOAD,
+    Block,
     communication_device,
     fingerprint_of,
     joined_world_size,
     new_block,
     raise_everywhere,
+    reduce_in_place,
     sum_block,
 )
 from .packing import (
@@ -40,7 +42,6 @@ from .packing import (
     unpack,
     unpack_numbers,
 )
-from .sums import Block, reduce_in_place
 from .tensors import concatenate
 from .tree import Leaf, Spec, flatten, unflatten, walk
 

@@ -11,9 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..collectives.consistency import fingerprint_of, joined_world_size, raise_everywhere
+from ..collectives.consistency import fingerprint_of, joined_world_size, raise_everywhere, reduce_in_place
 from ..collectives.groups import control_device
-from ..collectives.sums import reduce_in_place
 from ..collectives.tensors import name_dtype
 from ..errors import DdpkitError
 from ..process_group import current_job, lifecycle

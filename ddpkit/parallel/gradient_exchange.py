@@ -11,19 +11,19 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..collectives.consistency import check_fingerprint, communication_device, fingerprint_of
 from ..collectives.groups import control_device
 from ..collectives.packing import normalise
-from ..collectives.sums import Sum
 from ..collectives.tensors import explain_not_dense, name_dtype
 from ..errors import MismatchError
 from ..process_group import current_job, lifecycle
 from ..process_group.current_job import get_data_parallel_world_size
 from ..process_group.failures import describe_error
-from ..process_group.peers import Peers, ranks_of
+from ..process_group.peers import Peers, group_of, ranks_of
 from ..process_group.session import Session
 from ..torch_internals import is_sharded, untraced
 from .models import check_tensors, named_tensors, sharing_memory, unwrap_model, writable
@@ -344,7 +344,7 @@ class _FirstMessage:
         self.peers = current_job.data_parallel()
         self.fingerprint = fingerprint
         self.flat = _write_message(fingerprint, format, bucket)
-        self.sum = Sum(self.flat, self.peers)
+        self.work = _start(self.flat)
         self.checked = False
 
     def check(self) -> None:
@@ -355,7 +355,8 @@ class _FirstMessage:
         """
         if self.checked:
             return
-        self.sum.wait()
+        with current_job.exchanging():
+            self.work.wait()
         self.checked = True
         expected = _hash(self.fingerprint, len(ranks_of(self.peers)), self.flat.dtype)
         if not torch.equal(self.flat[:_HASH_SIZE].cpu(), expected):
@@ -385,7 +386,7 @@ class GradientExchange:
         _next_formats[_who_averages()] = suitable or _USUAL_FORMAT
         carried = self.buckets[0] if suitable == expected else None
         self.first = _FirstMessage(fingerprint, expected, carried)
-        self.sums: list[Sum] = []
+        self.works: list[dist.Work] = []
         for i, bucket in enumerate(self.buckets):
             if bucket is carried:
                 continue
@@ -394,13 +395,14 @@ class GradientExchange:
                 message = _write_message(fingerprint, suitable, bucket)
             else:
                 message = _write_bucket(bucket)
-            self.sums.append(Sum(message, current_job.data_parallel()))
+            self.works.append(_start(message))
 
     def wait(self) -> None:
         """Wait for the sums."""
         self.first.check()
-        for following in self.sums:
-            following.wait()
+        for work in self.works:
+            with current_job.exchanging():
+                work.wait()
 
     def is_usable(self, finite: bool) -> bool:
         """Return whether no rank has spoiled the sums: the same on every rank, after `wait()`.
@@ -444,6 +446,12 @@ def _write_bucket(bucket: _Bucket) -> Tensor:
     flat = torch.empty(layout.length, dtype=layout.dtype, device=device)
     bucket.fill(flat)
     return flat
+
+
+def _start(flat: Tensor) -> dist.Work:
+    with current_job.exchanging():
+        work: dist.Work = dist.all_reduce(flat, group=group_of(current_job.data_parallel()), async_op=True)
+    return work
 
 
 _Parameter = tuple[torch.device, torch.dtype, torch.Size, str]  # with its name

@@ -37,9 +37,7 @@ log = logging.getLogger(__name__)
 _departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
 _apart = ""  # whose block this process is in, in which it exchanges nothing with other ranks
 _children_keep_garbage = False  # whether forked children are told to, which cannot be taken back
-_PATIENCE_AFTER_ERROR = timedelta(
-    seconds=2
-)  # while an error is handled, for ranks that still connect
+_PATIENCE_AFTER_ERROR = timedelta(seconds=2)  # while an error is handled, for ranks that still connect
 _FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from conftest import on_ranks
 from test_ops import assert_all_raised, differing
 
+import ddpkit
 from ddpkit import all_reduce_mean, get_rank, get_world_size
-from ddpkit.collectives.consistency import CHECK, fingerprint_of, new_block, sum_block
-from ddpkit.collectives.sums import Block
+from ddpkit.collectives.consistency import CHECK, Block, fingerprint_of, new_block, sum_block
 
 
 def payload_of(rank: int) -> Block:
@@ -25,7 +27,7 @@ def payload_of(rank: int) -> Block:
 def summed(few: int) -> tuple[bytes, float]:
     block = new_block()
     block[CHECK:] = payload_of(get_rank())
-    with patch("ddpkit.collectives.sums._FEW", few):
+    with patch("ddpkit.collectives.consistency._FEW", few):
         sum_block(fingerprint_of("a test"), block)
         mean = all_reduce_mean({"rank": get_rank()})["rank"]
     return block[CHECK:].tobytes(), mean
@@ -55,9 +57,25 @@ def test_a_block_is_added_up_on_more_ranks_than_send_theirs_to_each_other() -> N
 
 def differing_on_many() -> object:
     assert get_world_size() > 1
-    with patch("ddpkit.collectives.sums._FEW", 1):
+    with patch("ddpkit.collectives.consistency._FEW", 1):
         return differing()
 
 
 def test_ranks_that_differ_all_raise_where_rank_0_adds_the_blocks_up() -> None:
     assert_all_raised(on_ranks(differing_on_many, 3))
+
+
+def in_different_calls() -> None:
+    net = torch.nn.Linear(2, 1)
+    net(torch.ones(1, 2)).sum().backward()
+    with ddpkit.distributed(timeout=timedelta(seconds=3)):
+        if get_rank() == 0:
+            ddpkit.average_gradients(net)
+        else:
+            all_reduce_mean(1.0)
+
+
+def test_ranks_in_different_calls_raise_and_are_not_aborted() -> None:
+    """Messages of different sizes that meet in one of gloo's collectives would end the process."""
+    with pytest.raises(RuntimeError, match="Timed out"):
+        ddpkit.spawn(in_different_calls, 2)
