@@ -209,8 +209,10 @@ class Session(Waits):
                 pause()
 
     def _need_not_wait(self) -> bool:
-        """Ask the store whether all ranks have arrived, or one has failed."""
-        return add(self.store, "arrived", 0) >= len(self.hosts) or self.failures.look_up() is not None
+        """Return whether all ranks have arrived, or one has failed or left."""
+        if self.failures.left or self.failures.look_up():  # who leaves in good order has seen all arrive
+            return True
+        return add(self.store, "arrived", 0) >= len(self.hosts)
 
     def leave(self, linger: bool) -> None:
         """Count this rank out; a rank that hosts the store lingers up to 2 s for those who still need it."""
