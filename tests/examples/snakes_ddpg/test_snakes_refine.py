@@ -64,7 +64,7 @@ def refine(model: str, *flags: str) -> None:
     sys.argv = [
         "refine.py",
         model,
-        *(flags or ["--games", "24", "--episode_length", "9", "--depth", "1", "--epochs", "3", "--batch", "64"]),
+        *(flags or ["--games", "30", "--episode_length", "9", "--depth", "1", "--epochs", "3", "--batch", "64"]),
     ]
     runpy.run_path(str(FOLDER / "rl_trainer" / "refine.py"), run_name="__main__")
 
@@ -95,7 +95,7 @@ def test_any_number_of_ranks_fits_the_same_critics(tmp_path: Path, search: Searc
     ("flags", "message"),
     [
         (["--games", "0"], "--games must be at least 1, not 0"),
-        (["--games", "7"], "--games must be at least 8 here, so that each rank has some, not 7"),
+        (["--games", "9"], "--games must be at least 10 here, so that each rank has some, not 9"),
         (["--seed", "2"], "is in no run's folder"),
     ],
 )
