@@ -60,12 +60,16 @@ def stopping(
     elif not handled_signals():  # else it is the outer block's
         current_job.renew_stop_agreement()
     stop = Stop()
-    with handling(signals, _ask_for_signal) as block:
-        try:
-            yield stop
-        finally:
-            block.is_stopped = stop.signal > 0
-    _say_what_came_too_late()
+    try:
+        with handling(signals, _ask_for_signal) as block:
+            try:
+                yield stop
+            finally:
+                block.is_stopped = stop.signal > 0
+        _say_what_came_too_late()
+    finally:
+        if not (current_job.has_job() or handled_signals()):  # or the next job would hear of it
+            current_job.renew_stop_agreement()
 
 
 class Stop:

@@ -557,6 +557,8 @@ def test_without_a_job_each_block_begins_anew() -> None:
             assert not stop.now()
             stop.ask("")
             assert stop.now()
+    with ddpkit.distributed(), ddpkit.stopping() as stop:
+        assert not stop.now(), "a job that begins later has not been asked"
 
 
 AT_THE_END = """
