@@ -65,17 +65,20 @@ def test_ranks_that_differ_all_raise_where_rank_0_adds_the_blocks_up() -> None:
     assert_all_raised(on_ranks(differing_on_many, 3))
 
 
-def in_different_calls() -> None:
+def in_different_calls() -> str:
     net = torch.nn.Linear(2, 1)
     net(torch.ones(1, 2)).sum().backward()
-    with ddpkit.distributed(timeout=timedelta(seconds=3)):
-        if get_rank() == 0:
-            ddpkit.average_gradients(net)
-        else:
-            all_reduce_mean(1.0)
+    try:
+        with ddpkit.distributed(timeout=timedelta(seconds=3)):
+            if get_rank() == 0:
+                ddpkit.average_gradients(net)
+            else:
+                all_reduce_mean(1.0)
+    except (RuntimeError, ddpkit.DdpkitError) as error:
+        return f"raised {type(error).__name__}"
+    return "went on"
 
 
 def test_ranks_in_different_calls_raise_and_are_not_aborted() -> None:
     """Messages of different sizes that meet in one of gloo's collectives would end the process."""
-    with pytest.raises(RuntimeError, match="Timed out"):
-        ddpkit.spawn(in_different_calls, 2)
+    assert all(end.startswith("raised") for end in ddpkit.spawn(in_different_calls, 2))
