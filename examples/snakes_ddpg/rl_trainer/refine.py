@@ -17,6 +17,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,9 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from shared.program import Parser, one_message, user_error
 from snakes import opponents, runs
-from snakes.features import DIRECTION, FEATURES, PER_WAY, WAYS, observe
+from snakes.features import DIRECTION, FEATURES, PER_WAY, WAYS
 from snakes.game import SNAKES, STEPS, Boards, Game
-from snakes.networks import Critic
 from snakes.opponents import Player
 from snakes.search import DEPTH, GAMMA, Search, expect, load_search
 
@@ -59,16 +59,16 @@ def read_settings(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Wanderer:
-    """Play as another player does, but for some moves to any free cell.
+    """Play as a search does, but for some moves to any free cell.
 
     Args:
-        player: The other.
+        player: The search.
         seed: Of these moves.
         games: Those that all ranks play, for which it draws alike on any number of them.
         share: This rank's among them.
     """
 
-    def __init__(self, player: Player, seed: int, games: int, share: slice) -> None:
+    def __init__(self, player: Search, seed: int, games: int, share: slice) -> None:
         self.player = player
         self.rng = np.random.default_rng(seed)
         self.games = games
@@ -76,8 +76,7 @@ class Wanderer:
 
     def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
         self.player(boards, team, actions)
-        seen = np.empty((len(actions), 3, FEATURES), np.float32)
-        observe(boards, team, seen)
+        seen = self.player.look(boards, team).numpy()
         free = seen[..., : WAYS * PER_WAY : PER_WAY] > 0
         drawn = self.rng.random((self.games, 3, WAYS + 1))[self.share]
         ways = (free * drawn[..., :WAYS]).argmax(-1)
@@ -85,14 +84,6 @@ class Wanderer:
         snakes = slice(3 * team, 3 * team + 3)
         anywhere = DIRECTION[boards.headings[:, snakes], ways]
         actions[:, snakes] = np.where(wanders, anywhere, actions[:, snakes])
-
-
-def look(boards: Boards, team: int) -> np.ndarray:
-    """See what all snakes see, those of a team first: (n, 6, FEATURES)."""
-    seen = np.empty((2, len(boards.times), 3, FEATURES), np.float32)
-    observe(boards, team, seen[0])
-    observe(boards, 1 - team, seen[1])
-    return np.concatenate(seen, axis=1)
 
 
 class Played(NamedTuple):
@@ -115,7 +106,8 @@ def play(search: Search, player: Player, other: Player, side: int, game: Game) -
     whole = np.ones(len(game.done), np.bool_)
     for _ in range(game.episode_length):
         for place, team in enumerate(teams):
-            seen[place].append(look(game.boards, team))
+            both = [search.look(game.boards, each) for each in (team, 1 - team)]
+            seen[place].append(torch.cat(both, dim=1).numpy())
         player(game.boards, side, actions)
         other(game.boards, 1 - side, actions)
         game.step(actions)
@@ -126,7 +118,7 @@ def play(search: Search, player: Player, other: Player, side: int, game: Game) -
         game.reset(early)
     gains = np.diff(leads, axis=0)
     for place, team in enumerate(teams):
-        own = torch.from_numpy(look(game.boards, team)[:, :3])
+        own = search.look(game.boards, team)
         with torch.no_grad():
             later = expect(search.critic, search.actor(own), own).numpy()
         returns = np.empty_like(gains)
@@ -250,8 +242,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
     shares = np.array_split(np.arange(games_of_a_side(settings)), job.world_size)
     share = slice(int(shares[job.rank][0]), int(shares[job.rank][-1]) + 1)
     parts = collect(search, model, settings, share)
-    search.rival = Critic(hidden=len(search.actor.layers[0].bias))
-    search.rival.load_state_dict(search.critic.state_dict())
+    search.rival = deepcopy(search.critic)
     fit(search, parts, settings, share)
     ddpkit.run_on_main(save, search, model.parents[1])
     log.info("wrote %s", model.with_name("actor_refined.pth"))
