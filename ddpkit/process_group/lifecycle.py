@@ -221,8 +221,9 @@ def _install_hooks(job: Job) -> None:
 def teardown() -> None:
     """Leave the job and destroy the group that `setup()` made; harmless when there is none. Runs at exit by itself.
 
-    It waits for no other rank, except that the one that hosts the store stays for at most 2 s while others are still
-    leaving. After a failure, or if the store does not answer, it may take a few seconds.
+    It waits for no other rank, with two exceptions: right after `setup()`, for ranks that are still in it; and the rank
+    that hosts the store stays for at most 2 s while others are still leaving. After a failure, or if the store does not
+    answer, it may take a few seconds.
 
     Where it is called in an `except` or `finally` block, ranks that wait for this one hear of the exception. If the
     process then ends with an exit code other than 0, that was its failure, and all ranks hear of it.
@@ -251,7 +252,7 @@ def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: b
         current_job.renew_stop_agreement()
     if job is not None and job.session is not None:
         job.session.failures.settled = True  # nothing is raised in here
-        _let_all_arrive(job.session, error)
+        _let_all_arrive(job, error)
     current_job.job = None
     ranks.set_launch(None)
     session = None if job is None else job.own_session()
@@ -277,9 +278,10 @@ def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: b
         job.monitor.hand_over()
 
 
-def _let_all_arrive(session: Session, error: BaseException | None) -> None:
+def _let_all_arrive(job: Job, error: BaseException | None) -> None:
     """Wait for ranks that still connect: for as long as for others, but not for long while an error is handled."""
-    if session.is_own:
+    session = job.own_session()
+    if session is not None:
         session.let_all_arrive(session.timeout if error is None else _PATIENCE_AFTER_ERROR)
 
 
