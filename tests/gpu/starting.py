@@ -21,12 +21,14 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 _TIMEOUT = timedelta(seconds=40)  # of the ranks' waits
 
 
-def on_one_device(fn: Callable[..., Any], nprocs: int, device: str, *args: Any, timeout: float = 60.0) -> list[Any]:
+def on_one_device(
+    fn: Callable[..., Any], nprocs: int, device: str, *args: Any, timeout: float = 60.0, fresh: bool = False
+) -> list[Any]:
     """Call `fn(*args)` on ranks that share one device; return the results by rank.
 
-    On a GPU one rank has NCCL, and several have gloo, for NCCL refuses them.
+    On a GPU one rank has NCCL, and several have gloo, for NCCL refuses them. Say `fresh` if `fn` changes how torch works.
     """
-    return on_ranks(_join, nprocs, first_of(device), fn, args, timeout=timeout, join=False)
+    return on_ranks(_join, nprocs, first_of(device), fn, args, timeout=timeout, join=False, fresh=fresh)
 
 
 def on_a_gpu_each(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from starting import TORCHRUN, on_a_gpu_each, on_one_device, run, several
+from starting import TORCHRUN, first_of, on_a_gpu_each, on_one_device, run, several
 
 import ddpkit
+from ddpkit.testing import on_ranks
 
 SECONDS = 3.0  # of work for the device
 SIZES = {"cuda": 8192, "cpu": 1024}  # of the square matrices that keep it busy, some milliseconds each
@@ -164,3 +165,31 @@ def test_a_failure_ends_one_rank_over_nccl(tmp_path: Path) -> None:
 def test_an_interpreter_that_never_calls_teardown_ends(device: str) -> None:
     program = "import torch, ddpkit; job = ddpkit.setup(); torch.ones(3, device=job.device).sum().item()"
     run([*TORCHRUN, "--nproc_per_node=1", "--no-python", sys.executable, "-c", program], timeout=60.0)
+
+
+def survive_a_kill(device: str, folder: Path) -> None:
+    """Train on; the last rank is killed in the third step. Write down with how many ranks each step was made."""
+    rank = int(os.environ["RANK"])
+    last = int(os.environ["WORLD_SIZE"]) - 1
+    net = torch.nn.Linear(4, 1).to(device)
+    optimizer = torch.optim.AdamW(net.parameters())
+    sizes = []
+    for attempt in ddpkit.survive(net, optimizer, device=device):
+        with attempt as context:
+            wrapped = ddpkit.wrap_model(net)
+            while attempt.steps < 6:
+                if attempt.steps == 3 and rank == last:
+                    be_killed()
+                wrapped(torch.ones(2, 4, device=device)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                attempt.commit()
+                sizes.append(context.world_size)
+    (folder / f"sizes{rank}").write_text(f"{sizes}")
+
+
+def test_the_ranks_that_are_left_go_on_after_a_kill(device: str, tmp_path: Path) -> None:
+    with pytest.raises(ddpkit.PeerError, match="SIGKILL"):
+        on_ranks(survive_a_kill, 3, first_of(device), tmp_path, join=False)
+    for rank in range(2):
+        assert (tmp_path / f"sizes{rank}").read_text() == "[3, 3, 3, 2, 2, 2]"

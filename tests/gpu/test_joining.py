@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,3 +201,48 @@ def test_the_benchmark_measures_collectives_between_devices(record_property: Any
     texts = [f"{result['name']} {1e6 * result['seconds']:.0f} us" for result in results]
     assert texts
     record_property("measured", ", ".join(texts))
+
+
+SCRIPT = """
+import sys, torch, ddpkit
+from pathlib import Path
+from torch import nn
+
+torch.manual_seed(0)
+folder = Path(sys.argv[1])
+device = "cuda:0" if torch.cuda.is_available() else "cpu"
+with ddpkit.distributed(device=device):
+    net = ddpkit.wrap_model(nn.Linear(4, 1).double())
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    loader = ddpkit.make_loader(torch.randn(120, 4, dtype=torch.float64), 6, seed=3)
+    parts = {"model": net, "optimizer": optimizer, "loader": loader}
+    checkpoints = ddpkit.Checkpointer(folder)
+    found = checkpoints.load_latest(**parts)
+    step = found["step"] if found else 0
+    for epoch in loader.epochs(4):
+        for inputs in loader:
+            loss = net(inputs.to(device)).square().sum()
+            ddpkit.global_mean(loss, len(inputs)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % 10 == 0:
+                checkpoints.save(step, **parts)
+"""
+
+
+def test_a_script_on_the_device_is_found_correct(device: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    program = [str(tmp_path / "script.py"), str(tmp_path / "run")]
+    output = run([sys.executable, *DDPKIT, "check", "--device", device, *program])
+    assert "nothing" in output
+
+
+def test_a_script_on_the_device_is_rehearsed(device: str, tmp_path: Path, record_property: Any) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    flags = ["--device", device, "-n", "2", "--trials", "2"]
+    program = [str(tmp_path / "script.py"), "{folder}/run"]
+    output = run([sys.executable, *DDPKIT, "rehearse", *flags, *program], timeout=150.0)
+    last = output.strip().splitlines()[-1]
+    assert "2 trials ended like the undisturbed run" in last
+    record_property("measured", last)

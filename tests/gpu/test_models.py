@@ -334,3 +334,81 @@ def differ_in_a_bit() -> str:
 def test_one_bit_that_differs_on_the_device_is_found(device: str) -> None:
     for found in on_one_device(differ_in_a_bit, 2, device):
         assert "exp_avg" in found
+
+
+def train_exactly(strategy: str) -> list[float]:
+    """Train with dropout on micro-batches whose gradients are added up exactly; return the weights."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with it
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 1)]
+    net = ddpkit.wrap_model(nn.Sequential(*layers), strategy)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    data = torch.linspace(-1, 1, 160).view(40, 4)
+    loader = ddpkit.make_micro_batch_loader(data, global_batch_size=10, micro_batch_size=2, seed=4)
+    for batch in loader:
+        with ddpkit.exact_gradients(batch, net) as micro_batches:
+            for inputs in micro_batches:
+                outputs = net(inputs.to(ddpkit.get_device()))
+                (outputs.square().sum() / batch.global_batch_size).backward()
+        optimizer.step()
+    return flat(ddpkit.unwrap_model(net))
+
+
+def test_exact_gradients_have_the_same_bits_on_one_rank_and_on_two(device: str) -> None:
+    one = on_one_device(train_exactly, 1, device, "auto", fresh=True)
+    assert on_one_device(train_exactly, 2, device, "ddp", fresh=True) == one * 2
+
+
+_MOST = 2**30  # bytes of the device's memory that a rank may use
+
+
+def limit_memory() -> None:
+    total = torch.cuda.get_device_properties(ddpkit.get_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction(_MOST / total)
+
+
+def find_size() -> int:
+    """Return the number of samples for which memory suffices on the rank where each takes more."""
+    limit_memory()
+    net = nn.Linear(4, 4).to(ddpkit.get_device())
+    floats = 2**20 * (1 + ddpkit.get_rank())  # of a sample
+
+    def try_size(size: int) -> None:
+        kept = torch.empty(size, floats, device=ddpkit.get_device())
+        net(kept[:, :4]).sum().backward()
+
+    return ddpkit.find_batch_size(try_size, 1024, net)
+
+
+@pytest.mark.cuda
+def test_the_batch_size_is_found_for_which_memory_suffices(device: str) -> None:
+    # 1 GiB holds 256 samples of 4 MiB, but for what else is there, and half as many of 8 MiB
+    assert on_one_device(find_size, 1, device, fresh=True) == [128]
+    assert on_one_device(find_size, 2, device, fresh=True) == [64] * 2
+
+
+def train_in_pieces() -> tuple[int, list[float]]:
+    """Train on a batch that does not fit on the last rank; return the pieces, and the weights."""
+    limit_memory()
+    net = make_net().to(ddpkit.get_device())
+    guard = ddpkit.StepGuard(net, max_pieces=8)
+    floats = 2**27 if ddpkit.get_rank() == ddpkit.get_world_size() - 1 else 9  # of float64: 1 GiB for a whole batch
+    for batch in make_batches():
+        mine = batch[ddpkit.get_rank() :: ddpkit.get_world_size()].to(ddpkit.get_device())
+        for pieces in guard.attempts():
+            with guard:
+                for part in mine.chunk(pieces):
+                    torch.empty(floats * len(part) // len(mine), dtype=torch.float64, device=ddpkit.get_device())
+                    loss = mse_loss(net(part), part.sum(1, keepdim=True), reduction="sum")
+                    ddpkit.global_mean(loss, len(mine)).backward()
+        descend(net)
+    return guard.pieces, flat(net)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_step_for_which_memory_runs_out_is_done_in_pieces(nprocs: int, device: str) -> None:
+    found = on_one_device(train_in_pieces, nprocs, device, fresh=True)
+    assert found == [(2, on_one_process())] * nprocs
