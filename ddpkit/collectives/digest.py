@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .checksum import checksum
 from .tensors import flat_bytes, is_dense, local_part, name_dtype
 
 _SHOWN_AS_TEXT = 100  # characters that are shown as they are
@@ -24,7 +25,7 @@ _PLAIN = (Number, str, bytes, bytearray, Enum, torch.dtype, torch.device, type(N
 def digest(value: Any) -> str:
     """Describe a value in a short text: equal for equal values, and another if one bit is.
 
-    Tensors and arrays are shown by dtype, shape and CRC-32 (of a DTensor, that of this rank's part), containers by
+    Tensors and arrays are shown by dtype, shape and checksum (of a DTensor, that of this rank's part), containers by
     their elements, sequences all alike. Of other objects only the class is known, for their own text may hold an
     address.
     """
@@ -57,15 +58,15 @@ def _describe(value: Any) -> str:
 def _describe_tensor(tensor: Tensor) -> str:
     if tensor.is_meta:
         return f"{name_dtype(tensor.dtype)}{list(tensor.shape)} on the meta device"
-    plain = local_part(tensor.detach()).cpu()
+    plain = local_part(tensor.detach())
     if is_dense(plain):
-        data = flat_bytes(plain).numpy().data
+        found = checksum(flat_bytes(plain))
     else:
         buffer = io.BytesIO()
-        torch.save(plain, buffer)
-        data = buffer.getbuffer()
+        torch.save(plain.cpu(), buffer)
+        found = zlib.crc32(buffer.getbuffer())
     shape = "[nested]" if tensor.is_nested else list(tensor.shape)
-    return f"{name_dtype(tensor.dtype)}{shape} #{zlib.crc32(data):08x}"  # nobody cheats here
+    return f"{name_dtype(tensor.dtype)}{shape} #{found:08x}"
 
 
 def _describe_array(array: np.ndarray[Any, Any]) -> str:

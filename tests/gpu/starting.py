@@ -26,7 +26,8 @@ def on_one_device(
 ) -> list[Any]:
     """Call `fn(*args)` on ranks that share one device; return the results by rank.
 
-    On a GPU one rank has NCCL, and several have gloo, for NCCL refuses them. Say `fresh` if `fn` changes how torch works.
+    On a GPU one rank has NCCL, and several have gloo, for NCCL refuses them.
+    Say `fresh` if `fn` changes how torch works.
     """
     return on_ranks(_join, nprocs, first_of(device), fn, args, timeout=timeout, join=False, fresh=fresh)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from starting import on_a_gpu_each, on_one_device, several
 from torch import Tensor
 
 import ddpkit
+from ddpkit.collectives.digest import digest
 from ddpkit.testing import on_ranks
 
 DTYPES = [
@@ -151,6 +153,22 @@ def test_values_of_the_cpu_travel_by_the_device_where_the_group_has_no_gloo(devi
     n = several()
     backend = {"cuda": "nccl", "cpu": "gloo"}[device]
     assert on_ranks(gather_with, n, backend, join=False) == [expected_from_gathering(n)] * n
+
+
+def compare_digests() -> list[str]:
+    """List the tensors whose digest is another on the device than on the CPU."""
+    device = ddpkit.get_device()
+    wrong = []
+    for dtype in DTYPES:
+        for shape in ((7,), (3000, 1001)):
+            numbers = torch.arange(math.prod(shape)).view(shape).to(dtype)
+            kinds = {"whole": numbers, "part": numbers.view(torch.uint8)[1:], "transposed": numbers.transpose(0, -1)}
+            wrong += [f"{name} {dtype}{shape}" for name, t in kinds.items() if digest(t.to(device)) != digest(t)]
+    return wrong
+
+
+def test_digests_are_what_they_are_on_the_cpu(device: str) -> None:
+    assert on_one_device(compare_digests, 1, device) == [[]]
 
 
 def differ() -> list[str]:

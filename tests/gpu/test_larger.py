@@ -27,12 +27,13 @@ def mesh_of(*sizes: int) -> DeviceMesh:
     return init_device_mesh(ddpkit.get_device().type, sizes, mesh_dim_names=names)
 
 
-def make_run(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_run(kind: str, device: torch.device | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Make a model that no number of ranks divides evenly, and its optimizer."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    net: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double().to(ddpkit.get_device())
+    net: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    net.to(device or ddpkit.get_device())
     if kind == "sharded":
         mesh = mesh_of(ddpkit.get_world_size())
         for part in (net[0], net):
@@ -44,7 +45,7 @@ def make_run(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     samples = torch.linspace(-1, 1, SAMPLES * 5, dtype=torch.float64).view(SAMPLES, 5)
-    mine = samples[ddpkit.get_rank() :: ddpkit.get_world_size()].to(ddpkit.get_device())
+    mine = samples[ddpkit.get_rank() :: ddpkit.get_world_size()].to(next(net.parameters()).device)
     for _ in range(steps):
         for number, part in enumerate(mine.tensor_split(2)):
             with ddpkit.accumulate(net, number, 2):
@@ -89,8 +90,8 @@ def load(kind: str, folder: Path) -> list[float]:
 
 
 def on_one_process() -> Any:
-    net, optimizer = make_run("plain")
-    train(net.cpu(), optimizer, 3)
+    net, optimizer = make_run("plain", torch.device("cpu"))
+    train(net, optimizer, 3)
     return pytest.approx(whole(net, optimizer), rel=1e-9, abs=1e-12)
 
 

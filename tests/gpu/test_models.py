@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -401,8 +402,8 @@ def train_in_pieces() -> tuple[int, list[float]]:
             with guard:
                 for part in mine.chunk(pieces):
                     torch.empty(floats * len(part) // len(mine), dtype=torch.float64, device=ddpkit.get_device())
-                    loss = mse_loss(net(part), part.sum(1, keepdim=True), reduction="sum")
-                    ddpkit.global_mean(loss, len(mine)).backward()
+                    mse_loss(net(part), part.sum(1, keepdim=True), reduction="sum").backward()
+        ddpkit.global_mean(net, len(mine))
         descend(net)
     return guard.pieces, flat(net)
 
@@ -412,3 +413,23 @@ def train_in_pieces() -> tuple[int, list[float]]:
 def test_a_step_for_which_memory_runs_out_is_done_in_pieces(nprocs: int, device: str) -> None:
     found = on_one_device(train_in_pieces, nprocs, device, fresh=True)
     assert found == [(2, on_one_process())] * nprocs
+
+
+def time_check() -> float:
+    """Return the milliseconds that a comparison of 1 GB takes."""
+    net = nn.Sequential(*[nn.Linear(8192, 8192, bias=False, device=ddpkit.get_device()) for _ in range(4)])
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(1.0)
+    times = []
+    for _ in range(4):
+        ddpkit.barrier()
+        start = time.perf_counter()
+        ddpkit.check_replicas(net)
+        times.append(1e3 * (time.perf_counter() - start))
+    return min(times)
+
+
+def test_how_long_the_comparison_of_replicas_takes(device: str, record_property: Any) -> None:
+    first, _ = on_one_device(time_check, 2, device)
+    record_property("measured", f"1 GB: {first:.1f} ms")

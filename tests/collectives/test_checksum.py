@@ -1,0 +1,96 @@
+"""The checksum of a tensor's bytes: the same wherever they are, and another if one bit is."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from ddpkit.collectives.checksum import checksum
+
+ROW = 1 << 20  # bytes that are added up
+
+
+def random_bytes(length: int) -> torch.Tensor:
+    return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("length", [0, 1, 1000, ROW - 1])
+def test_of_less_than_a_row_it_is_the_crc(length: int) -> None:
+    data = random_bytes(length)
+    assert checksum(data) == zlib.crc32(data.numpy().data)
+
+
+@pytest.mark.parametrize("length", [ROW, ROW + 1, 3 * ROW, 3 * ROW + 1000])
+def test_one_bit_makes_another(length: int) -> None:
+    data = random_bytes(length)
+    found = {checksum(data)}
+    places = [0, 7, 8, ROW // 2, ROW - 1, length - 1, *np.random.default_rng(0).integers(length, size=20).tolist()]
+    for place in set(places):
+        for bit in range(8):
+            data[place] ^= 1 << bit
+            found.add(checksum(data))
+            data[place] ^= 1 << bit
+    assert len(found) == 1 + 8 * len(set(places))
+
+
+def test_what_is_elsewhere_makes_another() -> None:
+    rows = random_bytes(3 * ROW).view(3, ROW)
+    words = rows.view(torch.int64)
+    changed = [rows.flip(0), rows.roll(8, 1), rows.roll(1, 1), words.flip(1).view(torch.uint8)]
+    found = {checksum(other.reshape(-1)) for other in (rows, *changed)}
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+def test_signs_that_change_make_another(dtype: torch.dtype) -> None:
+    numbers = torch.linspace(1, 100, ROW // dtype.itemsize).to(dtype)
+    halves = numbers.clone()
+    halves[::2] *= -1
+    found = {checksum(other.view(torch.uint8)) for other in (numbers, -numbers, halves, -halves)}
+    for first in range(0, 40, 4):
+        for second in range(first + 4, 44, 4):
+            other = numbers.clone()
+            other[[first, second]] *= -1
+            found.add(checksum(other.view(torch.uint8)))
+    assert len(found) == 4 + 55
+
+
+@pytest.mark.parametrize("value", [1.0, -0.0, float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_each_place_of_a_value_among_zeros_makes_another(dtype: torch.dtype, value: float) -> None:
+    numbers = torch.zeros(ROW // dtype.itemsize, dtype=dtype)
+    found = set()
+    for place in range(0, len(numbers), 997):
+        numbers[place] = value
+        found.add(checksum(numbers.view(torch.uint8)))
+        numbers[place] = 0
+    assert len(found) == len(range(0, len(numbers), 997))
+
+
+def test_whole_numbers_and_their_complements_have_different_ones() -> None:
+    numbers = torch.arange(ROW // 8)
+    assert len({checksum(other.view(torch.uint8)) for other in (numbers, ~numbers, -numbers, numbers + 1)}) == 4
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_bytes_may_begin_anywhere(offset: int) -> None:
+    data = random_bytes(2 * ROW + 100)[offset:]
+    assert checksum(data) == checksum(data.clone())
+
+
+def test_it_is_the_same_wherever_it_is_computed() -> None:
+    assert f"{checksum(torch.arange(300_000).view(torch.uint8)):08x}" == "5f01718f"
+
+
+def test_a_default_device_and_the_threads_do_not_change_it() -> None:
+    data = random_bytes(3 * ROW + 5)
+    expected, threads = checksum(data), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            assert checksum(data) == expected
+    finally:
+        torch.set_num_threads(threads)
