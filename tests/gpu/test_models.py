@@ -411,8 +411,10 @@ def train_in_pieces() -> tuple[int, list[float]]:
 @pytest.mark.cuda
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_a_step_for_which_memory_runs_out_is_done_in_pieces(nprocs: int, device: str) -> None:
-    found = on_one_device(train_in_pieces, nprocs, device, fresh=True)
-    assert found == [(2, on_one_process())] * nprocs
+    first, *others = on_one_device(train_in_pieces, nprocs, device, fresh=True)
+    assert first[0] in (2, 4)  # a half fits, unless what else needs memory has taken a part of the allocator's block
+    assert first[1] == on_one_process()
+    assert others == [first] * len(others)
 
 
 def time_check() -> float:
