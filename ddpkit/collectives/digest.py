@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checksum import checksum
-from .tensors import flat_bytes, is_dense, local_part, name_dtype
+from .tensor_checksum import checksum
+from .tensors import is_dense, local_part, name_dtype
 
 _SHOWN_AS_TEXT = 100  # characters that are shown as they are
 _PLAIN = (Number, str, bytes, bytearray, Enum, torch.dtype, torch.device, type(None))
 
 
 def digest(value: Any) -> str:
-    """Describe a value in a short text: equal for equal values, and another if one bit is.
+    """Describe a value in a short text: equal for equal values, and as good as surely another if one bit is.
 
     Tensors and arrays are shown by dtype, shape and checksum (of a DTensor, that of this rank's part), containers by
     their elements, sequences all alike. Of other objects only the class is known, for their own text may hold an
@@ -60,7 +60,7 @@ def _describe_tensor(tensor: Tensor) -> str:
         return f"{name_dtype(tensor.dtype)}{list(tensor.shape)} on the meta device"
     plain = local_part(tensor.detach())
     if is_dense(plain):
-        found = checksum(flat_bytes(plain))
+        found = checksum(plain)
     else:
         buffer = io.BytesIO()
         torch.save(plain.cpu(), buffer)
