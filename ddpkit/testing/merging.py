@@ -85,12 +85,13 @@ def _add_echoes(item: pytest.Item, answers: list[Answer], ranks: list[Reports]) 
 def _move_echoes(ranks: list[Reports]) -> None:
     """Let an echo be of the phase of the failure that it repeats: its own rank may have been in an earlier one."""
     failed = [report for reports in ranks for report in reports if _has_failed(report)]
-    phases = {report.when for report in failed if not _is_echo(report)}
-    if "setup" in phases or not phases:
+    causes = [report.when for report in failed if not _is_echo(report)]
+    if not causes:
         return
+    first = min(causes, key=_PHASES.index)
     for report in failed:
-        if report.when == "setup" and _is_echo(report):
-            report.when = "call" if "call" in phases else "teardown"
+        if _is_echo(report) and _PHASES.index(report.when) < _PHASES.index(first):
+            report.when = first
 
 
 def _first_failed_phase(ranks: list[Reports]) -> str:

@@ -983,6 +983,30 @@ def test_fixtures_that_end_badly_are_errors_of_the_last_test_that_had_them(
     assert "INTERNALERROR" not in text
 
 
+STILL_IN_THE_TEST = """
+@pytest.fixture
+def ends_badly():
+    yield
+    assert ddpkit.get_rank() == 0, "the fixture ends badly"
+
+@pytest.mark.ranks(2)
+def test_of_a_slow_rank(ends_badly):
+    if ddpkit.get_rank() == 0:
+        time.sleep(60)  # until it hears of the failure
+"""
+
+
+def test_a_fixture_that_ends_badly_fails_no_test_that_other_ranks_are_in(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # for whole messages in the summary
+    pytester.makepyfile(HEAD + "import time\n" + STILL_IN_THE_TEST)
+    result = pytester.runpytest_inprocess(*WITHOUT, "-rA")
+    result.assert_outcomes(passed=1, errors=1)
+    assert re.search(r"^ERROR .* - AssertionError: the fixture ends badly", result.stdout.str(), re.MULTILINE)
+
+
 def test_an_error_at_a_fixtures_end_is_not_hidden_by_that_of_another_after_a_failure(pytester: pytest.Pytester) -> None:
     _, text = run(
         pytester,
