@@ -1,8 +1,8 @@
 """Compare how fast ranks join, wait for each other and leave, with ddpkit and with torch alone, taking turns.
 
-The ranks are forked from one process after `import torch`, so that nobody waits for imports. Each first joins a job of
-its own and leaves it, for a forked process copies each page of memory when it first writes to it, which one that was
-started anew need not. Each time counts from a common start to the end on the last rank.
+The ranks are forked from one process after `import torch`, so that nobody waits for imports, and stay for all rounds.
+The first of these does not count, but for the memory: a forked process copies each page when it first writes to it,
+which one that was started by itself need not. Each time counts from a common start to the end on the last rank.
 
 Two things are kept out of it. Where a client of torch's store finds nobody who listens, it tries again after half a
 second: so rank 0 begins 50 ms before the others. And torch asks the name server for the name behind each connection,
@@ -79,30 +79,25 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _rank(way: str, barriers: int, parent: Connection) -> None:
-    """Do one step at each word of the parent's, and answer when it is done."""
-    join, barrier, leave = _WAYS[way]
-    env = dict(os.environ)
-    os.environ.update(WORLD_SIZE="1", RANK="0", MASTER_PORT=f"{_free_port()}")
-    join()
-    leave()
-    os.environ.update(env)
-    descriptors, memory = _descriptors(), _resident()
+def _rank(barriers: int, parent: Connection) -> None:
+    """Join in the way and at the port that the parent says, and do each further step at its word, until it is over."""
 
     def wait_often() -> None:
         for _ in range(barriers):
             barrier()
 
-    parent.send("ready")
-    for step in (join, barrier, wait_often, leave):  # torch's first barrier makes connections
-        parent.recv()
-        began = time.process_time()
-        step()
-        parent.send((time.process_time() - began, _descriptors() - descriptors, _resident() - memory))
-    parent.recv()  # rank 0 stays, for it hosts the store
+    while order := parent.recv():
+        way, os.environ["MASTER_PORT"] = order
+        join, barrier, leave = _WAYS[way]
+        descriptors, memory = _descriptors(), _resident()
+        for step in (join, barrier, wait_often, leave):  # torch's first barrier makes connections
+            began = time.process_time()
+            step()
+            parent.send((time.process_time() - began, _descriptors() - descriptors, _resident() - memory))
+            parent.recv()  # after leaving, too: rank 0 hosts the store
 
 
-def _fork(way: str, rank: int, env: dict[str, str], barriers: int, inherited: list[Connection]) -> Connection:
+def _fork(rank: int, ranks: int, barriers: int, inherited: list[Connection]) -> Connection:
     """Start a rank; return the connection to it."""
     ours, theirs = Pipe()
     if os.fork():
@@ -112,8 +107,8 @@ def _fork(way: str, rank: int, env: dict[str, str], barriers: int, inherited: li
     try:
         for connection in (*inherited, ours):
             connection.close()
-        os.environ.update(env, RANK=f"{rank}")
-        _rank(way, barriers, theirs)
+        os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{ranks}", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
+        _rank(barriers, theirs)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -122,32 +117,24 @@ def _fork(way: str, rank: int, env: dict[str, str], barriers: int, inherited: li
         os._exit(code)
 
 
-def measure(way: str, ranks: int, barriers: int) -> list[float]:
-    """Return one value for each column."""
-    env = {"WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{_free_port()}"}
-    env["OMP_NUM_THREADS"] = "1"
-    connections: list[Connection] = []
-    for rank in range(ranks):
-        connections.append(_fork(way, rank, env, barriers, connections))
-        connections[-1].recv()  # one after the other, or two would find one free port
+def measure(way: str, connections: list[Connection], barriers: int) -> list[float]:
+    """Let all ranks join, wait for each other and leave; return one value for each column."""
 
-    def step(ahead: float = 0.0) -> tuple[float, list[tuple[float, int, float]]]:
-        connections[0].send("go on")
+    def step(word: Any, ahead: float = 0.0) -> tuple[float, list[tuple[float, int, float]]]:
+        connections[0].send(word)
         time.sleep(ahead)
         start = time.perf_counter()
         for connection in connections[1:]:
-            connection.send("go on")
+            connection.send(word)
         answers = [connection.recv() for connection in connections]
         return time.perf_counter() - start, answers
 
-    join, joined = step(_AHEAD)
-    _, (first, second, *_) = step()
-    wait, waited = step()
-    leave, _ = step()
+    join, joined = step((way, f"{_free_port()}"), _AHEAD)
+    _, (first, second, *_) = step("go on")
+    wait, waited = step("go on")
+    leave, _ = step("go on")
     for connection in connections:
-        connection.send("end")
-    for _ in connections:
-        os.wait()
+        connection.send("all have left")
     per_barrier = 1000 / barriers
     return [
         join,
@@ -159,6 +146,25 @@ def measure(way: str, ranks: int, barriers: int) -> list[float]:
         second[1],
         first[2],
     ]
+
+
+def compare(ranks: int, rounds: int, barriers: int) -> dict[str, list[float]]:
+    """Measure both ways in turn; return the medians of the columns, of the memory the first value."""
+    connections: list[Connection] = []
+    for rank in range(ranks):
+        connections.append(_fork(rank, ranks, barriers, connections))
+    found: dict[str, list[list[float]]] = {way: [] for way in _WAYS}
+    for _ in range(rounds + 1):
+        for way, runs in found.items():
+            runs.append(measure(way, connections, barriers))
+    for connection in connections:
+        connection.send(None)
+    for _ in connections:
+        os.wait()
+    return {
+        way: [statistics.median(column) for column in list(zip(*runs[1:], strict=True))[:-1]] + runs[0][-1:]
+        for way, runs in found.items()
+    }
 
 
 def _without_name_server() -> None:
@@ -190,13 +196,8 @@ def main() -> None:
     _without_name_server()
     print(f"| ranks | with | {' | '.join(_COLUMNS)} |\n|{'---|' * (2 + len(_COLUMNS))}")
     for ranks in args.ranks:
-        found: dict[str, list[list[float]]] = {way: [] for way in _WAYS}
-        for _ in range(args.rounds):
-            for way, runs in found.items():
-                runs.append(measure(way, ranks, args.barriers))
-        for way, runs in found.items():
-            medians = [statistics.median(column) for column in zip(*runs, strict=True)]
-            print(f"| {ranks} | {way} | {' | '.join(f'{median:.4g}' for median in medians)} |", flush=True)
+        for way, values in compare(ranks, args.rounds, args.barriers).items():
+            print(f"| {ranks} | {way} | {' | '.join(f'{value:.4g}' for value in values)} |", flush=True)
 
 
 if __name__ == "__main__":
