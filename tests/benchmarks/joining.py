@@ -161,10 +161,11 @@ def compare(ranks: int, rounds: int, barriers: int) -> dict[str, list[float]]:
         connection.send(None)
     for _ in connections:
         os.wait()
-    return {
-        way: [statistics.median(column) for column in list(zip(*runs[1:], strict=True))[:-1]] + runs[0][-1:]
-        for way, runs in found.items()
-    }
+    medians = {}
+    for way, (warm_up, *runs) in found.items():
+        medians[way] = [statistics.median(column) for column in zip(*runs, strict=True)]
+        medians[way][-1] = warm_up[-1]  # the memory, which later rounds use again
+    return medians
 
 
 def _without_name_server() -> None:

@@ -47,6 +47,12 @@ def several() -> int:
     return max(2, torch.cuda.device_count())
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done what it was asked to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _join(device: str | None, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     with ddpkit.distributed(device=device, timeout=_TIMEOUT):
         return fn(*args)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from starting import on_a_gpu_each, on_one_device, several
+from starting import on_a_gpu_each, on_one_device, several, wait_for
 from torch import Tensor
 
 import ddpkit
@@ -232,8 +232,7 @@ def time_call(call: Callable[[], Any], device: torch.device) -> float:
     start = time.perf_counter()
     for _ in range(3):
         call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     return (time.perf_counter() - start) / 3 * 1e6
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from starting import TORCHRUN, first_of, on_a_gpu_each, on_one_device, run, several
+from starting import TORCHRUN, first_of, on_a_gpu_each, on_one_device, run, several, wait_for
 
 import ddpkit
 from ddpkit.testing import on_ranks
@@ -34,11 +34,6 @@ def keep_busy(seconds: float) -> None:
     for _ in range(int(seconds / each)):
         matrix = matrix @ matrix
     wait_for(device)
-
-
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def wait_in_collective() -> None:
@@ -168,7 +163,7 @@ def test_an_interpreter_that_never_calls_teardown_ends(device: str) -> None:
 
 
 def survive_a_kill(device: str, folder: Path) -> None:
-    """Train on; the last rank is killed in the third step. Write down with how many ranks each step was made."""
+    """Train on; the last rank is killed in the fourth step. Write down with how many ranks each step was made."""
     rank = int(os.environ["RANK"])
     last = int(os.environ["WORLD_SIZE"]) - 1
     net = torch.nn.Linear(4, 1).to(device)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from starting import on_a_gpu_each, on_one_device
+from starting import on_a_gpu_each, on_one_device, wait_for
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -191,8 +191,7 @@ def time_saves(folder: Path) -> dict[str, float]:
 
 
 def begin_clock() -> float:
-    if ddpkit.get_device().type == "cuda":
-        torch.cuda.synchronize()
+    wait_for(ddpkit.get_device())
     ddpkit.barrier()
     return time.perf_counter()
 
