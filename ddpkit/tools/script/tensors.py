@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ...collectives.tensor_checksum import checksum
 from ...collectives.tensors import flat_bytes, is_dense
 
 _SAMPLES = 16  # elements that are shown of a tensor
@@ -35,12 +36,10 @@ def whole(tensor: Tensor) -> Tensor | None:
     return tensor
 
 
-def crc(tensor: Tensor) -> int:
+def hash_of(tensor: Tensor) -> int:
     """Hash a tensor's bytes; 0 for one that has none to show."""
-    plain = tensor.detach().cpu()
-    if plain.is_meta or not is_dense(plain):
-        return 0
-    return zlib.crc32(flat_bytes(plain).numpy().data)
+    plain = tensor.detach()
+    return checksum(plain) if is_dense(plain) else 0
 
 
 def sample(tensor: Tensor) -> list[float]:

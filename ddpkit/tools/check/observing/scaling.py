@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import utils
 
 from ...script.recorder import Recorder
-from ...script.tensors import crc, parameters_of, whole
+from ...script.tensors import hash_of, parameters_of, whole
 from ..places import stack
 from .patching import Function, before, guarded, replace
 
@@ -46,5 +46,5 @@ class Scaling:
     def _tell(self, does: str, parameters: Iterable[Tensor]) -> None:
         gradients = [whole(p.grad) for p in parameters if p.grad is not None]
         norm = [float(torch.linalg.vector_norm(g)) for g in gradients if g is not None and not g.is_sparse]
-        hashes = [crc(g) for g in gradients if g is not None and not g.is_sparse]
+        hashes = [hash_of(g) for g in gradients if g is not None and not g.is_sparse]
         self._recorder.tell("clip", does=does, gradients=hashes, norm=sum(n * n for n in norm) ** 0.5, where=stack())

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...script.recorder import Recorder
-from ...script.tensors import crc, parameters_of, sample, whole
+from ...script.tensors import hash_of, parameters_of, sample, whole
 from ..ending import Ending
 from ..places import (
     Place,
@@ -137,8 +137,8 @@ class Steps:
             optimizer=seen.number,
             number=seen.steps,
             where=stack(),
-            gradients=[None if g is None else [crc(g), sample(g)] for g in gradients],
-            parameters=[None if p is None else crc(p) for p in whole_ones],
+            gradients=[None if g is None else [hash_of(g), sample(g)] for g in gradients],
+            parameters=[None if p is None else hash_of(p) for p in whole_ones],
             causes=[_describe(wrapped) for wrapped in self._modules.wrapped.values()],
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
@@ -207,7 +207,7 @@ class Steps:
             others = [t for t in tensors if whole(t) is not None]
             is_trained = any(id(t) in trained for t in tensors)
             if others and not is_trained and self._modules.is_used(root):
-                found[name] = [[crc(t) for t in others], self._modules.made(others[0])]
+                found[name] = [[hash_of(t) for t in others], self._modules.made(others[0])]
         return found
 
     def _note_buffers(self) -> None:
@@ -230,7 +230,7 @@ class Steps:
             if buffers:
                 sent, made = self._are_sent(root)
                 found[name] = {
-                    "hashes": {n: crc(b) for n, b in buffers.items()},
+                    "hashes": {n: hash_of(b) for n, b in buffers.items()},
                     "sent": sent,
                     "ddp": made,
                     "lines": {n: _changing_lines(root, n) for n in buffers},
@@ -282,7 +282,7 @@ def _state_of(optimizer: Optimizer, seen: _Seen) -> dict[str, int]:
     for name, parameter in zip(seen.names, seen.parameters, strict=True):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and (plain := whole(value)) is not None:
-                found[f"{name}: {key}"] = crc(plain)
+                found[f"{name}: {key}"] = hash_of(plain)
     return found
 
 
