@@ -41,7 +41,15 @@ from typing import Any
 
 from .checkpoint.checkpointer import Checkpointer
 from .collectives.data_parallel import set_data_parallel
-from .collectives.ops import all_gather, all_gather_object, all_reduce, all_reduce_mean, broadcast, gather_exact
+from .collectives.ops import (
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    all_reduce_mean,
+    broadcast,
+    gather_batch,
+    gather_exact,
+)
 from .collectives.sync import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
 from .data.loader import Loader, make_loader
 from .data.micro_batches import make_micro_batch_loader
@@ -130,6 +138,7 @@ __all__ = [
     "all_gather",
     "all_gather_object",
     "broadcast",
+    "gather_batch",
     "gather_exact",
     # models
     "wrap_model",

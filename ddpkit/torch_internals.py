@@ -179,6 +179,15 @@ def after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def accumulates(parameter: Tensor) -> bool:
+    """Return whether the backward that is running adds to a parameter's gradient (private, as in torch 2.6 to 2.13).
+
+    `torch.autograd.grad` does not, unless it was asked for that of the parameter.
+    """
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return torch._C._will_engine_execute_node(node)
+
+
 def forward_pre_hooks(module: nn.Module) -> MutableMapping[int, Callable[..., Any]]:
     """Return a module's own hooks before forward, to remove some (private, the same from torch 2.6 to 2.13)."""
     return module._forward_pre_hooks

@@ -18,7 +18,7 @@ from ..process_group.peers import Peers, group_of, ranks_of
 from ..torch_internals import untraced
 from .consistency import CHECK, PAYLOAD, communication_device, fingerprint_of, new_block, raise_everywhere, sum_block
 from .pickling import TensorPickler, TensorUnpickler, check_copies
-from .tensors import bytes_as_tensor, flat_bytes
+from .tensors import bytes_as_tensor, flat_bytes, loses_gradient
 
 _SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exact in a float64
 
@@ -57,13 +57,19 @@ def broadcast_value(value: Any, src: Any, peers: Peers | None = None) -> Any:
 
 
 def _pickle(call: str, value: Any, tensors: list[Tensor]) -> bytes:
-    """Pickle a value and the descriptions of its tensors, which are appended to `tensors`."""
+    """Pickle a value and the descriptions of its tensors, which are appended to `tensors`.
+
+    Raises:
+        ValueError: If one of them was computed with a gradient, which would be lost.
+    """
 
     def load(body: bytes) -> Any:
         return TensorUnpickler(io.BytesIO(body), tensors).load()
 
     file = io.BytesIO()
     TensorPickler(file, call, tensors).dump(value)
+    if any(map(loses_gradient, tensors)):
+        raise ValueError(f"{call} would lose the gradient of a tensor in the value. Pass it.detach().")
     body = file.getvalue()
     check_copies(call, body, load)
     descriptions = [_describe(tensor) for tensor in tensors]

@@ -1,4 +1,8 @@
-"""Gather tensors and pickled objects of all ranks, unchanged, as rows of bytes: of any dtype, and uneven in number."""
+"""Gather tensors and pickled objects of all ranks, unchanged, as rows of bytes: of any dtype, and uneven in number.
+
+What is gathered carries no gradient, except by `gather_batch`. That is a linear map, each rank's rows to all ranks, and
+its backward is the adjoint: each rank receives the gradients that all ranks have for its own rows, and adds them up.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..launch import ranks
 from ..process_group import current_job, lifecycle
@@ -31,26 +36,92 @@ from .tensors import bytes_as_tensor, explain_not_dense, flat_bytes, name_dtype
 from .tree import Leaf, leaves_of, replace_leaves
 
 
-def gather_trees(call: str, value: Any, peers: Peers | None = None) -> list[Any]:
+def gather_trees(call: str, value: Any, peers: Peers | None, check: bool) -> list[Any]:
     """Give every rank the trees of tensors of all ranks. Collective."""
     with raise_everywhere(call, peers):
-        tensors = dict(leaves_of(value, _is_tensor, "value"))
+        tensors = _tensors_of(call, value)
         for path, tensor in tensors.items():
-            problem = explain_no_tensor(tensor)
-            if problem:
-                raise TypeError(
-                    f"{call} takes dense tensors, and dicts, lists, tuples and dataclasses of them, "
-                    f"found {problem} at {path}. Use all_gather_object for others."
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{call} would lose the gradient of {path}. Use gather_batch(), which carries gradients to all "
+                    "ranks, or pass .detach()."
                 )
-        kinds = {}
-        for path, tensor in tensors.items():
-            kinds[path] = f"{describe_column(tensor)} on {tensor.device.type}"
         matrices = [as_rows(tensor) for tensor in tensors.values()]
     trees = []
-    for parts in _gather_rows(fingerprint_of(call, kinds), matrices, peers):
+    for parts in _gather_rows(_fingerprint(call, tensors), matrices, peers, check):
         leaves = map(from_rows, parts, tensors.values())
         trees.append(replace_leaves(value, _is_tensor, leaves))
     return trees
+
+
+def join_trees(call: str, value: Any, peers: Peers | None, check: bool) -> Any:
+    """Join the rows of all ranks' tensors, with their gradients. Collective."""
+    with raise_everywhere(call, peers):
+        tensors = _tensors_of(call, value)
+        for path, tensor in tensors.items():
+            if not tensor.dim():
+                raise ValueError(f"{call} joins rows, but {path} has no dimensions. Pass value.unsqueeze(0).")
+    if not lifecycle.joined():
+        joined = [tensor.clone() for tensor in tensors.values()]
+    else:
+        fingerprint = _fingerprint(call, tensors)
+        joined = _Joined.apply(call, fingerprint, peers, check, *tensors.values())  # type: ignore[no-untyped-call]
+    return replace_leaves(value, _is_tensor, iter(joined))
+
+
+class _Joined(torch.autograd.Function):
+    """Join the rows of all ranks; in backward, add up all ranks' gradients of this rank's rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: str, fingerprint: str, peers: Peers | None, check: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        by_rank = _gather_rows(fingerprint, [as_rows(tensor) for tensor in tensors], peers, check)
+        ctx.fingerprint = fingerprint_of(f"the backward of {call}")
+        ctx.peers = peers
+        ctx.check = check
+        ctx.counts = []
+        joined = []
+        for tensor, *parts in zip(tensors, *by_rank, strict=True):
+            counts = [len(part) for part in parts]
+            rows = torch.cat(parts)[_turns(counts).to(tensor.device)]
+            ctx.counts.append(counts)
+            joined.append(from_rows(rows, tensor))
+        return tuple(joined)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if ctx.check:
+            sum_block(ctx.fingerprint, new_block(), ctx.peers)
+        found: list[Tensor | None] = []
+        for i, gradient in enumerate(gradients):
+            if ctx.needs_input_grad[4 + i]:
+                found.append(_add_up_own(gradient, ctx.counts[i], ctx.peers))
+            else:
+                found.append(None)
+        return None, None, None, None, *found
+
+
+def _add_up_own(gradient: Tensor, counts: list[int], peers: Peers | None) -> Tensor:
+    """Add up, over all ranks, their gradients of this rank's rows of a joined batch. Collective."""
+    own = counts[ranks_of(peers).index(ranks.get_rank())]
+    by_rank = torch.argsort(_turns(counts)).to(gradient.device)
+    rows = as_rows(gradient)[by_rank].to(communication_device(gradient.device, peers))
+    received = rows.new_empty((own * len(counts), rows.shape[1]))
+    if rows.numel():
+        with current_job.exchanging():
+            dist.all_to_all_single(received, rows, [own] * len(counts), counts, group_of(peers))
+    terms = from_rows(received.to(gradient.device), gradient)
+    terms = terms.reshape(len(counts), own, *gradient.shape[1:])
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return terms.sum(0, dtype=wide).to(gradient.dtype)
+
+
+def _turns(counts: list[int]) -> Tensor:
+    """Return, for each row of a batch that a loader dealt to the ranks in turn, its place among their rows by rank."""
+    turns = np.concatenate([np.arange(count) for count in counts])
+    return torch.from_numpy(np.argsort(turns, kind="stable"))
 
 
 def gather_objects(call: str, obj: Any, peers: Peers | None = None) -> list[Any]:
@@ -59,8 +130,35 @@ def gather_objects(call: str, obj: Any, peers: Peers | None = None) -> list[Any]
         file = io.BytesIO()
         CompactPickler(file, call).dump(obj)
         rows = bytes_as_tensor(file.getvalue()).unsqueeze(1)
-    gathered = _gather_rows(fingerprint_of(call), [rows], peers)
+    gathered = _gather_rows(fingerprint_of(call), [rows], peers, check=True)
     return [pickle.loads(part.numpy().data) for (part,) in gathered]
+
+
+def _tensors_of(call: str, value: Any) -> dict[str, Tensor]:
+    """Return the tensors of a tree by path; refuse what is none.
+
+    Raises:
+        TypeError: If something is no dense tensor.
+    """
+    tensors = dict(leaves_of(value, _is_tensor, "value"))
+    for path, tensor in tensors.items():
+        problem = explain_no_tensor(tensor)
+        if problem:
+            raise TypeError(
+                f"{call} takes dense tensors, and dicts, lists, tuples and dataclasses of them, "
+                f"found {problem} at {path}. Use all_gather_object for others."
+            )
+    return tensors
+
+
+def _fingerprint(call: str, tensors: dict[str, Tensor]) -> str:
+    """Describe a call by all that must be equal on all ranks: not the lengths."""
+    kinds = {}
+    for path, tensor in tensors.items():
+        kinds[path] = f"{describe_column(tensor)} on {tensor.device.type}"
+        if tensor.requires_grad and torch.is_grad_enabled():
+            kinds[path] += ", with gradient"
+    return fingerprint_of(call, kinds)
 
 
 def explain_no_tensor(value: Any) -> str:
@@ -102,14 +200,18 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _gather_rows(fingerprint: str, matrices: list[Tensor], peers: Peers | None) -> list[list[Tensor]]:
-    """Gather matrices of bytes, each with its own number of rows on each rank, by rank. Collective."""
+def _gather_rows(fingerprint: str, matrices: list[Tensor], peers: Peers | None, check: bool) -> list[list[Tensor]]:
+    """Gather matrices of bytes, by rank. Collective.
+
+    Each has its own number of rows on each rank; without check, the same on all.
+    """
     if not lifecycle.joined():
         return [[rows.clone() for rows in matrices]]
-    counts = _gather_counts(fingerprint, [len(rows) for rows in matrices], peers)
+    own = [len(rows) for rows in matrices]
+    counts = _gather_counts(fingerprint, own, peers) if check else [own] * len(ranks_of(peers))
     gathered = []
     for i, rows in enumerate(matrices):
-        gathered.append(_gather_padded(rows, [own[i] for own in counts], peers))
+        gathered.append(_gather_padded(rows, [lengths[i] for lengths in counts], peers))
     return [[parts[rank] for parts in gathered] for rank in range(len(counts))]
 
 
@@ -135,8 +237,10 @@ def _gather_counts(fingerprint: str, own: list[int], peers: Peers | None) -> lis
 def _gather_padded(rows: Tensor, counts: list[int], peers: Peers | None) -> list[Tensor]:
     """Gather a matrix of bytes, padded to the most rows that a rank has. Collective."""
     device = communication_device(rows.device, peers)
-    padded = torch.zeros((max(counts), rows.shape[1]), dtype=torch.uint8, device=device)
-    padded[: len(rows)] = rows
+    padded = rows.to(device)
+    if len(rows) < max(counts):
+        padded = torch.zeros((max(counts), rows.shape[1]), dtype=torch.uint8, device=device)
+        padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts]
     if padded.numel():
         with current_job.exchanging():

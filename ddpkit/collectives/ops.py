@@ -9,7 +9,7 @@ from torch import Tensor
 from ..process_group import current_job
 from ..torch_internals import untraced
 from .broadcast import broadcast_value
-from .gather import gather_objects, gather_trees
+from .gather import gather_objects, gather_trees, join_trees
 from .gather_exact import gather_in_order
 from .groups import Group, peers_of
 from .reduce import reduce_tree
@@ -133,12 +133,15 @@ def all_reduce(value: Any, op: Op = "sum", *, check: bool = True, group: Group |
 
 
 @untraced
-def all_gather(value: T, *, group: Group | None = None) -> list[T]:
+def all_gather(value: T, *, check: bool = True, group: Group | None = None) -> list[T]:
     """Give every rank the tensors of all ranks, which may differ in length. Collective.
 
     Args:
         value: This rank's tensor, of any dtype, or dicts, lists, tuples and dataclasses of tensors. Same structure and
-            dtypes on every rank, and same shapes but for the first dimension.
+            dtypes on every rank, and same shapes but for the first dimension. None of them requires a gradient, unless
+            gradients are turned off: use `gather_batch` for those that do.
+        check: False on every rank leaves out the check, which also tells the lengths: all shapes must be equal then.
+            Ranks that differ get wrong values, or hang, or abort.
         group: As for `all_reduce_mean`; the values are then in its order.
 
     Returns:
@@ -146,9 +149,11 @@ def all_gather(value: T, *, group: Group | None = None) -> list[T]:
         makes one of them.
 
     Raises:
-        MismatchError: If structure, dtype, number of dimensions or trailing shape differ between ranks.
+        MismatchError: If structure, dtype, number of dimensions or trailing shape differ between ranks; on the other
+            ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
         TypeError: If it holds something else than dense tensors.
+        ValueError: If a tensor requires a gradient, which would be lost.
 
     Example:
         >>> import torch
@@ -160,7 +165,54 @@ def all_gather(value: T, *, group: Group | None = None) -> list[T]:
             all_gather(torch.tensor([1, 2]))    # rank 0
             all_gather(torch.tensor([3]))       # rank 1; both get [tensor([1, 2]), tensor([3])]
     """
-    return gather_trees("all_gather(value)", value, peers_of(group))
+    return gather_trees("all_gather(value)", value, peers_of(group), check)
+
+
+@untraced
+def gather_batch(value: T, *, check: bool = True, group: Group | None = None) -> T:
+    """Join the rows of all ranks to the batch that one process would have, with gradients. Collective.
+
+    It is for losses that compare each sample with all others (CLIP, SimCLR, queues of negatives): compute the loss of
+    the joined batch on every rank. With the gradients averaged by `wrap_model` or `average_gradients`, each step is
+    then that of one process on the joined batch. Its backward is collective, too: every rank must run it.
+
+    Args:
+        value: This rank's tensor of shape (rows, ...), or dicts, lists, tuples and dataclasses of such tensors, which
+            travel together. The number of rows may differ between ranks, and be 0. Same structure, dtypes, trailing
+            shapes, and the same ones that require a gradient, on every rank.
+        check: As for `all_gather`; the backward is left unchecked, too.
+        group: As for `all_reduce_mean`; by default the data-parallel ranks.
+
+    Returns:
+        The same structure. Each tensor has the rows of all ranks, in the order in which a loader with the same global
+        batch would give them to one process: row 0 of each rank, row 1 of each rank, and so on. Row i of rank r is
+        row ``i * world_size + r`` where the numbers of rows are equal, or where `make_loader` shared out the batch.
+
+    Raises:
+        MismatchError: If ranks differ in what must be the same; on the other ranks, if one raises an error below.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+        TypeError: If it holds something else than dense tensors.
+        ValueError: If a tensor has no dimensions.
+
+    Note:
+        In backward each rank gets, for its own rows, the sum over ranks s of dL_s/dz, where L_s is the loss on rank s
+        and z the joined rows. DDP and `average_gradients` take the mean of the parameters' gradients over the W ranks,
+        which is then the gradient of (L_0 + ... + L_{W-1}) / W: of the joined batch's loss L, where every rank
+        computes all of it, or of the mean of the ranks' losses, where each computes a share.
+
+    Example:
+        >>> import torch
+        >>> gather_batch(torch.tensor([[1.0], [2.0]]))
+        tensor([[1.],
+                [2.]])
+
+        On two::
+
+            gather_batch(torch.tensor([1, 3]))    # rank 0
+            gather_batch(torch.tensor([2]))       # rank 1; both get tensor([1, 2, 3])
+    """
+    peers = current_job.data_parallel() if group is None else peers_of(group)
+    return join_trees("gather_batch(value)", value, peers, check)  # type: ignore[no-any-return]
 
 
 @untraced

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .tensors import explain_not_dense, name_dtype, whole
+from .tensors import explain_not_dense, loses_gradient, name_dtype, whole
 
 _NATIVE_NAMES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
 _NATIVE = {np.dtype(name) for name in _NATIVE_NAMES}
@@ -215,6 +215,8 @@ def _flatten_tensor(value: Tensor, leaves: list[Any]) -> Leaf:
     problem = explain_not_dense(value)
     if problem:
         return Leaf(problem)
+    if loses_gradient(value):
+        return Leaf("a tensor whose gradient would be lost (pass it.detach(), or join rows by gather_batch())")
     tensor = value.detach() if value.requires_grad else value
     if tensor.dtype not in _REAL:
         hint = " (pass torch.view_as_real(it))" if tensor.is_complex() else ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TypeVar, overload
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -227,3 +228,18 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         if i in shared:
             texts[name] += f", sharing memory from element {tensor.storage_offset()}"
     return texts
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what a model returns."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from tensors_in(value)
+    elif is_dataclass(output):
+        for field in fields(output):
+            yield from tensors_in(getattr(output, field.name))

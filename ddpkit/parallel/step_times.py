@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ..process_group import current_job
 from ..timing.clock import STEPS, Phase
 from ..timing.pace import BLOCKS, SlowRank
 from ..torch_internals import after_backward, forward_pre_hooks
+from .models import tensors_in
 
 _in_backward: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
@@ -113,24 +113,9 @@ def _after_forward(model: Any, _: Any, output: Any) -> None:
     clock.begin(Phase.BACKWARD)
     _in_backward.discard(model)  # in one that was never over
     backward = _Backward(model)
-    for tensor in _tensors_in(output):
-        if tensor.requires_grad:
+    for tensor in tensors_in(output):
+        if tensor.requires_grad and not tensor.is_leaf:  # a leaf would keep the hook
             tensor.register_hook(backward.begin)  # type: ignore[no-untyped-call]
-
-
-def _tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a model returns."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors_in(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors_in(value)
-    elif is_dataclass(output):
-        for field in fields(output):
-            yield from _tensors_in(getattr(output, field.name))
 
 
 class _Backward:

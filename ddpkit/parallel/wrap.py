@@ -9,7 +9,7 @@ import functools
 import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -25,6 +25,8 @@ from ..process_group import current_job
 from ..process_group.devices import count_accelerators
 from ..process_group.peers import Peers, group_of, ranks_of
 from ..torch_internals import (
+    accumulates,
+    after_backward,
     forward_pre_hooks,
     ignored_by_ddp,
     module_versions,
@@ -40,6 +42,7 @@ from .models import (
     join_path,
     named_tensors,
     strip,
+    tensors_in,
 )
 from .step_times import follow_steps
 
@@ -89,7 +92,7 @@ def wrap_model(
     Returns:
         The wrapped model, or `model` itself. `unwrap_model` gives `model` back. On several ranks
         its forward raises `DdpkitError` once a parameter needs a gradient that is frozen now:
-        nothing would average it.
+        nothing would average it; a second backward after one forward raises it, too.
 
     Raises:
         MismatchError: If names, shapes or dtypes of the model's tensors, the strides of trainable
@@ -146,6 +149,7 @@ def wrap_model(
         )
     # as an argument, False would skip the first broadcast, too
     ddp.broadcast_buffers = broadcast_buffers
+    ddp.register_forward_hook(_Backwards().follow)
     follow_steps(ddp)
     return _remember_frozen(ddp)
 
@@ -194,7 +198,7 @@ def _device_ids(device: torch.device) -> list[int] | None:
 
 
 def _is_trainable(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())
+    return any(True for _ in _trainable(model))
 
 
 def _check_dtypes(model: nn.Module, peers: Peers | None) -> None:
@@ -290,6 +294,53 @@ def _explain_unfrozen(model: nn.Module, parameter: nn.Parameter) -> str:
         "averaged over the ranks. Unfreeze it before wrap_model(), or wrap unwrap_model(model) "
         "again; the optimizer must have it, too."
     )
+
+
+class _Backwards:
+    """Refuse a second backward after a forward of a DDP model: DDP averages gradients in the first only."""
+
+    def __init__(self) -> None:
+        self._is_expected = False  # a backward that averages
+        self._is_running = False
+
+    def follow(self, model: DistributedDataParallel, _: Any, output: Any) -> None:
+        """Look at the backwards that begin at what a forward has returned."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self._is_running = False  # in one that raised
+        averages = model.require_backward_grad_sync
+        if averages:
+            self._is_expected = True
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:  # a leaf would keep the hook
+                hook = functools.partial(self._begin, model, averages)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _begin(self, model: DistributedDataParallel, averages: bool, _: Tensor) -> None:
+        if self._is_running:
+            return
+        if not any(map(accumulates, _trainable(model))):  # it is torch.autograd.grad()
+            if model.static_graph:
+                raise DdpkitError(
+                    "torch.autograd.grad() of what a model with static_graph=True returned keeps DDP from averaging "
+                    "its gradients. Wrap the model without static_graph."
+                )
+            return
+        if averages and not self._is_expected:
+            raise DdpkitError(
+                "This is a second backward after a forward of the model. DDP averages gradients in the first one only, "
+                "so the ranks' weights would differ. Add up the losses and call backward() once, or call it after "
+                "each forward, before the next one."
+            )
+        self._is_running = True
+        after_backward(self._end)
+
+    def _end(self) -> None:
+        self._is_running = self._is_expected = False
+
+
+def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
 def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
