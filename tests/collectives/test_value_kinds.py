@@ -73,7 +73,7 @@ def in_modes() -> list[str]:
     rank, world = ddpkit.get_rank(), ddpkit.get_world_size()
     tensors = [
         torch.arange(6.0).reshape(2, 3).T + rank,
-        torch.arange(600.0).requires_grad_() + rank,
+        (torch.arange(600.0) + rank).requires_grad_(),
         torch.arange(600)[::3] + rank,
         torch.ones(1, dtype=torch.float16).expand(600) * (rank + 1),
     ]

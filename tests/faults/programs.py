@@ -185,6 +185,25 @@ def backward(model: nn.Module) -> None:
     model(torch.ones(1, 2)).sum().backward()
 
 
+def gather_batch(_: object) -> torch.Tensor:
+    return ddpkit.gather_batch(torch.ones(1, 2, requires_grad=True))
+
+
+def gather(model: nn.Module) -> None:
+    gather_batch(model).sum().backward()
+
+
+def after_gathering(act: Callable) -> Callable:
+    """What a rank does while the others are in the backward of what all have gathered."""
+
+    def gather_and_act(model: nn.Module) -> None:
+        gather_batch(model)
+        time.sleep(0.5)
+        act(model)
+
+    return gather_and_act
+
+
 def train(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     while True:
@@ -228,6 +247,8 @@ def die_while_saving(_: object) -> None:
 ACTIONS: dict[str, Callable] = {
     "fail": fail,
     "kill": send(signal.SIGKILL),
+    "fail_after_gathering": after_gathering(fail),
+    "kill_after_gathering": after_gathering(send(signal.SIGKILL)),
     "stop": send(signal.SIGSTOP),
     "interrupt": send(signal.SIGINT),
     "crash": crash,
@@ -250,6 +271,7 @@ ACTIONS: dict[str, Callable] = {
     "slowly_first": slowly_first,
     "read_with_a_worker": read_with_a_worker,
     "backward": backward,
+    "gather": gather,
     "broken_backward": broken_backward,
     "train": train,
     "train_on": train_on,

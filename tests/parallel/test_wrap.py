@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddpkit import DdpkitError, MismatchError, all_reduce_mean, get_rank
+from ddpkit import DdpkitError, MismatchError, accumulate, all_gather, all_reduce_mean, barrier, get_rank
 from ddpkit.parallel.models import named_tensors, unwrap_model
 from ddpkit.parallel.replicas import check_replicas
 from ddpkit.parallel.wrap import clean_state_dict, wrap_model
@@ -421,6 +422,128 @@ def _unfreeze() -> dict[str, Any]:
     whole = nn.Sequential(part.requires_grad_(True), nn.Linear(1, 1).double())
     wrap_model(whole)(x).sum().backward()
     return found
+
+
+def _one_joint_backward(model: nn.Module, x: Callable[[], torch.Tensor]) -> None:
+    (model(x()).mean() + model(x()).mean()).backward()
+
+
+def _each_its_own_backward(model: nn.Module, x: Callable[[], torch.Tensor]) -> None:
+    model(x()).mean().backward()
+    model(x()).mean().backward()
+
+
+def _gradient_penalty(model: nn.Module, x: Callable[[], torch.Tensor]) -> None:
+    inputs = x().requires_grad_()
+    output = model(inputs)
+    (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+    (output.mean() + slope.square().sum()).backward()
+
+
+def _micro_batches(model: nn.Module, x: Callable[[], torch.Tensor]) -> None:
+    with accumulate(model, 0, 2):
+        one, other = model(x()), model(x())
+        one.mean().backward()
+        other.mean().backward()
+    with accumulate(model, 1, 2):
+        model(x()).mean().backward()
+
+
+def _after_a_backward_that_failed(model: nn.Module, x: Callable[[], torch.Tensor]) -> None:
+    output = model(x())
+    output.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.mean().backward()
+    model(x()).mean().backward()
+
+
+def _two_forwards_two_backwards(model: nn.Module, x: Callable[[], torch.Tensor]) -> None:
+    one, other = model(x()), model(x())
+    one.mean().backward()
+    other.mean().backward()
+
+
+def _retained_graph(model: nn.Module, x: Callable[[], torch.Tensor]) -> None:
+    loss = model(x()).mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _micro_batch_in_place_of_the_last(model: nn.Module, x: Callable[[], torch.Tensor]) -> None:
+    with accumulate(model, 0, 2):
+        one = model(x())
+    with accumulate(model, 1, 2):
+        other = model(x())
+    one.mean().backward()
+    other.mean().backward()
+
+
+_RIGHT = [
+    _one_joint_backward,
+    _each_its_own_backward,
+    _gradient_penalty,
+    _micro_batches,
+    _after_a_backward_that_failed,
+]
+_WRONG = [_two_forwards_two_backwards, _retained_graph, _micro_batch_in_place_of_the_last]
+
+
+def _backwards() -> dict[str, Any]:
+    """Train in ways of which DDP averages all gradients, or not; whether the ranks' are equal, or the error."""
+    warnings.filterwarnings("ignore", "Grad strides do not match")  # of torch's, for second derivatives
+    generator = torch.Generator().manual_seed(get_rank())
+
+    def x() -> torch.Tensor:
+        return torch.randn(4, 3, dtype=torch.float64, generator=generator)
+
+    found: dict[str, Any] = {}
+    options: list[dict[str, Any]] = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
+    for option, train in itertools.product(options, _RIGHT + _WRONG):
+        model = wrap_model(_net(), **option)
+        name = f"{train.__name__} {option}"
+        try:
+            train(model, x)
+        except DdpkitError as error:
+            found[name] = str(error)
+        else:
+            gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+            found[name] = all(torch.equal(gradients, others) for others in all_gather(gradients))
+        barrier()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.storm)])
+def test_a_backward_that_ddp_does_not_average_is_an_error(world_size):
+    for found in on_ranks(_backwards, world_size):
+        for name, said in found.items():
+            if any(name.startswith(wrong.__name__) for wrong in _WRONG):
+                assert "second backward after a forward" in said, name
+            elif "static_graph" not in name or said is True:
+                assert said is True, name
+            else:  # DDP has narrower rules there
+                assert "static_graph" in said or "second backward" in said, name
+                assert name.startswith(("_gradient_penalty", "_micro_batches"))
+
+
+class _WithScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(3, 1), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": self.linear(x), "scale": self.scale}
+
+
+def _return_a_parameter() -> int:
+    model = wrap_model(_WithScale())
+    for _ in range(3):
+        output = model(torch.ones(1, 3))
+        (output["y"] * output["scale"]).sum().backward()
+    return len(model.module.scale._backward_hooks or {})
+
+
+def test_a_parameter_that_a_forward_returns_keeps_no_hook():
+    assert on_ranks(_return_a_parameter, 2) == [0, 0]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.storm)])
