@@ -1,0 +1,41 @@
+"""Train a student by a teacher's outputs, as DINO does: their centre is the mean over all ranks' samples."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpkit
+
+
+def main() -> None:
+    context = ddpkit.setup()
+    torch.manual_seed(0)
+    x = torch.randn(500, 16)
+    dataset = TensorDataset(x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x))
+    loader = ddpkit.make_loader(dataset, batch_size=48 // context.world_size)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    student = ddpkit.wrap_model(net)  # first: all ranks now have rank 0's weights
+    teacher = copy.deepcopy(net).requires_grad_(False)
+    center = torch.zeros(8, device=context.device)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for first, second in loader:
+        targets = teacher(first.to(context.device))
+        outputs = student(second.to(context.device))
+        weights = ((targets - center) / 0.04).softmax(1)
+        losses = -(weights * (outputs / 0.1).log_softmax(1)).sum(1)
+        loss = ddpkit.global_mean(losses.sum(), len(losses))  # ranks may hold different numbers of samples
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        center.lerp_(ddpkit.all_reduce_mean(targets.mean(0), weight=len(targets)), 0.1)
+        with torch.no_grad():
+            for mean, now in zip(teacher.parameters(), net.parameters(), strict=True):
+                mean.lerp_(now, 0.01)
+    if ddpkit.is_main_process():
+        print("center:", center.abs().sum().item())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Train an encoder with MoCo's loss: a queue holds the keys of earlier batches, in the order of one process."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import ddpkit
+
+
+def main() -> None:
+    context = ddpkit.setup()
+    torch.manual_seed(0)
+    x = torch.randn(500, 16)
+    dataset = TensorDataset(x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x))
+    loader = ddpkit.make_loader(dataset, batch_size=48 // context.world_size)
+    encoder = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    model = ddpkit.wrap_model(encoder)  # first: all ranks now have rank 0's weights
+    momentum = copy.deepcopy(encoder).requires_grad_(False)
+    queue = ddpkit.broadcast(F.normalize(torch.randn(256, 8))).to(context.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, (first, second) in enumerate(loader):
+        with torch.no_grad():
+            keys = F.normalize(shuffled(momentum, second.to(context.device), seed=step))
+        queries = F.normalize(model(first.to(context.device)))
+        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ queue.T], 1) / 0.2
+        own = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+        loss = ddpkit.global_mean(F.cross_entropy(logits, own, reduction="sum"), len(logits))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            queue = torch.cat([queue, ddpkit.gather_batch(keys)])[-len(queue) :]
+            for mean, now in zip(momentum.parameters(), encoder.parameters(), strict=True):
+                mean.lerp_(now, 0.01)
+    loss = ddpkit.all_reduce_mean(loss.item())
+    if ddpkit.is_main_process():
+        print("loss:", loss)
+
+
+def shuffled(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
+    """Run a model on a random share of all samples, so that its BatchNorm does not tell which belong together."""
+    rank, world_size = ddpkit.get_rank(), ddpkit.get_world_size()
+    joined = ddpkit.gather_batch(x)
+    order = torch.randperm(len(joined), generator=torch.Generator().manual_seed(seed)).to(x.device)
+    outputs = ddpkit.gather_batch(model(joined[order[rank::world_size]]))
+    return outputs[order.argsort()][rank::world_size]
+
+
+if __name__ == "__main__":
+    main()

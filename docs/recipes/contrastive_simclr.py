@@ -1,0 +1,38 @@
+"""Train an encoder with SimCLR's loss (NT-Xent): two views of a sample find each other among all ranks' views."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import ddpkit
+
+
+def nt_xent(first: torch.Tensor, second: torch.Tensor, temperature: float = 0.5) -> torch.Tensor:
+    views = F.normalize(torch.cat([first, second]))
+    itself = torch.eye(len(views), dtype=torch.bool, device=views.device)
+    logits = (views @ views.T / temperature).masked_fill(itself, -torch.inf)
+    partners = torch.arange(len(views), device=views.device).roll(len(first))
+    return F.cross_entropy(logits, partners)
+
+
+def main() -> None:
+    context = ddpkit.setup()
+    torch.manual_seed(0)
+    x = torch.randn(500, 16)
+    dataset = TensorDataset(x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x))
+    loader = ddpkit.make_loader(dataset, batch_size=48 // context.world_size)
+    model = ddpkit.wrap_model(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for first, second in loader:
+        views = model(torch.cat([first, second]).to(context.device))  # one forward for both
+        loss = nt_xent(*ddpkit.gather_batch(views.chunk(2)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    if ddpkit.is_main_process():
+        print("loss:", loss.item())
+
+
+if __name__ == "__main__":
+    main()
