@@ -121,6 +121,79 @@ def test_a_buffer_that_the_backend_cannot_send_is_named(nprocs: int, device: str
     record_property("measured", f"refused: {', '.join(first) or 'none'}")
 
 
+def contrast(net: nn.Module, inputs: Tensor) -> Tensor:
+    """Compute the loss of all ranks' samples, each compared with all others."""
+    features = ddpkit.gather_batch(net(inputs))
+    both = torch.cat([features, features.sin()], 1)
+    return (both @ both.T).logsumexp(1).mean()
+
+
+def step_by_contrast(net: nn.Module, inputs: Tensor) -> None:
+    contrast(net, inputs).backward()
+    descend(net)
+
+
+def step_by_contrast_in_bfloat16(net: nn.Module, inputs: Tensor) -> None:
+    with torch.autocast(inputs.device.type, torch.bfloat16):
+        loss = contrast(net, inputs.float())
+    loss.backward()
+    descend(net)
+
+
+def train_contrastively(strategy: str, precision: str, compiles: bool) -> list[float]:
+    dtype = torch.float32 if precision == "bfloat16" else torch.float64
+    net: Any = ddpkit.wrap_model(make_net().to(dtype), strategy)
+    if compiles:
+        net = torch.compile(net)
+    return train(net, step_by_contrast_in_bfloat16 if precision == "bfloat16" else step_by_contrast)
+
+
+def contrast_on_one_process() -> list[float]:
+    net = make_net()
+    for batch in make_batches():
+        step_by_contrast(net, batch)
+    return [number for tensor in net.state_dict().values() for number in tensor.flatten().tolist()]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_contrastive_loss_trains_what_one_process_trains(nprocs: int, compiles: bool, device: str) -> None:
+    expected = pytest.approx(contrast_on_one_process(), **CLOSE)
+    found = on_one_device(train_contrastively, nprocs, device, "ddp", "float64", compiles, timeout=120.0)
+    assert found == [expected] * nprocs
+
+
+def test_a_contrastive_loss_under_autocast_is_near_that(device: str) -> None:
+    expected = pytest.approx(contrast_on_one_process(), abs=0.01)
+    found = on_one_device(train_contrastively, 2, device, "auto", "bfloat16", False)
+    assert found == [expected] * 2
+
+
+@pytest.mark.gpus(2)
+def test_a_contrastive_loss_trains_that_over_nccl() -> None:
+    expected = pytest.approx(contrast_on_one_process(), **CLOSE)
+    found = on_a_gpu_each(train_contrastively, "auto", "float64", False)
+    assert found == [expected] * len(found)
+
+
+def back_twice() -> str:
+    """Run two forwards and then two backwards; return the error."""
+    net = ddpkit.wrap_model(make_net(), "ddp")
+    inputs = make_batches()[0].to(ddpkit.get_device())
+    one, other = net(inputs), net(inputs)
+    one.sum().backward()
+    try:
+        other.sum().backward()
+    except ddpkit.DdpkitError as error:
+        return str(error)
+    return ""
+
+
+def test_a_second_backward_on_the_device_raises(device: str) -> None:
+    for said in on_one_device(back_twice, 2, device):
+        assert "second backward after a forward" in said
+
+
 def train_plain(average: str) -> list[float]:
     """Train a plain model, whose gradients are averaged after backward or while other work is done."""
 
