@@ -42,10 +42,10 @@ def set_data_parallel(group: Group | None) -> None:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
             set_data_parallel(mesh["dp"])
     """
-    if not lifecycle.joined():
-        return
     with raise_everywhere("set_data_parallel()"):
         own = _ranks_in(group)
+    if not lifecycle.joined():
+        return
     check_fingerprint(fingerprint_of("set_data_parallel()"))
     texts = lifecycle.exchange(json.dumps({"ranks": own}))
     named = [parse(text, "exchange", {"ranks": [int]})["ranks"] for text in texts]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..collectives.differences import differing_parts, explain_disorder, list_lines
@@ -42,7 +43,10 @@ Entries = dict[str, str]  # of one rank: digests of values, by name
 
 
 @untraced
-def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def check_replicas(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+) -> None:
     """Raise on every rank unless all hold equal models and optimizers, bit by bit. Collective.
 
     It takes a checksum of every parameter (and whether it is frozen), buffer, optimizer state and
@@ -60,15 +64,16 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     `sync_buffers` makes them equal.
 
     Args:
-        model: A model, wrapped or not; target networks and averages, which DDP does not look after,
-            are worth a check.
-        optimizer: Its optimizer.
+        model: A model, wrapped or not, or a list of them, whose names then begin with the place in
+            it; target networks and averages, which DDP does not look after, are worth a check.
+        optimizer: Its optimizer, or a list of optimizers, of any of these models.
 
     Raises:
         ReplicaMismatchError: Naming what differs, and on which ranks.
         MismatchError: On the other ranks, if one raises an error below.
-        TypeError: If the model is no module, or has sharded tensors of another kind, such as FSDP's.
-        ValueError: If it has lazy tensors that are not initialised yet, or tensors on the meta
+        TypeError: If a model is no module, an optimizer none of torch's, or one has sharded tensors
+            of another kind, such as FSDP's.
+        ValueError: If a model has lazy tensors that are not initialised yet, or tensors on the meta
             device.
 
     Example:
@@ -82,16 +87,15 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     """
     call, peers = "check_replicas()", current_job.data_parallel()
     with raise_everywhere(call, peers):
-        check_module(call, model)
-        check_tensors(call, without_dtensors(named_tensors(model)))
-        if optimizer is not None:
-            _check_optimizer(call, optimizer)
+        whole = _as_one_module(call, model)
+        check_tensors(call, without_dtensors(named_tensors(whole)))
+        optimizers = _name_optimizers(call, optimizer)
         if not lifecycle.joined():
             return
-        values = _model_values(model)
-        if optimizer is not None:
-            values |= _optimizer_values(model, optimizer)
-        mine = {name: _describe(value) for name, value in values.items()} | _modes(model)
+        values = _model_values(whole)
+        for name, each in optimizers.items():
+            values |= _optimizer_values(name, whole, each)
+        mine = {name: _describe(value) for name, value in values.items()} | _modes(whole)
     check_fingerprint(fingerprint_of(call), peers)
     _compare(mine, peers)
     for group, parts in replicated_parts(values).items():
@@ -126,14 +130,43 @@ def _describe(value: Any) -> str:
     return f"{name_dtype(value.dtype)}{list(value.shape)} DTensor, {', '.join(map(str, value.placements))}{frozen}"
 
 
-def _check_optimizer(call: str, optimizer: torch.optim.Optimizer) -> None:
+def _as_one_module(call: str, model: Any) -> nn.Module:
+    """Return a model, or one module that holds all those of a list, under their places in it."""
+    if not isinstance(model, list | tuple):
+        check_module(call, model)
+        return cast(nn.Module, model)
+    for each in model:
+        check_module(call, each)
+    return nn.ModuleList(model)
+
+
+def _name_optimizers(call: str, optimizer: Any) -> dict[str, Optimizer]:
+    """Name an optimizer, or those of a list by their places in it.
+
+    Raises:
+        TypeError: If one is no optimizer, or has sharded states.
+    """
+    if optimizer is None:
+        return {}
+    named = {"optimizer": optimizer}
+    if isinstance(optimizer, list | tuple):
+        named = {f"optimizer {i}": each for i, each in enumerate(optimizer)}
+    for each in named.values():
+        if not isinstance(each, Optimizer):
+            kind = type(each).__name__
+            raise TypeError(f"{call} takes a torch.optim.Optimizer, or a list of them, got {kind}.")
+        _check_states(call, each)
+    return named
+
+
+def _check_states(call: str, optimizer: Optimizer) -> None:
     """Refuse an optimizer that has sharded states.
 
     Raises:
         TypeError: If it has.
     """
     named = []
-    for state in getattr(optimizer, "state", {}).values():
+    for state in optimizer.state.values():
         for value in state.values():
             if not is_dtensor(value):
                 named.append(("the optimizer's state", value))
@@ -185,7 +218,7 @@ def _modes(model: nn.Module) -> Entries:
     return entries
 
 
-def _optimizer_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _optimizer_values(called: str, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     names = {parameter: name for name, parameter in named_parameters(model)}
     entries: dict[str, Any] = {}
     for i, group in enumerate(optimizer.param_groups):
@@ -194,11 +227,11 @@ def _optimizer_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
             members.append(names.get(parameter, f"group {i} parameter {j}"))
         settings = group | {"params": members}
         for key, value in settings.items():
-            entries[f"optimizer group {i} {key}"] = value
+            entries[f"{called} group {i} {key}"] = value
         for name, parameter in zip(members, group["params"], strict=True):
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():
-                entries[f"optimizer state {key} of {name}"] = value
+                entries[f"{called} state {key} of {name}"] = value
     return entries
 
 

@@ -28,7 +28,7 @@ def main() -> None:
         (-critic(fake(noise(step, mine)))).mean().backward()
         ddpkit.average_gradients(fake)  # the critic's gradients of this pass are not used
         makes.step()
-    ddpkit.check_replicas(nn.ModuleList([fake, critic]))
+    ddpkit.check_replicas([fake, critic])
     if ddpkit.is_main_process():
         print("centre:", fake.bias.mean().item())
 

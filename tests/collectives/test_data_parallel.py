@@ -130,3 +130,13 @@ def test_several_dimensions_of_a_mesh_are_data_parallel_together() -> None:
 def test_one_process_is_the_only_data_parallel_rank() -> None:
     ddpkit.set_data_parallel(None)
     assert place() == (0, 1)
+
+
+def refused() -> list[str]:
+    return [raised(ddpkit.set_data_parallel, group) for group in (3, "dp")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_no_group_is_refused_on_any_number_of_ranks(world_size):
+    for found in on_ranks(refused, world_size):
+        assert "TypeError" in found[0] and "got int" in found[0] and "got str" in found[1]

@@ -338,7 +338,7 @@ def _cannot() -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_buffers_that_cannot_be_made_equal_are_an_error_on_every_rank(world_size):
     reasons = ["cannot write to scale", "'mean' or 'broadcast', got 'max'", "is lazy", "on the meta device"]
-    reasons += ["param_groups", "takes a torch.nn.Module, got NoneType"]
+    reasons += ["or a list of them, got str", "takes a torch.nn.Module, got NoneType"]
     for rank, found in enumerate(on_ranks(_cannot, world_size)):
         for text, reason in zip(found, reasons, strict=False):
             assert reason in text
@@ -437,3 +437,63 @@ def test_equal_parts_in_another_order_are_an_error_that_says_where(world_size):
     for found in on_ranks(_in_another_order, world_size):
         for text, head in zip(found, heads, strict=True):
             assert text.startswith(f"{head} on {others}; ") and f" on rank {world_size - 1}. A set" in text, text
+
+
+def _two_networks() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    networks = [_parts()[0], nn.Linear(2, 1, bias=False)]
+    networks[1].weight.data.fill_(1.0)
+    return networks, [torch.optim.SGD(net.parameters(), lr=0.1) for net in networks]
+
+
+def _several() -> str:
+    networks, optimizers = _two_networks()
+    networks[1] = wrap_model(networks[1])
+    check_replicas(networks, optimizers)
+    check_replicas(tuple(networks), tuple(optimizers))
+    check_replicas(networks[0], optimizers)  # an actor's and a critic's of one model
+    if get_rank() == 1:
+        networks[0][1].eval()
+        networks[1].module.weight.data[0, 1] = 2.0
+        optimizers[1].param_groups[0]["lr"] = 0.2
+    with pytest.raises(ReplicaMismatchError) as caught:
+        check_replicas(networks, optimizers)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_several_models_and_optimizers_are_compared_by_their_places_in_the_lists(world_size):
+    equal = "rank 0" if world_size == 2 else "ranks 0, 2"
+    for text in on_ranks(_several, world_size):
+        assert text.startswith("3 of ")
+        assert "parameter 1.weight: float32[1, 2] #" in text
+        assert "mode of 0.1: " in text
+        assert f"optimizer 1 group 0 lr: 0.1 on {equal}; 0.2 on rank 1" in text
+
+
+_NO_OPTIMIZER = {
+    "Linear": lambda: nn.Linear(2, 1),
+    "dict": lambda: torch.optim.SGD(nn.Linear(2, 1).parameters()).state_dict(),
+    "LambdaLR": lambda: torch.optim.lr_scheduler.LambdaLR(_parts()[1], lambda step: 1.0),
+    "NoneType": lambda: [_parts()[1], None],
+}
+
+
+def _refused() -> list[str]:
+    found = []
+    for make in _NO_OPTIMIZER.values():
+        with pytest.raises(TypeError) as caught:
+            check_replicas(_parts()[0], make())
+        found.append(str(caught.value))
+    for models in ({"actor": nn.Linear(2, 1)}, [nn.Linear(2, 1), None], nn.Linear(2, 1).parameters()):
+        with pytest.raises(TypeError) as caught:
+            check_replicas(models)
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_is_no_model_or_optimizer_is_refused_on_any_number_of_ranks(world_size):
+    for found in on_ranks(_refused, world_size):
+        for kind, text in zip(_NO_OPTIMIZER, found, strict=False):
+            assert text == f"check_replicas() takes a torch.optim.Optimizer, or a list of them, got {kind}."
+        assert [text.split()[-1] for text in found[4:]] == ["dict.", "NoneType.", "generator."]

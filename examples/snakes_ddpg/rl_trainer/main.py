@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -320,7 +319,7 @@ def save(
     name: int,
 ) -> None:
     """Save the models under a name and a checkpoint of everything, once the ranks are known to agree. Collective."""
-    ddpkit.check_replicas(nn.ModuleList([agent.networks, agent.targets]), agent.optimizer)
+    ddpkit.check_replicas([agent.networks, agent.targets], agent.optimizer)
     ddpkit.run_on_main(save_models, settings.folder, name, agent)
     checkpoints.save(
         total["optimiser_steps"],
