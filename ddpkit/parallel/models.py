@@ -104,8 +104,12 @@ def check_module(call: str, model: object) -> None:
     Raises:
         TypeError: If it is none.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{call} takes a torch.nn.Module, got {type(model).__name__}.")
+    if isinstance(model, nn.Module):
+        return
+    problem = f"{call} takes a torch.nn.Module, got {type(model).__name__}."
+    if isinstance(model, list | tuple | dict):
+        problem += " Call it for each of them."
+    raise TypeError(problem)
 
 
 def without_dtensors(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -56,6 +57,18 @@ _SENT_BY_ALL_BACKENDS = {
     torch.int64,
     torch.uint8,
 }
+_ITS_PARAMETERS = "torch's DDP itself has to be given parameters of its own"
+_DECIDED = {  # options of DDP that wrap_model() has no choice in, and why
+    "module": "it is the first argument",
+    "device_ids": "the model is on get_device()",
+    "output_device": "the model is on get_device()",
+    "dim": "each rank loads its own samples, and none are split",
+    "init_sync": "every rank begins with rank 0's parameters",
+    "process_group": "set_data_parallel() says which ranks hold equal models",
+    "device_mesh": "set_data_parallel() says which ranks hold equal models",
+    "delay_all_reduce_named_params": _ITS_PARAMETERS,
+    "param_to_hook_all_reduce": _ITS_PARAMETERS,
+}
 Strategy = Literal["auto", "ddp", "dp"]
 M = TypeVar("M", bound=nn.Module)
 
@@ -68,6 +81,7 @@ def wrap_model(
     static_graph: bool = False,
     sync_batchnorm: bool = False,
     broadcast_buffers: bool = True,
+    **options: Any,
 ) -> M | DistributedDataParallel | DataParallel[M]:
     """Move a model to this rank's device and wrap it in DDP if there are several. Collective.
 
@@ -87,7 +101,10 @@ def wrap_model(
             the former.
         sync_batchnorm: Batch statistics over all ranks' samples; accelerators only.
         broadcast_buffers: Send rank 0's buffers (BatchNorm statistics) to all before every forward;
-            if False, each rank keeps its own after the first.
+            if False, each rank keeps its own after the first. Newer versions of torch call it
+            `forward_sync_buffers`, which is taken, too.
+        **options: Further options of torch's `DistributedDataParallel`, such as `bucket_cap_mb` or
+            `gradient_as_bucket_view`; equal on every rank.
 
     Returns:
         The wrapped model, or `model` itself. `unwrap_model` gives `model` back. On several ranks
@@ -100,7 +117,8 @@ def wrap_model(
             on every rank; on the other ranks, if one raises an error below.
         DdpkitError: If `strategy` insists on what the job has not got.
         TypeError: If the model is no module, or is sharded (FSDP, `fully_shard`, tensor
-            parallelism).
+            parallelism); if DDP has no such option, or `wrap_model` decides it; on any number of
+            ranks.
         ValueError: If the model is already wrapped, or has tensors that are lazy and not
             initialised yet, on the meta device, expanded, or made in inference mode; if an option
             is unknown or impossible on this device.
@@ -111,8 +129,16 @@ def wrap_model(
         True
     """
     device, peers = current_job.get_device(), current_job.data_parallel()
+    broadcast_buffers = options.pop("forward_sync_buffers", broadcast_buffers)
+    switches = {
+        "find_unused_parameters": find_unused_parameters,
+        "static_graph": static_graph,
+        "sync_batchnorm": sync_batchnorm,
+        "broadcast_buffers": broadcast_buffers,
+    }
     with raise_everywhere("wrap_model()", peers):
         _check_model(model)
+        _check_options(switches, options)
         has_group = joined_world_size(peers) > 1 or (strategy == "ddp" and dist.is_initialized())
         _check_strategy(strategy, has_group)
         if has_group and sync_batchnorm and device.type == "cpu":
@@ -124,13 +150,7 @@ def wrap_model(
     if not has_group:
         _point_at_torchrun()
         return model.to(device)
-    options = {
-        "find_unused_parameters": find_unused_parameters,
-        "static_graph": static_graph,
-        "sync_batchnorm": sync_batchnorm,
-        "broadcast_buffers": broadcast_buffers,
-    }
-    described = {name: str(value) for name, value in options.items()}
+    described = {name: str(value) for name, value in (switches | options).items()}
     check_fingerprint(fingerprint_of("wrap_model", described | _describe(model)), peers)
     model = model.to(device)
     if not _is_trainable(model):  # DDP refuses it
@@ -146,9 +166,10 @@ def wrap_model(
             process_group=group_of(peers),
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
+            **options,
         )
-    # as an argument, False would skip the first broadcast, too
-    ddp.broadcast_buffers = broadcast_buffers
+    if not broadcast_buffers:  # as an argument, it would skip the first broadcast, too
+        ddp.broadcast_buffers = False
     ddp.register_forward_hook(_Backwards().follow)
     follow_steps(ddp)
     return _remember_frozen(ddp)
@@ -167,7 +188,34 @@ def _check_model(model: nn.Module) -> None:
         check_writable(call, name, tensor)
 
 
+def _check_options(switches: dict[str, bool], options: dict[str, Any]) -> None:
+    """Refuse options that torch's DDP does not take, or not from here.
+
+    Raises:
+        TypeError: If there is one, or one is not True or False that has to be.
+        ValueError: If `bucket_cap_mb` is out of range.
+    """
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    for name in options:
+        if name in _DECIDED:
+            raise TypeError(f"wrap_model() takes no {name}: {_DECIDED[name]}.")
+        if name not in known:
+            listed = ", ".join(sorted(known.keys() - _DECIDED.keys() - {"self"}))
+            has = f"DDP of torch {torch.__version__}, which has {listed}"
+            raise TypeError(f"wrap_model() has no option {name}, nor has {has}.")
+    for name, value in (switches | options).items():
+        is_switch = name in switches or known[name].default is False
+        if is_switch and not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}.")
+    size = options.get("bucket_cap_mb")
+    if size is not None and not (isinstance(size, int | float) and size > 0):
+        raise ValueError(f"bucket_cap_mb must be a positive number of MiB, got {size!r}.")
+
+
 def _check_strategy(strategy: str, has_group: bool) -> None:
+    if not isinstance(strategy, str):
+        remedy = "wrap_model() takes one model alone; build its optimizer after it."
+        raise TypeError(f"strategy must be a string, got {type(strategy).__name__}. {remedy}")
     if strategy not in ("auto", "ddp", "dp"):
         raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}.")
     if strategy == "ddp" and not has_group:

@@ -123,6 +123,101 @@ def test_compressed_gradients_are_close_and_equal_on_all_ranks():
     assert first["fp16"] != first[None]
 
 
+_OPTIONS_OF_DDP = (
+    {"bucket_cap_mb": 1},
+    {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.5},
+)
+
+
+def _with_options_of_ddp() -> list[Any]:
+    found = []
+    for options in _OPTIONS_OF_DDP:
+        net = _net(get_rank())
+        model = wrap_model(net, **options)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.full((2, 3), get_rank() + 1.0).double()).sum().backward()
+        check_replicas(model)
+        found.append(torch.cat([p.grad.flatten() for p in net.parameters()]).tolist())
+        if isinstance(model, DDP):
+            assert model.gradient_as_bucket_view == ("gradient_as_bucket_view" in options)
+            assert model.bucket_bytes_cap == options.get("bucket_cap_mb", 25) * 2**20
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_options_of_torchs_ddp_reach_it_and_train_the_same(world_size):
+    results = on_ranks(_with_options_of_ddp, world_size)
+    for found in results:
+        assert found == results[0]
+        for gradient in found:
+            assert gradient == pytest.approx(found[0])
+
+
+def _buffers_by_the_new_name() -> list[float]:
+    found = []
+    for synced in (True, False):
+        inner = _Buffered()
+        model = wrap_model(inner, forward_sync_buffers=synced, find_unused_parameters=True)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        found.append(inner.seen.item())
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_new_name_of_broadcast_buffers_means_the_same(world_size):
+    for rank, found in enumerate(on_ranks(_buffers_by_the_new_name, world_size)):
+        assert found == [1.0 + (rank + 1), 2.0 * (rank + 1)]
+
+
+_REFUSED_OPTIONS = {
+    "wrap_model() takes no process_group: set_data_parallel()": {"process_group": None},
+    "wrap_model() takes no device_ids: ": {"device_ids": [0]},
+    "wrap_model() takes no output_device: ": {"output_device": 0},
+    "wrap_model() takes no module: ": {"module": nn.Linear(2, 1)},
+    "wrap_model() takes no dim: ": {"dim": 1},
+    "wrap_model() takes no init_sync: ": {"init_sync": False},
+    "wrap_model() takes no delay_all_reduce_named_params: ": {"delay_all_reduce_named_params": []},
+    "wrap_model() has no option bucket_cap, nor has DDP of torch": {"bucket_cap": 25},
+    "gradient_as_bucket_view must be True or False, got 'yes'": {"gradient_as_bucket_view": "yes"},
+    "static_graph must be True or False, got None": {"static_graph": None},
+    "broadcast_buffers must be True or False, got 2": {"broadcast_buffers": 2},
+    "bucket_cap_mb must be a positive number of MiB, got '25'": {"bucket_cap_mb": "25"},
+    "bucket_cap_mb must be a positive number of MiB, got 0": {"bucket_cap_mb": 0},
+    "strategy must be a string, got SGD": {"strategy": torch.optim.SGD(nn.Linear(1, 1).parameters())},
+}
+
+
+def _refused_options() -> list[str]:
+    found = []
+    for options in _REFUSED_OPTIONS.values():
+        with pytest.raises((TypeError, ValueError)) as caught:
+            wrap_model(nn.Linear(2, 1), **options)
+        found.append(str(caught.value))
+    with pytest.raises(TypeError, match=r"got list\. Call it for each of them"):
+        wrap_model([nn.Linear(2, 1)])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_options_that_ddp_has_not_or_that_are_decided_are_refused_on_any_number_of_ranks(world_size):
+    for found in on_ranks(_refused_options, world_size):
+        for text, head in zip(found, _REFUSED_OPTIONS, strict=True):
+            assert text.startswith(head)
+
+
+def _different_options() -> str:
+    return _message(MismatchError, lambda: wrap_model(nn.Linear(2, 1), bucket_cap_mb=get_rank() + 1))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_options_of_ddp_that_differ_between_ranks_are_an_error(world_size):
+    for text in on_ranks(_different_options, world_size):
+        assert "bucket_cap_mb: 1 on rank 0; 2 on rank 1" in text
+
+
 def test_one_process_keeps_the_model_itself(caplog):
     net = _net()
     for options in ({}, {"sync_batchnorm": True, "broadcast_buffers": False}):
