@@ -120,7 +120,7 @@ def unpack(buffer: Tensor, dtype: torch.dtype, op: str, divisor: float, in_halve
     if in_halves:
         high, low = buffer.chunk(2)
         if op == "mean":
-            return _divide(high * 2.0**32 + low, divisor)
+            return _mean_of_halves(high, low, divisor)
         return _join_halves(high, low)
     result = _divide(buffer, divisor)
     if dtype.is_floating_point:
@@ -178,6 +178,21 @@ def _join_halves(high: Tensor, low: Tensor) -> Tensor:
     if bool(too_large.any()):
         raise OverflowError("The sum of 64-bit integers over all ranks does not fit 64 bits. Reduce them as float64.")
     return (high << 32) + (low & _LOW_HALF)
+
+
+def _mean_of_halves(high: Tensor, low: Tensor, count: float) -> Tensor:
+    """Divide the sums of high and low halves, rounded once, as Python divides ints.
+
+    What the sum and the quotient lose by rounding is exact itself, and is divided and added after them.
+    """
+    upper = high * 2.0**32
+    total = upper + low
+    rest = low - (total - upper)
+    mean = _divide(total.clone(), count)
+    head = mean.to(torch.float32).to(torch.float64)  # products of 24 and of 29 bits with the count are exact
+    tail = mean - head
+    rest += total - head * count - tail * count
+    return mean + _divide(rest, count)
 
 
 def _divide(buffer: Tensor, divisor: float) -> Tensor:

@@ -55,9 +55,7 @@ def test_integers_are_added_averaged_and_compared_exactly(data: Any, dtype: torc
     info = torch.iinfo(dtype)
     values = data.draw(st.lists(st.integers(info.min, info.max), min_size=world, max_size=world))
     each = [torch.tensor([value], dtype=dtype) for value in values]
-    mean = sum(values) / world  # Python's int / int is correctly rounded
-    rounding = 0 if abs(sum(values)) <= 2**53 else 2.0**-52
-    assert reduced(each, "mean").tolist() == [pytest.approx(mean, rel=rounding, abs=0)]
+    assert reduced(each, "mean").tolist() == [float(Fraction(sum(values), world))]
     assert reduced(each, "mean").dtype == torch.float64
     for op, best in (("min", min), ("max", max)):
         assert reduced(each, op).tolist() == [best(values)] and reduced(each, op).dtype == dtype
@@ -66,6 +64,17 @@ def test_integers_are_added_averaged_and_compared_exactly(data: Any, dtype: torc
     else:
         with pytest.raises(OverflowError, match="does not fit 64 bits"):
             reduced(each, "sum")
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=8), st.sampled_from([1, 1000, 2**18 - 1]))
+@example([2063716425093236682, -2008596548761560162, 663049671578551872], 1)
+@example([2**53, 1], 1)  # halfway between two floats
+@example([2**53 + 2, 1], 1)
+def test_the_mean_of_huge_integers_is_correctly_rounded_on_up_to_two_million_ranks(values: Any, times: int) -> None:
+    world = len(values) * times
+    total = sum(packing.pack(torch.tensor([value]), "mean", torch.float64, False) * times for value in values)
+    mean = packing.unpack(total, torch.int64, "mean", float(world), in_halves=True)
+    assert mean.tolist() == [float(Fraction(sum(values) * times, world))]
 
 
 @given(st.data(), st.sampled_from(list(HALVES)), st.integers(1, 9))
