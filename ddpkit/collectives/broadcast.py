@@ -18,7 +18,7 @@ from ..process_group.peers import Peers, group_of, ranks_of
 from ..torch_internals import untraced
 from .consistency import CHECK, PAYLOAD, communication_device, fingerprint_of, new_block, raise_everywhere, sum_block
 from .pickling import TensorPickler, TensorUnpickler, check_copies
-from .tensors import bytes_as_tensor, flat_bytes, loses_gradient
+from .tensors import bytes_as_tensor, explain_not_dense, flat_bytes, loses_gradient
 
 _SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exact in a float64
 
@@ -31,17 +31,16 @@ class _Description(NamedTuple):
     on_cpu: bool
 
 
-def broadcast_value(value: Any, src: Any, peers: Peers | None = None) -> Any:
+def broadcast_value(value: Any, src: Any, peers: Peers | None = None, check: bool = True) -> Any:
     """Give every rank the value of rank `src`: there itself, elsewhere a copy. Collective."""
-    everyone = ranks_of(peers)
-    src = everyone[0] if src is None else plain_index(src)
+    src = ranks_of(peers)[0] if src is None else plain_index(src)
     call = f"broadcast(src={src!r})"
+    if not check:
+        return _broadcast_unchecked(call, value, src, peers)
     tensors: list[Tensor] = []
     data = b""
     with raise_everywhere(call, peers):
-        if type(src) is not int or src not in everyone:
-            expected = f"0 to {len(everyone) - 1}" if peers is None else f"one of {', '.join(map(str, everyone))}"
-            raise ValueError(f"src must be a rank, {expected}, got {src!r}.")
+        _check_src(src, peers)
         if ranks.get_rank() == src:
             data = _pickle(call, value, tensors)
     if not lifecycle.joined():
@@ -56,24 +55,50 @@ def broadcast_value(value: Any, src: Any, peers: Peers | None = None) -> Any:
     return TensorUnpickler(io.BytesIO(body), received).load()
 
 
-def _pickle(call: str, value: Any, tensors: list[Tensor]) -> bytes:
-    """Pickle a value and the descriptions of its tensors, which are appended to `tensors`.
+def _broadcast_unchecked(call: str, value: Any, src: Any, peers: Peers | None) -> Any:
+    """Give every rank the tensor of rank `src` in the place of its own, by nothing but a broadcast. Collective.
 
-    Raises:
-        ValueError: If one of them was computed with a gradient, which would be lost.
+    An error is this rank's alone: in the broadcast the others would not hear of it.
     """
+    _check_src(src, peers)
+    problem = explain_not_dense(value) if isinstance(value, Tensor) else type(value).__name__
+    if problem:
+        like = "a dense tensor on every rank, of the same shape and dtype"
+        raise TypeError(f"{call} with check=False takes {like}, found {problem}.")
+    _refuse_gradients(call, [value])
+    if not lifecycle.joined():
+        return value
+    if ranks.get_rank() != src:
+        return _receive(_describe(value), src, peers)
+    _broadcast_tensor(flat_bytes(value), src, peers)
+    return value
+
+
+def _check_src(src: object, peers: Peers | None) -> None:
+    everyone = ranks_of(peers)
+    if type(src) is not int or src not in everyone:
+        expected = f"0 to {len(everyone) - 1}" if peers is None else f"one of {', '.join(map(str, everyone))}"
+        raise ValueError(f"src must be a rank, {expected}, got {src!r}.")
+
+
+def _pickle(call: str, value: Any, tensors: list[Tensor]) -> bytes:
+    """Pickle a value and the descriptions of its tensors, which are appended to `tensors`."""
 
     def load(body: bytes) -> Any:
         return TensorUnpickler(io.BytesIO(body), tensors).load()
 
     file = io.BytesIO()
     TensorPickler(file, call, tensors).dump(value)
-    if any(map(loses_gradient, tensors)):
-        raise ValueError(f"{call} would lose the gradient of a tensor in the value. Pass it.detach().")
+    _refuse_gradients(call, tensors)
     body = file.getvalue()
     check_copies(call, body, load)
     descriptions = [_describe(tensor) for tensor in tensors]
     return pickle.dumps((descriptions, body))
+
+
+def _refuse_gradients(call: str, tensors: list[Tensor]) -> None:
+    if any(map(loses_gradient, tensors)):
+        raise ValueError(f"{call} would lose the gradient of a tensor in the value. Pass it.detach().")
 
 
 def _describe(tensor: Tensor) -> _Description:

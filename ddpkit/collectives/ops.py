@@ -66,7 +66,8 @@ def all_reduce_mean(
             rank in it. In messages and results ranks are still those of the job.
 
     Returns:
-        The same structure holding the means, equal on every rank. It carries no gradient.
+        The same structure holding the means, equal on every rank. It carries no gradient. Without weights, the mean of
+        ints is exact but for one rounding, however large they are.
 
     Raises:
         MismatchError: If structure, shape or dtype differ between ranks, or only some pass a weight; the message lists
@@ -238,7 +239,7 @@ def all_gather_object(obj: T, *, group: Group | None = None) -> list[T]:
 
 
 @untraced
-def broadcast(value: T, src: int | None = None, *, group: Group | None = None) -> T:
+def broadcast(value: T, src: int | None = None, *, check: bool = True, group: Group | None = None) -> T:
     """Give every rank the value of one. Collective.
 
     A value of up to 1.9 kB costs one small exchange, and each tensor in it one broadcast.
@@ -248,6 +249,9 @@ def broadcast(value: T, src: int | None = None, *, group: Group | None = None) -
             placeholder, for example None; it is ignored.
         src: The rank whose value it is, by its number in the job; the same on every rank. By default the first of
             those that take part.
+        check: False on every rank sends a single tensor by one broadcast and nothing else, so that nothing waits for
+            its device. Then every rank passes a tensor of the same shape and dtype, on the same kind of device, which
+            is not modified. Ranks that differ get wrong values, or hang, or abort.
         group: As for `all_reduce_mean`.
 
     Returns:
@@ -257,13 +261,14 @@ def broadcast(value: T, src: int | None = None, *, group: Group | None = None) -
     Raises:
         MismatchError: If `src` differs between ranks; on the other ranks, if the value cannot be pickled.
         NotSetUpError: If several processes were launched but `setup()` was not called.
+        TypeError: If the value is no dense tensor, with `check=False`; on this rank alone.
         ValueError: If there is no rank `src`.
 
     Example:
         >>> broadcast({"run": "2024-05-01", "lr": 0.1})
         {'run': '2024-05-01', 'lr': 0.1}
     """
-    return broadcast_value(value, src, peers_of(group))  # type: ignore[no-any-return]
+    return broadcast_value(value, src, peers_of(group), check)  # type: ignore[no-any-return]
 
 
 @untraced

@@ -129,6 +129,22 @@ def gather() -> Ways:
     }
 
 
+def shuffle_by_hand(indices: Tensor) -> Tensor:
+    received = indices.clone()
+    dist.broadcast(received, src=0)
+    return received
+
+
+def shuffle() -> Ways:
+    """MoCo's broadcast in each step: the order in which all ranks' samples go through the second encoder."""
+    indices = torch.randperm(256 * dist.get_world_size())
+    return {
+        "by hand": lambda: shuffle_by_hand(indices),
+        "broadcast": lambda: ddpkit.broadcast(indices),
+        "check=False": lambda: ddpkit.broadcast(indices, check=False),
+    }
+
+
 CASES: dict[str, Callable[[], Ways]] = {
     "1 number": number,
     "32 numbers": lambda: numbers(32),
@@ -137,6 +153,7 @@ CASES: dict[str, Callable[[], Ways]] = {
     "10⁶ float32": tensor,
     f"{TENSORS} tensors": tree,
     f"{SAMPLES} samples": gather,
+    "a shuffle": shuffle,
 }
 
 

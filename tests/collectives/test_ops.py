@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import random
 import re
 import time
 import warnings
@@ -319,6 +320,30 @@ def known_traps() -> dict[str, Any]:
     }
 
 
+def huge_of(rank: int) -> list[int]:
+    """This rank's integers of 64 bits: one whose mean is hard to round, then random ones."""
+    rng = random.Random(rank)
+    first = [2063716425093236682, -2008596548761560162, 663049671578551872][rank]
+    return [first, *(rng.randrange(-(2**63), 2**63) for _ in range(999))]
+
+
+def means_of_huge_integers() -> list[list[float]]:
+    values = huge_of(get_rank())
+    tensor = torch.tensor(values)
+    means = [all_reduce_mean(tensor), all_reduce_mean(tensor, check=False), all_reduce_mean(np.array(values))]
+    few = [all_reduce_mean(tensor[:100]), all_reduce_mean({"x": tensor[:1]})["x"]]
+    return [*(mean.tolist() for mean in (*means, *few)), all_reduce_mean(values[:100])]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_mean_of_huge_integers_is_rounded_once(world_size: int) -> None:
+    columns = zip(*map(huge_of, range(world_size)), strict=True)
+    exact = [float(Fraction(sum(column), world_size)) for column in columns]
+    for found in on_ranks(means_of_huge_integers, world_size):
+        for means in found:
+            assert means == exact[: len(means)]
+
+
 def test_known_traps_on_two_ranks() -> None:
     for rank, got in enumerate(on_ranks(known_traps, 2)):
         assert got["bool"] == 0.5 and type(got["bool"]) is float
@@ -534,6 +559,7 @@ def counted() -> dict[str, int]:
         "max": lambda: all_reduce(big, "max"),
         "unchecked": lambda: all_reduce_mean(torch.ones(5), check=False),
         "broadcast": lambda: broadcast({"lr": 0.1, "name": "run"} if get_rank() == 0 else None),
+        "unchecked broadcast": lambda: broadcast(torch.arange(512), check=False),
         "all_gather": lambda: all_gather(torch.ones(get_rank())),
     }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -554,7 +580,39 @@ def test_fifty_scalars_cost_one_collective_check_included() -> None:
         assert counts == {
             **{"50 numbers": 1, "50 tensors": 1, "mixed": 1, "weighted": 1},
             **{"big": 3, "max": 2, "unchecked": 1, "broadcast": 1, "all_gather": 2},
+            "unchecked broadcast": 1,
         }
+
+
+def broadcast_unchecked() -> list[Any]:
+    rank, last_rank = get_rank(), get_world_size() - 1
+    found = []
+    for dtype in (torch.int64, torch.float64, torch.bfloat16, torch.bool, torch.complex64):
+        for shape in ((), (0, 3), (2, 3)):
+            own = torch.full(shape, rank + 1, dtype=dtype)
+            got = broadcast(own, last_rank, check=False)
+            assert (got is own) == (rank == last_rank) and got.dtype == dtype
+            assert torch.equal(own, torch.full(shape, rank + 1, dtype=dtype))
+            found.append(torch.equal(got, torch.full(shape, last_rank + 1, dtype=dtype)))
+    columns = torch.arange(6.0).reshape(2, 3).t() * (rank + 1)
+    found.append(torch.equal(broadcast(columns, check=False), torch.arange(6.0).reshape(2, 3).t()))
+    learned = broadcast(torch.nn.Parameter(torch.full((2,), float(rank))), 0, check=False)
+    found.append(learned.tolist() == [0.0, 0.0] and learned.requires_grad == (rank == 0))
+    for value, src, kind, words in (
+        (None, None, TypeError, "with check=False takes a dense tensor on every rank, .*, found NoneType"),
+        ([torch.ones(1)], None, TypeError, "found list"),
+        (torch.ones(2).to_sparse(), None, TypeError, "found a sparse_coo tensor"),
+        (torch.ones(2), 99, ValueError, "src must be a rank"),
+    ):
+        with pytest.raises(kind, match=words):
+            broadcast(value, src, check=False)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_unchecked_broadcast_gives_a_new_tensor_like_ones_own(world_size: int) -> None:
+    for found in on_ranks(broadcast_unchecked, world_size):
+        assert all(found) and len(found) == 17
 
 
 # --- ranks that differ ------------------------------------------------------------------------------------------------
