@@ -135,9 +135,9 @@ class Checkpointer:
                 every rank.
             **state: What to save: anything with `state_dict()` (modules, wrapped, compiled or not;
                 optimizers, schedulers, loaders), or plain data (numbers, strings, tensors, and
-                dicts, lists and tuples of them). Each rank's random number generators are added:
-                those of `random`, NumPy (the global one) and torch, on the CPU and on the rank's
-                accelerator.
+                dicts, lists and tuples of them). NumPy's numbers and strings come back as Python's.
+                Each rank's random number generators are added: those of `random`, NumPy (the global
+                one) and torch, on the CPU and on the rank's accelerator.
 
         Returns:
             The file's path. Without waiting, the file is not there yet.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch.nn.parameter import is_lazy
+
 from ..collectives.ops import all_gather_object
 from ..collectives.sharded import explain_sharded
 from ..errors import CheckpointError
@@ -101,6 +103,7 @@ def _take_states(
     own_states = {name: state_of(value) for name, value in own.items()}
     _check_tensors(states, own_states)
     states = {name: take_out(name, state, sharded) for name, state in states.items()}
+    own_states = take_out("per_rank", own_states, {})  # in which none are sharded
     kinds, shapes = _describe_all(values)
     content = {
         "format": FORMAT,
@@ -131,6 +134,9 @@ def _check_tensors(states: Mapping[str, Any], own_states: Mapping[str, Any]) -> 
     if problem:
         raise CheckpointError(problem)
     for name, tensor in tensors:
+        if is_lazy(tensor):
+            problem = f"Cannot save {name}: it is lazy and not initialised yet."
+            raise CheckpointError(f"{problem} Call the model once before.")
         if tensor.is_meta:
             problem = f"Cannot save {name}: it is on the meta device and has no values."
             raise CheckpointError(f"{problem} Make it with some.")

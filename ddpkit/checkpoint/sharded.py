@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,6 +55,8 @@ class Layout(NamedTuple):
 def take_out(name: str, state: Any, found: dict[str, Any]) -> Any:
     """Return a nested state with empty tensors on the meta device in the places of DTensors.
 
+    In the places of NumPy's scalars it has Python's: NumPy's need code of its own to be loaded.
+
     Args:
         name: The state's path.
         state: The state; it is not changed.
@@ -63,14 +66,22 @@ def take_out(name: str, state: Any, found: dict[str, Any]) -> Any:
         found[name] = state
         return torch.empty(state.shape, dtype=state.dtype, device="meta")
     if isinstance(state, Mapping):
-        items = {key: take_out(path_to(name, key), value, found) for key, value in state.items()}
+        items = {}
+        for key, value in state.items():
+            items[_plain(key)] = take_out(path_to(name, key), value, found)
         return same_mapping(state, items)
     if type(state) in (list, tuple):
         values = [take_out(path_to(name, i), value, found) for i, value in enumerate(state)]
         if all(new is old for new, old in zip(values, state, strict=True)):
             return state
         return type(state)(values)
-    return state
+    return _plain(state)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
 
 
 def find_stand_ins(name: str, state: Any) -> Iterator[tuple[str, Tensor]]:
@@ -87,7 +98,7 @@ def find_stand_ins(name: str, state: Any) -> Iterator[tuple[str, Tensor]]:
 
 def same_mapping(state: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Return a mapping like a state with these items: the state itself if they are its own."""
-    if all(items[key] is state[key] for key in items):
+    if all(new is old and items[new] is state[old] for new, old in zip(items, state, strict=True)):
         return state
     if isinstance(state, OrderedDict):
         copy = OrderedDict(items)

@@ -116,8 +116,8 @@ def test_pickled_code_is_refused_with_the_reason(tmp_path: Path) -> None:
         Checkpointer(tmp_path).load(path)
     with pytest.raises(CheckpointError, match=r"Cannot save state\.stats\.extra: .*mkdir.* Save numbers"):
         save_one(tmp_path, 3, stats={"mean": 1.0, "extra": Bomb(crater)})
-    with pytest.raises(CheckpointError, match=r"Cannot save state\.best: .*numpy.*scalar"):
-        save_one(tmp_path, 3, model=net(), best=np.float64(0.5))
+    with pytest.raises(CheckpointError, match=r"Cannot save state\.best: .*numpy.*"):
+        save_one(tmp_path, 3, model=net(), best=np.ones(2))
     assert not crater.exists() and os.listdir(tmp_path) == [path.name]
 
 

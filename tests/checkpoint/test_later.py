@@ -209,7 +209,7 @@ def test_every_rank_hears_of_an_error_at_its_next_call(tmp_path: Path, nprocs: i
 
 def refused_at_once(folder: str) -> dict[str, str]:
     rank, checkpoints = ddpkit.get_rank(), Checkpointer(folder)
-    said = {"numpy": message_of(checkpoints.save, 1, best=np.float64(0.5), wait=False)}
+    said = {"numpy": message_of(checkpoints.save, 1, best=np.ones(2), wait=False)}
     if ddpkit.get_world_size() > 1:
         said["differs"] = message_of(checkpoints.save, 1, fill=torch.full((1 << 19,), rank), wait=False)
         said["differs, waiting"] = message_of(checkpoints.save, 1, fill=torch.full((1 << 19,), rank))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import on_ranks
@@ -156,3 +157,65 @@ def test_the_default_device_does_not_matter(tmp_path: Path, nprocs: int) -> None
 def test_what_has_no_values_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"Cannot save state\.model\.weight: it is on the meta device"):
         Checkpointer(tmp_path).save(1, model=nn.Linear(1, 1, device="meta"))
+
+
+def save_what_is_lazy(folder: str) -> list[str]:
+    calls = [
+        {"net": nn.LazyLinear(2)},
+        {"per_rank": {"net": nn.Sequential(nn.LazyLinear(2))}},
+        {"found": [nn.UninitializedBuffer()]},
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises(CheckpointError) as caught:
+            Checkpointer(folder).save(1, **call)
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_what_is_lazy_is_named(tmp_path: Path, nprocs: int) -> None:
+    for found in on_ranks(save_what_is_lazy, nprocs, str(tmp_path)):
+        names = ("state.net.weight", "per_rank.net.0.weight", "state.found.0")
+        for name, text in zip(names, found, strict=True):
+            assert f"Cannot save {name}: it is lazy" in text and "Call the model once before." in text
+
+
+NUMPY_SCALARS = {
+    "float": (np.float16(1.5), np.float32(0.1), np.float64(np.inf)),
+    "int": [np.int8(-3), np.int64(2**62), np.uint64(2**64 - 1)],
+    "bool": np.bool_(True),
+    "complex": np.complex64(1j),
+    "texts": {"str": np.str_("best"), "bytes": np.bytes_(b"best")},
+    "counts": {np.int64(3): np.int64(4), np.str_("cat"): 1},
+}
+
+
+def save_scalars_of_numpy(folder: str, wait: bool) -> list[Any]:
+    checkpoints = Checkpointer(folder)
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=np.float32(0.5))
+    found: list[Any] = []
+    path = checkpoints.save(1, optimizer=optimizer, **NUMPY_SCALARS, per_rank={"mine": NUMPY_SCALARS}, wait=wait)
+    checkpoints.wait()
+    content = checkpoints.load(path)
+    found.append({name: content[name] for name in NUMPY_SCALARS})
+    found.append(content["mine"])
+    checkpoints.load(path, optimizer=optimizer)
+    found.append(optimizer.param_groups[0]["lr"])
+    assert isinstance(NUMPY_SCALARS["bool"], np.bool_)  # what was passed is left alone
+    return found
+
+
+@pytest.mark.parametrize(("nprocs", "wait"), [(1, True), (2, True), (2, False)])
+def test_scalars_of_numpy_come_back_as_those_of_python(tmp_path: Path, nprocs: int, wait: bool) -> None:
+    scalars = {
+        "float": (1.5, 0.10000000149011612, float("inf")),
+        "int": [-3, 2**62, 2**64 - 1],
+        "bool": True,
+        "complex": 1j,
+        "texts": {"str": "best", "bytes": b"best"},
+        "counts": {3: 4, "cat": 1},
+    }
+    for found in on_ranks(save_scalars_of_numpy, nprocs, str(tmp_path), wait):
+        assert repr(found) == repr([scalars, scalars, 0.5])  # shows the types, too
