@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from processes import ROOT, free_port, launch, platform_env, run
 
 FOLDER = ROOT / "docs" / "recipes"
@@ -25,8 +26,12 @@ TOLERANCE = {"mixed_precision": 1e-2}  # relative; bfloat16 has three digits
 
 
 def run_recipe(name: str, folder: str) -> None:
+    run_in(str(FOLDER / f"{name}.py"), folder)
+
+
+def run_in(path: str, folder: str) -> None:
     os.chdir(folder)
-    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    runpy.run_path(path, run_name="__main__")
 
 
 def play(name: str, ranks: int, folder: Path) -> str:
@@ -57,6 +62,23 @@ def test_a_recipe_gives_on_several_ranks_what_it_gives_on_one(name: str, ranks: 
     together = play(name, ranks, tmp_path / "several")
     if name not in DEPENDS_ON_RANKS:
         assert number_in(together) == pytest.approx(number_in(alone), rel=TOLERANCE.get(name, 1e-4))
+
+
+def test_compressed_gradients_go_on_with_what_they_owe(tmp_path: Path) -> None:
+    recipe = (FOLDER / "compressed_gradients.py").read_text()
+    for epochs, folder in ((3, "stopped"), (20, "stopped"), (20, "straight")):
+        file = tmp_path / f"{epochs}.py"
+        file.write_text(recipe.replace("epochs(20)", f"epochs({epochs})"))
+        (tmp_path / folder).mkdir(exist_ok=True)
+        port = free_port()
+        envs = [platform_env(rank, 2, port) for rank in range(2)]
+        ended = run(run_in, envs, str(file), str(tmp_path / folder))
+        assert [end.code for end in ended] == [0, 0], ended
+    saved = [torch.load(tmp_path / folder / "runs/compressed/step-000000020.pt") for folder in ("stopped", "straight")]
+    for rank in range(2):
+        errors = [content["per_rank"][rank]["per_rank"]["compression"]["error_dict"][0] for content in saved]
+        assert errors[0].shape == errors[1].shape and all(error.any() for error in errors)
+    torch.testing.assert_close(*(content["state"]["model"] for content in saved), rtol=0, atol=1e-4)
 
 
 @pytest.mark.storm
