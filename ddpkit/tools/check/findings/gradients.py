@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from ...script.recorder import Record
 from ..places import Place, condition_of, rank_condition
 from .facts import Facts, Finding, all_equal, in_function_of, place, places, say_ranks
 
+_SOME_STEPS = 3  # after which a parameter without a gradient gets none
 _ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have
 
 
@@ -19,6 +21,7 @@ def find(facts: Facts) -> Iterator[Finding]:
     steps = facts.rows("step", "optimizer", "number")
     unaveraged = list(_find_unaveraged(facts, steps))
     yield from unaveraged
+    yield from _find_without(facts, steps)
     yield from _find_different(facts, steps, bool(unaveraged))
 
 
@@ -213,6 +216,54 @@ def _never_wrapped(
         return place(step["where"]), lines, part, fix
     fix = "wrap the model, `model = DistributedDataParallel(model)`, or average its gradients before the step"
     return place(step["where"]), lines, why, fix
+
+
+def _find_without(facts: Facts, steps: list[Any]) -> Iterator[Finding]:
+    """Find trainable parameters that never get a gradient."""
+    by_optimizer: dict[int, list[list[Record]]] = {}
+    for (optimizer, _), records in steps:
+        by_optimizer.setdefault(optimizer, []).append(records)
+    for optimizer, rows in by_optimizer.items():
+        described = _described(facts, optimizer)
+        if described is None or len(rows) < _SOME_STEPS:
+            continue
+        last = rows[-1][0]
+        names = list(last["without"])
+        for record in chain.from_iterable(rows):
+            names = [name for name in names if name in record["without"]]
+        lost = [name for name in names if last["without"][name]]
+        unused = [p["name"] for p in described[0]["parameters"] if p["name"] in names and not _may_be_unused(p, last)]
+        if lost:
+            yield _without(facts, rows, described[0], lost, last["without"][lost[0]])
+        elif unused:
+            yield _without(facts, rows, described[0], unused, [])
+
+
+def _may_be_unused(parameter: dict[str, Any], step: Record) -> bool:
+    """Return whether a parameter is in a DDP that was told that steps leave some out."""
+    wrapped = next((cause for cause in step["causes"] if cause["made"] == parameter["ddp"]), None)
+    return wrapped is not None and not wrapped["uses_all"]
+
+
+def _without(
+    facts: Facts,
+    rows: list[list[Record]],
+    description: dict[str, Any],
+    names: list[str],
+    gathered: list[Any],
+) -> Finding:
+    made = next(p["made"] for p in description["parameters"] if p["name"] == names[0])
+    evidence = f"{_name_some(names)}: no gradient at any of {len(rows)} optimizer steps, on {say_ranks(facts.ranks)}"
+    if gathered:
+        why = "what they compute goes into a collective, whose results carry no gradient: they never change"
+        fix = "gather with gradients: `features = ddpkit.gather_batch(features)`"
+        also = places(gathered, made, description["made"])
+        return Finding("no-gradients", "wrong", place(gathered), facts.ranks, evidence, why, fix, also)
+    why = "the optimizer has them, and no loss depends on them: they never change"
+    fix = "use what they compute in the loss; if they are not to be trained, `requires_grad_(False)`"
+    where = in_function_of(made, description["made"]) or place(description["made"])
+    also = places(made, description["made"])
+    return Finding("no-gradients", "suspicious", where, facts.ranks, evidence, why, fix, also)
 
 
 def _find_different(facts: Facts, steps: list[Any], is_explained: bool) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
 from ...script.recorder import Recorder
-from ..places import stack
+from ..places import Stack, stack
 from .expressions import averages_gathered, cuts, divides_by_ranks, loop_keys, loops_over_sets
 from .modules import Modules
 from .patching import Function, before, guarded, replace
@@ -45,6 +45,7 @@ _OTHERS = (
 )
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _INTO_FIRST = ("all_gather_into_tensor", "all_gather_single")  # their first argument is what they fill
+_FIRST_STEPS = 3
 _MANY = 4096  # sums that are kept for a step
 _NAMED = 20_000  # samples whose names are told
 _SMALL = 8  # elements of a tensor that are told
@@ -60,6 +61,7 @@ class Collectives:
         self._sent_at = -1  # step for which that was told last
         self.sums: list[dict[str, Any]] = []
         self.trained: dict[int, tuple[int, str]] = {}  # optimiser and name, by address; -1 for buffers
+        self.cut: dict[int, Stack] = {}  # where a collective takes values, and no graph, by identity of parameters
 
     def install(self) -> None:
         """Begin."""
@@ -122,10 +124,21 @@ class Collectives:
         sums, self.sums = self.sums, []
         return sums
 
+    def _note_cut(self, given: tuple[Any, ...], where: Stack) -> None:
+        """Note, in the first steps, from which parameters tensors come that a collective gets with their graph."""
+        if self._recorder.step >= _FIRST_STEPS:
+            return
+        for value in given:
+            if isinstance(value, Tensor):
+                for parameter in _parameters_behind(value):
+                    self.cut.setdefault(id(parameter), where)
+
     def _tell(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
         fields: dict[str, Any] = {"op": name, "group": _name_of(group), "where": stack()[:4]}
+        if torch.is_grad_enabled():
+            self._note_cut((*args, *kwargs.values()), fields["where"])
         if tensor is not None and name in _WITH_TENSORS:
             fields["dtype"] = str(tensor.dtype).removeprefix("torch.")
             fields["shape"] = list(tensor.shape)
@@ -147,6 +160,23 @@ class Collectives:
         fields["divides"] = divides_by_ranks()
         fields["averages"] = name == "all_gather" and averages_gathered()
         self._recorder.tell_collective(fields)
+
+
+def _parameters_behind(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the parameters from which a tensor was computed."""
+    seen = set()
+    waiting: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
+    while waiting:
+        node, output = waiting.pop()
+        if node is None or (node, output) in seen:
+            continue
+        seen.add((node, output))
+        before_it = node.next_functions
+        if node.name() == "_DDPSinkBackward":  # DDP's, which hands each output of a network on
+            before_it = before_it[output : output + 1]
+        waiting += before_it
+        if hasattr(node, "variable"):
+            yield node.variable
 
 
 def _tensor_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -139,6 +139,7 @@ class Steps:
             where=stack(),
             gradients=[None if g is None else [hash_of(g), sample(g)] for g in gradients],
             parameters=[None if p is None else hash_of(p) for p in whole_ones],
+            without=self._without_gradient(parameters, seen),
             causes=[_describe(wrapped) for wrapped in self._modules.wrapped.values()],
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
@@ -159,6 +160,14 @@ class Steps:
             changing=changing_lines(tuple(seen.names)) if seen.steps == 1 else [],
             cut=self._ending.was_cut,
         )
+
+    def _without_gradient(self, parameters: list[Tensor], seen: _Seen) -> dict[str, Stack]:
+        """Name the parameters without a gradient, and where a collective was given what they compute, if one was."""
+        found = {}
+        for name, parameter in zip(seen.names, parameters, strict=True):
+            if parameter.requires_grad and parameter.grad is None:
+                found[name] = self._collectives.cut.get(id(parameter), [])
+        return found
 
     def _summed(self, gradients: list[Tensor | None]) -> dict[str, Any] | None:
         """Compare the gradients with the sums that were reduced before this step, if these are of as many numbers."""
