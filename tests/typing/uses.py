@@ -76,6 +76,7 @@ def gathering(tensor: Tensor, floats: dict[str, float]) -> None:
     assert_type(ddpkit.gather_exact({"a": tensor}, [0], 1), dict[str, Tensor])
     assert_type(ddpkit.gather_exact(["a"], range(1), 1), list[str])
     assert_type(ddpkit.broadcast(floats), dict[str, float])
+    assert_type(ddpkit.broadcast(tensor, check=False), Tensor)
 
 
 def models(net: Net, other: nn.Module, ddp: DistributedDataParallel, parallel: DataParallel[Net]) -> None:
@@ -88,7 +89,10 @@ def models(net: Net, other: nn.Module, ddp: DistributedDataParallel, parallel: D
     assert_type(ddpkit.unwrap_model(other), nn.Module)
     assert_type(ddpkit.unwrap_model(ddp), nn.Module)
     assert_type(ddpkit.unwrap_model(parallel), Net)
-    torch.optim.SGD(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters())
+    ddpkit.wrap_model(net, bucket_cap_mb=50, gradient_as_bucket_view=True)
+    ddpkit.check_replicas(net, optimizer)
+    ddpkit.check_replicas([net, other], (optimizer, optimizer))
     with ddpkit.accumulate(model, 0, every=2) as complete:
         assert_type(complete, bool)
     with ddpkit.averaging(model, nn.Parameter(torch.zeros(1))), ddpkit.StepGuard(model) as guard:
