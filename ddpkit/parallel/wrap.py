@@ -168,8 +168,8 @@ def wrap_model(
             static_graph=static_graph,
             **options,
         )
-    if not broadcast_buffers:  # as an argument, it would skip the first broadcast, too
-        ddp.broadcast_buffers = False
+    # as an argument, False would skip the first broadcast, too
+    ddp.broadcast_buffers = broadcast_buffers
     ddp.register_forward_hook(_Backwards().follow)
     follow_steps(ddp)
     return _remember_frozen(ddp)
