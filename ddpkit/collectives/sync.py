@@ -150,20 +150,21 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         >>> run_on_main(sorted, [2, 1])
         [1, 2]
     """
-    call = "run_on_main()"
     if not lifecycle.joined():
-        value = fn(*args, **kwargs)
-        _pickle(call, value)  # an error on several ranks is one on one, too
-        return value
+        return fn(*args, **kwargs)
     session = current_job.current_session()
     key = session.count("run_on_main")
+    call = "run_on_main()"
     if session.rank != 0:
         session.meet(key, _WORK)
         copy: T = pickle.loads(broadcast_bytes(call, b"", 0))
         return copy
     with _report_failure(session, key):
         value = fn(*args, **kwargs)
-        data = _pickle(call, value)
+        file = io.BytesIO()
+        UnshardedPickler(file, call).dump(value)
+        data = file.getvalue()
+        check_copies(call, data, pickle.loads)
     session.meet(key)  # in the store, so that nobody is late for the group
     broadcast_bytes(call, data, 0)
     return value
@@ -214,14 +215,6 @@ def stop_together(flag: bool) -> bool:
             add(session.store, counter, 1)
         session.meet(key, used=used)
         return add(session.store, counter, 0) > 0
-
-
-def _pickle(call: str, value: object) -> bytes:
-    file = io.BytesIO()
-    UnshardedPickler(file, call).dump(value)
-    data = file.getvalue()
-    check_copies(call, data, pickle.loads)
-    return data
 
 
 def _check_name(name: object) -> None:
