@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -169,6 +170,21 @@ def is_of_broken_loader(error: BaseException) -> bool:
 def is_from_worker(error: BaseException) -> bool:
     """Return whether a worker of a loader has raised an exception, while it made a batch (as in torch 2.6 to 2.13)."""
     return any("Original Traceback (most recent call last)" in str(each) for each in error.args)
+
+
+@contextmanager
+def without_worker_info() -> Iterator[None]:
+    """Let `get_worker_info()` return None in this block, as outside of a loader's workers.
+
+    (Private, the same from torch 2.6 to 2.13.)
+    """
+    module: Any = torch.utils.data._utils.worker
+    info = module._worker_info
+    module._worker_info = None
+    try:
+        yield
+    finally:
+        module._worker_info = info
 
 
 def after_backward(function: Callable[[], None]) -> None:

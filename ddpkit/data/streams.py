@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..seeding.hashing import hash_seeds
 from ..seeding.seeds import seed_cpu
+from ..torch_internals import without_worker_info
 from .dataset_contents import pass_epoch_on
 from .place import Place
+
+# stages of a WebDataset that take a part of the shards, by the rank
+_NODE_SPLITTERS = ("single_node_only", "split_by_node")
 
 
 def is_stream(dataset: Any) -> bool:
@@ -22,21 +27,67 @@ def is_stream(dataset: Any) -> bool:
 
 
 def shards_of(dataset: Any, place: Place, seed: int, num_workers: int, persistent: bool) -> Any:
-    """Spread a stream over ranks and workers; refuse one that several of them would read whole."""
+    """Spread a stream over ranks and workers; refuse one that cannot be, or was split before."""
+    if getattr(dataset, "_distributed", None) is not None:
+        raise ValueError(
+            "The stream was split among ranks before, by split_dataset_by_node(): the loader would "
+            "split this rank's part again, and the rest would never be read. Pass the whole stream."
+        )
+    if place.num_replicas > 1:
+        _check_has_seed(dataset)
+    readers = place.num_replicas * max(num_workers, 1)
     if hasattr(dataset, "shard"):
+        _check_number_of_shards(dataset, place.num_replicas, readers)
         return Stream(dataset, place, seed, num_workers, persistent)
-    if place.num_replicas > 1 or num_workers > 1:
-        readers = f"{num_workers} workers"
+    if readers > 1:
+        found = f"{num_workers} workers"
         if place.num_replicas > 1:
-            readers = f"{place.num_replicas} ranks"
+            found = f"{place.num_replicas} ranks"
         raise TypeError(
-            f"{type(dataset).__name__} has no shard(index, num_shards): each of {readers} would "
-            "read all of it. Give it that method, which returns one part as an iterable; or, if it "
-            "splits itself, use torch's DataLoader."
+            f"{type(dataset).__name__} has no shard(index, num_shards): each of {found} would "
+            "read all of it. Pass an object that has this method, which returns one part as an "
+            "iterable; or, if the stream splits itself, use torch's DataLoader."
         )
     if num_workers == 0:
         return dataset
     return Stream(dataset, place, seed, num_workers, persistent)
+
+
+def _check_number_of_shards(dataset: Any, num_replicas: int, readers: int) -> None:
+    """Refuse a stream that says how many shards it has, if some readers would get none."""
+    found = getattr(dataset, "num_shards", None)
+    if not isinstance(found, int) or found >= readers:
+        return
+    remedy = f"Use at most {found} ranks"
+    if found >= num_replicas:
+        remedy = f"Use num_workers={found // num_replicas} or less"
+    raise ValueError(
+        f"The stream's number of shards is {found}, but each of {readers} readers ({num_replicas} "
+        f"ranks x {readers // num_replicas} workers) needs one. {remedy}, or cut the data into more "
+        "shards (files)."
+    )
+
+
+def _check_has_seed(dataset: Any) -> None:
+    """Refuse a Hugging Face stream that was shuffled without a seed, by each rank in its own way."""
+    waiting = [getattr(dataset, "_ex_iterable", None)]
+    while waiting:
+        stage = waiting.pop()
+        if stage is None:
+            continue
+        if "Shuffled" in type(stage).__name__ and _is_without_seed(stage.generator):
+            raise ValueError(
+                "The stream was shuffled without a seed: each rank has the shards in another order, "
+                "and some would be read twice, others never. Use shuffle(seed=...), with the same "
+                "number, less than 2**64, on every rank."
+            )
+        waiting += [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", [])]
+
+
+def _is_without_seed(generator: Any) -> bool:
+    """Return whether NumPy has drawn a generator's seed, of 128 bits, from the system."""
+    entropy = getattr(generator.bit_generator.seed_seq, "entropy", None)
+    return isinstance(entropy, int) and entropy >= 2**64
 
 
 class Stream(IterableDataset[Any]):
@@ -72,20 +123,61 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        if worker is None:  # without workers, or for peek(), which shows the first worker's part
-            return self._shard(0)
-        if self.latest_epoch is not None:
-            self.epoch = int(self.latest_epoch)
-        seed_cpu(self.seed_of(self.epoch, worker.id))
-        pass_epoch_on(self.dataset, self.epoch)
-        return self._shard(worker.id)
+        number = 0  # without workers, or for peek(), which shows the first worker's part
+        if worker is not None:
+            number = worker.id
+            if self.latest_epoch is not None:
+                self.epoch = int(self.latest_epoch)
+            seed_cpu(self.seed_of(self.epoch, number))
+            pass_epoch_on(self.dataset, self.epoch)
+        part = self._part(number)
+        pass_epoch_on(part, self.epoch)  # it may be an object of its own, which begins with epoch 0
+        with without_worker_info():
+            samples = iter(part)
+        return self._read_alone(samples, number)
 
-    def _shard(self, worker: int) -> Iterator[Any]:
+    def _part(self, worker: int) -> Any:
         if not hasattr(self.dataset, "shard"):
-            return iter(self.dataset)
+            return self.dataset
         num_shards = self.place.num_replicas * self.readers
-        return iter(self.dataset.shard(index=self._reader(worker), num_shards=num_shards))
+        part = self.dataset.shard(index=self._reader(worker), num_shards=num_shards)
+        return _without_node_splitters(part)
+
+    def _read_alone(self, samples: Iterator[Any], worker: int) -> Iterator[Any]:
+        """Read a part without the worker's number, by which many streams would split it again."""
+        is_empty = True
+        while True:
+            with without_worker_info():
+                try:
+                    sample = next(samples)
+                except StopIteration:
+                    break
+            is_empty = False
+            yield sample
+        if is_empty:
+            self._warn_of_nothing(worker)
+
+    def _warn_of_nothing(self, worker: int) -> None:
+        ranks = self.place.num_replicas
+        parts = ranks * self.readers
+        warnings.warn(
+            f"Rank {self.place.rank} of {ranks}, worker {worker} of {self.readers}, has nothing to "
+            f"read: part {self._reader(worker)} of the stream's {parts} parts is empty. Use fewer "
+            "ranks or workers, or cut the data into more shards (files).",
+            stacklevel=2,
+        )
 
     def _reader(self, worker: int) -> int:
         """Number a worker among those of all ranks."""
         return self.place.rank * self.readers + worker
+
+
+def _without_node_splitters(part: Any) -> Any:
+    """Take from a WebDataset the stages that would divide a part among the ranks again."""
+    if not isinstance(getattr(part, "pipeline", None), list) or not hasattr(part, "compose"):
+        return part
+    copy = part.compose()
+    names = [getattr(stage, "__name__", "") for stage in part.pipeline]
+    stages = zip(names, part.pipeline, strict=True)
+    copy.pipeline = [stage for name, stage in stages if name not in _NODE_SPLITTERS]
+    return copy
