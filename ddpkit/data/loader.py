@@ -25,7 +25,13 @@ from ..torch_internals import is_from_worker
 from .dataset_contents import generators_in, keep_state, pass_epoch_on, with_set_epoch
 from .enduring_workers import enduring_workers
 from .place import Place
-from .samplers import DistributedEvalSampler, DistributedSampler, ResumableSampler
+from .samplers import (
+    DistributedEvalSampler,
+    DistributedSampler,
+    ResumableSampler,
+    check_identity,
+    is_within,
+)
 from .streams import Stream, is_stream, shards_of
 
 _DECIDED = {
@@ -61,6 +67,7 @@ def make_loader(
 
     A stream, that is an `IterableDataset` or anything without a length, needs a method
     `shard(index, num_shards)` that returns an iterable: its shards are spread over ranks x workers.
+    Each part is read as if it were alone: there `get_worker_info()` returns None.
 
     The loader calls a dataset's `set_epoch(epoch)`, if it has one, in every process that reads it
     and before every batch: it should only keep the number. So it does for a dataset inside wrappers
@@ -90,8 +97,8 @@ def make_loader(
             `prefetch_factor`, ...
 
     Raises:
-        ValueError: If options contradict each other, `drop_last` would leave nothing, or `rank` is
-            not below `num_replicas`.
+        ValueError: If options contradict each other, `drop_last` would leave nothing, `rank` is
+            not below `num_replicas`, or a stream has fewer shards than readers or was split before.
         TypeError: If a stream has no `shard`, on several ranks or with several workers; if a
             sampler is not distributed, on several ranks; if the dataset is no dataset; if an option
             is for `make_loader` to decide.
@@ -179,6 +186,7 @@ class Loader(DataLoader[Any]):
         self._seed = seed
         self._global_batch = batch_size * place.num_replicas
         self._epoch = 0
+        self._given_before = 0  # batches of this epoch, by the state that was loaded
         self._loop = Loop(epoch=-1, counts=False)  # the last one that was begun
         options["generator"] = torch.Generator("cpu")
         if sampler is None:
@@ -190,12 +198,21 @@ class Loader(DataLoader[Any]):
         self.__dict__.update(batch_size=batch_size, sampler=sampler, drop_last=drop_last)
 
     @property
+    def _resumable(self) -> ResumableSampler | None:
+        """Return the sampler if it knows its place in the order, and its order is the loop's."""
+        if self.batch_size is not None and isinstance(self.sampler, ResumableSampler):
+            return self.sampler
+        return None
+
+    @property
     def epoch(self) -> int:
         """Return the epoch that the loop is in; outside of a loop, the next."""
         return getattr(self.sampler, "epoch", self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next `iter()`: needed only to leave the sequence 0, 1, 2, ..."""
+        if epoch != self.epoch:
+            self._given_before = 0
         self._epoch = epoch
         self._loop.counts = False
         pass_epoch_on(self.sampler, epoch)
@@ -234,7 +251,7 @@ class Loader(DataLoader[Any]):
         containers of up to 100 entries, or as what a function or `functools.partial` was made with.
         A generator that a function finds among the names of its module is not put back. The epoch
         that a dataset keeps as ``epoch`` is put back, too. Where nothing is left of the epoch the
-        batch is made of the dataset's first samples.
+        batch is made of the dataset's first samples; of a stream it is always the epoch's first.
         """
         generators = generators_in(self.sampler, self.dataset, self.collate_fn)
         put_back = [keep_state(generator) for generator in generators]
@@ -280,8 +297,8 @@ class Loader(DataLoader[Any]):
 
     def __repr__(self) -> str:
         progress = f"epoch={self.epoch}"
-        if isinstance(self.sampler, ResumableSampler):
-            progress += f", consumed={self.sampler.consumed} of {self.sampler.n}"
+        if self._resumable is not None:
+            progress += f", consumed={self._resumable.consumed} of {self._resumable.n}"
         given = self.dataset.dataset if isinstance(self.dataset, Stream) else self.dataset
         kind = type(given).__name__
         return f"Loader({kind}, batch_size={self.batch_size}, rank={self._place.rank}, {progress})"
@@ -289,22 +306,82 @@ class Loader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return how far the run is in the order, the batch at hand included.
 
-        It is the same on every rank, and plain numbers and text.
+        It is the same on every rank, and plain numbers and text. That of a stream counts batches.
 
         Raises:
-            TypeError: If the sampler cannot resume, or the dataset is a stream.
+            TypeError: If the sampler cannot resume and the loop is inside an epoch.
         """
-        return self._resumable().state_dict()
+        if self._resumable is not None:
+            return self._resumable.state_dict()
+        batches = self._given()
+        self._check_can_skip(self.epoch, batches)
+        return {"epoch": self.epoch, "batches": batches, **self._identity_of_stream()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next `iter()` go on where `state` was taken, on any number of ranks.
 
+        A stream is read again up to there, without a step, and goes on with as many ranks and
+        workers only; at the beginning of an epoch with any number.
+
         Raises:
-            ValueError: If dataset length, seed or shuffling are not those of the state.
-            TypeError: If the sampler cannot resume, or the dataset is a stream.
+            ValueError: If dataset length, seed or shuffling are not those of the state; of a
+                stream, batch size or number of ranks or workers.
+            TypeError: If it is no state of a loader, or one inside an epoch, and the sampler cannot
+                resume.
         """
-        self._resumable().load_state_dict(state)
+        if self._resumable is not None:
+            self._resumable.load_state_dict(state)
+        else:
+            self._load_batches(state)
         self._loop.counts = False
+
+    def _given(self) -> int:
+        """Count the batches that the loops over this epoch were given."""
+        if not self._is_counted(self._loop):
+            return self._given_before
+        return max(self._loop.batches, self._given_before)
+
+    def _identity_of_stream(self) -> dict[str, Any]:
+        """Return the numbers that the batches depend on, where they are counted."""
+        if not self._is_of_stream:
+            return {}
+        return {
+            "seed": self._seed,
+            "batch_size": self.batch_size,
+            "drop_last": bool(self.drop_last),
+            "num_replicas": self._place.num_replicas,
+            "num_workers": self.num_workers,
+        }
+
+    @property
+    def _is_of_stream(self) -> bool:
+        return not isinstance(self.batch_sampler, _Batches)
+
+    def _load_batches(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"A loader's state is a dict, got a {type(state).__name__}.")
+        epoch: Any = state.get("epoch")
+        batches: Any = state.get("batches")
+        if not is_within(epoch) or not is_within(batches):
+            raise ValueError(
+                f"Cannot resume: epoch {epoch!r} with {batches!r} batches done is nothing to go on "
+                "from. Start a new epoch."
+            )
+        self._check_can_skip(epoch, batches)
+        if batches:
+            check_identity(state, self._identity_of_stream())
+        self.set_epoch(epoch)
+        self._given_before = batches
+
+    def _check_can_skip(self, epoch: int, batches: int) -> None:
+        """Refuse to go on inside an epoch of a sampler that may deal it in another order."""
+        if batches == 0 or self._is_of_stream:
+            return
+        raise TypeError(
+            f"{type(self.sampler).__name__} cannot resume inside an epoch, and batch {batches} of "
+            f"epoch {epoch} is done. Take the state when the epoch is over: after the loop, "
+            "or after set_epoch(epoch + 1). Or use one of ddpkit's samplers for training."
+        )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._place.check("The loader")
@@ -312,7 +389,7 @@ class Loader(DataLoader[Any]):
             self._warn_of_the_rest()
             self.set_epoch(self.epoch + 1)
         self._loop.counts = False
-        loop = self._loop = Loop(self.epoch)
+        loop = self._loop = Loop(self.epoch, first=self._given_before)
         if self.num_workers == 0:
             loop.read_here = with_set_epoch(self.dataset)
         seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._place.rank)
@@ -336,7 +413,7 @@ class Loader(DataLoader[Any]):
     @property
     def _start(self) -> int:
         """Return the position in the global order where the next pass starts."""
-        return self.sampler.start if isinstance(self.sampler, ResumableSampler) else 0
+        return 0 if self._resumable is None else self._resumable.start
 
     def _with_seeds(
         self,
@@ -368,6 +445,7 @@ class Loader(DataLoader[Any]):
             dataset.set_epoch(loop.epoch)
         try:
             with current_job.step_clock().within(Phase.DATA):
+                self._skip(batches, loop)
                 batch = next(batches)
         except StopIteration:
             if self._is_counted(loop):
@@ -383,14 +461,23 @@ class Loader(DataLoader[Any]):
         self._count_batch(loop)
         return batch
 
+    def _skip(self, batches: Iterator[Any], loop: Loop) -> None:
+        """Read again, at a stream's first batch, those that a loaded state counts."""
+        if loop.batches >= loop.first:
+            return
+        with generators_kept():
+            while loop.batches < loop.first:
+                next(batches)
+                loop.batches += 1
+
     def _count_batch(self, loop: Loop) -> None:
         if loop.drawn:
             current_job.tell_samples(loop.drawn.popleft())
         self._count_step(loop)
 
     def _count_step(self, loop: Loop) -> None:
-        if isinstance(self.sampler, ResumableSampler) and self._is_counted(loop):
-            self.sampler.advance(self._global_batch)
+        if self._resumable is not None and self._is_counted(loop):
+            self._resumable.advance(self._global_batch)
         loop.batches += 1
         current_job.tell(epoch=loop.epoch, batch=loop.batches)
 
@@ -399,9 +486,10 @@ class Loader(DataLoader[Any]):
         return loop.counts and loop.epoch == self.epoch
 
     def _warn_of_the_rest(self) -> None:
-        if not isinstance(self.sampler, ResumableSampler) or not self.sampler.remaining:
+        sampler = self._resumable
+        if sampler is None or not sampler.remaining:
             return
-        done = f"{self.sampler.consumed} of {self.sampler.n} samples"
+        done = f"{sampler.consumed} of {sampler.n} samples"
         warnings.warn(
             f"The loop over epoch {self.epoch} was left after {done}; this one is over epoch "
             f"{self.epoch + 1}, and the rest goes unseen, unless that loop goes on (then only this "
@@ -410,21 +498,13 @@ class Loader(DataLoader[Any]):
             stacklevel=3,
         )
 
-    def _resumable(self) -> ResumableSampler:
-        if not isinstance(self.sampler, ResumableSampler):
-            raise TypeError(
-                f"{type(self.sampler).__name__} cannot say where it is. To resume inside an epoch "
-                "use a dataset with a length in training, or one of ddpkit's samplers; at an "
-                "epoch's start set_epoch() is enough."
-            )
-        return self.sampler
-
 
 @dataclass(eq=False)
 class Loop:
     """Remember one pass over the loader."""
 
     epoch: int
+    first: int = 0  # batches of a stream to read again before the first one is handed out
     counts: bool = True  # whether its batches count in the loader's state
     read_here: list[Any] = field(default_factory=list)  # datasets that have an epoch, without workers
     batches: int = 0  # handed out

@@ -108,17 +108,10 @@ class ResumableSampler(Sampler[int], ABC):
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"A sampler's state is a dict, got a {type(state).__name__}.")
-        for name, now in self._identity().items():
-            saved = state.get(name)
-            if saved != now:
-                raise ValueError(
-                    f"Cannot resume: {name} was {saved!r} when the state was saved and is {now!r} "
-                    "now: the samples would come in another order. Make the sampler as it was, or "
-                    "start a new epoch."
-                )
+        check_identity(state, self._identity())
         epoch: Any = state.get("epoch")
         consumed: Any = state.get("consumed")
-        if not _is_within(epoch) or not _is_within(consumed, self.n):
+        if not is_within(epoch) or not is_within(consumed, self.n):
             raise ValueError(
                 f"Cannot resume: epoch {epoch!r} with {consumed!r} of {self.n} samples consumed is "
                 "nothing to go on from. Start a new epoch."
@@ -378,5 +371,22 @@ def _are_weights(weights: npt.NDArray[np.float64]) -> bool:
     return bool(np.all(np.isfinite(weights) & (weights >= 0)))
 
 
-def _is_within(number: Any, limit: float = math.inf) -> bool:
+def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Refuse a state of another order.
+
+    Raises:
+        ValueError: If one of the numbers on which the order depends was another one.
+    """
+    for name, now in identity.items():
+        saved = state.get(name)
+        if saved != now:
+            raise ValueError(
+                f"Cannot resume: {name} was {saved!r} when the state was saved and is {now!r} "
+                "now: the samples would come in another order. Make it as it was, or start a new "
+                "epoch."
+            )
+
+
+def is_within(number: Any, limit: float = math.inf) -> bool:
+    """Return whether a value from a state is a count, up to a limit."""
     return type(number) is int and 0 <= number <= limit

@@ -71,6 +71,12 @@ class KeptStates:
         """Keep a loader's position; put it where the one before it was that came as the same in order."""
         number = len(self._loaders)
         position = loader.state_dict()
+        if "batches" in position:  # it counts those of so many ranks
+            raise TypeError(
+                "After a failure the loader must go on with fewer ranks, which it cannot inside an "
+                "epoch: survive() needs one in training, over a dataset with a length, with one of "
+                "ddpkit's samplers."
+            )
         if number < len(self._positions):
             position = self._positions[number]
             loader.load_state_dict(position)

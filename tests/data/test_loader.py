@@ -14,6 +14,7 @@ from torch.utils.data import (
     ConcatDataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     StackDataset,
     Subset,
@@ -892,9 +893,73 @@ def test_a_sampler_of_ones_own_is_used_as_it_is():
     assert sorted(chain(*chain(*halves))) == sorted(chain(*draws))
     assert states[0] == states[1] and states[0]["consumed"] == 6
     assert sorted(chain(*chain(*first))) == list(range(20)) and first != second and epochs == (2, 2)
-    sampler = TorchSampler(range(9), 1, 0)
-    with pytest.raises(TypeError, match="DistributedSampler cannot say where it is"):
-        make_loader(range(9), 2, sampler=sampler).state_dict()
+
+
+class Repeated(Sampler):
+    """A sampler of a user's, which deals each sample three times."""
+
+    def __init__(self, n):
+        self.num_replicas, self.rank = ddpkit.get_world_size(), ddpkit.get_rank()
+        self.n, self.epoch = n, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        order = torch.randperm(self.n, generator=generator).repeat_interleave(3)
+        return iter(order[self.rank :: self.num_replicas][: len(self)].tolist())
+
+    def __len__(self):
+        return self.n // self.num_replicas
+
+
+def saved_between_epochs(folder):
+    """What is said inside an epoch; the batches of the epochs of a run, and of one resumed after the first."""
+    net, checkpointer = torch.nn.Linear(1, 1), ddpkit.Checkpointer(folder)
+    loader = make_loader(range(48), 4, sampler=Repeated(48))
+    epochs, said = [], []
+    for epoch in loader.epochs(3):
+        epochs.append([])
+        for batch in loader:
+            epochs[-1].append(batch.tolist())
+            if epoch == 1 and not said:
+                with pytest.raises(TypeError) as caught:
+                    loader.state_dict()
+                said.append(str(caught.value))
+        if epoch == 0:
+            checkpointer.save(1, net=net, loader=loader)
+    resumed = make_loader(range(48), 4, sampler=Repeated(48))
+    checkpointer.load_latest(net=net, loader=resumed)
+    return said, epochs[1:], [plain(resumed) for _ in resumed.epochs(3)]
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_the_end_of_an_epoch_is_kept_where_a_sampler_cannot_resume_inside(w, tmp_path):
+    for (said,), went_on, resumed in on_ranks(saved_between_epochs, w, str(tmp_path)):
+        assert resumed == went_on
+        assert "Repeated cannot resume inside an epoch, and batch 1 of epoch 1 is done. Take the state when" in said
+
+
+def test_a_state_inside_an_epoch_is_not_given_to_a_sampler_that_cannot_resume():
+    loader = make_loader(range(9), 2, sampler=TorchSampler(range(9), 1, 0))
+    assert loader.state_dict() == {"epoch": 0, "batches": 0}
+    with pytest.raises(TypeError, match="DistributedSampler cannot resume inside an epoch, and batch 3 of epoch 5"):
+        loader.load_state_dict({"epoch": 5, "batches": 3})
+    with pytest.raises(TypeError, match="A loader's state is a dict, got a int"):
+        loader.load_state_dict(5)
+    with pytest.raises(ValueError, match="epoch 5 with None batches done is nothing to go on from"):
+        loader.load_state_dict({"epoch": 5, "consumed": 3})
+    assert loader.epoch == 0
+
+
+def test_an_epoch_that_was_ended_early_is_kept_too():
+    loader = make_loader(range(9), 2, sampler=RandomSampler(range(9)))
+    next(iter(loader))
+    with pytest.raises(TypeError, match=r"after set_epoch\(epoch \+ 1\)"):
+        loader.state_dict()
+    loader.set_epoch(1)
+    assert loader.state_dict() == {"epoch": 1, "batches": 0}
 
 
 def of_two_readers(rank):
@@ -949,8 +1014,7 @@ def streamed_with(num_workers, options):
 def test_on_one_rank_any_stream_will_do():
     loader = make_loader(Whole(), 2, train=False)
     assert plain(loader) == [[0, 1], [2, 3], [4]] and loader.epoch == 1
-    with pytest.raises(TypeError, match="_InfiniteConstantSampler cannot say where it is"):
-        loader.state_dict()
+    assert loader.state_dict()["batches"] == 0
     assert plain(make_loader(Whole(), 2, num_workers=1)) == [[0, 1], [2, 3], [4]]
     told = make_loader(Draws(), 2, collate_fn=list, num_workers=1, persistent_workers=True)
     assert [epochs_in(list(told)) for _ in range(3)] == [{0}, {1}, {2}]

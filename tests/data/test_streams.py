@@ -1,17 +1,22 @@
-"""Streams: spread over ranks and workers."""
+"""Streams: spread over ranks and workers, and resumed."""
 
 from __future__ import annotations
 
 import random
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from conftest import on_ranks
 from torch.utils.data import get_worker_info
 
 import ddpkit
 from ddpkit.data.loader import make_loader
+
+WORLDS = (1, 2, 3)
 
 
 def workers(number: int) -> dict[str, Any]:
@@ -57,3 +62,60 @@ def test_a_part_is_read_without_the_number_of_its_worker() -> None:
     for number in (0, 2):
         loader = make_loader(Rows(3), 2, collate_fn=list, **workers(number))
         assert all(alone for batch in loader for *_, alone in batch)
+
+
+def test_random_numbers_of_workers_go_on_where_a_stream_does_and_those_of_the_process_are_left_alone() -> None:
+    whole, begun, resumed = (make_loader(Rows(6), 4, collate_fn=list, **workers(2)) for _ in range(3))
+    batches = iter(begun)
+    before = [next(batches) for _ in range(3)]
+    resumed.load_state_dict(begun.state_dict())
+    assert before + list(resumed) == list(whole)
+    loader = make_loader(Rows(6), 4, collate_fn=list)
+    loader.load_state_dict(loader.state_dict() | {"batches": 3})
+    random.seed(5)
+    first = next(iter(loader))
+    random.seed(5)
+    assert [row[2] for row in first] == [random.random() for _ in range(4)]
+
+
+def states_and_loaders(number: int) -> Any:
+    loader = make_loader(Rows(12), 2, collate_fn=list, **workers(number))
+    batches = iter(loader)
+    states = []
+    while not ddpkit.stop_together(next(batches, None) is None):
+        states.append(loader.state_dict())
+    loader.set_epoch(1)
+    return states, loader.state_dict()
+
+
+def test_a_state_of_a_stream_is_for_as_many_ranks_and_workers_inside_an_epoch_alone() -> None:
+    (states, end), (others, same_end) = on_ranks(states_and_loaders, 2, 1)
+    assert states == others and [state["batches"] for state in states] == list(range(1, len(states) + 1))
+    assert end == same_end and (end["epoch"], end["batches"]) == (1, 0)
+    alone = make_loader(Rows(12), 2, num_workers=1)
+    with pytest.raises(ValueError, match="num_replicas was 2 when the state was saved and is 1 now"):
+        alone.load_state_dict(states[0])
+    with pytest.raises(ValueError, match="epoch 1 with -1 batches done is nothing to go on from"):
+        alone.load_state_dict({"epoch": 1, "batches": -1})
+    assert alone.state_dict()["epoch"] == 0
+    alone.load_state_dict(end)
+    assert (alone.epoch, alone.state_dict()["batches"]) == (1, 0)
+
+
+def save_and_load(folder: str) -> list[Any]:
+    loader = make_loader(Rows(12), 2, collate_fn=list)
+    net = torch.nn.Linear(1, 1)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    checkpointer = ddpkit.Checkpointer(folder)
+    checkpointer.save(3, net=net, loader=loader)
+    resumed = make_loader(Rows(12), 2, collate_fn=list)
+    checkpointer.load_latest(net=net, loader=resumed)
+    return [[row[0] for row in batch] for batch in (next(iter(resumed)), next(batches))]
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_a_checkpoint_keeps_the_place_in_a_stream(w: int, tmp_path: Path) -> None:
+    for resumed, went_on in on_ranks(save_and_load, w, str(tmp_path)):
+        assert resumed == went_on

@@ -197,3 +197,38 @@ def test_every_rank_refuses_a_hugging_face_stream_that_was_shuffled_without_a_se
     for message in on_ranks(without_a_seed, 2):
         assert "shuffled without a seed" in message and "Use shuffle(seed=...)" in message
     assert_read_once(on_ranks(read_epochs, 1, unseeded, [], 2, [(2, False)]), ALL)  # one rank has one order
+
+
+def read_from_the_middle(make: Callable[..., Any], args: list[Any], options: list[Any]) -> list[Any]:
+    """What a run reads of epochs 1 and 2; what one reads that ends in epoch 1, and one that goes on there."""
+    found = []
+    for number, persistent in options:
+        whole, first, second = (
+            make_loader(make(*args), 4, collate_fn=list, **workers(number, persistent)) for _ in range(3)
+        )
+        for loader in (whole, first):
+            loader.set_epoch(1)
+        before = []
+        for batch in first:
+            before.append(batch)
+            if len(before) == 2:
+                break
+        state = first.state_dict()
+        second.load_state_dict(state)
+        epochs = [list(second) for epoch in second.epochs(3)]
+        found.append(([list(whole), list(whole)], before, epochs, state, second.state_dict()))
+    return found
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_a_stream_goes_on_in_the_middle_of_an_epoch(w: int, tmp_path: Path) -> None:
+    streams: list[tuple[Any, list[Any]]] = [(shuffled, [])]
+    if w == 2:
+        streams.append((Tars, [write_tars(tmp_path)]))
+    for make, args in streams:
+        for whole, before, (rest, following), state, end in chain(
+            *on_ranks(read_from_the_middle, w, make, args, [(0, False), (2, False), (2, True)])
+        ):
+            assert before + rest == whole[0] and following == whole[1]
+            assert state["epoch"] == 1 and state["batches"] == 2 and state["num_replicas"] == w
+            assert end["epoch"] == 3 and end["batches"] == 0

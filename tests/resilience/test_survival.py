@@ -450,6 +450,15 @@ def test_an_attempt_must_be_entered() -> None:
             pass
 
 
+def test_a_loader_that_cannot_go_on_with_fewer_ranks_is_refused_before_the_first_step() -> None:
+    data = range(8)
+    own_order = ddpkit.make_loader(data, 2, sampler=torch.utils.data.RandomSampler(data))
+    for loader in (own_order, ddpkit.make_loader(data, 2, train=False)):
+        for attempt in ddpkit.survive():
+            with attempt, pytest.raises(TypeError, match="must go on with fewer ranks.*one of ddpkit's samplers"):
+                attempt.resume(loader)
+
+
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="state_dict"):
         next(ddpkit.survive(3))
