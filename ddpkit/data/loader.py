@@ -45,7 +45,7 @@ Seeds = tuple[int, int, int, int]  # seed, epoch, rank, position in the global o
 
 def make_loader(
     dataset: Any,
-    batch_size: int,
+    batch_size: int | None = None,
     *,
     train: bool = True,
     shuffle: bool | None = None,
@@ -54,6 +54,7 @@ def make_loader(
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     sampler: Sampler[int] | None = None,
+    batch_sampler: Sampler[list[int]] | None = None,
     num_replicas: int | None = None,
     rank: int | None = None,
     **options: Any,
@@ -75,7 +76,7 @@ def make_loader(
 
     Args:
         dataset: Anything with a length and `__getitem__`, or a stream.
-        batch_size: Samples per step, per rank.
+        batch_size: Samples per step, per rank; left out beside a batch sampler.
         train: Whether it is for training; else for evaluation.
         shuffle: Whether each epoch has an order of its own: by default in training. Never in
             evaluation, nor beside a sampler or for a stream.
@@ -88,6 +89,9 @@ def make_loader(
         sampler: A sampler of this rank's indices, instead of `shuffle`: any of ours, torch's
             DistributedSampler, or one with attributes `num_replicas` and `rank`; on one rank any
             sampler. Its `set_epoch` is called, if it has one.
+        batch_sampler: A sampler of lists of this rank's indices, for example of samples of similar
+            length, instead of a batch size and a sampler. It says its rank as a sampler does, or
+            the one that it holds as `sampler` does. It must have as many batches on every rank.
         num_replicas: Number of ranks among which the samples are dealt; by default all, or the
             data-parallel ones (`set_data_parallel`). Where several ranks read the same samples, as
             those that share a model by tensor parallelism do, it is smaller than the world size.
@@ -108,10 +112,20 @@ def make_loader(
         >>> [len(batch) for batch in loader], loader.epoch
         ([4, 4, 2], 1)
     """
-    batch_size = as_integer(batch_size, "batch_size")
     place = Place.choose(num_replicas, rank)
     options |= {"num_workers": num_workers, "collate_fn": collate_fn}
     check_options("make_loader()", options)
+    if batch_sampler is not None:
+        decides = batch_size is None and sampler is None and not shuffle and not drop_last
+        if not decides or is_stream(dataset):
+            raise ValueError(
+                "batch_sampler decides which samples make a batch: leave out batch_size, sampler, "
+                "shuffle and drop_last. For a stream, whose samples have no numbers, leave it out."
+            )
+        says_rank = _first_with("num_replicas", batch_sampler)
+        _check_is_of(says_rank, place, type(batch_sampler).__name__)
+        return Loader(dataset, None, batch_sampler, place, seed, False, **options)
+    batch_size = as_integer(batch_size, "batch_size")
     if not train and (shuffle or drop_last):
         promise = "With train=False each sample comes once, in order"
         raise ValueError(f"{promise}: leave out shuffle and drop_last.")
@@ -175,8 +189,8 @@ class Loader(DataLoader[Any]):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
-        sampler: Sampler[int] | None,
+        batch_size: int | None,
+        sampler: Sampler[Any] | None,
         place: Place,
         seed: int,
         drop_last: bool,
@@ -184,7 +198,7 @@ class Loader(DataLoader[Any]):
     ) -> None:
         self._place = place
         self._seed = seed
-        self._global_batch = batch_size * place.num_replicas
+        self._global_batch = (batch_size or 1) * place.num_replicas
         self._epoch = 0
         self._given_before = 0  # batches of this epoch, by the state that was loaded
         self._loop = Loop(epoch=-1, counts=False)  # the last one that was begun
@@ -192,7 +206,11 @@ class Loader(DataLoader[Any]):
         if sampler is None:
             super().__init__(dataset, batch_size, drop_last=drop_last, **options)
             return
-        batches = _Batches(sampler, batch_size, drop_last)
+        if batch_size is None:
+            batches = _Batches(sampler, 1, drop_last, cuts=False)
+            sampler = _first_with("set_epoch", sampler)
+        else:
+            batches = _Batches(sampler, batch_size, drop_last)
         super().__init__(dataset, batch_sampler=batches, **options)
         # beside a batch sampler torch forgets these, which people read
         self.__dict__.update(batch_size=batch_size, sampler=sampler, drop_last=drop_last)
@@ -253,7 +271,7 @@ class Loader(DataLoader[Any]):
         that a dataset keeps as ``epoch`` is put back, too. Where nothing is left of the epoch the
         batch is made of the dataset's first samples; of a stream it is always the epoch's first.
         """
-        generators = generators_in(self.sampler, self.dataset, self.collate_fn)
+        generators = generators_in(self.batch_sampler, self.dataset, self.collate_fn)
         put_back = [keep_state(generator) for generator in generators]
         for dataset in with_set_epoch(self.dataset):
             epoch = getattr(dataset, "epoch", None)
@@ -525,14 +543,37 @@ class _Pass(Iterator[Any]):
 
 
 class _Batches(BatchSampler):
-    """Cut a sampler's indices into batches, or hand out those that a loop has prepared."""
+    """Cut a sampler's indices into batches, or hand out those that a loop has prepared.
 
-    prepared: Iterator[list[int]] | None = None  # while torch makes the loop's iterator
+    Attributes:
+        cuts: Whether it cuts; else the sampler's own batches are handed out.
+        prepared: Those of a loop, while torch makes its iterator.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, cuts: bool = True) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self.cuts = cuts
+        self.prepared: Iterator[list[int]] | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.prepared is None:
+        if self.prepared is not None:
+            return self.prepared
+        if self.cuts:
             return super().__iter__()
-        return self.prepared
+        return iter(self.sampler)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        if self.cuts:
+            return super().__len__()
+        return len(self.sampler)  # type: ignore[arg-type]
+
+
+def _first_with(name: str, batch_sampler: Any) -> Any:
+    """Return a batch sampler, or the sampler that it is built on if only that has an attribute."""
+    inner = getattr(batch_sampler, "sampler", None)
+    if hasattr(inner, name) and not hasattr(batch_sampler, name):
+        return inner
+    return batch_sampler
 
 
 def _started(iterator: Iterator[Any]) -> Iterator[Any]:
@@ -570,22 +611,28 @@ def check_options(call: str, options: dict[str, Any]) -> None:
 
 def _check_sampler(sampler: Sampler[int], place: Place, batch_size: int) -> None:
     """Refuse a sampler of another rank, or one that gives ranks different numbers of batches."""
+    _check_is_of(sampler, place, type(sampler).__name__)
+    if isinstance(sampler, ResumableSampler) and sampler.batch_size not in (1, batch_size):
+        raise ValueError(
+            f"The sampler was made for batch_size={sampler.batch_size}, the loader for "
+            f"{batch_size}: ranks could get different numbers of batches. Give both the same."
+        )
+
+
+def _check_is_of(sampler: Any, place: Place, name: str) -> None:
+    """Refuse a sampler, or batch sampler, of another rank or of none."""
     found_rank = getattr(sampler, "rank", None)
     found_size = getattr(sampler, "num_replicas", None)
     if found_rank is None and found_size is None:
         if place.num_replicas > 1:
             raise TypeError(
-                f"{type(sampler).__name__} does not split its samples: each of {place.num_replicas} ranks "
+                f"{name} does not split its samples: each of {place.num_replicas} ranks "
                 "would load them all. Pass DistributedSampler, DistributedWeightedSampler, or one "
-                "with attributes num_replicas and rank."
+                "with attributes num_replicas and rank that deals this rank's share; a batch "
+                "sampler may also be built on such a sampler."
             )
     elif (found_rank, found_size) != (place.rank, place.num_replicas):
         raise ValueError(
             f"The sampler is for rank {found_rank} of {found_size}, but this is rank {place.rank} of "
             f"{place.num_replicas}. Where ranks share samples, pass num_replicas and rank here, too."
-        )
-    if isinstance(sampler, ResumableSampler) and sampler.batch_size not in (1, batch_size):
-        raise ValueError(
-            f"The sampler was made for batch_size={sampler.batch_size}, the loader for "
-            f"{batch_size}: ranks could get different numbers of batches. Give both the same."
         )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import on_ranks
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     IterableDataset,
     RandomSampler,
@@ -962,6 +963,72 @@ def test_an_epoch_that_was_ended_early_is_kept_too():
     assert loader.state_dict() == {"epoch": 1, "batches": 0}
 
 
+class Buckets(Sampler):
+    """Batches of samples of similar length, dealt to the ranks."""
+
+    epoch = 0
+
+    def __init__(self, lengths):
+        self.num_replicas, self.rank = ddpkit.get_world_size(), ddpkit.get_rank()
+        self.order = torch.tensor(lengths).argsort().tolist()
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return len(self.order) // 4 // self.num_replicas
+
+    def __iter__(self):
+        batches = [self.order[first : first + 4] for first in range(0, len(self.order), 4)]
+        random.Random(self.epoch).shuffle(batches)
+        return iter(batches[self.rank :: self.num_replicas])
+
+
+def of_batch_samplers(number):
+    buckets = make_loader(range(24), batch_sampler=Buckets(range(24, 0, -1)), **workers(number))
+    torchs = BatchSampler(TorchSampler(range(24), ddpkit.get_world_size(), ddpkit.get_rank()), 4, True)
+    built_on = make_loader(range(24), batch_sampler=torchs, **workers(number))
+    first = buckets.peek().tolist()
+    epochs = [[plain(loader), plain(loader), len(loader), loader.epoch] for loader in (buckets, built_on)]
+    assert first == epochs[0][0][0] and buckets.state_dict() == {"epoch": 2, "batches": 0}
+    if ddpkit.get_world_size() > 1:
+        alone = BatchSampler(RandomSampler(range(24)), 3, True)
+        with pytest.raises(TypeError, match="BatchSampler does not split its samples.*may also be built on such"):
+            make_loader(range(24), batch_sampler=alone)
+    return epochs
+
+
+@pytest.mark.parametrize("w", WORLDS)
+def test_batch_samplers_that_say_their_rank_decide_the_batches(w):
+    ranks = on_ranks(of_batch_samplers, w, 1)
+    assert ranks == on_ranks(of_batch_samplers, w, 0)
+    for loader in zip(*ranks, strict=True):
+        for first, second, length, epoch in loader:
+            assert first != second and (len(first), epoch) == (length, 2)
+        for epoch in (0, 1):
+            assert sorted(chain(*(chain(*rank[epoch]) for rank in loader))) == list(range(24))
+
+
+def test_a_batch_sampler_does_not_count_as_its_sampler_does():
+    batches = BatchSampler(DistributedSampler(range(8), 1, 0), 2, False)
+    loader = make_loader(range(8), batch_sampler=batches)
+    next(iter(loader))
+    with pytest.raises(TypeError, match="cannot resume inside an epoch"):
+        loader.state_dict()
+
+
+def with_noise(samples):
+    return [(index, random.random()) for index, *_ in samples]
+
+
+def test_random_numbers_of_a_collate_function_depend_on_the_batch_alone():
+    found = []
+    for number, persistent in [(1, False), (2, False), (2, True)]:
+        loader = make_loader(Noisy(), 4, collate_fn=with_noise, **workers(number), persistent_workers=persistent)
+        found.append([list(loader), list(loader)])
+    assert found[0] == found[1] == found[2] and found[0][0] != found[0][1]
+
+
 def of_two_readers(rank):
     """What a reader gets of samples dealt to two, with random augmentations in a worker; then of a stream."""
     place = {"num_replicas": 2, "rank": rank}
@@ -1045,7 +1112,8 @@ def test_a_stream_without_shards_is_not_read_by_several_workers():
         (ValueError, {"dataset": Stream(), "sampler": RandomSampler(range(8))}, "leave out the sampler"),
         (TypeError, {"dataset": (i for i in range(3))}, "generator has no __len__"),
         (TypeError, {"generator": torch.Generator()}, "takes no generator: it seeds one of its own"),
-        (TypeError, {"batch_sampler": [[1]]}, "takes no batch_sampler: it cuts the batches itself"),
+        (ValueError, {"batch_sampler": [[1]]}, "leave out batch_size, sampler, shuffle and drop_last"),
+        (ValueError, {"dataset": Stream(), "batch_size": None, "batch_sampler": [[1]]}, "For a stream.* leave it out"),
         (TypeError, {"in_order": False}, "takes no in_order: batches out of order could be neither"),
     ],
 )
