@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -172,19 +171,20 @@ def is_from_worker(error: BaseException) -> bool:
     return any("Original Traceback (most recent call last)" in str(each) for each in error.args)
 
 
-@contextmanager
-def without_worker_info() -> Iterator[None]:
-    """Let `get_worker_info()` return None in this block, as outside of a loader's workers.
+class WithoutWorkerInfo:
+    """Let `get_worker_info()` return None in a block, as outside of a loader's workers.
 
-    (Private, the same from torch 2.6 to 2.13.)
+    (Private, the same from torch 2.6 to 2.13. A class, since a block is entered for each sample.)
     """
-    module: Any = torch.utils.data._utils.worker
-    info = module._worker_info
-    module._worker_info = None
-    try:
-        yield
-    finally:
-        module._worker_info = info
+
+    def __enter__(self) -> None:
+        module: Any = torch.utils.data._utils.worker
+        self._info = module._worker_info
+        module._worker_info = None
+
+    def __exit__(self, *_: object) -> None:
+        module: Any = torch.utils.data._utils.worker
+        module._worker_info = self._info
 
 
 def after_backward(function: Callable[[], None]) -> None:

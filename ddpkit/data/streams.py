@@ -11,12 +11,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..seeding.hashing import hash_seeds
 from ..seeding.seeds import seed_cpu
-from ..torch_internals import without_worker_info
+from ..torch_internals import WithoutWorkerInfo
 from .dataset_contents import pass_epoch_on
 from .place import Place
 
 # stages of a WebDataset that take a part of the shards, by the rank
 _NODE_SPLITTERS = ("single_node_only", "split_by_node")
+_END = object()  # of a part
 
 
 def is_stream(dataset: Any) -> bool:
@@ -75,7 +76,7 @@ def _check_has_seed(dataset: Any) -> None:
         stage = waiting.pop()
         if stage is None:
             continue
-        if "Shuffled" in type(stage).__name__ and _is_without_seed(stage.generator):
+        if "Shuffled" in type(stage).__name__ and _is_without_seed(stage):
             raise ValueError(
                 "The stream was shuffled without a seed: each rank has the shards in another order, "
                 "and some would be read twice, others never. Use shuffle(seed=...), with the same "
@@ -84,9 +85,10 @@ def _check_has_seed(dataset: Any) -> None:
         waiting += [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", [])]
 
 
-def _is_without_seed(generator: Any) -> bool:
-    """Return whether NumPy has drawn a generator's seed, of 128 bits, from the system."""
-    entropy = getattr(generator.bit_generator.seed_seq, "entropy", None)
+def _is_without_seed(stage: Any) -> bool:
+    """Return whether NumPy drew the seed of a stage, of 128 bits, from the system."""
+    bits = getattr(getattr(stage, "generator", None), "bit_generator", None)
+    entropy = getattr(getattr(bits, "seed_seq", None), "entropy", None)
     return isinstance(entropy, int) and entropy >= 2**64
 
 
@@ -132,7 +134,7 @@ class Stream(IterableDataset[Any]):
             pass_epoch_on(self.dataset, self.epoch)
         part = self._part(number)
         pass_epoch_on(part, self.epoch)  # it may be an object of its own, which begins with epoch 0
-        with without_worker_info():
+        with WithoutWorkerInfo():
             samples = iter(part)
         return self._read_alone(samples, number)
 
@@ -145,13 +147,13 @@ class Stream(IterableDataset[Any]):
 
     def _read_alone(self, samples: Iterator[Any], worker: int) -> Iterator[Any]:
         """Read a part without the worker's number, by which many streams would split it again."""
+        alone = WithoutWorkerInfo()
         is_empty = True
         while True:
-            with without_worker_info():
-                try:
-                    sample = next(samples)
-                except StopIteration:
-                    break
+            with alone:
+                sample = next(samples, _END)
+            if sample is _END:
+                break
             is_empty = False
             yield sample
         if is_empty:
