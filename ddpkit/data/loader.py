@@ -395,10 +395,11 @@ class Loader(DataLoader[Any]):
         """Refuse to go on inside an epoch of a sampler that may deal it in another order."""
         if batches == 0 or self._is_of_stream:
             return
+        given = self.batch_sampler.sampler  # type: ignore[union-attr]
         raise TypeError(
-            f"{type(self.sampler).__name__} cannot resume inside an epoch, and batch {batches} of "
-            f"epoch {epoch} is done. Take the state when the epoch is over: after the loop, "
-            "or after set_epoch(epoch + 1). Or use one of ddpkit's samplers for training."
+            f"{type(given).__name__} cannot resume inside an epoch, and batch {batches} of epoch "
+            f"{epoch} is done. Take the state when the epoch is over: after the loop, or after "
+            "set_epoch(epoch + 1). Or pass one of ddpkit's samplers for training as sampler."
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

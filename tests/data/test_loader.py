@@ -1013,7 +1013,7 @@ def test_a_batch_sampler_does_not_count_as_its_sampler_does():
     batches = BatchSampler(DistributedSampler(range(8), 1, 0), 2, False)
     loader = make_loader(range(8), batch_sampler=batches)
     next(iter(loader))
-    with pytest.raises(TypeError, match="cannot resume inside an epoch"):
+    with pytest.raises(TypeError, match="^BatchSampler cannot resume inside an epoch"):
         loader.state_dict()
 
 
