@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,26 +52,27 @@ class Layout(NamedTuple):
     pieces: list[Piece]
 
 
-def take_out(name: str, state: Any, found: dict[str, Any]) -> Any:
-    """Return a nested state with empty tensors on the meta device in the places of DTensors.
+def take_out(name: str, state: Any, found: dict[str, Any], is_wanted: Callable[[Any], bool] = is_dtensor) -> Any:
+    """Return a nested state with empty tensors on the meta device in the places of some tensors.
 
     In the places of NumPy's scalars it has Python's: NumPy's need code of its own to be loaded.
 
     Args:
         name: The state's path.
         state: The state; it is not changed.
-        found: Gets the DTensors, by path.
+        found: Gets the tensors, by path.
+        is_wanted: Tells which values are taken out; by default DTensors.
     """
-    if is_dtensor(state):
+    if is_wanted(state):
         found[name] = state
         return torch.empty(state.shape, dtype=state.dtype, device="meta")
     if isinstance(state, Mapping):
         items = {}
         for key, value in state.items():
-            items[_plain(key)] = take_out(path_to(name, key), value, found)
+            items[_plain(key)] = take_out(path_to(name, key), value, found, is_wanted)
         return same_mapping(state, items)
     if type(state) in (list, tuple):
-        values = [take_out(path_to(name, i), value, found) for i, value in enumerate(state)]
+        values = [take_out(path_to(name, i), value, found, is_wanted) for i, value in enumerate(state)]
         if all(new is old for new, old in zip(values, state, strict=True)):
             return state
         return type(state)(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..arguments import plain_index
+from ..errors import MismatchError
 from ..launch import ranks
 from ..process_group import current_job, lifecycle
 from ..process_group.peers import Peers, group_of, ranks_of
@@ -23,7 +25,7 @@ from .tensors import bytes_as_tensor, explain_not_dense, flat_bytes, loses_gradi
 _SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exact in a float64
 
 
-class _Description(NamedTuple):
+class Description(NamedTuple):
     """Describe a tensor to the other ranks before it comes."""
 
     dtype: torch.dtype
@@ -48,10 +50,10 @@ def broadcast_value(value: Any, src: Any, peers: Peers | None = None, check: boo
     data = broadcast_bytes(call, data, src, peers)
     if ranks.get_rank() == src:
         for tensor in tensors:
-            _broadcast_tensor(flat_bytes(tensor), src, peers)
+            broadcast_tensor(flat_bytes(tensor), src, peers)
         return value
     descriptions, body = pickle.loads(data)
-    received = [_receive(description, src, peers) for description in descriptions]
+    received = [receive(description, src, peers) for description in descriptions]
     return TensorUnpickler(io.BytesIO(body), received).load()
 
 
@@ -101,36 +103,39 @@ def _refuse_gradients(call: str, tensors: list[Tensor]) -> None:
         raise ValueError(f"{call} would lose the gradient of a tensor in the value. Pass it.detach().")
 
 
-def _describe(tensor: Tensor) -> _Description:
+def _describe(tensor: Tensor) -> Description:
     on_cpu = tensor.device.type == "cpu"
-    return _Description(tensor.dtype, tuple(tensor.shape), on_cpu)
+    return Description(tensor.dtype, tuple(tensor.shape), on_cpu)
 
 
 @untraced
-def broadcast_bytes(call: str, data: bytes, src: int, peers: Peers | None = None) -> bytes:
-    """Give every rank the bytes that rank `src` holds; the others hold none. Collective."""
+def broadcast_bytes(call: str, data: bytes, src: int, peers: Peers | None = None, most: float = math.inf) -> bytes:
+    """Give every rank the bytes that rank `src` holds, at most so many; the others hold none. Collective."""
     block = new_block()
     payload = block[CHECK:]
     payload[0] = len(data)
     start = data[:_SMALL].ljust(_SMALL, b"\0")
     payload[1:] = np.frombuffer(start, "<u4")
     sum_block(fingerprint_of(call), block, peers)
+    if not 0 <= payload[0] <= most:
+        raise MismatchError(f"{call}: rank {src} sends {payload[0]:g} bytes, and at most {most:g} are expected.")
     size = int(payload[0])
     if size <= _SMALL:
         return payload[1:].astype("<u4").tobytes()[:size]
     buffer = bytes_as_tensor(data) if data else torch.empty(size, dtype=torch.uint8, device="cpu")
-    return _broadcast_tensor(buffer, src, peers).numpy().tobytes()
+    return broadcast_tensor(buffer, src, peers).numpy().tobytes()
 
 
-def _receive(description: _Description, src: int, peers: Peers | None) -> Tensor:
+def receive(description: Description, src: int, peers: Peers | None = None) -> Tensor:
     """Receive a tensor of rank `src` on this rank's device, or on the CPU if it was there. Collective."""
     device = torch.device("cpu") if description.on_cpu else current_job.get_device()
     tensor = torch.empty(description.shape, dtype=description.dtype, device=device)
-    data = _broadcast_tensor(flat_bytes(tensor), src, peers)
+    data = broadcast_tensor(flat_bytes(tensor), src, peers)
     return data.view(description.dtype).reshape(description.shape)
 
 
-def _broadcast_tensor(data: Tensor, src: int, peers: Peers | None) -> Tensor:
+def broadcast_tensor(data: Tensor, src: int, peers: Peers | None = None) -> Tensor:
+    """Give every rank the bytes of rank `src`, which are as many as this rank's. Collective."""
     buffer = data.to(communication_device(data.device, peers))
     if buffer.numel():
         with current_job.exchanging():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import torch.distributed as dist
 
@@ -23,12 +24,13 @@ from ..errors import LaunchError
 from . import sockets
 from .polling import Pause, call_with_timeout
 from .session import Session
-from .sockets import is_listening, probe
+from .sockets import is_listening, is_loopback, probe
 from .startup import host_address
-from .store_values import parse
+from .store_values import opened, parse, sealed
 from .tcp_store import connect, reachable
 from .vacancy import Notice
 
+log = logging.getLogger(__name__)
 _READING = 2.0  # seconds in which the others read an answer
 _BETWEEN_PROBES = 0.05  # seconds
 _LEADERS_PATIENCE = 10.0  # seconds that others wait longer than the one that leads
@@ -138,29 +140,32 @@ class Refuge:
         size: Number of members at the beginning.
         host: By which the others reach it.
         patience: Seconds to wait for a member that may live.
+        secret: Of the job: who knows it may say who goes on, and ask to. It is in no store.
 
     Attributes:
         addresses: Where the members' stores are.
     """
 
-    def __init__(self, member: int, size: int, host: str, patience: float) -> None:
+    def __init__(self, member: int, size: int, host: str, patience: float, secret: bytes) -> None:
         self.member = member
+        self._secret = secret
         self._size = size
         self._seniority: list[int] = []  # the members, those that came last at the end
         self._patience = patience
         self._pulse = _Pulse(patience)
         self._noted = 0  # absences, up to when the others have last done something with this member
         self._excused = 0  # those after which they have
-        self._store = host_store(host, 0)
-        self.address = (host, self._store.port)
+        self._answered: set[str] = set()  # keys of answers that were given
+        self._store = host_store(host)
+        self.address = (self._store.host, self._store.port)
         self.addresses: dict[int, Address] = {member: self.address}
 
     @classmethod
-    def of_job(cls, session: Session, patience: float) -> Refuge:
+    def of_job(cls, session: Session, patience: float, secret: bytes) -> Refuge:
         """Make one on each rank of a job. Collective."""
         one_node = len(set(session.nodes)) == 1
         host = "127.0.0.1" if one_node else host_address(session.store)
-        refuge = cls(session.rank, len(session.nodes), host, patience)
+        refuge = cls(session.rank, len(session.nodes), host, patience, secret)
         everyone = session.exchange(json.dumps({"address": refuge.address}))
         found = [parse(text, "refuge", {"address": Address})["address"] for text in everyone]
         refuge.addresses = {rank: (host, port) for rank, (host, port) in enumerate(found)}
@@ -168,12 +173,12 @@ class Refuge:
         return refuge
 
     @classmethod
-    def beside(cls, member: int, notice: Notice, patience: float) -> Refuge:
+    def beside(cls, member: int, notice: Notice, patience: float, secret: bytes) -> Refuge:
         """Make that of a process that is to take the place of a lost member."""
         host = next((reachable(*address) for address in notice.addresses if is_listening(*address)), "")
         if not host:
             raise LaunchError(f"{notice} None of these can be reached now.")
-        refuge = cls(member, notice.size, host, patience)
+        refuge = cls(member, notice.size, host, patience, secret)
         refuge.addresses |= dict(zip(notice.members, notice.addresses, strict=True))
         return refuge
 
@@ -239,12 +244,13 @@ class Refuge:
         """Return those of some lost members in whose place a process has come to this one, and waits."""
         found = []
         for member in lost:
-            if self._store.check([_arrival_key(member)]):
-                arrival, _ = self._read_arrival(member)
-                if probe(*arrival.address) is False:
-                    self._store.delete_key(_arrival_key(member))
-                else:
-                    found.append(member)
+            arrived = self._read_arrival(member)
+            if arrived is None:
+                continue
+            if probe(*arrived[0].address) is False:
+                self._store.delete_key(_arrival_key(member))
+            else:
+                found.append(member)
         return found
 
     def come_in(self, me: Arrival, notice: Notice, timeout: timedelta) -> tuple[Decision, dist.Store] | None:
@@ -273,12 +279,14 @@ class Refuge:
     def _ask_leader(self, leader: int, me: Arrival, seconds: float) -> tuple[Decision, dist.Store]:
         deadline = time.monotonic() + seconds
         store = connect(*self.addresses[leader], timedelta(seconds=seconds))
+        place = self.addresses[leader]
         if store.check([_DECIDED]):
-            last = _decision(store, _DECIDED)
+            last = self._read_decision(place, store, _DECIDED)
             if self._seniority and last.regrouping > me.regroupings and self.address not in last.addresses:
                 return last, store  # it was made without this rank
         answer = f"answer/{uuid.uuid4().hex}"
-        store.set(_arrival_key(self.member), json.dumps({**asdict(me), "answer": answer}))
+        key = _arrival_key(self.member)
+        store.set(key, sealed(self._secret, [place, key], {**asdict(me), "answer": answer}))
         pause = Pause()
         next_probe = 0.0
         while not store.check([answer]):
@@ -288,7 +296,7 @@ class Refuge:
                 self._check(leader)
                 next_probe = time.monotonic() + _BETWEEN_PROBES
             pause()
-        decision = _decision(store, answer)
+        decision = self._read_decision(place, store, answer)
         store.delete_key(answer)
         return decision, store
 
@@ -306,9 +314,10 @@ class Refuge:
         pause = Pause()
         while True:
             for member in set(range(self._size)) - {self.member}:
-                if not self._store.check([_arrival_key(member)]):
+                arrived = self._read_arrival(member)
+                if arrived is None:
                     continue
-                arrival, answer = self._read_arrival(member)
+                arrival, answer = arrived
                 if member in set(members) - ended and arrival.address != self.addresses[member]:
                     continue  # another process of this number, which has lived on without the job
                 if arrival.address != self.addresses.get(member):  # it comes in the place of one that has ended
@@ -328,11 +337,11 @@ class Refuge:
         was_away = self._pulse.absences() > self._excused
         unknown = absent | (ended if was_away else set())  # they may have gone on, and ended well
         decision = decide(self.member, self._seniority, present, unknown, least)
-        text = json.dumps(asdict(decision))
-        self._store.set(_DECIDED, text)
+        self._write_decision(decision, _DECIDED)
         for member, answer in answers.items():
             self._store.delete_key(_arrival_key(member))
-            self._store.set(answer, text)
+            self._write_decision(decision, answer)
+        self._answered.update(answers.values())
         if decision.refusal:  # by which this process ends
             self._wait_for_readers(list(answers.values()))
         return decision
@@ -342,12 +351,29 @@ class Refuge:
         while time.monotonic() < deadline and any(self._store.check([answer]) for answer in answers):
             time.sleep(0.01)
 
-    def _read_arrival(self, member: int) -> tuple[Arrival, str]:
+    def _read_arrival(self, member: int) -> tuple[Arrival, str] | None:
+        """Return what has come under this number, and where it waits for an answer; delete what a stranger wrote."""
         key = _arrival_key(member)
-        found = parse(self._store.get(key), key, {**_ARRIVAL, "answer": str})
-        host, port = found.pop("address")
-        answer = found.pop("answer")
-        return Arrival(**found, address=(host, port)), answer
+        if not self._store.check([key]):
+            return None
+        try:
+            found = opened(self._secret, [self.address, key], self._store.get(key), key, {**_ARRIVAL, "answer": str})
+            host, port = found.pop("address")
+            answer = found.pop("answer")
+            arrival = Arrival(**found, address=(host, port))
+            if arrival.member == member and answer not in self._answered:  # else a stranger repeats it
+                return arrival, answer
+        except LaunchError:
+            log.warning("a process that does not know the secret of this job wants to go on in it as rank %d", member)
+        self._store.delete_key(key)
+        return None
+
+    def _write_decision(self, decision: Decision, key: str) -> None:
+        self._store.set(key, sealed(self._secret, [self.address, key], asdict(decision)))
+
+    def _read_decision(self, place: Address, store: dist.Store, key: str) -> Decision:
+        found = opened(self._secret, [place, key], store.get(key), key, _DECISION)
+        return Decision(**{**found, "addresses": [(host, port) for host, port in found["addresses"]]})
 
     def _accept(self, decision: Decision) -> Decision:
         """Take over a decision by which this process goes on; raise `LaunchError` if it does not."""
@@ -364,15 +390,17 @@ def _arrival_key(member: int) -> str:
     return f"arrival/{member}"
 
 
-def _decision(store: dist.Store, key: str) -> Decision:
-    found = parse(store.get(key), key, _DECISION)
-    return Decision(**{**found, "addresses": [(host, port) for host, port in found["addresses"]]})
+def host_store(host: str, port: int | None = None) -> dist.TCPStore:
+    """Host a store whose sockets forked children close: a port that a worker holds open looks like a living rank.
 
-
-def host_store(host: str, port: int) -> dist.TCPStore:
-    """Host a store whose sockets forked children close: a port that a worker holds open looks like a living rank."""
+    Where no port is asked for, it listens on the interface of `host` alone, as the monitors do; else on all.
+    """
     before = sockets.sockets()
-    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    options: dict[str, Any] = {}
+    if port is None:
+        listener, (host, port) = sockets.listen(host, is_loopback(host))
+        options["master_listen_fd"] = listener.detach()
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, **options)
     _inherited().update(sockets.sockets() - before)
     return store
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, NoReturn, Union, cast, get_args, get_origin
 
@@ -39,6 +40,30 @@ def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any], values: int =
     if not any(fits(found, shape) for shape in shapes):
         refuse_text(text, key)
     return dict(found)
+
+
+def sealed(secret: bytes, place: Sequence[object], fields: Mapping[str, Any]) -> str:
+    """Write fields as JSON, with a proof that who wrote them for this place knows a secret."""
+    return json.dumps({**fields, "proof": _proof(secret, place, fields)})
+
+
+def opened(
+    secret: bytes, place: Sequence[object], text: bytes | str, key: str, shape: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Read what `sealed()` wrote.
+
+    Raises:
+        LaunchError: If it has another form, or was written for another place, or without the secret.
+    """
+    found = parse(text, key, {**shape, "proof": str})
+    proof = found.pop("proof").encode(errors="replace")
+    if not hmac.compare_digest(proof, _proof(secret, place, found).encode()):
+        refuse_text(text, key)
+    return found
+
+
+def _proof(secret: bytes, place: Sequence[object], fields: Mapping[str, Any]) -> str:
+    return hmac.new(secret, json.dumps([place, fields]).encode(), "sha256").hexdigest()
 
 
 def read_text(store: dist.Store, key: str) -> str:

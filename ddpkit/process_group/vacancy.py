@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from ..errors import DdpkitError, LaunchError
 from .sockets import is_listening
-from .store_values import parse
+from .store_values import opened, parse, sealed
 
 
 class Vacancy(LaunchError):
@@ -51,6 +51,7 @@ class Notice:
         regrouping: Number of the last decision on who goes on.
         members: Those who do, those that came last at the end.
         addresses: Where each of them can be asked to let somebody in.
+        proof: That a member of the job wrote it.
     """
 
     master: str
@@ -59,6 +60,7 @@ class Notice:
     regrouping: int
     members: list[int]
     addresses: list[tuple[str, int]]
+    proof: str = ""
 
     @classmethod
     def from_json(cls, text: str) -> Notice:
@@ -69,6 +71,23 @@ class Notice:
     def to_json(self) -> str:
         """Write it for the store."""
         return json.dumps(asdict(self))
+
+    def sealed(self, secret: bytes) -> Notice:
+        """Return it with a proof for those who know the secret of the job."""
+        return Notice.from_json(sealed(secret, _PLACE, self._fields()))
+
+    def is_of_job(self, secret: bytes) -> bool:
+        """Return whether a process wrote it that knows this secret."""
+        try:
+            opened(secret, _PLACE, self.to_json(), "notice", _FIELDS)
+        except LaunchError:
+            return False
+        return True
+
+    def _fields(self) -> dict[str, Any]:
+        fields = asdict(self)
+        del fields["proof"]
+        return fields
 
     @property
     def master_address(self) -> tuple[str, int]:
@@ -102,3 +121,5 @@ def remember_ended(addresses: Iterable[tuple[str, int]]) -> None:
 
 
 _FORM = {**get_type_hints(Notice), "members": [int], "addresses": [tuple[str, int]]}
+_FIELDS = {name: form for name, form in _FORM.items() if name != "proof"}
+_PLACE = ["notice"]

@@ -9,12 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives.ops import broadcast
+from ..checkpoint.files import check_saveable, from_bytes, to_bytes
+from ..checkpoint.leaves import tensors_of
+from ..checkpoint.sharded import find_stand_ins, take_out
+from ..collectives.broadcast import Description, broadcast_bytes, broadcast_tensor, receive
+from ..collectives.consistency import raise_everywhere
+from ..collectives.sharded import explain_sharded
+from ..collectives.tensors import flat_bytes, is_dense
+from ..errors import LaunchError
+from ..launch.ranks import get_rank
 from ..parallel.models import unwrap_model
 from ..parallel.wrap import release_models
-from ..process_group import current_job
+from ..process_group import current_job, lifecycle
 from ..process_group.regrouping import Decision
 from ..seeding.generator_states import get_rng_state, set_rng_state
+
+_CALL = "survive()"
+_MOST_TIMES = 16  # bytes that the states of another rank may have, for each of this one's: its optimizer may be new
+_MOST_BESIDES = 64 << 20  # bytes
 
 
 class Resumable(Protocol):
@@ -38,6 +50,7 @@ class KeptStates:
         optimizers = _optimizers_in(states)
         if not optimizers and any(p.requires_grad for module in self._modules for p in module.parameters()):
             raise TypeError("survive() needs the optimizer, one of torch.optim's, to know when a step begins.")
+        check_saveable({type(state).__name__: state.state_dict() for state in self._states})
         self._handles = [optimizer.register_step_pre_hook(self._begin_step) for optimizer in optimizers]
         self._copy()
 
@@ -94,8 +107,8 @@ class KeptStates:
             for state, saved in zip(self._small, self._copies, strict=True):
                 state.load_state_dict(copy.deepcopy(saved))
         set_rng_state(self._random)
-        mine = ([state.state_dict() for state in self._states], self._positions)
-        states, positions = broadcast(mine, src=decision.members.index(decision.source))
+        mine = [[state.state_dict() for state in self._states], self._positions]
+        states, positions = share_data(mine, decision.members.index(decision.source))
         if member == decision.source:
             return
         self.is_whole = False
@@ -110,6 +123,51 @@ class KeptStates:
         """Watch optimizers no more."""
         for handle in self._handles:
             handle.remove()
+
+
+def share_data(mine: Any, src: int) -> Any:
+    """Give every rank the numbers, texts and tensors of rank `src`: there themselves, elsewhere copies. Collective.
+
+    Unlike `broadcast()` it unpickles nothing: data are read by the rules of `torch.load(weights_only=True)`.
+
+    Args:
+        mine: This rank's, from which it follows how large those of `src` may be.
+        src: The rank that gives its own.
+    """
+    if not lifecycle.joined():
+        return mine
+    tensors: dict[str, Tensor] = {}
+    data = b""
+    own = dict(tensors_of("states", mine))
+    most = _MOST_TIMES * sum(tensor.nbytes for tensor in own.values()) + _MOST_BESIDES
+    is_source = get_rank() == src
+    with raise_everywhere(_CALL):
+        if is_source:
+            problem = explain_sharded(_CALL, list(own.items()))
+            if problem:
+                raise TypeError(problem)
+            described = take_out("states", mine, tensors, _is_dense_tensor)
+            on_cpu = [tensor.device.type == "cpu" for tensor in tensors.values()]
+            data = to_bytes([described, on_cpu])
+            from_bytes(data)  # as the others will
+    data = broadcast_bytes(_CALL, data, src, most=most)
+    if is_source:
+        for tensor in tensors.values():
+            broadcast_tensor(flat_bytes(tensor), src)
+        return mine
+    given, on_cpu = from_bytes(data)
+    stand_ins = [tensor for _, tensor in find_stand_ins("states", given)]
+    size = sum(tensor.nbytes for tensor in stand_ins)
+    if size > most:
+        raise LaunchError(f"Rank {src} sends states of {size} bytes, and at most {most} are expected: not of this job.")
+    for tensor, is_on_cpu in zip(stand_ins, on_cpu, strict=True):
+        description = Description(tensor.dtype, tuple(tensor.shape), is_on_cpu)
+        torch.utils.swap_tensors(tensor, receive(description, src))  # type: ignore[no-untyped-call]
+    return given
+
+
+def _is_dense_tensor(value: Any) -> bool:
+    return type(value) is Tensor and is_dense(value)
 
 
 def _optimizers_in(states: tuple[Any, ...]) -> list[Optimizer]:

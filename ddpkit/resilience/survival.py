@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ..arguments import as_integer, check_timeout
+from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere, reduce_in_place
+from ..collectives.groups import control_device
+from ..collectives.ops import broadcast
 from ..collectives.sync import barrier
 from ..errors import DdpkitError, LaunchError, PeerError
 from ..launch import ranks
@@ -35,6 +40,8 @@ log = logging.getLogger(__name__)
 _ANSWERING = 1.0  # seconds within which a store answers whose host runs and can be reached
 _GIVEN_UP = "given up"
 _GRACE = 60.0  # seconds from the loss of a rank until an attempt must be over: loaders' workers may be slow to end
+_SECRET = "DDPKIT_SECRET"  # in the environment; who knows it may take the place of a lost rank
+_SHORTEST = 16  # characters of a secret that nobody guesses
 _NOTICING = 1.0  # seconds between questions whether the others have noticed a loss
 _UNSURE = ("lost", "silent", "left", "orphaned")  # of a rank that may go on: it has raised no error
 
@@ -220,6 +227,7 @@ class _Survivors:
 
     context: Context
     _asked: Options
+    _secret: bytes  # of the job; it is in no store
 
     def __init__(self, kept: KeptStates, least: int, patience: timedelta) -> None:
         self.kept = kept
@@ -269,7 +277,8 @@ class _Survivors:
         self._regroupings = 0
         self.kept.is_whole = True
         if lifecycle.joined():
-            self._refuge = Refuge.of_job(current_job.current_session(), self._patience)
+            self._secret = agree_on_secret()
+            self._refuge = Refuge.of_job(current_job.current_session(), self._patience, self._secret)
             self._master = context.master
             self._store = hosted_store(context.master)
             self._master_host = self._refuge.addresses[0][0]
@@ -280,6 +289,12 @@ class _Survivors:
         launch = ranks.current_launch()
         if launch.world_size != notice.size or notice.is_alive(launch.rank):
             raise LaunchError(f"This process was started as rank {launch.rank} of {launch.world_size}. {notice}")
+        self._secret = _given_secret().encode()
+        if not notice.is_of_job(self._secret):
+            raise LaunchError(
+                f"{notice} But it lets in only who knows its {_SECRET}: start all ranks, and those that take the place "
+                "of lost ones, with this environment variable set to one long random text."
+            )
         if launch.rank not in notice.vacant:  # the others have not noticed yet that it has ended
             time.sleep(_NOTICING)
             return False
@@ -288,7 +303,7 @@ class _Survivors:
         self._master, self._master_host = notice.master, notice.master_host
         self._regroupings = notice.regrouping
         self.kept.is_whole = False
-        self._refuge = Refuge.beside(launch.rank, notice, self._patience)
+        self._refuge = Refuge.beside(launch.rank, notice, self._patience, self._secret)
         found = self._refuge.come_in(self._arrival(), notice, asked.timeout)
         if found is None:
             self._close_refuge()
@@ -394,6 +409,7 @@ class _Survivors:
                 call_with_timeout(lambda: store.set(_GIVEN_UP, ""), _ANSWERING)
             raise
         is_joining = False
+        check_members(self._secret, f"{decision.regrouping}")
         self.kept.put_back(decision, refuge.member)
         current_job.hold_failures(True)  # until the next attempt is entered
         self._open_door(decision)
@@ -414,7 +430,7 @@ class _Survivors:
             return
         places = (self._master, self._master_host)
         addresses = [self._refuge.addresses[member] for member in decision.seniority]
-        notice = Notice(*places, self._size, decision.regrouping, decision.seniority, addresses)
+        notice = Notice(*places, self._size, decision.regrouping, decision.seniority, addresses).sealed(self._secret)
         refuge = self._refuge if me == decision.leader else None
         self._door = Door(notice, me == opens, bool(there), refuge, self._interrupt_for, self._store)
 
@@ -453,3 +469,53 @@ class _Survivors:
             if launch.rank == 0:
                 offer_store(launch, self._store, *address_of(self._master))  # to be joined again
         self._store = None
+
+
+def agree_on_secret() -> bytes:
+    """Return a secret that all ranks have, and nobody who only reads their stores. Collective.
+
+    It is that of the environment; else rank 0 draws one and sends it over the connections of the group.
+    """
+    call = "survive()"
+    with raise_everywhere(call):
+        given = _given_secret()
+    others, drawn = broadcast((given, os.urandom(32).hex()), src=0)
+    with raise_everywhere(call):
+        if given != others:
+            raise LaunchError(f"{_SECRET} is not the same here and on rank 0. Start all ranks with one, or with none.")
+    check_fingerprint(fingerprint_of(call))
+    return str(given or drawn).encode()
+
+
+def _given_secret() -> str:
+    given = os.environ.get(_SECRET, "")
+    if 0 < len(given) < _SHORTEST:
+        raise LaunchError(f"{_SECRET} has {len(given)} characters; set it to a random text of {_SHORTEST} or more.")
+    return given
+
+
+def check_members(secret: bytes, occasion: str) -> None:
+    """Let all ranks of a new group show that they know the secret, before they send each other anything. Collective.
+
+    Raises:
+        LaunchError: If one does not: a stranger has changed the addresses in the store while the ranks joined.
+    """
+    if not lifecycle.joined():
+        return
+    challenges = _gather(os.urandom(16))
+    expected = []
+    for rank in range(len(challenges)):
+        words = f"{occasion} {rank} ".encode() + b"".join(challenges)
+        expected.append(hmac.new(secret, words, "sha256").digest())
+    shown = _gather(expected[ranks.get_rank()])
+    strange = [rank for rank in range(len(shown)) if not hmac.compare_digest(shown[rank], expected[rank])]
+    if strange:
+        raise LaunchError(f"What has joined as rank {strange[0]} does not know the secret of this job.")
+
+
+def _gather(own: bytes) -> list[bytes]:
+    """Give every rank the bytes of all, of one length, unpickled and in a buffer of known size. Collective."""
+    table = torch.zeros((ranks.get_world_size(), len(own)), dtype=torch.int64, device=control_device(None))
+    table[ranks.get_rank()] = torch.tensor(list(own))
+    reduce_in_place(table)
+    return [bytes(row) for row in table.clamp(0, 255).tolist()]

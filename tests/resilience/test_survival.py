@@ -27,6 +27,7 @@ SAMPLES = 120
 BATCH = 2
 EPOCHS = 2
 POINTS = ["forward", "backward", "optimizer", "before the commit", "after the commit", "joining"]
+SECRET = {"DDPKIT_SECRET": "by which a process takes a place"}
 Death = tuple[int, int, str]  # of which member, in which step, where
 
 
@@ -52,6 +53,13 @@ class Count:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.number = state["number"]
+
+
+class Holder(Count):
+    """Has a state that would need code where it arrives."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": nn.Linear(1, 1)}
 
 
 def die() -> None:
@@ -245,8 +253,8 @@ def is_running(pid: int) -> bool:
 def start_and_restart(ranks: int, folder: Path, deaths: list[Death]) -> list[Ended]:
     """Start ranks, and each that dies once more."""
     port = free_port()
-    envs = [platform_env(rank, ranks, port) for rank in range(ranks)]
-    envs += [platform_env(rank, ranks, port, AGAIN="1") for rank, _, _ in deaths]
+    envs = [platform_env(rank, ranks, port, **SECRET) for rank in range(ranks)]
+    envs += [platform_env(rank, ranks, port, AGAIN="1", **SECRET) for rank, _, _ in deaths]
     return run(train_and_come_back, envs, str(folder), deaths, ranks, timeout=120)
 
 
@@ -301,6 +309,37 @@ def test_a_process_whose_place_is_not_vacant_or_that_does_not_take_it_is_told(
     at_once = "Two processes claim rank 2"  # where the others have just begun anew
     assert ended[3].code == 1 and (told in ended[3].output or (calls_survive and at_once in ended[3].output))
     assert ended[3].seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("of_job", "of_newcomer"), [({}, {}), ({}, SECRET), (SECRET, {"DDPKIT_SECRET": "another, which is as long"})]
+)
+def test_who_does_not_know_the_secret_takes_no_place(
+    of_job: dict[str, str], of_newcomer: dict[str, str], tmp_path: Path
+) -> None:
+    port = free_port()
+    envs = [platform_env(rank, 3, port, **of_job) for rank in range(3)]
+    envs.append(platform_env(1, 3, port, LATE="1", **of_newcomer))
+    ended = run(join_late, envs, str(tmp_path), [(1, 5, "forward")], True, timeout=120)
+    assert ended[3].code == 1 and "lets in only who knows its DDPKIT_SECRET" in ended[3].output, ended[3].output
+    assert ended[3].seconds < 30
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_all_ranks_have_one_secret_or_none(odd: int, tmp_path: Path) -> None:
+    port = free_port()
+    envs = [platform_env(rank, 3, port, **(SECRET if rank == odd else {})) for rank in range(3)]
+    ended = run(train, envs, str(tmp_path), [], timeout=120)
+    assert [e.code for e in ended] == [1, 1, 1]
+    for e in ended:
+        assert "DDPKIT_SECRET is not the same here and on rank 0" in e.output, e.output
+
+
+def test_a_secret_that_can_be_guessed_is_refused(tmp_path: Path) -> None:
+    port = free_port()
+    ended = run(train, [platform_env(rank, 2, port, DDPKIT_SECRET="1234") for rank in range(2)], str(tmp_path), [])
+    for e in ended:
+        assert e.code == 1 and "DDPKIT_SECRET has 4 characters" in e.output
 
 
 def train_until_stopped(folder: str, deaths: list[Death]) -> None:
@@ -440,6 +479,8 @@ def test_what_cannot_be_kept_is_refused() -> None:
     net = nn.Linear(1, 1)
     with pytest.raises(TypeError, match="needs the optimizer"):
         next(ddpkit.survive(net, Count()))
+    with pytest.raises(ddpkit.CheckpointError, match=r"Cannot save Holder\.net: .*Unsupported"):
+        next(ddpkit.survive(Holder()))
     with pytest.raises(ValueError, match="more than there are: 1"):
         next(ddpkit.survive(min_ranks=2))
 
@@ -656,8 +697,9 @@ def test_a_new_process_on_the_node_of_a_lost_rank_takes_its_place(deaths: list[D
     port = free_port()
     call = f"train_and_come_back({str(tmp_path)!r}, {deaths}, 3)"
     with virtual_nodes(3) as nodes:
-        commands = [on_node(node, call, **node_env(rank, port)) for rank, node in enumerate(nodes[1:])]
-        commands += [on_node(nodes[rank + 1], call, **node_env(rank, port, AGAIN="1")) for rank, _, _ in deaths]
+        commands = [on_node(node, call, **node_env(rank, port, **SECRET)) for rank, node in enumerate(nodes[1:])]
+        again = SECRET | {"AGAIN": "1"}
+        commands += [on_node(nodes[rank + 1], call, **node_env(rank, port, **again)) for rank, _, _ in deaths]
         ended = launch(*commands, timeout=120)
     outputs = "".join(e.output for e in ended)
     lost = [member for member, _, _ in deaths]
