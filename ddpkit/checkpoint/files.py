@@ -6,8 +6,10 @@ checksum, which reading verifies.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +25,35 @@ from .leaves import has_names
 _ADVICE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
 _MARK = b"\nchecksum:"
 _LAST_LINE = len(_MARK) + LENGTH + 1  # bytes: the mark, the checksum, a newline
+_NO_FILE = "it is a pipe, a device or a socket, not a file"
 _PIECE = 1 << 20  # bytes that are read at a time
+
+
+class NoFileError(OSError):
+    """A pipe, a device or a socket has the name of a file."""
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file for reading. What is no file, in which reading may wait without end, is refused.
+
+    Raises:
+        NoFileError: If it is a pipe, a device or a socket.
+        OSError: If it cannot be opened.
+    """
+    try:
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # by which a socket refuses
+            raise
+        raise NoFileError(_NO_FILE) from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise NoFileError(_NO_FILE)
+    return file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class NotWanted(Exception):
@@ -51,8 +81,9 @@ def write_durably(
     """
     # in the same folder: a rename is atomic within one file system
     temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:  # a new one: a link with this name would be followed
             write(file)
             file.flush()
             os.fsync(file.fileno())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import CheckpointError
-from .files import write_durably
+from .files import NoFileError, open_file, unreadable, write_durably
 from .pieces import delete_unused
 
 Scores = dict[str, float | None]  # by a checkpoint's name, the last written first
@@ -57,9 +57,17 @@ def find_best(folder: Path) -> list[str]:
 
 
 def _read_list(folder: Path) -> Scores:
-    """Read `latest`, without what is no file here; {} if it cannot be read."""
+    """Read `latest`, without what is no file here; {} if it cannot be read.
+
+    Raises:
+        CheckpointError: If it is a pipe or the like.
+    """
+    path = folder / _LIST
     try:
-        lines = (folder / _LIST).read_text(errors="replace").splitlines()
+        with open_file(path) as file:
+            lines = file.read().decode(errors="replace").splitlines()
+    except NoFileError as error:
+        raise unreadable(path, error) from error
     except OSError:
         return {}
     listed: Scores = {}

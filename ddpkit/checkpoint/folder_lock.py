@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import tempfile
 import weakref
 from collections.abc import Mapping
@@ -83,7 +84,7 @@ class FolderLock:
             raise CheckpointError(
                 f"{name_job(holder)} has begun to write into {self._folder}. {_ADVICE}",
             )
-        os.utime(self._path)
+        os.utime(self._file)
 
     def _take(self) -> None:
         file = _open_and_lock(self._path)
@@ -131,15 +132,33 @@ def _open_and_lock(path: Path) -> int:
     Returns:
         Its descriptor, not locked where the file system has no locks; -1 if another process holds
         the lock.
+
+    Raises:
+        CheckpointError: If it is a link or no file: what is behind it would be overwritten.
     """
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = _open(path, os.O_RDWR | os.O_CREAT)
         if not _try_to_lock(file):
             os.close(file)
             return -1
         if _is_open(path, file):
             return file
         os.close(file)  # its former holder deleted it meanwhile
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open a lock's file, and nothing that somebody has put in its place."""
+    try:
+        file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO):  # of a link, of one on BSD, of a socket
+            raise
+    else:
+        found = os.fstat(file)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+            return file
+        os.close(file)
+    raise CheckpointError(f"{path} is a link or no file, so no Checkpointer made it. Delete it.")
 
 
 def _try_to_lock(file: int) -> bool:
@@ -155,7 +174,7 @@ def _try_to_lock(file: int) -> bool:
 def _is_open(path: Path, file: int) -> bool:
     """Return whether a descriptor is of the file that has this path now."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(file))
+        return os.path.samestat(os.lstat(path), os.fstat(file))
     except OSError:
         return False
 
@@ -181,8 +200,8 @@ def _read(file: int) -> dict[str, Any]:
 
 def _read_path(path: Path) -> dict[str, Any]:
     try:
-        file = os.open(path, os.O_RDONLY)
-    except OSError:
+        file = _open(path, os.O_RDONLY)
+    except (CheckpointError, OSError):
         return {}
     try:
         return _read(file)

@@ -22,7 +22,7 @@ from ..process_group.lifecycle import exchange
 from ..seeding.generator_states import set_rng_states
 from ..torch_internals import is_dtensor
 from .all_or_none import merge_problems, try_on_all, try_on_main
-from .files import read, unreadable
+from .files import open_file, read, unreadable
 from .fit import Saved, explain_misfits
 from .format import explain_unusable
 from .leaves import tensors_of
@@ -115,7 +115,7 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
     with ExitStack() as stack:
         try:
             # held open, for it may be deleted before all have read it
-            file = stack.enter_context(open(path, "rb"))
+            file = stack.enter_context(open_file(path))
         except (OSError, ValueError) as error:  # the second for a name with a null character
             problem = message_of(unreadable(path, error))
         problems = exchange(problem)

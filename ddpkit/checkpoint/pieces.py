@@ -22,7 +22,7 @@ from ..collectives.tensors import flat_bytes, local_part
 from ..errors import CheckpointError
 from ..torch_internals import is_dtensor
 from .dtypes import explain_loss
-from .files import SummedFile, go_on, unreadable, verify, write_durably
+from .files import SummedFile, go_on, open_file, unreadable, verify, write_durably
 from .leaves import path_to
 from .sharded import Layout, Piece, Pieces, boxes_of, same_mapping
 
@@ -97,11 +97,13 @@ def write_pieces(
         summed.end()
 
     path = folder / _name_of(rank)
+    if folder.is_symlink():
+        raise CheckpointError(f"Cannot write {path}: {folder} is a link, which no Checkpointer made.")
     try:
         write_durably(path, write, confirm)
     except BaseException as error:
         with suppress(OSError):
-            (folder / _failed_name_of(rank)).touch()  # rank 0 waits for one of the two
+            open(folder / _failed_name_of(rank), "xb").close()  # rank 0 waits for one of the two
         if not isinstance(error, OSError):
             raise
         raise CheckpointError(f"Cannot write {path}: {error}. Earlier checkpoints are complete.") from error
@@ -157,7 +159,7 @@ def verify_pieces(folder: Path, ranks: Iterable[int]) -> None:
     for rank in ranks:
         path = folder / _name_of(rank)
         try:
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 verify(file)
         except (OSError, ValueError) as error:
             raise unreadable(path, error) from error
@@ -237,7 +239,7 @@ class SavedPieces:
         tensor = torch.empty(piece.sizes, dtype=dtype, device="cpu")
         data = flat_bytes(tensor).numpy()
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open_file(path) as file:
                 file.seek(piece.start)
                 _fill(file, data.data)
         except OSError as error:

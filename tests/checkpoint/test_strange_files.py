@@ -1,0 +1,127 @@
+"""Who can write to the folder of checkpoints has put other things there than files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ddpkit
+from ddpkit.checkpoint.checkpointer import Checkpointer
+from ddpkit.checkpoint.pieces import write_pieces
+from ddpkit.errors import CheckpointError
+
+OURS = [".writer", "step-000000001.pt.tmp", "step-000000001.pt", "latest.tmp", "latest"]
+
+
+def ends(call: Callable[[], object], seconds: float = 20.0) -> BaseException | None:
+    """Call it on a thread; return what it raises. It must not wait for ever."""
+    raised: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+        else:
+            raised.append(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert raised, "it waits"
+    return raised[0]
+
+
+@pytest.mark.parametrize("how", [os.symlink, os.link])
+@pytest.mark.parametrize("name", OURS)
+def test_a_file_behind_a_link_stays_as_it_is(name: str, how: Callable[..., None], tmp_path: Path) -> None:
+    precious, folder = tmp_path / "precious", tmp_path / "run"
+    precious.write_text("precious")
+    folder.mkdir()
+    how(precious, folder / name)
+    try:
+        Checkpointer(folder).save(1, model=nn.Linear(1, 1))
+    except CheckpointError as error:
+        assert name == ".writer" and f"{folder / name} is a link" in str(error) and "Delete it" in str(error)
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_file_is_made_behind_a_link_that_leads_nowhere(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    os.symlink(tmp_path / "new", folder / name)
+    ends(lambda: Checkpointer(folder).save(1, model=nn.Linear(1, 1)))
+    assert not (tmp_path / "new").exists()
+
+
+def test_pieces_go_through_no_link(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "pieces", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    os.symlink(tmp_path / "new", folder / "rank-0.failed")
+    os.symlink(tmp_path / "new", folder / "rank-0.bin.tmp")
+
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        write_pieces(folder, 0, [(0, torch.ones(1))], check=fail)
+    shutil.rmtree(folder)
+    os.symlink(elsewhere, folder)
+    with pytest.raises(CheckpointError, match="is a link"):
+        write_pieces(folder, 0, [(0, torch.ones(1))])
+    assert not (tmp_path / "new").exists() and not list(elsewhere.iterdir())
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    os.symlink(scratch, tmp_path / "run")
+    model = nn.Linear(1, 1)
+    Checkpointer(tmp_path / "run").save(1, model=model)
+    assert Checkpointer(tmp_path / "run").load_latest(model=model) == {"step": 1}
+    assert (scratch / "step-000000001.pt").exists()
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_socket])
+@pytest.mark.parametrize("name", ["latest", "step-000000001.pt", ".writer"])
+def test_what_is_no_file_keeps_nobody_waiting(
+    name: str, make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the name of a socket must be short
+    model = nn.Linear(1, 1)
+    checkpointer = Checkpointer(tmp_path)
+    if name == "latest":
+        checkpointer.save(1, model=model)
+        Path(name).unlink()
+    make(Path(name))
+    if name == ".writer":
+        error = ends(lambda: checkpointer.save(2, model=model))
+    elif name == "latest":
+        error = ends(lambda: checkpointer.load_latest(model=model))
+    else:
+        error = ends(lambda: checkpointer.load(tmp_path / name, model=model))
+    assert isinstance(error, CheckpointError) and str(tmp_path / name) in str(error)
+
+
+def test_a_pipe_in_the_place_of_the_lock_of_another_job_keeps_nobody_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert ends(lambda: ddpkit.checkpoint.folder_lock._read_path(tmp_path / "pipe")) is None
