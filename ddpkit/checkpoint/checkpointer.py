@@ -381,6 +381,8 @@ class Checkpointer:
             raise self._cannot_write(error) from error
 
     def _cannot_write(self, error: OSError) -> CheckpointError:
+        if not self.folder.exists():
+            return CheckpointError(f"Cannot write to {self.folder}: the folder was deleted meanwhile.")
         problem = f"Cannot write to {self.folder}: {error}."
         return CheckpointError(f"{problem} Earlier checkpoints are complete.")
 

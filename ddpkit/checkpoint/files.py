@@ -125,6 +125,7 @@ def dump(
         # mapped: reads no tensor's bytes
         torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
+        os.stat(file.name)  # raises if somebody has deleted it
         raise _unsaveable(content, error) from error
 
 
@@ -246,6 +247,8 @@ def _sync_folder(folder: Path) -> None:
 
 def _unsaveable(content: Mapping[str, Any], error: Exception) -> CheckpointError:
     name = _first_unsaveable(content)
+    if not name:
+        return CheckpointError(f"What was written cannot be read: {_reason(error)} Is the disk in order?")
     return CheckpointError(f"Cannot save {name}: {_reason(error)} {_ADVICE}")
 
 

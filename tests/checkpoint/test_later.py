@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -25,6 +26,7 @@ from torch import nn
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
 from ddpkit.checkpoint.snapshot import SnapshotMemory
+from ddpkit.checkpoint.writing import Writing
 from ddpkit.errors import CheckpointError, MismatchError
 
 _real_fsync = os.fsync
@@ -399,3 +401,33 @@ def test_a_state_may_be_anything_with_a_state_dict(tmp_path: Path) -> None:
     holder = Halves(1)
     checkpoints.load_latest(holder=holder)
     assert holder.values == [5, 5] and holder.average.tolist() == [5, 5]
+
+
+def delete_the_folder(folder: str, moment: str) -> str:
+    """Delete the folder while a checkpoint is being written there, on rank 0."""
+    path = Path(folder, "run")
+    checkpoints = Checkpointer(path)
+
+    def delete() -> None:
+        if ddpkit.get_rank() == 0:
+            shutil.rmtree(path)
+
+    def delete_in_the_middle(writing: Writing) -> None:
+        if list(path.glob("*.tmp")):
+            delete()
+
+    if moment == "while it is written":
+        Writing.check = delete_in_the_middle  # type: ignore[method-assign]
+    with slow_disk():
+        checkpoints.save(1, fill=torch.full((100_000,), 1), wait=False)
+        if moment == "before it is complete":
+            delete()
+    return message_of(checkpoints.wait)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("moment", ["while it is written", "before it is complete"])
+def test_a_folder_that_is_deleted_meanwhile_is_named(tmp_path: Path, nprocs: int, moment: str) -> None:
+    problem = f"Cannot write to {tmp_path / 'run'}: the folder was deleted meanwhile."
+    for said in on_ranks(delete_the_folder, nprocs, str(tmp_path), moment):
+        assert said == f"Saving step 1 without waiting failed: {problem}"
