@@ -24,7 +24,7 @@ def try_on_main(fn: Callable[[], T]) -> T | None:
         try:
             return fn(), ""
         except (CheckpointError, OSError) as error:
-            return None, str(error)
+            return None, message_of(error)
 
     value, problem = run_on_main(attempt)
     if problem:

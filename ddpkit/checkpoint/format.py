@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ def explain_unusable(content: Any, with_random_states: bool) -> str:
         return f"its format is {version}, this ddpkit reads {FORMAT} and {FORMAT_WITH_PIECES}"
     is_right = {
         "step": _is_step(content.get("step")),
-        "score": isinstance(content.get("score"), float | None),
+        "score": type(content.get("score")) in (float, NoneType),
         "state": has_names(content.get("state")),
         "kinds": _are_kinds(content.get("kinds")),
-        "shapes": has_names(content.get("shapes")),
+        "shapes": _are_shapes(content.get("shapes")),
         "rng": _are_random_states(content.get("rng")),
         "per_rank": _are_parts(content.get("per_rank")),
         "sharded": version == FORMAT or _is_sharded(content.get("sharded")),
@@ -45,11 +46,18 @@ def explain_unusable(content: Any, with_random_states: bool) -> str:
 
 
 def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
+    return type(value) is int and value >= 0  # a bool is none
 
 
 def _are_kinds(value: Any) -> bool:
     return has_names(value) and all(isinstance(kind, str) for kind in value.values())
+
+
+def _are_shapes(value: Any) -> bool:
+    if not has_names(value) or not all(isinstance(groups, list) for groups in value.values()):
+        return False
+    groups = [group for groups in value.values() for group in groups]
+    return all(isinstance(group, list) and all(map(_are_counts, group)) for group in groups)
 
 
 def _are_random_states(value: Any) -> bool:
@@ -69,7 +77,7 @@ def _is_part(value: Any) -> bool:
         return False
     if not _are_kinds(value.get("kinds")):
         return False
-    return has_names(value.get("per_rank")) and has_names(value.get("shapes"))
+    return has_names(value.get("per_rank")) and _are_shapes(value.get("shapes"))
 
 
 def _is_sharded(value: Any) -> bool:

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..parallel.wrap import clean_state_dict
 from .dtypes import explain_loss
 from .leaves import tensors_of
 from .states import describe
+
+_LONGEST = 60  # characters of a value that is shown
 
 Index = tuple[int, int]  # of a tensor in an optimizer: the number of its group, and that in it
 
@@ -31,12 +34,43 @@ def explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> 
     if there != here:
         return [f"has groups of {there} tensors there, of {here} here"]
     found = _misplaced(optimizer.param_groups, saved["param_groups"])
+    for i, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        found += explain_no_numbers(group, saved_group, f" in group {i}")
     if found:
         return found
     _, mine = describe(optimizer)
     if shapes and shapes != mine:  # a state dict that was saved as plain data has none
         return _explain_shapes(mine, shapes)
     return _explain_losses(optimizer, saved)
+
+
+def explain_no_numbers(here: Mapping[str, Any], there: Mapping[str, Any], where: str = "") -> list[str]:
+    """Say which settings that are numbers here, or several, are none in a file, such as a learning rate."""
+    found = []
+    for name, value in here.items():
+        saved = there.get(name, value)
+        if _is_number(value) and not _is_number(saved):
+            found.append(f"has {name}={_shown(saved)}{where} there, a number here")
+        if _are_numbers(value) and not _are_numbers(saved):
+            found.append(f"has {name}={_shown(saved)}{where} there, numbers here")
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(_is_number, value))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    if len(text) > _LONGEST:
+        return f"{text[:_LONGEST]}…"
+    return text
 
 
 def _is_state(saved: Any) -> bool:

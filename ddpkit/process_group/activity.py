@@ -175,13 +175,7 @@ def _short_path(filename: str) -> str:
 
 def _short(text: str) -> str:
     """Shorten a text, and escape what would not be one line of a terminal."""
-    return "".join(map(_escaped, printable(text)[:_LONGEST]))
-
-
-def _escaped(character: str) -> str:
-    if character.isprintable():
-        return character
-    return character.encode("unicode_escape").decode()
+    return printable(text[:_LONGEST]).replace("\n", r"\n").replace("\t", r"\t")
 
 
 class Picture:

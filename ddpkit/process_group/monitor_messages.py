@@ -12,7 +12,7 @@ from ..timing.pace import PACE, Pace
 from .activity import ACTIVITY, Activity
 from .failures import FAILURE, Failure
 from .stop_agreement import REQUEST, StopDecision, StopRequest
-from .store_values import fits
+from .store_values import all_printable, fits
 
 LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped
 
@@ -102,7 +102,7 @@ def parse(line: bytes, world_size: int) -> Message | None:
         >>> parse(b'{"left": 2}', world_size=2)
     """
     try:
-        fields = json.loads(line.decode())
+        fields = all_printable(json.loads(line.decode()))
     except (ValueError, RecursionError):
         return None
     if not isinstance(fields, dict):

@@ -16,11 +16,12 @@ from ..errors import LaunchError
 from .polling import call_with_timeout
 
 _VALUE_BYTES = 8 << 20  # bytes that the store takes at once; it has more only if somebody appends
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _PIECE = 1 << 20  # characters of a long text under one key
 
 
 def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any], values: int = 1) -> dict[str, Any]:
-    """Read a JSON object that came from the store.
+    """Read a JSON object that came from the store; its texts are printable.
 
     Args:
         text: Bytes that the store gave.
@@ -34,7 +35,7 @@ def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any], values: int =
     if len(text) > _VALUE_BYTES * values:
         refuse_text(text, key)
     try:
-        found = json.loads(text)
+        found = all_printable(json.loads(text))
     except (ValueError, RecursionError):
         refuse_text(text, key)
     if not any(fits(found, shape) for shape in shapes):
@@ -128,8 +129,22 @@ def refuse_text(text: bytes | str, key: str) -> NoReturn:
 
 
 def printable(text: str) -> str:
-    """Escape characters that no encoding has, such as the halves of a broken file name."""
-    return text.encode(errors="backslashreplace").decode()
+    """Escape what no encoding has, such as the halves of a broken file name, and what a terminal takes for commands.
+
+    Lines and tabs stay.
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def all_printable(value: Any) -> Any:
+    """Return a value that was JSON with all its texts printable."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [all_printable(part) for part in value]
+    if isinstance(value, dict):
+        return {printable(name): all_printable(part) for name, part in value.items()}
+    return value
 
 
 def add(store: dist.Store, key: str, amount: int) -> int:
