@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import torch.distributed as dist
 
@@ -24,10 +24,10 @@ from ..errors import LaunchError
 from . import sockets
 from .polling import Pause, call_with_timeout
 from .session import Session
-from .sockets import is_listening, is_loopback, probe
+from .sockets import is_listening, probe
 from .startup import host_address
 from .store_values import opened, parse, sealed
-from .tcp_store import connect, reachable
+from .tcp_store import connect, host_on, reachable
 from .vacancy import Notice
 
 log = logging.getLogger(__name__)
@@ -393,14 +393,13 @@ def _arrival_key(member: int) -> str:
 def host_store(host: str, port: int | None = None) -> dist.TCPStore:
     """Host a store whose sockets forked children close: a port that a worker holds open looks like a living rank.
 
-    Where no port is asked for, it listens on the interface of `host` alone, as the monitors do; else on all.
+    Where a port is asked for, it listens on all interfaces, as torch's.
     """
     before = sockets.sockets()
-    options: dict[str, Any] = {}
     if port is None:
-        listener, (host, port) = sockets.listen(host, is_loopback(host))
-        options["master_listen_fd"] = listener.detach()
-    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, **options)
+        store = host_on(host)
+    else:
+        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
     _inherited().update(sockets.sockets() - before)
     return store
 

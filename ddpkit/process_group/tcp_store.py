@@ -75,9 +75,9 @@ def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, in
 
 def _find_over_pmi(launch: Launch, host: str, timeout: timedelta) -> tuple[dist.Store, str, int]:
     if launch.rank == 0:
-        server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        pmi.share(f"{host}|{server.port}")
-        return server, host, server.port
+        server = host_on(host)
+        pmi.share(f"{server.host}|{server.port}")
+        return server, server.host, server.port
     address, _, port = pmi.share(None).partition("|")
     return open_store(address, int(port), False, timeout), address, int(port)
 
@@ -94,6 +94,13 @@ def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
             address,
             port,
         ) from error
+
+
+def host_on(host: str) -> dist.TCPStore:
+    """Host a store on a free port of the interface of `host` alone, or of all if only its name is known."""
+    listener, (address, port) = sockets.listen(host, sockets.is_loopback(host))
+    descriptor = listener.detach()
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def connect(address: str, port: int, timeout: timedelta) -> dist.Store:

@@ -15,11 +15,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
-import torch.distributed as dist
-
 from ..arguments import as_integer, check_timeout
 from ..errors import PeerError
 from ..process_group import lifecycle
+from ..process_group.tcp_store import host_on
 from .output import Copier, Forwarder, describe_logging, handle_record, own_streams, redirect
 from .pickling import call_and_reply, can_import, dump_call, open_reply
 from .rank_process import (
@@ -101,7 +100,7 @@ def spawn(
     nprocs = as_integer(nprocs, "nprocs")
     check_timeout(timeout)
     call = dump_call("spawn", fn, args)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_on("127.0.0.1")
     copier = Copier(own_streams())
     ranks: list[_SpawnedRank] = []
     with tempfile.TemporaryDirectory(prefix="ddpkit-spawn-") as folder:

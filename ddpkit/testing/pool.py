@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..process_group.tcp_store import host_on
 from ..spawning.rank_process import rank_environment, wait_for_messages
 from .messages import Answer, RunOptions, Task
 from .warm_rank import WarmRank
@@ -188,7 +189,7 @@ class Pool:
         """Return the store of the group that is kept, or a new one if the task cannot use it."""
         reuses_group = task.join and self._joined and self._group_timeout == task.timeout
         if self._store is None or not reuses_group:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = host_on("127.0.0.1")
         return self._store
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:

@@ -221,7 +221,7 @@ def _listen(address: str, one_node: bool) -> tuple[Any, tuple[str, int]]:
 class HostedStore(Store):
     """What `dist.TCPStore` is for the process that hosts one, until nothing refers to it any more."""
 
-    def __init__(self, address: str, port: int, is_master: bool = True, **_: Any) -> None:
+    def __init__(self, address: str, port: int, is_master: bool = True, wait_for_workers: bool = False) -> None:
         world = _Now.world
         try:
             self._listener = _Now.network.listen(address, port)
@@ -390,8 +390,8 @@ def put_in_place() -> None:
     declining.wait_for_listener = _wait_for_listener
     regrouping.reachable = lambda host, port: host if host == "127.0.0.1" else _hostname()
     regrouping.host_address = lambda _: _hostname()
-    unopened = SimpleNamespace(detach=lambda: -1)
-    regrouping.sockets = SimpleNamespace(sockets=set, listen=lambda host, _: (unopened, (host, 0)))
+    regrouping.sockets = SimpleNamespace(sockets=set)
+    regrouping.host_on = lambda host: HostedStore(host, 0)
     startup.Member = _claim
     startup.connect_to_monitor = _connect_to_monitor
     startup.reachable = lambda *_: _hostname()

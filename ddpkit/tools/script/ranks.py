@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ...launch.process_tree import child_processes
+from ...process_group.tcp_store import host_on
 from ...spawning.rank_process import replace_environment
 from .recorder import Record
 
@@ -226,7 +226,7 @@ class Ranks:
                 self.all.append(rank)
             port = None
             if self._serves:  # only now, for it has threads
-                self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                self._store = host_on("127.0.0.1")
                 port = self._store.port
             for rank in self.all:
                 rank.begin(port)
