@@ -74,8 +74,8 @@ def survive(
                         attempt.commit()
 
     What hangs on the number of ranks (loaders, wrapped models, scale plans) is made in the block, so it is made anew.
-    A process that is started in the place of a lost rank, in the same environment, comes in: all ranks then begin the
-    next attempt, too.
+    A process that is started in the place of a lost rank, in the same environment, comes in if that holds the job's
+    `DDPKIT_SECRET`: all ranks then begin the next attempt, too.
     From the beginning of `optimizer.step()` until `commit()` the loss of a rank does not interrupt; do nothing there
     that talks to other ranks.
 
@@ -94,9 +94,10 @@ def survive(
         Attempts, until one ends well.
 
     Raises:
+        CheckpointError: If a state is more than data: numbers, strings, tensors, and dicts, lists and tuples of them.
         DdpkitError: If an attempt is not entered by `with`; if there is a process group already that others made.
         LaunchError: If the ranks that are left cannot go on: there are too few of them, they may be the smaller part
-            of a network that was cut, or all were in the middle of a step.
+            of a network that was cut, or all were in the middle of a step; if `DDPKIT_SECRET` is not that of the job.
         TypeError: If a state has no `state_dict`, there is no optimizer, or an argument is of a wrong type.
         ValueError: If `min_ranks` is less than 1, or more than there are.
 
