@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -381,7 +382,7 @@ class Checkpointer:
             raise self._cannot_write(error) from error
 
     def _cannot_write(self, error: OSError) -> CheckpointError:
-        if not self.folder.exists():
+        if error.errno == errno.ENOENT and not self.folder.exists():
             return CheckpointError(f"Cannot write to {self.folder}: the folder was deleted meanwhile.")
         problem = f"Cannot write to {self.folder}: {error}."
         return CheckpointError(f"{problem} Earlier checkpoints are complete.")
