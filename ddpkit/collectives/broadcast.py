@@ -71,8 +71,8 @@ def _broadcast_unchecked(call: str, value: Any, src: Any, peers: Peers | None) -
     if not lifecycle.joined():
         return value
     if ranks.get_rank() != src:
-        return _receive(_describe(value), src, peers)
-    _broadcast_tensor(flat_bytes(value), src, peers)
+        return receive(_describe(value), src, peers)
+    broadcast_tensor(flat_bytes(value), src, peers)
     return value
 
 
