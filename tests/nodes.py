@@ -11,9 +11,12 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -131,6 +134,37 @@ def virtual_nodes(count: int, name: str = "node{}") -> Iterator[list[Node]]:
 def cut(nodes: list[Node], number: int) -> None:
     """Pulls the cable of node `number` out of the bridge: no packet passes, and nobody is told."""
     _ip(nodes[0], f"link set port{number} down")
+
+
+@contextlib.contextmanager
+def lossy_link(one: Node, other: Node, loss: float, delay: float) -> Iterator[tuple[str, str, Callable[[], None]]]:
+    """A link of its own between two nodes that loses this share of the packets and takes so many seconds each way.
+
+    Its two addresses, and a function that cuts it.
+    """
+    addresses = "10.78.0.1", "10.78.0.2"
+    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    ends: list[subprocess.Popen[bytes]] = []
+
+    def cut_it() -> None:
+        for end in ends:
+            end.send_signal(signal.SIGSTOP)
+
+    try:
+        for node, sock, (mine, peer) in zip((one, other), sockets, (addresses, addresses[::-1]), strict=True):
+            script = str(Path(__file__).with_name("lossy_link.py"))
+            enter = ["nsenter", f"--net=/proc/{node.pid}/ns/net", sys.executable, script]
+            words = [mine, peer, f"{sock.fileno()}", f"{loss}", f"{delay}"]
+            end = subprocess.Popen([*enter, *words], stdout=subprocess.PIPE, pass_fds=[sock.fileno()])
+            ends.append(end)
+            assert end.stdout and end.stdout.readline() == b"ready\n"
+        yield *addresses, cut_it
+    finally:
+        for end in ends:
+            end.kill()
+            end.communicate()
+        for sock in sockets:
+            sock.close()
 
 
 def _ip(node: Node, command: str) -> None:

@@ -1,10 +1,10 @@
 """Notice at once when a rank dies or fails, also while the others compute or sit in a collective.
 
 Plain TCP connections make a tree of the ranks; while all is well nothing is heard there but how long steps take. A rank
-that fails says so on its own; for one that dies the kernel does (keep-alive finds a cut link in about 9 s). Every rank
-passes on what it hears, to all but the one that said it. A rank that hears of a failure raises in its main thread; if
-that cannot be, the failure is printed and the process ends. There is no heartbeat: a thread cannot send one while a C
-call holds the interpreter lock.
+that fails says so on its own; for one that dies the kernel does, and a cut link is silent for 9 s. Every rank passes
+on what it hears, to all but the one that said it. A rank that hears of a failure raises in its main thread; if that
+cannot be, the failure is printed and the process ends. There is no heartbeat of processes, but of their kernels: a
+thread cannot send one while a C call holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Monitor(threading.Thread):
                 self._on_failure(message.failure)
             return
         if message is None:
-            self._on_closed(sender)
+            self._on_closed(sender, event.silent)
             return
         if message.failure is not None:  # before its sender's departure, for which the main thread may be waiting
             self._on_failure(message.failure, sender)
@@ -263,7 +263,7 @@ class Monitor(threading.Thread):
         self._failures.left.append(rank)
         self._connections.post(_line(left=rank, reason=reason), exclude=sender)
 
-    def _on_closed(self, rank: int) -> None:
+    def _on_closed(self, rank: int, silent: bool) -> None:
         if self._failures.known or self._closing:
             return
         reason = self._exit_reasons.pop(rank, None)
@@ -276,6 +276,8 @@ class Monitor(threading.Thread):
             return
         told = self._failures.ask_store(_LOOK)  # its last words may be lost, where it did not know this rank yet
         words = "its connection closed unexpectedly: the process was killed or crashed, or the network was cut"
+        if silent:
+            words = "nothing comes from its host any more: the network was cut, or the machine has stopped"
         self._fail_for(told or self._failure_of(rank, "lost", words))
 
     def _on_failure(self, failure: Failure, sender: int | None = None) -> None:

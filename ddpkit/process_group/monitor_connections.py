@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from .monitor_messages import Lines, Message, encode, parse, shows_token
 from .monitor_tree import children_of, is_below, parent_of
-from .sockets import keep_alive
+from .sockets import Attempts, keep_alive, segments_received
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _MAX_STRANGERS = 64  # connections, beyond those of the ranks, that may be open without having shown the token
@@ -26,6 +26,9 @@ _TOKEN_SECONDS = 30.0  # in which they must
 _TOKEN_BYTES = 200_000  # in which they must
 _MAX_ACCEPTED = 100  # connections that are accepted in a second, beyond those of the ranks
 _ACCEPT_PAUSE = 1.0  # seconds until connections are accepted again
+_LOOK = 1.0  # seconds between looks whether anything has come from each rank
+_DOUBTFUL = 2  # looks in a row without anything, from which on the rank's host is asked in a second way
+_SILENT = 9  # the same, after which its connection has ended
 _OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -35,6 +38,7 @@ class Event:
 
     rank: int | None
     message: Message | None  # None when the connection has ended
+    silent: bool = False  # whether it has ended because nothing came any more
 
 
 @dataclass(eq=False)
@@ -48,6 +52,9 @@ class _Connection:
     open: bool = True
     asks: bool = False  # whether it has shown the token to ask what the ranks are doing
     exiting: bool = False  # whether its process is about to end, and its exit code to come
+    segments: int = 0  # that have come until the last look
+    silent: int = 0  # looks in a row since then
+    attempts: Attempts = field(default_factory=lambda: Attempts())  # looked up when called, as above
 
 
 def _last_events(connection: _Connection) -> list[Event]:
@@ -95,6 +102,7 @@ class Connections:
         self._accepted = 0  # how many connections were accepted in it
         self._complained = False  # that nothing can be accepted
         self._refused: set[int] = set()  # ranks that somebody else has claimed to be
+        self._next_look = 0.0
         self._leaving = False
         self._news = b""  # for those that connect later
         self.full = threading.Event()  # set when all children are connected
@@ -172,6 +180,7 @@ class Connections:
         if self._listener is not None and not self._accepts:
             self._accept_or_not(time.monotonic())
             seconds = min(seconds, _ACCEPT_PAUSE)
+        seconds = min(seconds, max(0.0, self._next_look - time.monotonic()))
         events: list[Event] = []
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._woken:
@@ -182,6 +191,31 @@ class Connections:
                 events += self._serve(key.data)
         if self._strangers:
             self._dismiss()
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK
+            events += self._end_silent()
+        return events
+
+    def _end_silent(self) -> list[Event]:
+        """End the connections to hosts that answer neither the kernel's questions nor attempts to connect once more.
+
+        The kernel asks nothing while it waits ever longer to send again what was lost, hence the attempts. Looks are
+        counted, not seconds: while this process or its machine was stopped nobody looked.
+        """
+        events = []
+        for rank, connection in list(self._ranks.items()):
+            before = connection.segments
+            connection.segments = segments_received(connection.socket)
+            if connection.segments != before or not before or connection.attempts.are_answered():
+                connection.silent = 0
+                connection.attempts.close()
+                continue
+            connection.silent += 1
+            if connection.silent == _SILENT:
+                self._drop(connection)
+                events.append(Event(rank, None, silent=True))
+            elif connection.silent >= _DOUBTFUL:
+                connection.attempts.begin(connection.socket)
         return events
 
     def part(self, seconds: float) -> Iterator[Event]:
@@ -370,6 +404,7 @@ class Connections:
             self._behind.discard(connection)
             self._selector.unregister(connection.socket)
             connection.socket.close()
+        connection.attempts.close()
         self._strangers.pop(connection, None)
         if connection.rank is not None:
             del self._ranks[connection.rank]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -9,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from nodes import lossy_link, needs, virtual_nodes
+from processes import ROOT, launch
 
 from ddpkit.process_group import monitor_connections
 from ddpkit.process_group.failures import Failure
 from ddpkit.process_group.monitor_connections import Connections, Event
 from ddpkit.process_group.monitor_messages import Message, encode, parse
-from ddpkit.process_group.sockets import is_loopback, listen
+from ddpkit.process_group.sockets import is_listening, is_loopback, listen
 
 TOKEN = "secret"
 PATIENCE = 60.0  # seconds, which only a hang needs
@@ -264,3 +268,77 @@ def test_where_rank_0_listens(address: str, one_node: bool, found: str) -> None:
         assert (host, port) == (found, listener.getsockname()[1])
         everywhere = listener.getsockname()[0] in ("::", "0.0.0.0")
         assert everywhere is (found == "node1")
+
+
+PAIRS = 30  # connections over one link
+
+
+def keep_talking(address: str, rank: int, seconds: float) -> None:
+    """Hold one end of the connections while questions and answers go over them; then until they have ended."""
+    port = 29_700
+    monitor_connections._TOKEN_SECONDS = 2 * PATIENCE  # in which a lost packet has been sent again often enough
+    if rank == 0:
+        listener = socket.create_server((address, port), backlog=PAIRS)
+        ends = [Connections(0, PAIRS + 1, TOKEN, listener, print)]
+        while not ends[0].full.is_set():
+            ends[0].poll(0.1)
+    else:
+        while not is_listening(address, port):
+            time.sleep(0.1)
+        ends = [Connections(child, PAIRS + 1, TOKEN, None, print) for child in range(1, PAIRS + 1)]
+        for end in ends:
+            end.connect(socket.create_connection((address, port), timeout=PATIENCE))
+    begun, talked, heard = time.monotonic(), time.monotonic(), 0
+    ended: list[Event] = []
+    while len(ended) < PAIRS:
+        events = [event for end in ends for event in end.poll(0.01)]
+        ended += [event for event in events if event.message is None]
+        heard += sum(event.message is not None for event in events)
+        now = time.monotonic()
+        if now > talked + 2.0:
+            talked = now
+            for end in ends:
+                end.post(encode(asks=True))
+        if begun and now > begun + seconds:
+            begun = 0.0
+            print(f"{len(ended)} ended, heard {'enough' if heard > PAIRS else heard}", flush=True)
+    print(f"{sum(event.silent for event in ended)} silent at {time.time()}", flush=True)
+    os._exit(0)
+
+
+@pytest.mark.storm
+@needs("ip", nodes=True)
+@pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="needs /dev/net/tun")
+@pytest.mark.parametrize(("loss", "delay"), [(0.3, 0.02), (0.3, 0.1), (0.1, 0.25)])
+def test_a_link_that_loses_much_ends_no_connection_and_a_cut_one_ends_all(
+    loss: float, delay: float, tmp_path: Path
+) -> None:
+    paths = [f"{ROOT}/tests", f"{ROOT}/tests/process_group"]
+    with virtual_nodes(2) as (_, *nodes), lossy_link(*nodes, loss, delay) as (address, _, cut):
+        commands = []
+        for rank, node in enumerate(nodes):
+            call = f"import test_monitor_connections as t; t.keep_talking({address!r}, {rank}, 60.0)"
+            program = f"import sys; sys.path[:0] = {paths!r}; {call}"
+            shell = f'exec {sys.executable} -c "$0" > {tmp_path}/{rank}'
+            commands.append(node.run("sh", "-c", shell, program))
+        moments = []
+
+        def cut_later(_: object) -> None:
+            deadline = time.monotonic() + 2 * PATIENCE
+            while not all("heard" in read(tmp_path, rank) for rank in (0, 1)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            moments.append(time.time())
+            cut()
+
+        codes = [end.code for end in launch(*commands, timeout=300, meanwhile=cut_later)]
+    assert codes == [0, 0]
+    for rank in (0, 1):
+        before, _, after = read(tmp_path, rank).partition("\n")
+        assert before == "0 ended, heard enough", rank
+        assert after.startswith(f"{PAIRS} silent at "), after
+        assert 7 < float(after.split()[-1]) - moments[0] < 15
+
+
+def read(folder: Path, rank: int) -> str:
+    path = folder / f"{rank}"
+    return path.read_text() if path.exists() else ""

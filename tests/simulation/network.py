@@ -11,7 +11,9 @@ from typing import Any
 from store import Server
 from world import Process, Task, World
 
-_DEAD_LINK = 9.0  # seconds after which the kernel's keep-alive gives up a connection
+_DEAD_LINK = 9.0  # seconds after which the kernel gives up a connection
+_DEAD_LINK_OF_WATCH = 900.0  # the same where `keep_alive` has been called
+_AGAIN = 0.25  # seconds after which the kernel sends again what was lost; from the seventh time on twice as many
 _FULL = 0.01  # the share of writes for which the kernel has no room
 
 
@@ -20,10 +22,12 @@ class Network:
 
     Attributes:
         stores: By their address.
+        loss: The share of segments that are lost between two hosts.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.loss = 0.0
         self.stores: dict[tuple[str, int], Server] = {}
         self._listeners: dict[tuple[str, int], Listener] = {}
         self._ports = itertools.count(30000)
@@ -56,6 +60,8 @@ class Network:
             raise ConnectionRefusedError("nobody listens")
         listener = self._listeners[address]
         mine, other = pair(world, process, listener.process)
+        if process.host != listener.process.host:
+            mine.loss = other.loss = self.loss
         listener.arrive(other)
         self._connections += [mine, other]
         return mine
@@ -146,6 +152,9 @@ class Socket(Descriptor):
         self._full_until = 0.0
         self._no_more = False
         self._is_reset = False  # what is on its way is lost
+        self.loss = 0.0
+        self._dead_link = _DEAD_LINK
+        self._segments = 1
 
     # What a program calls
 
@@ -209,6 +218,17 @@ class Socket(Descriptor):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def keep_alive(self) -> None:
+        """Let both kernels ask every second whether the other end is there."""
+        self._dead_link = _DEAD_LINK_OF_WATCH
+
+    def segments_received(self) -> int:
+        """Return how many segments have come; this is called every second, in which both kernels ask."""
+        answered = (1 - self.loss) ** 2
+        if not self.is_lost(self.loss * (1 - answered)):
+            self._segments += 1
+        return self._segments
+
     # What the kernel does
 
     def is_readable(self) -> bool:
@@ -252,14 +272,28 @@ class Socket(Descriptor):
         """Let something happen after all that was sent before."""
         world = self.world
         late = 0.0 if self.peer.process is self.process else world.latency(self.process)
+        late += self._draw_losses()
         self._last_arrival = max(self._last_arrival, world.now + late)
         if world.is_cut(self.process.host, self.peer.process.host):
-            world.at(world.now + _DEAD_LINK, self._break)
-            world.at(world.now + _DEAD_LINK, self.peer._break)
+            world.at(world.now + self._dead_link, self._break)
+            world.at(world.now + self.peer._dead_link, self.peer._break)
             return
         # a little later than the last, for two acts at one moment come in any order
         self._last_arrival += 1e-9
         world.at(self._last_arrival, act)
+
+    def is_lost(self, share: float) -> bool:
+        """Draw whether something is lost on its way, as this share is."""
+        if self.world.is_cut(self.process.host, self.peer.process.host):
+            return True
+        return share > 0 and self.world.random.random() < share
+
+    def _draw_losses(self) -> float:
+        """Draw how long it takes until something arrives that may be lost several times."""
+        times = 0
+        while self.loss and self.world.random.random() < self.loss:
+            times += 1
+        return _AGAIN * (min(times, 6) + 2.0 ** max(times - 6, 0) - 1)
 
     def _take_end(self) -> None:
         self._has_ended = True
@@ -271,7 +305,29 @@ class Socket(Descriptor):
 
     def cut(self) -> None:
         """Notice, after a while, that nothing passes any more."""
-        self.world.at(self.world.now + _DEAD_LINK + self.world.random.random(), self._break)
+        self.world.at(self.world.now + self._dead_link + self.world.random.random(), self._break)
+
+
+class Attempts:
+    """Attempts to connect to the host of a connection's other end once more."""
+
+    def __init__(self) -> None:
+        self._sock: Socket | None = None
+
+    def begin(self, sock: Socket) -> None:
+        """Begin another."""
+        self._sock = sock
+
+    def are_answered(self) -> bool:
+        """Return whether the host has answered; this is called every second, in which the kernel tries once."""
+        if self._sock is None:
+            return False
+        answered = (1 - self._sock.loss) ** 2
+        return not self._sock.is_lost(1 - answered)
+
+    def close(self) -> None:
+        """Give them up."""
+        self._sock = None
 
 
 def pair(world: World, one: Process, other: Process) -> tuple[Socket, Socket]:

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from network import Network, Selector, Socket, pair
+from network import Attempts, Network, Selector, Socket, pair
 from store import PrefixStore, Server, Store
 from world import Killed, Process, Task, World
 
@@ -61,6 +61,11 @@ def running() -> Process:
 def cut(one: str, other: str) -> None:
     """Cut the network between two hosts."""
     _Now.network.cut(one, other)
+
+
+def lose(share: float) -> None:
+    """Lose this share of what is sent between two hosts over connections that are made from now on."""
+    _Now.network.loss = share
 
 
 def note(line: str) -> None:
@@ -381,7 +386,9 @@ def put_in_place() -> None:
     monitor.os = _os
     monitor.send_exit_code = _send_exit_code
     monitor._log = lambda *_: None
-    process_group.monitor_connections.keep_alive = lambda _: None
+    process_group.monitor_connections.keep_alive = Socket.keep_alive
+    process_group.monitor_connections.segments_received = Socket.segments_received
+    process_group.monitor_connections.Attempts = Attempts
     process_group.session.os = _os
     for thread in (monitor.Monitor, regrouping._Pulse, door.Door):
         thread.start, thread.join, thread.is_alive = _start, _Thread.join, _Thread.is_alive

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpkit.process_group import generation, regrouping, rendezvous, session, stop_agreement, store_barrier, vacancy
+from ddpkit.process_group import (
+    generation,
+    monitor_connections,
+    regrouping,
+    rendezvous,
+    session,
+    stop_agreement,
+    store_barrier,
+    vacancy,
+)
 from ddpkit.resilience import kept_states
 
 
@@ -93,6 +102,11 @@ def take_each_notice_for_an_old_one() -> None:
     vacancy.Vacancy.is_out_of_date = property(lambda self: True)
 
 
+def end_a_connection_that_is_silent_for_a_moment() -> None:
+    """Three seconds without a segment end a connection. It was so for three lost questions of keep-alive."""
+    monitor_connections._SILENT = 3
+
+
 # each with the scenario in which it shows
 PLANTED = {
     "give_up_a_start_that_is_over": "joining",
@@ -104,6 +118,7 @@ PLANTED = {
     "keep_states_that_others_have_not": "surviving",
     "let_the_host_of_the_store_leave_first": "meeting",
     "take_each_notice_for_an_old_one": "returning",
+    "end_a_connection_that_is_silent_for_a_moment": "losing",
 }
 
 

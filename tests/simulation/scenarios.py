@@ -7,7 +7,7 @@ from collections import defaultdict
 from datetime import timedelta
 from typing import Any
 
-from outside import cut, sleep
+from outside import cut, lose, sleep
 from starts import BOUND, Rank, Start
 from store import Server
 from survivors import GLOBAL_BATCH, History, train
@@ -179,6 +179,48 @@ def failing(world: World) -> list[str]:
     wrong = _hangs(start.ranks)
     wrong += _unexplained(start.ranks, (PeerError, BarrierTimeoutError, LaunchError, ValueError))
     return wrong + _other_culprits(start.ranks, set(culprits))
+
+
+def losing(world: World) -> list[str]:
+    """Ranks train for minutes over a link that loses much; one may be killed, or the link be cut, at some moment."""
+    draw = world.random
+    size = draw.randint(2, 4)
+    start = Start(world, size, Server(world, None))
+    lose(draw.choice([0.01, 0.1, 0.3]))
+    fault = draw.choice(["", "killed", "cut"])
+    heard: list[float] = []
+
+    def script(mine: Rank, job: Job) -> None:
+        assert job.session is not None
+        group = start.group_of(job.session, mine.token)
+        try:
+            for number in range(100):
+                sleep(draw.uniform(0, 5))
+                group.all_gather(number, mine.rank)
+            job.session.meet(job.session.count("end"))
+        except BaseException:
+            heard.append(world.now)
+            raise
+
+    for rank in range(size):
+        start.start(rank, script, draw.uniform(0, 0.2), ["here", "there"][rank % 2])
+    moment = world.now + draw.uniform(20, 120)
+    victim = draw.choice(start.ranks)
+    if fault == "killed":
+        world.at(moment, lambda: victim.process.end(-9))
+    elif fault == "cut":
+        world.at(moment, lambda: cut("here", "there"))
+    world.run(1200)
+
+    wrong = _hangs(start.ranks) + _unexplained(start.ranks, (PeerError,))
+    if not fault:
+        wrong += [f"{rank}, and nothing was wrong" for rank in start.ranks if not rank.has_ended_well]
+    else:
+        wrong += [f"heard of it after {when - moment:.1f} s" for when in heard if not 0 < when - moment < 20]
+        wrong += [f"{rank} did not hear of it" for rank in start.ranks if rank.has_ended_well]
+    if fault == "killed":
+        wrong += _other_culprits(start.ranks, {victim.rank})
+    return wrong
 
 
 def stopping(world: World) -> list[str]:
@@ -417,4 +459,6 @@ def _other_culprits(ranks: list[Rank], culprits: set[int]) -> list[str]:
     return wrong
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (joining, meeting, failing, stopping, surviving, returning)}
+SCENARIOS = {
+    scenario.__name__: scenario for scenario in (joining, meeting, failing, losing, stopping, surviving, returning)
+}

@@ -14,6 +14,7 @@ WORLDS = {  # of each kind: a hundred thousand together
     "joining": 20_000,
     "meeting": 20_000,
     "failing": 20_000,
+    "losing": 5_000,
     "stopping": 20_000,
     "surviving": 10_000,
     "returning": 10_000,
