@@ -194,7 +194,8 @@ class Failures:
             host: The rank to which the connection led, None if that is not known.
         """
         store_answers = True
-        while time.monotonic() < max([deadline, *self.exiting.values()]):
+        while True:
+            is_last_look = time.monotonic() > max([deadline, *self.exiting.values()])
             try:
                 if store_answers:
                     self.look_up()
@@ -209,8 +210,9 @@ class Failures:
             for rank in list(self.left):
                 if host in (None, rank):
                     return self.departure(rank)
+            if is_last_look:
+                return None
             time.sleep(0.01)
-        return None
 
     def orphan(self) -> PeerError | None:
         """Make the error to raise when the process that must outlive this rank has gone; None while it lives."""

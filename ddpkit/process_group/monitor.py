@@ -52,7 +52,7 @@ _IN_WAIT = 0.5  # of ours
 _ELSEWHERE = 0.05  # where torchrun's SIGTERM may come first
 _TOGETHER = 3.0  # for an error that all ranks find, which a busy one finds later
 _OF_ALL = {kind.__name__ for kind in (BarrierTimeoutError, CheckpointError, MismatchError, ReplicaMismatchError)}
-_EXITING = 4.0  # seconds that a process may take from its exit hooks to its end, before those who wait raise
+_EXITING = 60.0  # seconds that a process may take from its exit hooks to its end, before those who wait raise
 _LOOK = 0.3  # seconds in which the store must tell what became of a lost rank, or take it
 _ANSWERS = 1.0  # seconds in which the ranks answer what they are doing
 _LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
@@ -65,7 +65,7 @@ class Monitor(threading.Thread):
 
     | heard of a rank           | what each rank does                                                |
     |---------------------------|--------------------------------------------------------------------|
-    | its process is exiting    | wait 4 s for its exit code                                         |
+    | its process is exiting    | wait up to 60 s for its exit code                                  |
     | its exit code             | 0: it has left; else it has failed, by the error that it named     |
     | it has left               | raise where the rank is waited for                                 |
     | its connection has closed | it has failed, unless it has left, or was exiting without an error |
@@ -255,13 +255,12 @@ class Monitor(threading.Thread):
             self._fail_for(reason or self._failure_of(rank, "SystemExit", words))
 
     def _on_departure(self, rank: int, reason: Failure | None, sender: int) -> None:
-        self._failures.exiting.pop(rank, None)
-        if rank in self._failures.left:
-            return
-        if reason is not None:
-            self._failures.reasons[rank] = reason
-        self._failures.left.append(rank)
-        self._connections.post(_line(left=rank, reason=reason), exclude=sender)
+        if rank not in self._failures.left:
+            if reason is not None:
+                self._failures.reasons[rank] = reason
+            self._failures.left.append(rank)
+            self._connections.post(_line(left=rank, reason=reason), exclude=sender)
+        self._failures.exiting.pop(rank, None)  # last, for the main thread may be waiting for its end
 
     def _on_closed(self, rank: int, silent: bool) -> None:
         if self._failures.known or self._closing:
@@ -465,7 +464,7 @@ class Monitor(threading.Thread):
         deadline = self._session.deadline  # the main thread may clear it meanwhile
         if deadline is None or self._failures.known is not None:
             return
-        if time.monotonic() > deadline + GRACE:
+        if time.monotonic() > max([deadline, *self._failures.exiting.values()]) + GRACE:
             words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
             self._on_failure(self._failure_of(self._session.store_host, "silent", words))
 

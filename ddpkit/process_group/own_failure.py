@@ -113,7 +113,9 @@ def _compare_places(error: BaseException, place: str, session: Session, ranks: R
     try:
         places = session.exchange(place, "broken collective", _ALL_NOTICE, None if everyone else ranks)
     except BarrierTimeoutError as late:
-        if late.elsewhere:  # they wait for others, who may be the cause
+        ending = [*session.failures.exiting, *session.failures.left]
+        is_ending = any(rank in ending for rank, _ in late.missing)  # its exit code tells why
+        if is_ending or session.failures.known or late.elsewhere:  # those wait for others, who may be the cause
             return session.find_cause()
         return _absent(error, late, session.rank)
     except DdpkitError as cause:

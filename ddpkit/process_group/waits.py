@@ -80,6 +80,8 @@ class Waits:
                 continue
             if time.monotonic() > deadline:
                 self.show_ranks()
+                if self.failures.look_up():
+                    continue
                 value = ready()  # it may have come meanwhile
                 return late() if value is None else value
             pause()

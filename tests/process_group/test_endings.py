@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -157,6 +159,32 @@ def test_the_ranks_on_both_sides_hear_how_the_one_between_them_ends(tmp_path: Pa
         for rank in (0, 2):
             assert ended[f"{name} {rank}"][0] == 0
             assert "1 rank 1 (" in ended[f"{name} {rank}"][1] and f"failed: {words}" in ended[f"{name} {rank}"][1]
+
+
+SLOW = "import atexit; atexit.register(time.sleep, 6)\n"  # before setup(): so after the exit hook of ddpkit's
+REDUCE = HEAR.replace(
+    "time.sleep(0.1)", "with ddpkit.peer_errors(): torch.distributed.all_reduce(torch.ones(1)); time.sleep(0.01)"
+)
+PLACES = {"compute": HEAR, "wait": WAIT, "reduce": "import torch\n" + REDUCE}
+
+
+def test_an_exit_that_takes_long_is_waited_for_and_its_code_or_words_are_known(tmp_path: Path) -> None:
+    slow_exits = {
+        "sys.exit(1)": "SystemExit: it ended with exit code 1",
+        "try: sys.exit('config is wrong')\nfinally: ddpkit.teardown()": "SystemExit: config is wrong",
+    }
+    scripts, expected = {}, {}
+    for number, (how, place) in enumerate(itertools.product(slow_exits.items(), PLACES.items())):
+        (lines, words), (where, others), port = how, place, free_port()
+        for rank in range(3):
+            name = f"{number} {where} {rank}"
+            expected[name] = "" if rank == 1 else f"1 rank 1 ({socket.gethostname()}) failed: {words}"
+            scripts[name] = platform_env(rank, 3, port), SLOW + BEGIN + (lines if rank == 1 else others)
+    ended = ends(scripts, tmp_path)
+    for name, words in expected.items():
+        code, output = ended[name]
+        assert words in output, f"{name}: {output}"
+        assert code == (0 if words else 1), f"{name}: {output}"
 
 
 GOOD = {  # ends that are no failure, and their exit codes

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +126,18 @@ def test_a_meeting_ends_alike_for_the_one_who_gives_up_and_the_one_who_just_come
     (one, other), _ = on_threads(2, meet)
     assert one == other
     assert one[:2] == [True, False]
+
+
+def test_a_failure_that_becomes_known_while_the_ranks_are_asked_what_they_do_is_raised() -> None:
+    def meet(session: Session) -> None:
+        if session.rank == 0:
+            failure = Failure(1, "host1", "SystemExit", "it ended with exit code 1", "")
+            asking = SimpleNamespace(show_ranks=lambda: record_failure(session.store, failure))
+            session.monitor = lambda: asking
+            session.meet("x/1", timedelta(milliseconds=10))
+
+    (error, _), _ = on_threads(2, meet)
+    assert isinstance(error, PeerError) and error.error_type == "SystemExit", error
 
 
 def test_meetings_and_exchanges_leave_a_bounded_number_of_keys() -> None:
