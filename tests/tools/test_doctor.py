@@ -131,6 +131,7 @@ def test_a_report_for_people_is_aligned_and_says_what_to_do() -> None:
     assert lines[0] == f"ddpkit doctor: this machine, {socket.gethostname()}"
     place = lines.index("failed   master         MASTER_ADDR=no.such.invalid does not resolve")
     assert lines[place + 1].startswith(" " * 24 + "-> Set MASTER_ADDR to a name or address of rank 0's host")
+    assert "--local-addr=<address of its node>" in out
     assert lines[-1].endswith("1 failed (master)") and "\033" not in out and out.isascii()
 
 

@@ -41,6 +41,7 @@ def interface() -> Check:
         variable = f"GLOO_SOCKET_IFNAME={_suggestion(here)}"
         advice = f"For jobs on several nodes, on each: export {variable}"
         advice += f" (or give {host} its own address in /etc/hosts)."
+        advice += f" {_torchrun_advice(host)}"
         return Check("interface", "warning", f"{found}, but {problem}", advice)
     return Check("interface", "ok", found)
 
@@ -122,7 +123,7 @@ def master() -> Check:
     if not addresses:
         remedy = "Set MASTER_ADDR to a name or address of rank 0's host that every node resolves, "
         found = f"MASTER_ADDR={name} does not resolve"
-        return Check("master", "failed", found, f"{remedy}or unset it.")
+        return Check("master", "failed", found, f"{remedy}or unset it. {_torchrun_advice(name)}")
     found = f"MASTER_ADDR={name} resolves to {', '.join(addresses)}"
     if any(map(is_local, addresses)):
         return Check("master", "ok", f"{found}, this host")
@@ -134,6 +135,10 @@ def master() -> Check:
         found += f", another host, which does not answer: {silence}"
         return Check("master", "failed", found, f"{remedy}or unset MASTER_ADDR.")
     return Check("master", "ok", f"{found}, another host, which answers")
+
+
+def _torchrun_advice(host: str) -> str:
+    return f"Where other nodes cannot resolve {host}, torchrun hangs: give it --local-addr=<address of its node>."
 
 
 def ports(port: int | None, checks_if_free: bool) -> Check:
