@@ -42,6 +42,20 @@ def group_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def gloo_address(group: Any) -> bytes:
+    """Return where gloo listens for the other ranks of a group: as the kernel writes it, and more; b"" if nowhere.
+
+    gloo publishes the length of the host's name, that, the length of the address, that. (Private, the same from torch
+    2.6 to 2.13.)
+    """
+    _, store = dist.distributed_c10d._world.pg_map[group]
+    key = f"cpu//0/{group.rank()}"
+    if not store.check([key]):
+        return b""
+    published = store.get(key)
+    return published[16 + int.from_bytes(published[:8], sys.byteorder) :]
+
+
 def other_groups_were_made() -> bool:
     """Return whether there is, or was, a group beside the default one (private, the same from torch 2.6 to 2.13)."""
     world = dist.distributed_c10d._world

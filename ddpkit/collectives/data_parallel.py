@@ -10,9 +10,9 @@ import torch.distributed as dist
 from ..launch import ranks
 from ..process_group import current_job, lifecycle
 from ..process_group.peers import Peers, ranks_of
-from ..process_group.sockets import sockets
+from ..process_group.sockets import sockets_beside
 from ..process_group.store_values import parse
-from ..torch_internals import is_mesh
+from ..torch_internals import gloo_address, is_mesh
 from .consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from .differences import name_ranks
 from .groups import Group, peers_of
@@ -65,11 +65,10 @@ def set_data_parallel(group: Group | None) -> None:
 
 def _new_group(members: tuple[int, ...]) -> dist.ProcessGroup:
     """Make a group, whose connections end, as those of the job's, when a rank fails. Collective, over all ranks."""
-    before = sockets()
     made: dist.ProcessGroup = dist.new_group(list(members))
     session = current_job.current_session()
-    if session.connections:
-        session.connections |= sockets() - before
+    if session.connections and session.rank in members:
+        session.connections |= sockets_beside(gloo_address(made))
     return made
 
 

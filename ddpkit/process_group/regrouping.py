@@ -395,12 +395,11 @@ def host_store(host: str, port: int | None = None) -> dist.TCPStore:
 
     Where a port is asked for, it listens on all interfaces, as torch's.
     """
-    before = sockets.sockets()
     if port is None:
         store = host_on(host)
     else:
         store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
-    _inherited().update(sockets.sockets() - before)
+    _inherited().update(sockets.sockets_on(store.port) | sockets.sockets_to(store.port))
     return store
 
 

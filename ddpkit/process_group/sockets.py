@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError
@@ -186,14 +187,45 @@ def send_exit_code(descriptors: Iterable[int]) -> None:
             libc.on_exit(libc.fputc, ctypes.c_void_p(stream))
 
 
-def sockets() -> set[int]:
-    """Return the sockets of this process, as inode numbers; none where the system does not tell."""
-    return {number for _, number in _open_sockets()}
-
-
 def sockets_to(port: int) -> set[int]:
-    """Return this process's sockets that are connected to a port, of whichever host."""
+    """Return this process's sockets that are connected to a port, of whichever host, as inode numbers."""
     return {number for descriptor, number in _open_sockets() if _port_of_peer(descriptor) == port}
+
+
+def sockets_on(port: int) -> set[int]:
+    """Return this process's sockets that have this port themselves: a listener and what it has accepted."""
+    return {number for descriptor, number in _open_sockets() if _own_port(descriptor) == port}
+
+
+def sockets_beside(listener: bytes) -> set[int]:
+    """Return the sockets that are waited for together with a listener, in one epoll instance of this process.
+
+    gloo has an instance for each group, and the threads of a script have others. Linux lists what each waits for.
+
+    Args:
+        listener: Its address as the kernel writes it, whatever may follow.
+    """
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fdinfo"):
+            found = _watched_sockets(name)
+            addresses = [_address(_libc().getsockname, descriptor) for descriptor in found]
+            if any(address and listener.startswith(address) for address in addresses):
+                return set(found.values())
+    return set()
+
+
+def _watched_sockets(name: str) -> dict[int, int]:
+    """Return the sockets that an epoll instance waits for, by descriptor; none for other descriptors."""
+    found = {}
+    with suppress(OSError):
+        lines = Path("/proc/self/fdinfo", name).read_text().splitlines()
+        for line in lines:
+            if line.startswith("tfd:"):
+                descriptor = int(line.split()[1])
+                state = os.fstat(descriptor)
+                if stat.S_ISSOCK(state.st_mode):
+                    found[descriptor] = state.st_ino
+    return found
 
 
 def cut(some: set[int], after: float = 0.0) -> None:
@@ -217,16 +249,30 @@ def _cut_one(descriptor: int, some: set[int]) -> None:
 
 
 def _port_of_peer(descriptor: int) -> int:
-    """Return the port to which a socket is connected over the internet protocols, 0 if to none.
+    """Return the port to which a socket is connected over the internet protocols, 0 if to none."""
+    return _port_in(_address(_libc().getpeername, descriptor))
+
+
+def _own_port(descriptor: int) -> int:
+    """Return the port that a socket has in the internet protocols, 0 if none."""
+    return _port_in(_address(_libc().getsockname, descriptor))
+
+
+def _port_in(address: bytes) -> int:
+    if int.from_bytes(address[:2], sys.byteorder) not in (socket.AF_INET, socket.AF_INET6):
+        return 0
+    return int.from_bytes(address[2:4], "big")
+
+
+def _address(ask: Any, descriptor: int) -> bytes:
+    """Ask the kernel for an address of a socket; b"" if it has none.
 
     Not by an object of Python's, which may give the socket a time-out: `socket.setdefaulttimeout()`.
     """
     address, length = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
-    if _libc().getpeername(descriptor, address, ctypes.byref(length)) != 0:
-        return 0
-    if int.from_bytes(address.raw[:2], sys.byteorder) not in (socket.AF_INET, socket.AF_INET6):
-        return 0
-    return int.from_bytes(address.raw[2:4], "big")
+    if ask(descriptor, address, ctypes.byref(length)) != 0:
+        return b""
+    return address.raw[: length.value]
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from ..launch.detection import detect_launch
 from ..launch.launch import Launch, forgotten_launcher
 from ..launch.nesting import outer_launch
 from ..launch.process_tree import Agent, find_agent, typed_in_terminal
-from ..torch_internals import current_group, group_store, reference
+from ..torch_internals import current_group, gloo_address, group_store, reference
 from .declining import is_child_of_rank, refuse_job, tell_peers
 from .devices import bind_device, choose_together
 from .job import Job, context_of
@@ -36,7 +36,7 @@ from .own_failure import fill_error_file
 from .polling import call_with_timeout
 from .rendezvous import complete_launch, join, raise_if_orphaned
 from .session import Session
-from .sockets import LOOPBACKS, connect_to_monitor, is_loopback, listen, probe, sockets, sockets_to
+from .sockets import LOOPBACKS, connect_to_monitor, is_loopback, listen, probe, sockets_beside, sockets_to
 from .store_values import parse, without_prefixes
 from .tcp_store import PortTaken, find_master, open_store, reachable, store_outlives_ranks
 
@@ -310,14 +310,13 @@ def _make_group(job: Job, session: Session, device: torch.device, backend: str) 
     if device.index is not None and re.search("nccl|xccl", backend):
         options["device_id"] = device
     job.owns_group = True  # first, for it may be there when a peer's failure is raised
-    before = sockets()
     try:
         with _gloo_on_loopback(launch.num_nodes == 1):
             dist.init_process_group(backend, store=dist.PrefixStore("group", session.store), **options)
     finally:
         job.group = reference(current_group())
-        if backend == "gloo":
-            session.connections = sockets() - before
+    if backend == "gloo":
+        session.connections = sockets_beside(gloo_address(current_group()))
     if not _connects_all(backend):
         session.meet(session.count("group made"))
     session.arrive()

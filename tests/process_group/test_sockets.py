@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import selectors
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
-from ddpkit.process_group.sockets import cut, sockets, sockets_to
+from ddpkit.process_group.sockets import cut, sockets_beside, sockets_on, sockets_to
 
 
 @pytest.fixture(params=["127.0.0.1", "::1"])
@@ -30,13 +32,28 @@ def inode(sock: socket.socket) -> int:
     return os.fstat(sock.fileno()).st_ino
 
 
-def test_sockets_are_found_by_the_port_that_they_are_connected_to(
+def test_sockets_are_found_by_the_port_that_they_have_or_are_connected_to(
     connection: tuple[socket.socket, socket.socket, socket.socket],
 ) -> None:
     listener, ours, theirs = connection
     port = listener.getsockname()[1]
     assert sockets_to(port) == {inode(ours)}
-    assert {inode(listener), inode(ours), inode(theirs)} <= sockets()
+    assert sockets_on(port) == {inode(listener), inode(theirs)}
+
+
+def test_sockets_are_found_by_the_listener_that_is_waited_for_with_them(
+    connection: tuple[socket.socket, socket.socket, socket.socket],
+) -> None:
+    listener, ours, theirs = connection
+    family, port = int(listener.family).to_bytes(2, sys.byteorder), listener.getsockname()[1].to_bytes(2, "big")
+    host = socket.inet_pton(listener.family, listener.getsockname()[0])
+    address = family + port + host if len(host) == 4 else family + port + bytes(4) + host
+    with selectors.EpollSelector() as epoll, selectors.EpollSelector() as other:
+        epoll.register(listener, selectors.EVENT_READ)
+        epoll.register(theirs, selectors.EVENT_READ)
+        other.register(ours, selectors.EVENT_READ)
+        assert sockets_beside(address + bytes(120)) == {inode(listener), inode(theirs)}
+    assert sockets_beside(address + bytes(120)) == set() == sockets_beside(b"")
 
 
 def test_to_look_at_a_socket_gives_it_no_time_limit(
