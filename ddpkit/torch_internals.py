@@ -7,6 +7,7 @@ and size. No reference to it is kept, for then it would outlive its own destruct
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, MutableMapping
 from typing import Any, TypeVar
@@ -216,6 +217,15 @@ def accumulates(parameter: Tensor) -> bool:
     """
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     return torch._C._will_engine_execute_node(node)
+
+
+def in_autograd_thread() -> bool:
+    """Return whether a backward runs this in a thread of the engine's own (private, the same from torch 2.6 to 2.13).
+
+    Python has no name for such a thread; one of a script may run a backward, too.
+    """
+    is_of_python = not threading.current_thread().name.startswith("Dummy-")
+    return not is_of_python and torch._C._current_graph_task_id() != -1
 
 
 def forward_pre_hooks(module: nn.Module) -> MutableMapping[int, Callable[..., Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +106,8 @@ class Job:
         interrupted: Whether it was left while a KeyboardInterrupt was handled.
         finalizer: Runs where a child of multiprocessing ends.
         data_parallel: The ranks among which the samples are shared out, this one among them; None for all.
+        caller: The thread that calls its collectives, from the first one on.
+        refused: Whether another thread has called one, so that this rank has failed.
         unfinished: By whom it was begun, what all ranks have to wait for before they leave in good order.
     """
 
@@ -122,6 +125,8 @@ class Job:
     interrupted: bool = False
     finalizer: Any = None
     data_parallel: Peers | None = None
+    caller: threading.Thread | None = None
+    refused: bool = False
     unfinished: dict[object, Callable[[], None]] = field(default_factory=dict)
 
     def is_current(self) -> bool:

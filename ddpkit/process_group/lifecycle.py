@@ -8,6 +8,7 @@ import logging
 import multiprocessing.util
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,9 +21,11 @@ import torch.distributed as dist
 from ..errors import DdpkitError, LaunchError, NotSetUpError
 from ..launch import ranks
 from ..launch.launch import Launch
+from ..torch_internals import in_autograd_thread
 from . import current_job
 from .declining import tell_peers
 from .devices import bind_device, choose_device, is_same_device
+from .failures import Failure
 from .job import Context, Job, context_of
 from .leaving import destroy_group, say_goodbye
 from .options import ChooseDevice, Options, Origin, checked_options, checked_origin
@@ -37,6 +40,7 @@ log = logging.getLogger(__name__)
 _departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
 _apart = ""  # whose block this process is in, in which it exchanges nothing with other ranks
 _children_keep_garbage = False  # whether forked children are told to, which cannot be taken back
+_callers = threading.Lock()  # held where the thread that calls a job's collectives is chosen
 _PATIENCE_AFTER_ERROR = timedelta(seconds=2)  # while an error is handled, for ranks that still connect
 _FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
 
@@ -228,6 +232,9 @@ def teardown() -> None:
     Where it is called in an `except` or `finally` block, ranks that wait for this one hear of the exception. If the
     process then ends with an exit code other than 0, that was its failure, and all ranks hear of it.
 
+    Raises:
+        PeerError: When it has left, if a collective was refused in a second thread, which is all that this has ended.
+
     Example:
         >>> context = setup()
         >>> teardown()
@@ -235,7 +242,16 @@ def teardown() -> None:
     error = sys.exc_info()[1]
     if error is not None and ended_well(error):
         error = None
+    job = current_job.job
     _leave(error)
+    if error is None:
+        _raise_if_refused(job)
+
+
+def _raise_if_refused(job: Job | None) -> None:
+    """Raise in the main thread what another thread was refused with, which has ended only that."""
+    if job is not None and job.session is not None and job.refused:
+        job.session.failures.raise_if_known()
 
 
 def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: bool = True) -> None:
@@ -392,6 +408,7 @@ def distributed(
         yield context
         if outermost:
             current_job.finish()
+            _raise_if_refused(current_job.job)
     except BaseException as error:
         cause = report(error) if outermost else error  # else the block around it may handle it
         if cause is not error:
@@ -406,7 +423,7 @@ def joined() -> bool:
     """Return whether there are peers to talk to. Adopts a group that somebody else made, or made anew. Collective then.
 
     Raises:
-        DdpkitError: In a block in which ranks stay apart.
+        DdpkitError: In a block in which ranks stay apart; in a second thread.
         NotSetUpError: If several processes were launched but not set up, or their group has been destroyed.
     """
     if _apart:
@@ -420,7 +437,39 @@ def joined() -> bool:
     if job is None:
         return False
     _refuse_forked(job)
-    return job.context.world_size > 1
+    if job.context.world_size == 1:
+        return False
+    if threading.current_thread() is not job.caller:
+        _check_thread(job, threading.current_thread())
+    return True
+
+
+def _check_thread(job: Job, thread: threading.Thread) -> None:
+    """Refuse a second thread, for which the collectives of ranks meet in any order; see to it that all ranks fail.
+
+    The main thread may go on where the first has ended. A backward runs hooks in threads of its own, which Python has
+    not started, and waits for them.
+    """
+    session = current_job.current_session()
+    if job.refused:
+        session.failures.raise_if_known()
+    with _callers:
+        first = job.caller
+        if first is None or (thread is threading.main_thread() and not first.is_alive()):
+            job.caller = thread
+            return
+    if in_autograd_thread():
+        return
+    error = DdpkitError(
+        f"Thread {thread.name!r} calls a collective, but thread {first.name!r} calls those of this job, and ranks "
+        "could not tell which of them meet. Call all of them in one thread."
+    )
+    failure = Failure.of(session.rank, error)
+    current_job.interrupt(failure)
+    job.refused = True
+    job.caller = None  # so that no thread calls one any more
+    session.failures.announce(failure)
+    raise error
 
 
 @contextmanager

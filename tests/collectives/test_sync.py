@@ -161,22 +161,6 @@ def test_a_barrier_that_was_broken_without_a_reason_says_so() -> None:
     assert said == "barrier 'broken': a rank gave up and ended before it said why."
 
 
-def meet_in_two_threads() -> int:
-    rounds = 0
-    for _ in range(150):
-        thread = threading.Thread(target=ddpkit.barrier, args=["thread"])
-        thread.start()
-        ddpkit.barrier("main")
-        thread.join()
-        rounds += 1
-    return rounds
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_barriers_of_two_threads_leave_each_other_alone(world_size: int) -> None:
-    assert on_ranks(meet_in_two_threads, world_size) == [150] * world_size
-
-
 def wait_in_a_thread_until_another_has_ended() -> float | None:
     session = current_job.current_session()
     entered, done = threading.Event(), threading.Event()
