@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..collectives.sharded import explain_sharded
@@ -12,6 +14,18 @@ from .leaves import has_names, tensors_of
 from .states import is_fsdp
 
 _RESERVED = ("step", "score")  # in what load() returns: the checkpoint's own
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path that means the same after the script has changed its directory; `~` is the home folder.
+
+    Raises:
+        ValueError: If nobody's home folder has that name.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(f"{path} begins with a home folder that is not known: {error}") from None
 
 
 def as_named_values(values: Any) -> dict[str, Any]:

@@ -49,12 +49,13 @@ class Checkpointer:
     folder, nor one of this job that keeps others.
 
     Args:
-        folder: Where the checkpoints live; made by the first `save()`.
+        folder: Where the checkpoints live; made by the first `save()`. A relative path is relative
+            to the directory in which the `Checkpointer` is made, `~` is the home folder.
         keep: Number of checkpoints to keep, the last written ones; at least 1.
         keep_best: Number of checkpoints to keep besides, those with the greatest `score`.
 
     Raises:
-        ValueError: If a number is out of range or `folder` is a file.
+        ValueError: If a number is out of range, `folder` is a file or its home folder is not known.
 
     Example:
         >>> import tempfile, torch, ddpkit
@@ -80,7 +81,7 @@ class Checkpointer:
         keep: int = 3,
         keep_best: int = 0,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = arguments.as_path(folder)
         self.keep = as_integer(keep, "keep")
         self.keep_best = as_integer(keep_best, "keep_best", least=0)
         self._lock: FolderLock | None = None
@@ -264,7 +265,7 @@ class Checkpointer:
             MismatchError: If the ranks pass other names; if another rank passes a bad argument.
         """
         with raise_everywhere("Checkpointer.load"):
-            file = Path(path)
+            file = arguments.as_path(path)
         _check_objects("Checkpointer.load", objects)
         self._finish_on_all()
         return load_file(file, objects)

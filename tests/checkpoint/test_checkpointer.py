@@ -151,5 +151,39 @@ def test_wrapped_plain_and_compiled_models_load_each_others_checkpoints(tmp_path
 
 
 def test_it_says_what_it_is(tmp_path: Path) -> None:
-    assert repr(Checkpointer("runs/a")) == "Checkpointer('runs/a', keep=3)"
-    assert repr(Checkpointer("runs/a", keep=np.int64(1), keep_best=2)) == "Checkpointer('runs/a', keep=1, keep_best=2)"
+    assert repr(Checkpointer("/runs/a")) == "Checkpointer('/runs/a', keep=3)"
+    assert (
+        repr(Checkpointer("/runs/a", keep=np.int64(1), keep_best=2)) == "Checkpointer('/runs/a', keep=1, keep_best=2)"
+    )
+
+
+def save_from_two_directories(folder: str) -> tuple[list[int], int]:
+    former = os.getcwd()
+    home = os.environ.get("HOME", "")
+    os.chdir(folder)
+    os.environ["HOME"] = folder
+    try:
+        checkpoints, at_home = Checkpointer("runs/x"), Checkpointer("~/runs/y")
+        model = net()
+        checkpoints.save(1, model=model)
+        os.makedirs("elsewhere", exist_ok=True)
+        os.chdir("elsewhere")  # as Hydra does
+        checkpoints.save(2, model=model)
+        at_home.save(3, model=model)
+        return checkpoints.steps(), checkpoints.load("~/runs/y/step-000000003.pt", model=model)["step"]
+    finally:
+        os.chdir(former)
+        os.environ["HOME"] = home
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_folder_stays_the_same_in_whatever_directory_the_script_is(world_size: int, tmp_path: Path) -> None:
+    assert on_ranks(save_from_two_directories, world_size, str(tmp_path)) == [([1, 2], 3)] * world_size
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "runs"]
+    assert os.listdir(tmp_path / "elsewhere") == []
+    assert sorted(os.listdir(tmp_path / "runs")) == ["x", "y"]
+
+
+def test_the_home_folder_of_nobody_is_refused() -> None:
+    with pytest.raises(ValueError, match="~nobody-here/runs begins with a home folder that is not known"):
+        Checkpointer("~nobody-here/runs")
