@@ -62,12 +62,12 @@ def other_groups_were_made() -> bool:
     world = dist.distributed_c10d._world
     if world.group_count > 1:  # which counts those, too, that this rank is not in
         return True
-    return count_groups() > 1
+    return len(groups()) > 1
 
 
-def count_groups() -> int:
-    """Return the number of groups that there are in this process (private, the same from torch 2.6 to 2.13)."""
-    return len(dist.distributed_c10d._world.pg_map)
+def groups() -> list[Any]:
+    """Return the groups that there are in this process (private, the same from torch 2.6 to 2.13)."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def abort_group() -> None:

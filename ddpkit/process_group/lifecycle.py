@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import logging
 import multiprocessing.util
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from ..errors import DdpkitError, LaunchError, NotSetUpError
 from ..launch import ranks
 from ..launch.launch import Launch
-from ..torch_internals import in_autograd_thread
+from ..torch_internals import groups, in_autograd_thread
 from . import current_job
 from .declining import tell_peers
 from .devices import bind_device, choose_device, is_same_device
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
 _apart = ""  # whose block this process is in, in which it exchanges nothing with other ranks
-_children_keep_garbage = False  # whether forked children are told to, which cannot be taken back
+_children_keep_groups = False  # whether forked children are told to, which cannot be taken back
 _callers = threading.Lock()  # held where the thread that calls a job's collectives is chosen
 _PATIENCE_AFTER_ERROR = timedelta(seconds=2)  # while an error is handled, for ranks that still connect
 _FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
@@ -176,7 +177,7 @@ def _join(asked: Options) -> Job:
             job.context = context_of(launch, device)
             set_threads(asked.num_threads, 1, 1)
         else:
-            _let_children_keep_garbage()
+            _let_children_keep_groups()
             assemble(job)
             _install_hooks(job)
     except BaseException as error:
@@ -202,15 +203,22 @@ def _join(asked: Options) -> Job:
     return job
 
 
-def _let_children_keep_garbage() -> None:
-    """Keep forked children, such as a loader's workers, from collecting the garbage of this process.
+def _let_children_keep_groups() -> None:
+    """Keep forked children, such as a loader's workers, from destroying the process groups of this process.
 
-    A process group that is in a reference cycle waits, when it is collected, for gloo's threads, which no child has.
+    A group that is destroyed waits for gloo's threads, which no child has: one that is garbage, in a reference cycle,
+    and one that lives until a child ends by `sys.exit`.
     """
-    global _children_keep_garbage
-    if not _children_keep_garbage:
-        os.register_at_fork(after_in_child=gc.freeze)
-        _children_keep_garbage = True
+    global _children_keep_groups
+    if not _children_keep_groups:
+        os.register_at_fork(after_in_child=_keep_groups)
+        _children_keep_groups = True
+
+
+def _keep_groups() -> None:
+    gc.freeze()
+    for group in groups():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # a reference that nobody gives back
 
 
 def _install_hooks(job: Job) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..launch.process_tree import child_processes
 from ..process_group import main_thread
-from ..torch_internals import count_groups
+from ..torch_internals import groups
 
 _THREADS_ENDING = 1.0  # seconds in which threads and processes that are ending may end
 _SEED = 0
@@ -114,7 +114,7 @@ def traces() -> Traces:
         _children(),
         signals,
         loggers=_loggers(),
-        groups=count_groups(),
+        groups=len(groups()),
     )
 
 

@@ -74,6 +74,41 @@ def test_a_script_that_ends_without_teardown_ends_at_once_and_in_silence(tmp_pat
     assert ends(scripts, tmp_path) == dict.fromkeys(scripts, (0, ""))
 
 
+FORKED = """
+context = ddpkit.setup()
+group = torch.distributed.new_group(list(range(context.world_size)))
+model = ddpkit.wrap_model(torch.nn.Linear(1, 1))
+ddpkit.barrier()
+pid = os.fork()
+if pid == 0:
+    {child}
+code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+assert code == {code} and ddpkit.all_reduce(1) == context.world_size, code
+"""
+CHILDREN = {
+    "exits": ("sys.exit(7)", 7),
+    "forgets what it was": ("del group, model; ddpkit.teardown(); sys.exit(7)", 7),
+    "destroys the group": ("torch.distributed.destroy_process_group(); sys.exit(7)", 7),
+    "raises": ("sys.excepthook = lambda *_: None; raise ValueError", 1),
+    "is of multiprocessing": (
+        "child = multiprocessing.get_context('fork').Process(target=sys.exit, args=[7])\n"
+        "    child.start(); child.join(); sys.exit(child.exitcode)",
+        7,
+    ),
+}
+
+
+def test_a_forked_child_that_ends_as_python_does_hangs_in_no_group(tmp_path: Path) -> None:
+    scripts = {}
+    for world_size in (2, 3):
+        for name, (child, code) in CHILDREN.items():
+            port = free_port()
+            lines = "import multiprocessing, torch\n" + FORKED.format(child=child, code=code)
+            for rank in range(world_size):
+                scripts[f"{name} {rank} of {world_size}"] = platform_env(rank, world_size, port), lines
+    assert ends(scripts, tmp_path) == dict.fromkeys(scripts, (0, ""))
+
+
 # the others compute; `pids` are those of all ranks
 BEGIN = """
 import traceback
