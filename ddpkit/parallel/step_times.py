@@ -7,7 +7,6 @@ gradient of the model's output; then DDP, which waits for the other ranks; then 
 
 from __future__ import annotations
 
-import functools
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ..process_group import current_job
 from ..timing.clock import STEPS, Phase
@@ -82,11 +82,15 @@ def follow_steps(model: DistributedDataParallel) -> None:
         model.module.register_forward_pre_hook(_before_own_forward)
 
 
-@functools.cache
 def follow_optimizers() -> None:
-    """Have the step clock told of the steps of all optimizers."""
-    register_optimizer_step_pre_hook(_before_optimizer)
-    register_optimizer_step_post_hook(_after_optimizer)
+    """Have the step clock told of the steps of all optimizers, until this process leaves its job."""
+    current_job.hook_once(_hook_optimizers)
+
+
+def _hook_optimizers() -> list[RemovableHandle]:
+    before = register_optimizer_step_pre_hook(_before_optimizer)
+    after = register_optimizer_step_post_hook(_after_optimizer)
+    return [before, after]
 
 
 def _before_forward(_: Any, __: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import DdpkitError
 from ..launch import ranks
@@ -248,6 +249,12 @@ def ask_to_stop(request: StopRequest) -> bool:
     if job is not None and job.monitor is not None:
         job.monitor.wake()
     return is_first
+
+
+def hook_once(register: Callable[[], list[RemovableHandle]]) -> None:
+    """Add hooks that are removed when this process leaves its job, unless this function has added its own before."""
+    if job is not None and register not in job.hooks:
+        job.hooks[register] = register()
 
 
 def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ..launch.launch import Launch
 from ..torch_internals import current_group, no_group
@@ -101,13 +102,16 @@ class Job:
         control: The device on which small control messages travel, if that is not the CPU.
         owns_group: Whether `setup()` made the group.
         hosts_store: Whether this process hosts the store.
-        former_hook: The exception hook from before `setup()`.
+        first_hook: The exception hook from before `setup()`.
+        former_hook: That which torch has put in its place, as it made the group.
         former_error: Identity of the exception that had ended something in this interpreter before.
         interrupted: Whether it was left while a KeyboardInterrupt was handled.
         finalizer: Runs where a child of multiprocessing ends.
         data_parallel: The ranks among which the samples are shared out, this one among them; None for all.
         caller: The thread that calls its collectives, from the first one on.
         refused: Whether another thread has called one, so that this rank has failed.
+        threads: Of CPU operators: their number before `setup()`, and the one that it has set; None if it has set none.
+        hooks: By the function that added them, those that torch calls for all modules or optimizers of this process.
         unfinished: By whom it was begun, what all ranks have to wait for before they leave in good order.
     """
 
@@ -120,6 +124,7 @@ class Job:
     control: torch.device | None = None
     owns_group: bool = False
     hosts_store: bool = False
+    first_hook: Any = None
     former_hook: Any = None
     former_error: int = 0
     interrupted: bool = False
@@ -127,6 +132,8 @@ class Job:
     data_parallel: Peers | None = None
     caller: threading.Thread | None = None
     refused: bool = False
+    threads: tuple[int, int] | None = None
+    hooks: dict[Callable[[], list[RemovableHandle]], list[RemovableHandle]] = field(default_factory=dict)
     unfinished: dict[object, Callable[[], None]] = field(default_factory=dict)
 
     def is_current(self) -> bool:
@@ -135,6 +142,17 @@ class Job:
         if group is None:
             return self.session is None
         return self.group() is group
+
+    def undo_changes(self) -> None:
+        """Give back what this job has changed in torch, unless the script has changed it, too."""
+        for hooks in self.hooks.values():
+            for hook in hooks:
+                hook.remove()
+        self.hooks.clear()
+        if self.session is not None and not self.session.is_own:  # a forked child has no threads to divide
+            return
+        if self.threads is not None and torch.get_num_threads() == self.threads[1]:
+            torch.set_num_threads(self.threads[0])
 
     def own_session(self) -> Session | None:
         """Return its session, None on one process and in a child that was forked from a rank."""

@@ -169,13 +169,13 @@ def _join(asked: Options) -> Job:
         _check_origin(asked.origin, launch)
     else:
         launch = checked_launch(asked)
-    job = Job(launch, asked, context_of(launch, torch.device("cpu")))
+    job = Job(launch, asked, context_of(launch, torch.device("cpu")), first_hook=sys.excepthook)
     try:
         if launch.world_size == 1 and launch.master_addr is None and not dist.is_initialized():
             device = choose_device(asked.device, 0, 1)
             bind_device(device)
             job.context = context_of(launch, device)
-            set_threads(asked.num_threads, 1, 1)
+            set_threads(job, 1, 1)
         else:
             _let_children_keep_groups()
             assemble(job)
@@ -274,6 +274,7 @@ def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: b
     job = current_job.job
     if job is not None:
         current_job.renew_stop_agreement()
+        job.undo_changes()
     if job is not None and job.session is not None:
         job.session.failures.settled = True  # nothing is raised in here
         _let_all_arrive(job, error)
@@ -285,7 +286,8 @@ def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: b
     if error is not None:
         error = cause_of(error, session) or error
     if sys.excepthook is _excepthook:
-        sys.excepthook = job.former_hook
+        handles = sys.exc_info()[1] is not None  # by which the process may end; torch's hook then names the rank
+        sys.excepthook = job.former_hook if handles else job.first_hook
     failed = session.failures.known is not None
     if failed:
         cut(session.connections, after=SETTLE)

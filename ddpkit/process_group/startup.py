@@ -141,7 +141,7 @@ def assemble(job: Job) -> None:
     backend_asked = _backend_of_group() if adopted else asked.backend
     device, backend = choose_together(session, job.launch, asked.device, backend_asked)
     bind_device(device)
-    set_threads(asked.num_threads, members.sharers(launch.rank), len(usable_cores()))
+    set_threads(job, members.sharers(launch.rank), len(usable_cores()))
     if not adopted:
         _make_group(job, session, device, backend)
 
@@ -291,16 +291,16 @@ def _monitor_address(session: Session, rank: int, timeout: timedelta) -> tuple[s
     return address, port
 
 
-def set_threads(asked: int | None, sharers: int, cores: int) -> None:
+def set_threads(job: Job, sharers: int, cores: int) -> None:
     """Divide the cores among the ranks that share them, unless the user or the launcher has decided."""
-    if asked is not None:
-        torch.set_num_threads(asked)
-        return
-    if sharers == 1 or os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"):
-        return
-    threads = max(1, cores // sharers)
-    torch.set_num_threads(threads)
-    log.info("using %d CPU threads per rank: %d ranks share %d cores", threads, sharers, cores)
+    asked = job.asked.num_threads
+    if asked is None:
+        if sharers == 1 or os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"):
+            return
+        asked = max(1, cores // sharers)
+        log.info("using %d CPU threads per rank: %d ranks share %d cores", asked, sharers, cores)
+    job.threads = torch.get_num_threads(), asked
+    torch.set_num_threads(asked)
 
 
 def _make_group(job: Job, session: Session, device: torch.device, backend: str) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import re
 import signal
 import socket
+import sys
 import threading
 import time
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,3 +118,70 @@ def test_connections_of_the_script_outlive_a_failure_that_cuts_those_of_gloo() -
     ended = run(open_and_lose_a_rank, [platform_env(rank, 3, port) for rank in range(3)])
     for rank in (0, 2):
         assert ended[rank].code == 0 and "heard DistributedDataParallel" in ended[rank].output, ended[rank]
+
+
+def state_of_process() -> dict[str, Any]:
+    """What a job may change in a process, by name."""
+    descriptors = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            descriptors.append(re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{name}")))
+    native = [Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    modules, optimizers = (sys.modules[f"torch.{name}"] for name in ("nn.modules.module", "optim.optimizer"))
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "threads of gloo": [name for name in native if "gloo" in name],
+        "descriptors": sorted(descriptors),
+        "hooks of optimizers": [
+            *optimizers._global_optimizer_pre_hooks.values(),
+            *optimizers._global_optimizer_post_hooks.values(),
+        ],
+        "hooks of modules": [*modules._global_forward_pre_hooks.values(), *modules._global_forward_hooks.values()],
+        "hooks of Python": [sys.excepthook, threading.excepthook, sys.unraisablehook, sys.displayhook],
+        "handlers of signals": [signal.getsignal(number) for number in range(1, signal.NSIG)],
+        "threads of operators": torch.get_num_threads(),
+        "environment": dict(os.environ),
+        "warnings": list(warnings.filters),
+        "default device": torch.get_default_device(),
+        "generator": torch.get_rng_state().tolist(),
+        "group": dist.is_initialized(),
+    }
+
+
+def make_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net(torch.ones(2, 1)).sum().backward()
+    optimizer.step()
+
+
+def train_and_leave() -> None:
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    make_step(net, optimizer)  # what torch itself changes at the first one is not counted
+    before = state_of_process()
+    for _ in range(2):
+        with ddpkit.distributed(num_threads=torch.get_num_threads() + 1, device="cpu"):
+            model = ddpkit.wrap_model(net)
+            make_step(model, optimizer)
+            make_step(net, optimizer)
+            ddpkit.average_gradients(net)
+            ddpkit.all_reduce_mean(1.0)
+            if ddpkit.get_world_size() > 1:
+                assert state_of_process()["hooks of optimizers"] != before["hooks of optimizers"]
+        del model
+        gc.collect()
+    after = state_of_process()
+    changes = {name: (before[name], value) for name, value in after.items() if value != before[name]}
+    assert changes == {}, changes
+    print("well")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_nothing_that_setup_changed_is_left_after_teardown(world_size: int) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as an agent hosts it
+    elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test", "GROUP_WORLD_SIZE": "1"}
+    envs = []
+    for rank in range(world_size):
+        more = elastic | {"LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": f"{world_size}", "GROUP_RANK": "0"}
+        envs.append(platform_env(rank, world_size, store.port, **more))
+    for end in run(train_and_leave, envs):
+        assert end.code == 0 and "well" in end.output, end.output
