@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
 
 import ddpkit
 
@@ -145,6 +147,53 @@ def shuffle() -> Ways:
     }
 
 
+def join_by_hand(features: Tensor) -> Tensor:
+    """Join the rows of all ranks with gradients, in the order of the ranks, and only if all have equally many."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch deprecates it, and has nothing else
+        return torch.cat(all_gather_with_gradients(features))
+
+
+def joined_features() -> Ways:
+    features = torch.ones(64, 128, requires_grad=True)
+    return {
+        "by hand": lambda: join_by_hand(features).sum().backward(),
+        "gather_batch": lambda: ddpkit.gather_batch(features).sum().backward(),
+        "check=False": lambda: ddpkit.gather_batch(features, check=False).sum().backward(),
+    }
+
+
+def gather_tensors_by_hand(tensor: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return parts
+
+
+def moco_by_hand(images: Tensor, keys: Tensor, order: Tensor) -> None:
+    gather_tensors_by_hand(images)
+    dist.broadcast(order, 0)
+    gather_tensors_by_hand(keys)
+    gather_tensors_by_hand(keys)
+
+
+def moco(images: Tensor, keys: Tensor, order: Tensor, check: bool) -> None:
+    ddpkit.all_gather(images, check=check)
+    ddpkit.broadcast(order, check=check)
+    ddpkit.all_gather(keys, check=check)
+    ddpkit.all_gather(keys, check=check)
+
+
+def moco_step() -> Ways:
+    """Do the exchanges of a step of MoCo: images are shuffled between ranks, their keys go back, and into the queue."""
+    images, keys = torch.ones(32, 3, 32, 32), torch.ones(32, 128)
+    order = torch.randperm(32 * dist.get_world_size())
+    return {
+        "by hand": lambda: moco_by_hand(images, keys, order),
+        "ddpkit": lambda: moco(images, keys, order, True),
+        "check=False": lambda: moco(images, keys, order, False),
+    }
+
+
 CASES: dict[str, Callable[[], Ways]] = {
     "1 number": number,
     "32 numbers": lambda: numbers(32),
@@ -153,6 +202,8 @@ CASES: dict[str, Callable[[], Ways]] = {
     "10⁶ float32": tensor,
     f"{TENSORS} tensors": tree,
     f"{SAMPLES} samples": gather,
+    "64 x 128 features": joined_features,
+    "a MoCo step": moco_step,
     "a shuffle": shuffle,
 }
 
