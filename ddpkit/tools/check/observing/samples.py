@@ -15,6 +15,7 @@ from torch.utils.data._utils import fetch
 
 from ....collectives.digest import digest
 from ....data.loader import Loader
+from ....data.streams import Stream
 from ...script.recorder import Recorder
 from ...script.tensors import content, rows, size_of
 from ..ending import Ending
@@ -191,12 +192,15 @@ class Samples:
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
             "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
             "workers": loader.num_workers,
+            "length": _length_of_stream(loader),
             "base_seed": int(iterator._base_seed) if loader.num_workers else None,
         }
 
     @staticmethod
     def _own_lines(loader: Any, sampler: Any, first: str = "order") -> list[Place]:
         """List the lines of the script's own sampler or stream that decide which samples come."""
+        if isinstance(loader.dataset, Stream):
+            return deciding_lines(getattr(type(loader.dataset.dataset), "shard", None), "slice")
         if isinstance(loader.dataset, IterableDataset):
             sampler = loader.dataset
             first = "loop"
@@ -290,6 +294,19 @@ class Samples:
 
 def _is_weakly_known(value: Any) -> bool:
     return hasattr(value, "__weakref__") and hasattr(value, "__hash__") and value.__hash__ is not None
+
+
+def _length_of_stream(loader: Any) -> int | None:
+    """Return how many samples a stream says it has; None if it does not, or yields batches."""
+    stream = loader.dataset
+    if not isinstance(stream, IterableDataset) or loader.batch_size is None:
+        return None
+    if isinstance(stream, Stream):
+        stream = stream.dataset
+    try:
+        return len(stream)
+    except Exception:  # of the script's own code
+        return None
 
 
 def _sampler_of(loader: Any) -> Any:
