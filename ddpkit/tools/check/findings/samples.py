@@ -167,7 +167,8 @@ def _find_shared(facts: Facts, records: list[Record], number: int) -> Finding | 
 def _compare_with_length(facts: Facts, records: list[Record], number: int) -> Finding | None:
     """Find a stream of which the ranks read fewer or more samples in a whole epoch than its length.
 
-    The length may be that of the whole stream, or of one rank's part.
+    The length may be that of the whole stream, or of one rank's part; and several ranks may read the
+    same part on purpose, as those do that share a model.
     """
     epoch = records[0]
     ends = dict(facts.rows("epoch end", "loader", "number")).get((epoch["loader"], number), [])
@@ -178,7 +179,8 @@ def _compare_with_length(facts: Facts, records: list[Record], number: int) -> Fi
     least = sum(bound[0] for bound in bounds)
     most = sum(bound[1] for bound in bounds)
     length = max(lengths)
-    for meant in (length, sum(lengths)):
+    sharing = [n for n in range(1, facts.world_size) if facts.world_size % n == 0]  # of a model
+    for meant in (*(n * length for n in sharing), sum(lengths)):
         if least <= (1 + _CLOSE) * meant and most >= (1 - _CLOSE) * meant:
             return None
     kind = "samples-repeated"
