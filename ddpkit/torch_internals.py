@@ -213,10 +213,13 @@ def after_backward(function: Callable[[], None]) -> None:
 def accumulates(parameter: Tensor) -> bool:
     """Return whether the backward that is running adds to a parameter's gradient (private, as in torch 2.6 to 2.13).
 
-    `torch.autograd.grad` does not, unless it was asked for that of the parameter.
+    `torch.autograd.grad` does not, and transforms of `torch.func` do not.
     """
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
-    return torch._C._will_engine_execute_node(node)
+    try:
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        return torch._C._will_engine_execute_node(node)
+    except (AttributeError, RuntimeError):  # in a transform; of a gradient that grad() was asked for
+        return False
 
 
 def in_autograd_thread() -> bool:

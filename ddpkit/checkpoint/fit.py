@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .dtypes import explain_loss
 from .leaves import has_names
-from .optimizer_fit import explain_no_numbers, explain_optimizer_misfits
+from .optimizer_fit import explain_optimizer_misfits, explain_texts
 from .shared_memory import explain_conflicts
 from .states import CHECKED_CLASSES, match_names, module_state
 
@@ -59,7 +59,7 @@ def _explain_misfit(target: Any, state: Any, kind: str | None, shapes: Any) -> l
     if isinstance(target, Optimizer):
         return explain_optimizer_misfits(target, state, shapes)
     if isinstance(target, LRScheduler) and isinstance(state, Mapping):
-        return explain_no_numbers(target.state_dict(), state)
+        return explain_texts(target.state_dict(), state)
     return []
 
 

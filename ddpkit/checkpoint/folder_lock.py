@@ -98,6 +98,10 @@ class FolderLock:
                 f"{name_job(holder)} has written into {self._folder} within the last "
                 f"{_FRESH / 60:g} minutes. {_ADVICE} If it has ended, delete {self._path}."
             )
+        if os.fstat(file).st_nlink > 1:  # a backup has it, too, or it is somebody's: it stays as it is
+            os.unlink(self._path)
+            os.close(file)
+            return self._take()
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(self._me).encode(), 0)
         if self._release is not None:  # of a file that somebody has deleted
@@ -134,7 +138,7 @@ def _open_and_lock(path: Path) -> int:
         the lock.
 
     Raises:
-        CheckpointError: If it is a link or no file: what is behind it would be overwritten.
+        CheckpointError: If it is a symbolic link or no file: what is behind it would be overwritten.
     """
     while True:
         file = _open(path, os.O_RDWR | os.O_CREAT)
@@ -154,8 +158,7 @@ def _open(path: Path, flags: int) -> int:
         if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO):  # of a link, of one on BSD, of a socket
             raise
     else:
-        found = os.fstat(file)
-        if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+        if stat.S_ISREG(os.fstat(file).st_mode):
             return file
         os.close(file)
     raise CheckpointError(f"{path} is a link or no file, so no Checkpointer made it. Delete it.")

@@ -35,7 +35,7 @@ def explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> 
         return [f"has groups of {there} tensors there, of {here} here"]
     found = _misplaced(optimizer.param_groups, saved["param_groups"])
     for i, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
-        found += explain_no_numbers(group, saved_group, f" in group {i}")
+        found += explain_texts(group, saved_group, f" in group {i}")
     if found:
         return found
     _, mine = describe(optimizer)
@@ -44,33 +44,21 @@ def explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> 
     return _explain_losses(optimizer, saved)
 
 
-def explain_no_numbers(here: Mapping[str, Any], there: Mapping[str, Any], where: str = "") -> list[str]:
-    """Say which settings that are numbers here, or several, are none in a file, such as a learning rate."""
+def explain_texts(here: Mapping[str, Any], there: Mapping[str, Any], where: str = "") -> list[str]:
+    """Say which settings are text in a file and numbers here, such as a learning rate: torch would take it over."""
     found = []
     for name, value in here.items():
-        saved = there.get(name, value)
-        if _is_number(value) and not _is_number(saved):
-            found.append(f"has {name}={_shown(saved)}{where} there, a number here")
-        if _are_numbers(value) and not _are_numbers(saved):
-            found.append(f"has {name}={_shown(saved)}{where} there, numbers here")
+        saved = there.get(name)
+        is_number = isinstance(value, int | float | list | tuple | Tensor)
+        if is_number and _has_text(saved) and not _has_text(value):
+            found.append(f"has {name}={repr(saved)[:_LONGEST]}{where} there, {type(value).__name__} here")
     return found
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0 and all(map(_is_number, value))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    if len(text) > _LONGEST:
-        return f"{text[:_LONGEST]}…"
-    return text
+def _has_text(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_text, value))
+    return isinstance(value, str)
 
 
 def _is_state(saved: Any) -> bool:

@@ -21,6 +21,7 @@ from ..torch_internals import untraced
 from .consistency import CHECK, PAYLOAD, communication_device, fingerprint_of, new_block, raise_everywhere, sum_block
 from .pickling import TensorPickler, TensorUnpickler, check_copies
 from .tensors import bytes_as_tensor, explain_not_dense, flat_bytes, loses_gradient
+from .tree import leaves_of
 
 _SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exact in a float64
 
@@ -67,7 +68,7 @@ def _broadcast_unchecked(call: str, value: Any, src: Any, peers: Peers | None) -
     if problem:
         like = "a dense tensor on every rank, of the same shape and dtype"
         raise TypeError(f"{call} with check=False takes {like}, found {problem}.")
-    _refuse_gradients(call, [value])
+    _refuse_gradients(call, value)
     if not lifecycle.joined():
         return value
     if ranks.get_rank() != src:
@@ -89,18 +90,23 @@ def _pickle(call: str, value: Any, tensors: list[Tensor]) -> bytes:
     def load(body: bytes) -> Any:
         return TensorUnpickler(io.BytesIO(body), tensors).load()
 
+    _refuse_gradients(call, value)
     file = io.BytesIO()
     TensorPickler(file, call, tensors).dump(value)
-    _refuse_gradients(call, tensors)
     body = file.getvalue()
     check_copies(call, body, load)
     descriptions = [_describe(tensor) for tensor in tensors]
     return pickle.dumps((descriptions, body))
 
 
-def _refuse_gradients(call: str, tensors: list[Tensor]) -> None:
-    if any(map(loses_gradient, tensors)):
-        raise ValueError(f"{call} would lose the gradient of a tensor in the value. Pass it.detach().")
+def _refuse_gradients(call: str, value: Any) -> None:
+    for path, leaf in leaves_of(value, _is_tensor, "value"):
+        if isinstance(leaf, Tensor) and loses_gradient(leaf):
+            raise ValueError(f"{call} would lose the gradient of {path}. Pass {path}.detach().")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _describe(tensor: Tensor) -> Description:

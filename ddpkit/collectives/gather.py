@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ..launch import ranks
 from ..process_group import current_job, lifecycle
-from ..process_group.peers import Peers, group_of, ranks_of
+from ..process_group.peers import Peers, group_of, ranks_of, subset_of
 from .consistency import (
     CHECK,
     PAYLOAD,
@@ -77,16 +77,21 @@ class _Joined(torch.autograd.Function):
         ctx: Any, call: str, fingerprint: str, peers: Peers | None, check: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         by_rank = _gather_rows(fingerprint, [as_rows(tensor) for tensor in tensors], peers, check)
-        ctx.fingerprint = fingerprint_of(f"the backward of {call}")
+        # counted where all have met; the ranks may come to the backwards of several calls in another order
+        number = current_job.current_session().count(call, subset_of(peers))
+        ctx.fingerprint = fingerprint_of(f"the backward of {number}")
         ctx.peers = peers
         ctx.check = check
         ctx.counts = []
         joined = []
         for tensor, *parts in zip(tensors, *by_rank, strict=True):
             counts = [len(part) for part in parts]
-            rows = torch.cat(parts)[_turns(counts).to(tensor.device)]
             ctx.counts.append(counts)
-            joined.append(from_rows(rows, tensor))
+            rows = tensor.new_empty((sum(counts), *tensor.shape[1:]))
+            torch.index_select(torch.cat(parts), 0, _turns(counts).to(tensor.device), out=as_rows(rows))
+            joined.append(rows)
+        needs_gradient = ctx.needs_input_grad[-len(tensors) :]
+        ctx.mark_non_differentiable(*[rows for rows, needs in zip(joined, needs_gradient, strict=True) if not needs])
         return tuple(joined)
 
     @staticmethod

@@ -175,7 +175,8 @@ def gather_batch(value: T, *, check: bool = True, group: Group | None = None) ->
 
     It is for losses that compare each sample with all others (CLIP, SimCLR, queues of negatives): compute the loss of
     the joined batch on every rank. With the gradients averaged by `wrap_model` or `average_gradients`, each step is
-    then that of one process on the joined batch. Its backward is collective, too: every rank must run it.
+    then that of one process on the joined batch. Its backward is collective, too: every rank must run it. There is no
+    second derivative.
 
     Args:
         value: This rank's tensor of shape (rows, ...), or dicts, lists, tuples and dataclasses of such tensors, which

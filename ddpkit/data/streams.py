@@ -132,6 +132,8 @@ class Stream(IterableDataset[Any]):
                 self.epoch = int(self.latest_epoch)
             seed_cpu(self.seed_of(self.epoch, number))
             pass_epoch_on(self.dataset, self.epoch)
+        if not hasattr(self.dataset, "shard"):  # it has one reader, which splits nothing
+            return iter(self.dataset)
         part = self._part(number)
         pass_epoch_on(part, self.epoch)  # it may be an object of its own, which begins with epoch 0
         with WithoutWorkerInfo():
@@ -139,8 +141,6 @@ class Stream(IterableDataset[Any]):
         return self._read_alone(samples, number)
 
     def _part(self, worker: int) -> Any:
-        if not hasattr(self.dataset, "shard"):
-            return self.dataset
         num_shards = self.place.num_replicas * self.readers
         part = self.dataset.shard(index=self._reader(worker), num_shards=num_shards)
         return _without_node_splitters(part)

@@ -9,8 +9,10 @@ import functools
 import gc
 import inspect
 import logging
+import math
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -98,7 +100,8 @@ def wrap_model(
         find_unused_parameters: Set it if a forward may leave out parameters; it walks the graph at
             every step.
         static_graph: Set it if every step uses the same parameters in the same way; cheaper than
-            the former.
+            the former. Not for models through which `torch.autograd.grad` goes, such as for a
+            gradient penalty: DDP would average nothing.
         sync_batchnorm: Batch statistics over all ranks' samples; accelerators only.
         broadcast_buffers: Send rank 0's buffers (BatchNorm statistics) to all before every forward;
             if False, each rank keeps its own after the first. Newer versions of torch call it
@@ -208,7 +211,7 @@ def _check_options(switches: dict[str, bool], options: dict[str, Any]) -> None:
         if is_switch and not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}.")
     size = options.get("bucket_cap_mb")
-    if size is not None and not (isinstance(size, int | float) and size > 0):
+    if size is not None and not (isinstance(size, int | float) and 0 < size < math.inf):
         raise ValueError(f"bucket_cap_mb must be a positive number of MiB, got {size!r}.")
 
 
@@ -246,7 +249,7 @@ def _device_ids(device: torch.device) -> list[int] | None:
 
 
 def _is_trainable(model: nn.Module) -> bool:
-    return any(True for _ in _trainable(model))
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _check_dtypes(model: nn.Module, peers: Peers | None) -> None:
@@ -345,10 +348,14 @@ def _explain_unfrozen(model: nn.Module, parameter: nn.Parameter) -> str:
 
 
 class _Backwards:
-    """Refuse a second backward after a forward of a DDP model: DDP averages gradients in the first only."""
+    """Refuse a second backward after a forward of a DDP model: DDP averages gradients in the first only.
+
+    A backward is seen where it begins, at the tensors that the forward has returned, and not under `torch.compile`.
+    """
 
     def __init__(self) -> None:
-        self._is_expected = False  # a backward that averages
+        self._forwards = 0  # whose backward averages
+        self._is_expected = False  # the backward that averages
         self._is_running = False
 
     def follow(self, model: DistributedDataParallel, _: Any, output: Any) -> None:
@@ -356,25 +363,25 @@ class _Backwards:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self._is_running = False  # in one that raised
-        averages = model.require_backward_grad_sync
-        if averages:
+        latest = None  # an unsynchronised forward's backward is one more until DDP has averaged
+        if model.require_backward_grad_sync:
+            self._forwards += 1
             self._is_expected = True
+        else:
+            latest = self._forwards
+        # no strong reference: a model that keeps its output would never be freed
+        hook = functools.partial(self._begin, weakref.ref(model), latest)
         for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:  # a leaf would keep the hook
-                hook = functools.partial(self._begin, model, averages)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _begin(self, model: DistributedDataParallel, averages: bool, _: Tensor) -> None:
-        if self._is_running:
+    def _begin(self, reference: weakref.ref[DistributedDataParallel], latest: int | None, _: Tensor) -> None:
+        model = reference()
+        if model is None or self._is_running:
             return
-        if not any(map(accumulates, _trainable(model))):  # it is torch.autograd.grad()
-            if model.static_graph:
-                raise DdpkitError(
-                    "torch.autograd.grad() of what a model with static_graph=True returned keeps DDP from averaging "
-                    "its gradients. Wrap the model without static_graph."
-                )
-            return
-        if averages and not self._is_expected:
+        if not any(accumulates(parameter) for parameter in model.parameters() if parameter.requires_grad):
+            return  # it is torch.autograd.grad()
+        if not self._is_expected and latest != self._forwards:
             raise DdpkitError(
                 "This is a second backward after a forward of the model. DDP averages gradients in the first one only, "
                 "so the ranks' weights would differ. Add up the losses and call backward() once, or call it after "
@@ -385,10 +392,6 @@ class _Backwards:
 
     def _end(self) -> None:
         self._is_running = self._is_expected = False
-
-
-def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
-    return (parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
 def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:

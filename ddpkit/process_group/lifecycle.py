@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from .startup import assemble, checked_launch, close_stores, set_threads
 
 log = logging.getLogger(__name__)
 
+_hooks_left: tuple[Any, Any] | None = None  # torch's exception hook, which has stayed, and the one from before
 _departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
 _apart = ""  # whose block this process is in, in which it exchanges nothing with other ranks
 _children_keep_groups = False  # whether forked children are told to, which cannot be taken back
@@ -285,9 +287,7 @@ def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: b
         return
     if error is not None:
         error = cause_of(error, session) or error
-    if sys.excepthook is _excepthook:
-        handles = sys.exc_info()[1] is not None  # by which the process may end; torch's hook then names the rank
-        sys.excepthook = job.former_hook if handles else job.first_hook
+    _put_hook_back(job)
     failed = session.failures.known is not None
     if failed:
         cut(session.connections, after=SETTLE)
@@ -302,6 +302,17 @@ def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: b
     session.leave(lingers and job.hosts_store)
     if job.monitor and at_exit:
         job.monitor.hand_over()
+
+
+def _put_hook_back(job: Job) -> None:
+    """Put the exception hook of the script back; torch's, which names the rank, where the process may end now."""
+    global _hooks_left
+    if sys.excepthook is not _excepthook:
+        return
+    sys.excepthook = job.first_hook
+    if sys.exc_info()[1] is not None:
+        sys.excepthook = job.former_hook
+        _hooks_left = job.former_hook, job.first_hook
 
 
 def _let_all_arrive(job: Job, error: BaseException | None) -> None:
@@ -353,8 +364,11 @@ def _finish_departed(job: Job, session: Session, error: BaseException | None) ->
 
 
 def _close_departed() -> None:
-    """Close the monitor of a job that this process has left, for it goes on."""
-    global _departed
+    """Close what a job has left open that ended while an exception was handled, for this process goes on."""
+    global _departed, _hooks_left
+    if _hooks_left is not None and sys.excepthook is _hooks_left[0]:
+        sys.excepthook = _hooks_left[1]
+    _hooks_left = None
     job, _departed = _departed, None
     if job is None:
         return
@@ -457,7 +471,7 @@ def joined() -> bool:
 def _check_thread(job: Job, thread: threading.Thread) -> None:
     """Refuse a second thread, for which the collectives of ranks meet in any order; see to it that all ranks fail.
 
-    The main thread may go on where the first has ended. A backward runs hooks in threads of its own, which Python has
+    A thread may go on where the one before it has ended. A backward runs hooks in threads of its own, which Python has
     not started, and waits for them.
     """
     session = current_job.current_session()
@@ -465,14 +479,14 @@ def _check_thread(job: Job, thread: threading.Thread) -> None:
         session.failures.raise_if_known()
     with _callers:
         first = job.caller
-        if first is None or (thread is threading.main_thread() and not first.is_alive()):
+        if first is None or not first.is_alive():
             job.caller = thread
             return
     if in_autograd_thread():
         return
     error = DdpkitError(
         f"Thread {thread.name!r} calls a collective, but thread {first.name!r} calls those of this job, and ranks "
-        "could not tell which of them meet. Call all of them in one thread."
+        "could not tell which of them meet. Call all of them in one thread, wrap_model() and the first one included."
     )
     failure = Failure.of(session.rank, error)
     current_job.interrupt(failure)

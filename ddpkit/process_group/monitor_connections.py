@@ -54,7 +54,7 @@ class _Connection:
     exiting: bool = False  # whether its process is about to end, and its exit code to come
     segments: int = 0  # that have come until the last look
     silent: int = 0  # looks in a row since then
-    attempts: Attempts = field(default_factory=lambda: Attempts())  # looked up when called, as above
+    attempts: Attempts = field(default_factory=Attempts)
 
 
 def _last_events(connection: _Connection) -> list[Event]:
@@ -243,6 +243,7 @@ class Connections:
         """Close this process's ends of all connections."""
         for connection in (*self._ranks.values(), *self._strangers):
             connection.socket.close()
+            connection.attempts.close()
         for sock in (self._listener, self._wake, self._woken):
             if sock is not None:
                 sock.close()

@@ -41,7 +41,7 @@ _ANSWERING = 1.0  # seconds within which a store answers whose host runs and can
 _GIVEN_UP = "given up"
 _GRACE = 60.0  # seconds from the loss of a rank until an attempt must be over: loaders' workers may be slow to end
 _SECRET = "DDPKIT_SECRET"  # in the environment; who knows it may take the place of a lost rank
-_SHORTEST = 16  # characters of a secret that nobody guesses
+_SHORTEST = 16  # bytes of a secret that nobody guesses
 _NOTICING = 1.0  # seconds between questions whether the others have noticed a loss
 _UNSURE = ("lost", "silent", "left", "orphaned")  # of a rank that may go on: it has raised no error
 
@@ -290,7 +290,7 @@ class _Survivors:
         launch = ranks.current_launch()
         if launch.world_size != notice.size or notice.is_alive(launch.rank):
             raise LaunchError(f"This process was started as rank {launch.rank} of {launch.world_size}. {notice}")
-        self._secret = _given_secret().encode()
+        self._secret = _given_secret()
         if not notice.is_of_job(self._secret):
             raise LaunchError(
                 f"{notice} But it lets in only who knows its {_SECRET}: start all ranks, and those that take the place "
@@ -480,18 +480,18 @@ def agree_on_secret() -> bytes:
     call = "survive()"
     with raise_everywhere(call):
         given = _given_secret()
-    others, drawn = broadcast((given, os.urandom(32).hex()), src=0)
+    others, drawn = broadcast((given, os.urandom(32)), src=0)
     with raise_everywhere(call):
         if given != others:
             raise LaunchError(f"{_SECRET} is not the same here and on rank 0. Start all ranks with one, or with none.")
     check_fingerprint(fingerprint_of(call))
-    return str(given or drawn).encode()
+    return bytes(given or drawn)
 
 
-def _given_secret() -> str:
-    given = os.environ.get(_SECRET, "")
+def _given_secret() -> bytes:
+    given = os.environb.get(os.fsencode(_SECRET), b"")
     if 0 < len(given) < _SHORTEST:
-        raise LaunchError(f"{_SECRET} has {len(given)} characters; set it to a random text of {_SHORTEST} or more.")
+        raise LaunchError(f"{_SECRET} has {len(given)} bytes; set it to a random text of {_SHORTEST} or more.")
     return given
 
 

@@ -209,6 +209,9 @@ def gradients_of_kinds() -> dict[str, Any]:
     assert joined["x"].requires_grad and not joined["label"].requires_grad
     joined["x"].sum().backward()
     found["dict"] = joined["label"], x.grad
+    features, keys = gather_batch((torch.ones(2, requires_grad=True) * 2, torch.ones(2)))
+    assert features.requires_grad and not keys.requires_grad
+    features.mul_(3)  # as on one process
     with torch.autocast("cpu", torch.bfloat16):
         net = nn.Linear(2, 2)
         (gather_batch(net(torch.ones(1, 2))).float().sum()).backward()
@@ -252,6 +255,12 @@ def raised(call: Callable[[], Any]) -> str:
     return ""
 
 
+def backwards_of_two_calls() -> None:
+    """Let the ranks run the backwards of different calls first."""
+    one, other = (gather_batch(torch.ones(2, 3, requires_grad=True)) for _ in range(2))
+    (one if get_rank() else other).sum().backward()
+
+
 def wrong_calls() -> list[str]:
     """Let ranks pass what does not go together; the errors, by call."""
     rank = get_rank()
@@ -262,6 +271,7 @@ def wrong_calls() -> list[str]:
         lambda: gather_batch(torch.tensor(1.0) if last() else x),
         lambda: gather_batch([1.0] if last() else x),
         lambda: all_reduce_mean(gather_batch(x).sum()) if rank else gather_batch(x).sum().backward(),
+        backwards_of_two_calls,
     ]
     return [raised(call) for call in calls]
 
@@ -273,6 +283,7 @@ def test_ranks_that_differ_raise(world: int) -> None:
         assert "MismatchError" in errors[0] and "with gradient" in errors[0]
         assert "MismatchError" in errors[1]
         assert "MismatchError" in errors[4] and "the backward of gather_batch" in errors[4]
+        assert "MismatchError" in errors[5] and "the backward of gather_batch" in errors[5]
     for error, kind in ((wrong[2], "ValueError"), (wrong[3], "TypeError")):
         assert kind in error
     assert "MismatchError" in others[0][2] and "no dimensions" in others[0][2]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import on_ranks
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 import ddpkit
 from ddpkit.data.loader import make_loader
@@ -62,6 +62,19 @@ def test_a_part_is_read_without_the_number_of_its_worker() -> None:
     for number in (0, 2):
         loader = make_loader(Rows(3), 2, collate_fn=list, **workers(number))
         assert all(alone for batch in loader for *_, alone in batch)
+
+
+class SeededByItsWorker(IterableDataset[int]):
+    """Nothing to divide: it has no `shard`, and one reader."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        assert worker is not None
+        yield worker.id
+
+
+def test_a_stream_of_one_reader_knows_its_worker() -> None:
+    assert [batch.tolist() for batch in make_loader(SeededByItsWorker(), 2, **workers(1))] == [[0]]
 
 
 def test_random_numbers_of_workers_go_on_where_a_stream_does_and_those_of_the_process_are_left_alone() -> None:

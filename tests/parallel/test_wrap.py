@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import logging
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from ddpkit import DdpkitError, MismatchError, accumulate, all_gather, all_reduce_mean, barrier, get_rank
 from ddpkit.parallel.models import named_tensors, unwrap_model
@@ -535,6 +538,17 @@ def _gradient_penalty(model: nn.Module, x: Callable[[], torch.Tensor]) -> None:
     (output.mean() + slope.square().sum()).backward()
 
 
+def _gradient_of_a_parameter(model: nn.Module, x: Callable[[], torch.Tensor]) -> None:
+    loss = model(x()).square().mean()
+    torch.autograd.grad(loss, next(model.parameters()), retain_graph=True)
+    loss.backward()
+
+
+def _transform(model: nn.Module, x: Callable[[], torch.Tensor]) -> None:
+    torch.func.grad(lambda inputs: model(inputs).sum())(x())
+    model(x()).mean().backward()
+
+
 def _micro_batches(model: nn.Module, x: Callable[[], torch.Tensor]) -> None:
     with accumulate(model, 0, 2):
         one, other = model(x()), model(x())
@@ -573,14 +587,31 @@ def _micro_batch_in_place_of_the_last(model: nn.Module, x: Callable[[], torch.Te
     other.mean().backward()
 
 
+def _micro_batch_after_the_last(model: nn.Module, x: Callable[[], torch.Tensor]) -> None:
+    with accumulate(model, 0, 2):
+        one = model(x())
+    with accumulate(model, 1, 2):
+        other = model(x())
+    other.mean().backward()
+    one.mean().backward()
+
+
 _RIGHT = [
     _one_joint_backward,
     _each_its_own_backward,
     _gradient_penalty,
+    _gradient_of_a_parameter,
+    _transform,
     _micro_batches,
     _after_a_backward_that_failed,
 ]
-_WRONG = [_two_forwards_two_backwards, _retained_graph, _micro_batch_in_place_of_the_last]
+_WRONG = [
+    _two_forwards_two_backwards,
+    _retained_graph,
+    _micro_batch_in_place_of_the_last,
+    _micro_batch_after_the_last,
+]
+_NOT_OF_STATIC_GRAPHS = ("_gradient_penalty", "_gradient_of_a_parameter", "_micro_batches")
 
 
 def _backwards() -> dict[str, Any]:
@@ -594,6 +625,10 @@ def _backwards() -> dict[str, Any]:
     found: dict[str, Any] = {}
     options: list[dict[str, Any]] = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
     for option, train in itertools.product(options, _RIGHT + _WRONG):
+        if option.get("static_graph") and train.__name__ in _NOT_OF_STATIC_GRAPHS:
+            continue
+        if option and train is _transform:  # DDP's own function for these options takes no transforms
+            continue
         model = wrap_model(_net(), **option)
         name = f"{train.__name__} {option}"
         try:
@@ -613,11 +648,35 @@ def test_a_backward_that_ddp_does_not_average_is_an_error(world_size):
         for name, said in found.items():
             if any(name.startswith(wrong.__name__) for wrong in _WRONG):
                 assert "second backward after a forward" in said, name
-            elif "static_graph" not in name or said is True:
+            else:
                 assert said is True, name
-            else:  # DDP has narrower rules there
-                assert "static_graph" in said or "second backward" in said, name
-                assert name.startswith(("_gradient_penalty", "_micro_batches"))
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = checkpoint(self.net, x, use_reentrant=True)
+        return self.last
+
+
+def _wrap_checkpointed() -> bool:
+    """Train a model that runs in nested backwards, and keeps its output; whether it is freed."""
+    model = wrap_model(_Checkpointed(), static_graph=True)
+    for _ in range(3):
+        model(torch.ones(2, 3, dtype=torch.float64, requires_grad=True)).sum().backward()
+    model.module.requires_grad_(False)
+    model(torch.ones(2, 3, dtype=torch.float64, requires_grad=True)).sum().backward()
+    reference = weakref.ref(model.module)
+    del model
+    gc.collect()
+    return reference() is None
+
+
+def test_a_model_in_reentrant_checkpoints_trains_and_is_freed():
+    assert on_ranks(_wrap_checkpointed, 2) == [True, True]
 
 
 class _WithScale(nn.Module):

@@ -175,6 +175,23 @@ def train_and_leave() -> None:
     print("well")
 
 
+def leave_by_errors() -> None:
+    before = sys.excepthook
+    for _ in range(2):
+        with contextlib.suppress(KeyError), ddpkit.distributed():
+            raise KeyError("handled")
+    with ddpkit.distributed():
+        pass
+    assert sys.excepthook is before
+    print("well")
+
+
+def test_exception_hooks_do_not_pile_up_where_errors_are_handled() -> None:
+    port = free_port()
+    (end,) = run(leave_by_errors, [platform_env(0, 1, port)])
+    assert end.code == 0 and "well" in end.output, end.output
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_nothing_that_setup_changed_is_left_after_teardown(world_size: int) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as an agent hosts it

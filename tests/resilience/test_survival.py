@@ -339,7 +339,7 @@ def test_a_secret_that_can_be_guessed_is_refused(tmp_path: Path) -> None:
     port = free_port()
     ended = run(train, [platform_env(rank, 2, port, DDPKIT_SECRET="1234") for rank in range(2)], str(tmp_path), [])
     for e in ended:
-        assert e.code == 1 and "DDPKIT_SECRET has 4 characters" in e.output
+        assert e.code == 1 and "DDPKIT_SECRET has 4 bytes" in e.output
 
 
 def train_until_stopped(folder: str, deaths: list[Death]) -> None:
