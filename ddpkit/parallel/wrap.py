@@ -112,7 +112,8 @@ def wrap_model(
     Returns:
         The wrapped model, or `model` itself. `unwrap_model` gives `model` back. On several ranks
         its forward raises `DdpkitError` once a parameter needs a gradient that is frozen now:
-        nothing would average it; a second backward after one forward raises it, too.
+        nothing would average it. So does a second backward after one forward, but not under
+        `torch.compile`.
 
     Raises:
         MismatchError: If names, shapes or dtypes of the model's tensors, the strides of trainable
