@@ -9,6 +9,7 @@ import socket
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
@@ -97,7 +98,12 @@ def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
 
 
 def host_on(host: str) -> dist.TCPStore:
-    """Host a store on a free port of the interface of `host` alone, or of all if only its name is known."""
+    """Host a store on a free port of the interface of `host` alone, or of all if only its name is known.
+
+    Before torch 2.8 the store takes no socket of ours, and listens on all.
+    """
+    if torch.__version__ < "2.8":
+        return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     listener, (address, port) = sockets.listen(host, sockets.is_loopback(host))
     descriptor = listener.detach()
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
