@@ -54,7 +54,7 @@ class _Connection:
     exiting: bool = False  # whether its process is about to end, and its exit code to come
     segments: int = 0  # that have come until the last look
     silent: int = 0  # looks in a row since then
-    attempts: Attempts = field(default_factory=Attempts)
+    attempts: Attempts = field(default_factory=lambda: Attempts())  # looked up when called: tests have others
 
 
 def _last_events(connection: _Connection) -> list[Event]:

@@ -397,7 +397,7 @@ def put_in_place() -> None:
     declining.wait_for_listener = _wait_for_listener
     regrouping.reachable = lambda host, port: host if host == "127.0.0.1" else _hostname()
     regrouping.host_address = lambda _: _hostname()
-    regrouping.sockets = SimpleNamespace(sockets=set)
+    regrouping.sockets = SimpleNamespace(sockets_on=lambda _: set(), sockets_to=lambda _: set())
     regrouping.host_on = lambda host: HostedStore(host, 0)
     startup.Member = _claim
     startup.connect_to_monitor = _connect_to_monitor
