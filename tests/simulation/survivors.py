@@ -199,7 +199,7 @@ def put_in_place() -> None:
     kept_states.current_job = survival.current_job
     kept_states.share_data = _broadcast
     survival.agree_on_secret = lambda: b"the secret of all jobs"
-    survival._given_secret = lambda: "the secret of all jobs"
+    survival._given_secret = lambda: b"the secret of all jobs"
     survival.check_members = lambda *_: None
     survival.log = SimpleNamespace(warning=lambda text, *args: outside.note(text % args))
     kept_states.release_models = lambda _: None
