@@ -78,8 +78,8 @@ class _Joined(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         by_rank = _gather_rows(fingerprint, [as_rows(tensor) for tensor in tensors], peers, check)
         # counted where all have met; the ranks may come to the backwards of several calls in another order
-        number = current_job.current_session().count(call, subset_of(peers))
-        ctx.fingerprint = fingerprint_of(f"the backward of {number}")
+        key = current_job.current_session().count(call, subset_of(peers))
+        ctx.fingerprint = fingerprint_of(f"the backward of {call}, call number {key.rpartition('/')[2]}")
         ctx.peers = peers
         ctx.check = check
         ctx.counts = []
