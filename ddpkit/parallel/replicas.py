@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -44,8 +44,8 @@ Entries = dict[str, str]  # of one rank: digests of values, by name
 
 @untraced
 def check_replicas(
-    model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    model: nn.Module | list[nn.Module] | tuple[nn.Module, ...],
+    optimizer: Optimizer | list[Optimizer] | tuple[Optimizer, ...] | None = None,
 ) -> None:
     """Raise on every rank unless all hold equal models and optimizers, bit by bit. Collective.
 
