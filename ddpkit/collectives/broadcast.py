@@ -20,7 +20,7 @@ from ..process_group.peers import Peers, group_of, ranks_of
 from ..torch_internals import untraced
 from .consistency import CHECK, PAYLOAD, communication_device, fingerprint_of, new_block, raise_everywhere, sum_block
 from .pickling import TensorPickler, TensorUnpickler, check_copies
-from .tensors import bytes_as_tensor, explain_not_dense, flat_bytes, loses_gradient
+from .tensors import bytes_as_tensor, explain_not_dense, flat_bytes, is_tensor, loses_gradient
 from .tree import leaves_of
 
 _SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exact in a float64
@@ -100,13 +100,9 @@ def _pickle(call: str, value: Any, tensors: list[Tensor]) -> bytes:
 
 
 def _refuse_gradients(call: str, value: Any) -> None:
-    for path, leaf in leaves_of(value, _is_tensor, "value"):
+    for path, leaf in leaves_of(value, is_tensor, "value"):
         if isinstance(leaf, Tensor) and loses_gradient(leaf):
             raise ValueError(f"{call} would lose the gradient of {path}. Pass {path}.detach().")
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _describe(tensor: Tensor) -> Description:

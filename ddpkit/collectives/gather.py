@@ -32,7 +32,7 @@ from .consistency import (
 )
 from .groups import control_device
 from .pickling import CompactPickler
-from .tensors import bytes_as_tensor, explain_not_dense, flat_bytes, name_dtype
+from .tensors import bytes_as_tensor, explain_not_dense, flat_bytes, is_tensor, name_dtype
 from .tree import Leaf, leaves_of, replace_leaves
 
 
@@ -50,7 +50,7 @@ def gather_trees(call: str, value: Any, peers: Peers | None, check: bool) -> lis
     trees = []
     for parts in _gather_rows(_fingerprint(call, tensors), matrices, peers, check):
         leaves = map(from_rows, parts, tensors.values())
-        trees.append(replace_leaves(value, _is_tensor, leaves))
+        trees.append(replace_leaves(value, is_tensor, leaves))
     return trees
 
 
@@ -66,7 +66,7 @@ def join_trees(call: str, value: Any, peers: Peers | None, check: bool) -> Any:
     else:
         fingerprint = _fingerprint(call, tensors)
         joined = _Joined.apply(call, fingerprint, peers, check, *tensors.values())  # type: ignore[no-untyped-call]
-    return replace_leaves(value, _is_tensor, iter(joined))
+    return replace_leaves(value, is_tensor, iter(joined))
 
 
 class _Joined(torch.autograd.Function):
@@ -145,7 +145,7 @@ def _tensors_of(call: str, value: Any) -> dict[str, Tensor]:
     Raises:
         TypeError: If something is no dense tensor.
     """
-    tensors = dict(leaves_of(value, _is_tensor, "value"))
+    tensors = dict(leaves_of(value, is_tensor, "value"))
     for path, tensor in tensors.items():
         problem = explain_no_tensor(tensor)
         if problem:
@@ -199,10 +199,6 @@ def from_rows(rows: Tensor, like: Tensor) -> Tensor:
     """View rows of bytes as a tensor of the dtype and trailing shape of another."""
     shape = (len(rows), *like.shape[1:]) if like.dim() else ()
     return rows.reshape(-1).view(like.dtype).reshape(shape)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _gather_rows(fingerprint: str, matrices: list[Tensor], peers: Peers | None, check: bool) -> list[list[Tensor]]:

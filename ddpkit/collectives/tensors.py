@@ -56,6 +56,11 @@ def is_dense(tensor: Tensor) -> bool:
     return not explain_not_dense(tensor)
 
 
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor: what a walk through a tree of them stops at."""
+    return isinstance(value, Tensor)
+
+
 def loses_gradient(tensor: Tensor) -> bool:
     """Return whether a tensor is meant for a loss: computed with a gradient, and no scalar, which people only log."""
     return tensor.requires_grad and not tensor.is_leaf and tensor.numel() > 1 and torch.is_grad_enabled()
