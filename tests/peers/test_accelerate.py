@@ -49,7 +49,7 @@ import time
 import weakref
 from collections import namedtuple
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -370,7 +370,8 @@ class Words(IterableDataset):
 @on(1, 2, 3)
 def test_the_shards_of_a_stream_are_together_the_stream() -> None:
     for n in (30, 2):
-        mine = [int(x) for batch in make_loader(Words(n), batch_size=4) for x in batch]
+        with pytest.warns(UserWarning, match="nothing to read") if get_rank() >= n else nullcontext():
+            mine = [int(x) for batch in make_loader(Words(n), batch_size=4) for x in batch]
         assert sorted(flat(all_gather_object(mine))) == list(range(n))
 
 

@@ -187,10 +187,12 @@ def test_dataclasses_and_dicts_of_any_kind_come_back_as_they_were() -> None:
 
 @on(1, 2, 3)
 def test_gathered_and_averaged_tensors_carry_no_gradient() -> None:
-    mine = torch.ones(8, requires_grad=True)
-    assert not any(tensor.requires_grad for tensor in all_gather(mine))
-    assert not all_reduce_mean(mine).requires_grad
-    assert not broadcast(mine * 1 if get_rank() == 0 else None, src=0).requires_grad or get_rank() == 0
+    loss = torch.ones(8, requires_grad=True).sum()
+    with pytest.raises(ValueError, match=r"would lose the gradient of value. Use gather_batch\(\).*\.detach\(\)"):
+        all_gather(loss)
+    assert not any(tensor.requires_grad for tensor in all_gather(loss.detach()))
+    assert not all_reduce_mean(loss).requires_grad
+    assert not broadcast(loss if get_rank() == 0 else None, src=0).requires_grad or get_rank() == 0
 
 
 @on(1, 2, 3)
