@@ -17,10 +17,9 @@ from ..errors import LaunchError
 from .failures import Failure, first_failure, record_failure
 from .member import Member, claim_key
 from .members import Members
-from .monitor_messages import encode
 from .monitor_tree import monitor_key
 from .sockets import connect
-from .store_values import add, refuse_text
+from .store_values import add, encode, refuse_text
 from .vacancy import Vacancy
 
 _NUMBER = "ddpkit/generation"  # key of the newest generation's number

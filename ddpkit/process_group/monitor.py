@@ -37,12 +37,13 @@ from .activity import Activity, MainThreadWatcher, Picture
 from .failures import GRACE, Failure, describe_error
 from .main_thread import MainThread
 from .monitor_connections import Connections, Event
-from .monitor_messages import Message, Steps, encode
+from .monitor_messages import Message, Steps
 from .monitor_tree import parent_of
 from .polling import call_with_timeout
 from .session import Session
 from .sockets import cut, send_exit_code
 from .stop_agreement import StopDecision, StopRequest
+from .store_values import encode
 
 log = logging.getLogger(__name__)
 _TICK = 1.0  # seconds between looks at the main thread's own wait, and at torchrun

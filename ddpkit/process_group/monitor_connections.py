@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .monitor_messages import Lines, Message, encode, parse, shows_token
+from .monitor_messages import Lines, Message, parse, shows_token
 from .monitor_tree import children_of, is_below, parent_of
 from .sockets import Attempts, keep_alive, segments_received
+from .store_values import encode
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _MAX_STRANGERS = 64  # connections, beyond those of the ranks, that may be open without having shown the token

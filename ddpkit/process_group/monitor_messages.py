@@ -5,14 +5,14 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from ..timing.pace import PACE, Pace
 from .activity import ACTIVITY, Activity
 from .failures import FAILURE, Failure
 from .stop_agreement import REQUEST, StopDecision, StopRequest
-from .store_values import all_printable, fits
+from .store_values import all_printable, encode, fits
 
 LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped
 
@@ -80,11 +80,6 @@ class Lines:
             self._rest.clear()
         if not self._too_long:
             self._rest += piece
-
-
-def encode(**fields: Any) -> bytes:
-    """Write a message as a line. A `token`, if there is one, must be the first field."""
-    return json.dumps(fields, default=asdict).encode() + b"\n"
 
 
 def shows_token(line: bytes, token: str) -> bool:

@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from types import NoneType, UnionType
 from typing import Any, NoReturn, Union, cast, get_args, get_origin
 
@@ -208,3 +209,8 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is None:
         return type(value) is NoneType
     return type(value) is hint  # a bool is no int
+
+
+def encode(**fields: Any) -> bytes:
+    """Write a message as a line. A `token`, if there is one, must be the first field."""
+    return json.dumps(fields, default=asdict).encode() + b"\n"

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from ddpkit.process_group.failures import Failure
 from ddpkit.process_group.member import Member
 from ddpkit.process_group.monitor_connections import Connections
-from ddpkit.process_group.monitor_messages import encode
 from ddpkit.process_group.monitor_tree import children_of, monitor_key, parent_of
 from ddpkit.process_group.rendezvous import join
 from ddpkit.process_group.session import Session
 from ddpkit.process_group.sockets import listen
+from ddpkit.process_group.store_values import encode
 
 _TIMEOUT = timedelta(minutes=5)
 _STEPS = ("connect", "join", "first barrier", "barrier", "exchange", "watch", "news of a failure")

@@ -17,8 +17,9 @@ from processes import ROOT, launch
 from ddpkit.process_group import monitor_connections
 from ddpkit.process_group.failures import Failure
 from ddpkit.process_group.monitor_connections import Connections, Event
-from ddpkit.process_group.monitor_messages import Message, encode, parse
+from ddpkit.process_group.monitor_messages import Message, parse
 from ddpkit.process_group.sockets import is_listening, is_loopback, listen
+from ddpkit.process_group.store_values import encode
 
 TOKEN = "secret"
 PATIENCE = 60.0  # seconds, which only a hang needs

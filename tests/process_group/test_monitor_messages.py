@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpkit.process_group.failures import Failure
-from ddpkit.process_group.monitor_messages import LONGEST, Lines, Message, Steps, encode, parse, shows_token
+from ddpkit.process_group.monitor_messages import LONGEST, Lines, Message, Steps, parse, shows_token
 from ddpkit.process_group.stop_agreement import StopDecision, StopRequest
+from ddpkit.process_group.store_values import encode
 
 WORLD_SIZE = 4
 FAILURE = Failure.of(1, ValueError("boom"))

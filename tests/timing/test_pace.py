@@ -9,7 +9,8 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from ddpkit.process_group.monitor_messages import encode, parse
+from ddpkit.process_group.monitor_messages import parse
+from ddpkit.process_group.store_values import encode
 from ddpkit.timing.clock import STEPS, Phase, StepClock
 from ddpkit.timing.pace import BLOCKS, Pace, find_slow_rank
 from ddpkit.timing.paces import Paces

@@ -10,8 +10,9 @@ from ...errors import LaunchError
 from ...process_group.activity import Activity
 from ...process_group.generation import Generation
 from ...process_group.members import Members
-from ...process_group.monitor_messages import Lines, encode, parse
+from ...process_group.monitor_messages import Lines, parse
 from ...process_group.sockets import connect
+from ...process_group.store_values import encode
 from ...process_group.tcp_store import connect as connect_to_store
 from ...process_group.tcp_store import wait_for_listener
 from ...timing.pace import Pace
