@@ -52,8 +52,8 @@ from .collectives.ops import (
 )
 from .collectives.sync import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
 from .data.loader import Loader, make_loader
-from .data.micro_batches import make_micro_batch_loader
 from .data.samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
+from .data.seeds import sample_seed, seed_everything
 from .errors import (
     BadStepError,
     BarrierTimeoutError,
@@ -65,6 +65,12 @@ from .errors import (
     PeerError,
     ReplicaMismatchError,
 )
+from .exact.gradients import MicroBatches, exact_gradients
+from .exact.loader import make_micro_batch_loader
+from .guard import StepGuard, find_batch_size
+from .job.current_job import get_data_parallel_rank, get_data_parallel_world_size, get_device, peer_errors
+from .job.job import Context
+from .job.lifecycle import distributed, setup, teardown
 from .launch.detection import detect_launch
 from .launch.launch import Launch
 from .launch.ranks import (
@@ -78,28 +84,16 @@ from .launch.ranks import (
     is_main_process,
 )
 from .logging import RankFilter, get_logger
-from .parallel.exact_gradients import MicroBatches, exact_gradients
 from .parallel.gradients import accumulate, average_gradients, averaging, global_mean
 from .parallel.lr_scaling import ScalePlan, rule_for, scale_lr, warmup_factor
 from .parallel.models import unwrap_model
 from .parallel.replicas import check_replicas, sync_buffers
 from .parallel.step_times import StepTimes, step_times
 from .parallel.wrap import clean_state_dict, wrap_model
-from .process_group.current_job import (
-    get_data_parallel_rank,
-    get_data_parallel_world_size,
-    get_device,
-    peer_errors,
-)
-from .process_group.job import Context
-from .process_group.lifecycle import distributed, setup, teardown
-from .resilience.out_of_memory import find_batch_size
-from .resilience.step_guard import StepGuard
-from .resilience.stopping import Stop, stopping
-from .resilience.survival import Attempt, survive
-from .seeding.seeds import sample_seed, seed_everything
 from .spawning.spawn import spawn
-from .timing.pace import SlowRank
+from .stop import Stop, stopping
+from .survival.survive import Attempt, survive
+from .timing import SlowRank
 
 __version__ = "0.1.0"
 

@@ -24,7 +24,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 import ddpkit
 from ddpkit import testing
-from ddpkit.process_group import current_job
+from ddpkit.job import current_job
 
 # a loaded machine draws and runs examples slowly
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

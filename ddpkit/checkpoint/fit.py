@@ -3,17 +3,235 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .dtypes import explain_loss
-from .leaves import has_names
-from .optimizer_fit import explain_optimizer_misfits, explain_texts
-from .shared_memory import explain_conflicts
-from .states import CHECKED_CLASSES, match_names, module_state
+from ..collectives.digest import digest
+from ..parallel.models import sharing_memory
+from ..parallel.wrap import clean_state_dict
+from ..torch_internals import is_dtensor
+from .format import CHECKED_CLASSES, describe, match_names, module_state
+from .leaves import explain_loss, has_names, path_to, tensors_of
+
+# The fit of a saved state to an optimizer: torch looks at the sizes of groups only.
+
+_LONGEST = 60  # characters of a value that is shown
+
+Index = tuple[int, int]  # of a tensor in an optimizer: the number of its group, and that in it
+
+
+def explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> list[str]:
+    """Say why a saved state does not fit an optimizer; [] if nothing speaks against it.
+
+    Args:
+        optimizer: The optimizer.
+        saved: The state, of any kind.
+        shapes: The shapes of the tensors that it is of, as `describe()` gave them, if known.
+    """
+    if not _is_state(saved):
+        return ["is no optimizer's state dict there"]
+    there = _group_sizes(saved["param_groups"])
+    here = _group_sizes(optimizer.param_groups)
+    if there != here:
+        return [f"has groups of {there} tensors there, of {here} here"]
+    found = _misplaced(optimizer.param_groups, saved["param_groups"])
+    for i, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        found += explain_texts(group, saved_group, f" in group {i}")
+    if found:
+        return found
+    _, mine = describe(optimizer)
+    if shapes and shapes != mine:  # a state dict that was saved as plain data has none
+        return _explain_shapes(mine, shapes)
+    return _explain_losses(optimizer, saved)
+
+
+def explain_texts(here: Mapping[str, Any], there: Mapping[str, Any], where: str = "") -> list[str]:
+    """Say which settings are text in a file and numbers here, such as a learning rate: torch would take it over."""
+    found = []
+    for name, value in here.items():
+        saved = there.get(name)
+        is_number = isinstance(value, int | float | list | tuple | Tensor)
+        if is_number and _has_text(saved) and not _has_text(value):
+            found.append(f"has {name}={repr(saved)[:_LONGEST]}{where} there, {type(value).__name__} here")
+    return found
+
+
+def _has_text(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_text, value))
+    return isinstance(value, str)
+
+
+def _is_state(saved: Any) -> bool:
+    try:
+        _group_sizes(saved["param_groups"])
+        dict(saved["state"])
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError):
+        return False
+    return True
+
+
+def _group_sizes(groups: Any) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def _misplaced(here: Any, there: Any) -> list[str]:
+    """Say which named parameters have another's index in saved groups of the same sizes."""
+    mine = _parameter_names(here)
+    found = []
+    for index, name in _parameter_names(there).items():
+        now = mine.get(index, name)
+        if name == now or name not in mine.values():
+            continue
+        group, number = index
+        found.append(
+            f"has {name} as tensor {number} of group {group} there, {now} here: "
+            "make it of the parameters in the same order"
+        )
+    return found
+
+
+def _parameter_names(groups: Any) -> dict[Index, str]:
+    """Return the names of an optimizer's parameters, without those of wrappers, if it has some."""
+    names: dict[Index, str] = {}
+    for group_index, group in enumerate(groups):
+        given = group.get("param_names")
+        if not isinstance(given, list | tuple):
+            continue
+        for i, name in enumerate(given):
+            if isinstance(name, str):
+                names[group_index, i] = name
+    whole = dict.fromkeys(names.values())
+    cleaned = clean_state_dict(whole)
+    if len(cleaned) < len(whole):  # they were no wrappers'
+        return names
+    clean = dict(zip(whole, cleaned, strict=True))
+    return {index: clean[name] for index, name in names.items()}
+
+
+def _explain_shapes(mine: list[list[list[int]]], shapes: Any) -> list[str]:
+    """Say which tensors have other shapes there, given by group, in a file of any form."""
+    found = []
+    for group_index, (group, saved_group) in enumerate(zip(mine, shapes, strict=False)):
+        for i, (here, there) in enumerate(zip(group, saved_group, strict=False)):
+            if here == there:
+                continue
+            tensor = f"tensor {i} of group {group_index}"
+            found.append(f"has {tensor} of shape {tuple(there)} there, of {tuple(here)} here")
+    return found or ["has tensors of other shapes there"]
+
+
+def _explain_losses(optimizer: Optimizer, saved: Any) -> list[str]:
+    """Say which tensors of a saved state would be changed by the dtypes of the parameters."""
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return []  # only torch's own is known to give a state the dtype of its parameter
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    found = []
+    for key, parameter in zip(keys, parameters, strict=True):
+        if not parameter.is_floating_point():
+            continue
+        for name, tensor in _converted_tensors(key, saved["state"].get(key)):
+            problem = explain_loss(name, tensor, parameter.dtype)
+            if problem:
+                found.append(problem)
+    return found
+
+
+def _converted_tensors(key: Any, state: Any) -> list[tuple[str, Any]]:
+    """Name the tensors in the state of one parameter to which torch gives its dtype."""
+    tensors: list[tuple[str, Any]] = []
+    if not isinstance(state, Mapping):
+        return tensors
+    for name, value in state.items():
+        if name != "step":  # which keeps its own
+            tensors.extend(tensors_of(f"state[{key!r}].{name}", value))
+    return tensors
+
+
+# Saved tensors that differ but are meant for the same memory: the last one loaded would win.
+
+
+class _Pair(NamedTuple):
+    here: Tensor  # a model's tensor
+    saved: Tensor  # the one to load into it
+
+
+def explain_conflicts(modules: Mapping[str, tuple[nn.Module, Any]]) -> list[str]:
+    """Say which saved tensors differ but would be loaded into the same memory.
+
+    Args:
+        modules: By name, each model and the saved state that fits it.
+    """
+    pairs = _pairs(modules)
+    paths = list(pairs)
+    found = []
+    for index in sorted(sharing_memory(pair.here for pair in pairs.values())):
+        path = paths[index]
+        for other in paths[:index]:
+            if _overwrites(pairs[path], pairs[other]):
+                problem = f"{other} and {path} differ there, but share memory here"
+                found.append(f"{problem}: untie them, or load equal ones")
+                break
+    return found
+
+
+def _pairs(modules: Mapping[str, tuple[nn.Module, Any]]) -> dict[str, _Pair]:
+    """Pair the models' tensors with the saved ones, by path, in the order of loading.
+
+    Without sharded ones, here or there.
+    """
+    pairs = {}
+    for name, (module, saved) in modules.items():
+        state = module_state(module)
+        matched = match_names(saved, list(state))
+        for key, here in state.items():
+            there = matched[key]
+            if is_dtensor(here) or not isinstance(here, Tensor) or not isinstance(there, Tensor):
+                continue
+            if not there.is_meta:
+                pairs[path_to(name, key)] = _Pair(here, there)
+    return pairs
+
+
+@torch.no_grad()
+def _overwrites(later: _Pair, earlier: _Pair) -> bool:
+    """Return whether loading the later of two tensors changes the earlier one; it is tried on copies."""
+    if not sharing_memory([earlier.here, later.here]):
+        return False
+    if _is_same(earlier.here, later.here) and _is_same(earlier.saved, later.saved):
+        return False
+    trial, trial_of_later = _copy_layout(earlier.here, later.here)
+    trial.copy_(earlier.saved)
+    loaded = digest(trial)
+    trial_of_later.copy_(later.saved)
+    return digest(trial) != loaded
+
+
+def _copy_layout(*tensors: Tensor) -> list[Tensor]:
+    """Make tensors on the CPU that share memory as these do; their values are arbitrary."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    start = min(storage.data_ptr() for storage in storages)
+    end = max(storage.data_ptr() + storage.nbytes() for storage in storages)
+    memory = torch.empty(end - start, dtype=torch.uint8, device="cpu").untyped_storage()
+    copies = []
+    for tensor in tensors:
+        offset = (tensor.data_ptr() - start) // tensor.element_size()
+        copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        copies.append(copy.set_(memory, offset, tensor.shape, tensor.stride()))
+    return copies
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same elements of the same memory."""
+    if one.data_ptr() != other.data_ptr() or one.dtype != other.dtype:
+        return False
+    return one.shape == other.shape and one.stride() == other.stride()
 
 
 class Saved(NamedTuple):

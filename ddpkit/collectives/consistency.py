@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import MismatchError
+from ..job import current_job, lifecycle
+from ..job.job import Peers, group_of, ranks_of, subset_of
+from ..join.failures import describe_error
+from ..join.store_values import parse
 from ..launch import ranks
-from ..process_group import current_job, lifecycle
-from ..process_group.failures import describe_error
-from ..process_group.peers import Peers, group_of, ranks_of, subset_of
-from ..process_group.store_values import parse
 from .differences import explain_mismatch
 from .groups import control_device
 

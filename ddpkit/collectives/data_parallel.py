@@ -7,11 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..job import current_job, lifecycle
+from ..job.job import Peers, ranks_of
+from ..join.sockets import sockets_beside
+from ..join.store_values import parse
 from ..launch import ranks
-from ..process_group import current_job, lifecycle
-from ..process_group.peers import Peers, ranks_of
-from ..process_group.sockets import sockets_beside
-from ..process_group.store_values import parse
 from ..torch_internals import gloo_address, is_mesh
 from .consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from .differences import name_ranks

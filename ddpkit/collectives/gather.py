@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..job import current_job, lifecycle
+from ..job.job import Peers, group_of, ranks_of, subset_of
 from ..launch import ranks
-from ..process_group import current_job, lifecycle
-from ..process_group.peers import Peers, group_of, ranks_of, subset_of
+from .broadcast import CompactPickler
 from .consistency import (
     CHECK,
     PAYLOAD,
@@ -31,9 +32,7 @@ from .consistency import (
     sum_block,
 )
 from .groups import control_device
-from .pickling import CompactPickler
-from .tensors import bytes_as_tensor, explain_not_dense, flat_bytes, is_tensor, name_dtype
-from .tree import Leaf, leaves_of, replace_leaves
+from .tree import Leaf, bytes_as_tensor, explain_not_dense, flat_bytes, is_tensor, leaves_of, name_dtype, replace_leaves
 
 
 def gather_trees(call: str, value: Any, peers: Peers | None, check: bool) -> list[Any]:

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from ..arguments import as_integer, plain_index
 from ..errors import MismatchError
+from ..job.job import Peers, ranks_of
 from ..launch import ranks
-from ..process_group.peers import Peers, ranks_of
 from .consistency import raise_everywhere
 from .differences import explain_difference, name_ranks
 from .gather import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
-from .tensors import concatenate, flat_bytes
-from .tree import leaves_of, replace_leaves
+from .tree import concatenate, flat_bytes, leaves_of, replace_leaves
 
 _INDICES_NAMED = 8  # samples that a message names
 # torch 2.6 cannot index tensors of other dtypes

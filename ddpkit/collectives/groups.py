@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ..job import current_job, lifecycle
+from ..job.job import Peers
 from ..launch import ranks
-from ..process_group import current_job, lifecycle
-from ..process_group.peers import Peers
 from ..torch_internals import current_group, is_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
 
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 _REMEDY = "Call it on the ranks of the group only, with the group or one dimension of a mesh."

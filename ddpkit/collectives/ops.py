@@ -6,7 +6,7 @@ from typing import Any, Literal, SupportsFloat, TypeVar, overload
 
 from torch import Tensor
 
-from ..process_group import current_job
+from ..job import current_job
 from ..torch_internals import untraced
 from .broadcast import broadcast_value
 from .gather import gather_objects, gather_trees, join_trees

@@ -11,15 +11,14 @@ from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
 from ..arguments import check_timeout
+from ..job import current_job, lifecycle
+from ..job.job import subset_of
+from ..join.failures import Failure
+from ..join.session import Ranks, Session
+from ..join.store_values import add
 from ..launch import ranks
-from ..process_group import current_job, lifecycle
-from ..process_group.failures import Failure
-from ..process_group.peers import subset_of
-from ..process_group.session import Ranks, Session
-from ..process_group.store_values import add
-from .broadcast import broadcast_bytes
+from .broadcast import UnshardedPickler, broadcast_bytes, check_copies
 from .groups import Group, peers_of
-from .pickling import UnshardedPickler, check_copies
 
 P = ParamSpec("P")
 T = TypeVar("T")

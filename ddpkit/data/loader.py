@@ -2,37 +2,113 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import multiprocessing
+import os
+import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, get_worker_info
 
 from ..arguments import as_integer
 from ..errors import DdpkitError
-from ..process_group import current_job
-from ..process_group.failures import describe_error
-from ..seeding.generator_states import generators_kept
-from ..seeding.hashing import hash_seeds
-from ..seeding.seeds import seed_cpu
-from ..timing.clock import Phase
+from ..job import current_job
+from ..join.failures import describe_error
+from ..signals import handled_signals
+from ..timing import Phase
 from ..torch_internals import is_from_worker
-from .dataset_contents import generators_in, keep_state, pass_epoch_on, with_set_epoch
-from .enduring_workers import enduring_workers
-from .place import Place
-from .samplers import (
-    DistributedEvalSampler,
-    DistributedSampler,
-    ResumableSampler,
-    check_identity,
-    is_within,
-)
-from .streams import Stream, is_stream, shards_of
+from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, is_within
+from .seeds import generators_kept, hash_seeds, seed_cpu
+from .streams import Stream, generators_in, is_stream, keep_state, pass_epoch_on, shards_of, with_set_epoch
+
+# Keep a loader's workers alive through the signals by which ranks are asked to stop in good order.
+#
+# Such a signal often goes to workers, too: torchrun, Slurm and terminals send it to all processes of a rank. A worker
+# that it ended would be an error in the loop, before all ranks have come to the step at which they stop.
+
+_enduring: WeakSet[BaseProcess] = WeakSet()
+os.register_at_fork(after_in_child=_enduring.clear)  # they are no children of a child
+
+
+@contextmanager
+def enduring_workers(loader: DataLoader[Any]) -> Iterator[None]:
+    """Let the workers that a loader starts in this block pass over what `stopping()` handles now, if it does.
+
+    They end when the loader tells them to, or when this process is dead. Until they can pass over such signals these
+    are blocked, which a process that is forked or spawned inherits; one that comes meanwhile is handled here when
+    the block ends.
+    """
+    signals = handled_signals()
+    if not signals or loader.num_workers == 0:
+        yield
+        return
+    before = set(multiprocessing.active_children())
+    given = loader.worker_init_fn
+    loader.worker_init_fn = _PassOver(signals, given)
+    _start_tracker(loader)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        loader.worker_init_fn = given
+        for worker in set(multiprocessing.active_children()) - before:
+            worker.terminate = worker.kill  # type: ignore[method-assign]  # torch calls it for one that is stuck
+            _enduring.add(worker)
+
+
+def _start_tracker(loader: DataLoader[Any]) -> None:
+    """Start the process that multiprocessing has beside spawned ones: it unblocks signals here when it starts."""
+    context: Any = loader.multiprocessing_context or multiprocessing
+    if context.get_start_method() != "fork":
+        resource_tracker.ensure_running()
+
+
+@dataclass
+class _PassOver:
+    """Begin as a worker that passes over signals.
+
+    Attributes:
+        signals: Their numbers.
+        given: The loader's own `worker_init_fn`.
+    """
+
+    signals: tuple[int, ...]
+    given: Callable[[int], None] | None
+
+    def __call__(self, worker_id: int) -> None:
+        for number in self.signals:
+            signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that the worker starts would inherit
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
+        if self.given is not None:
+            self.given(worker_id)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+@atexit.register
+def _kill_the_rest() -> None:
+    """End those that are left when this process ends, for Python would send them SIGTERM and wait."""
+    alive = [worker for worker in _enduring if worker.is_alive()]
+    if alive:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+    for worker in alive:
+        worker.kill()
+
 
 _DECIDED = {
     "batch_sampler": "it cuts the batches itself, so that every rank has as many",

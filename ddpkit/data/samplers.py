@@ -10,19 +10,161 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
+from math import isqrt
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, get_worker_info
 
 from ..arguments import as_integer
-from ..seeding.hashing import hash_seeds
-from .permutation import Order, Positions, shuffled
-from .place import Place
+from ..errors import DdpkitError
+from ..job.current_job import get_data_parallel_rank, get_data_parallel_world_size
+from .seeds import hash_seeds
+
+# Make random orders of [0, n): functions from positions to numbers, without a list of them.
+
+Positions = npt.NDArray[np.int64]
+Order = Callable[[Positions], Positions]
+
+# A permutation in memory up to here: 1 MB and 1.5 ms, and all orders equally likely.
+_IN_MEMORY = 2**17
+
+
+def shuffled(n: int, key: int) -> Order:
+    """Make a random order of [0, n), the same on every platform and NumPy version.
+
+    Up to 2**17 it is a true permutation. Beyond it is a keyed bijection: six Feistel rounds with
+    random tables of about sqrt(n) entries each on rows x columns >= n.
+
+    Args:
+        n: Length of the order, positive.
+        key: Seed in [0, 2**63).
+
+    Returns:
+        A function from positions, int64 in [0, n), to the numbers there, in the same shape.
+
+    References:
+        Luby and Rackoff, How to construct pseudorandom permutations from pseudorandom functions,
+        1988. Black and Rogaway, Ciphers with arbitrary finite domains, 2002 (rows x columns, and
+        walking back inside).
+
+    Example:
+        >>> sorted(shuffled(5, key=1)(np.arange(5)).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    bits = np.random.PCG64(key)
+    if n > _IN_MEMORY:
+        return bijection(n, bits)
+    generator = np.random.RandomState(bits)  # no NumPy release may change its stream
+    return generator.permutation(n).take
+
+
+def bijection(n: int, bits: np.random.PCG64) -> Order:
+    """Make a bijection on [0, n), with the statistics of a random one from about n = 1000 on.
+
+    It uses raw bits only.
+    """
+    root = isqrt(n - 1) + 1
+    # rows x columns exceeds n by as little as possible
+    rows = min(range(root, root + 64), key=lambda rows: -n % rows)
+    columns = -(-n // rows)
+    rounds = [(_table(bits, columns, rows), _table(bits, rows, columns)) for _ in range(3)]
+
+    def mixed(positions: Positions) -> Positions:
+        row = positions // columns
+        column = positions - row * columns
+        for row_shift, column_shift in rounds:
+            row = _wrapped(row + row_shift.take(column), rows)
+            column = _wrapped(column + column_shift.take(row), columns)
+        return row * columns + column
+
+    def order(positions: Positions) -> Positions:
+        numbers = mixed(positions)
+        beyond = np.flatnonzero(numbers >= n)
+        while beyond.size:  # walk on until back inside: that keeps it a bijection
+            numbers[beyond] = mixed(numbers[beyond])
+            beyond = np.flatnonzero(numbers >= n)
+        return numbers
+
+    return order
+
+
+def _table(bits: np.random.PCG64, length: int, below: int) -> Positions:
+    return (bits.random_raw(length) % np.uint64(below)).astype(np.int64)
+
+
+def _wrapped(values: Positions, size: int) -> Positions:
+    """Return `values % size` for 0 <= values < 2 * size, but quicker."""
+    unsigned = values.view(np.uint64)
+    smaller = (values - size).view(np.uint64)  # a negative number is a huge one without its sign
+    return np.minimum(unsigned, smaller).view(np.int64)
+
+
+# Whose samples are dealt: one place of those among which a dataset is shared out.
+
+
+@dataclass(frozen=True)
+class Place:
+    """Be one of `num_replicas` readers that share a dataset, by default this process among the data-parallel ranks.
+
+    Attributes:
+        rank: Its number, from 0.
+        num_replicas: How many there are.
+        made_for: This process's data-parallel rank and their number when it was made; None if the caller chose both.
+    """
+
+    rank: int
+    num_replicas: int
+    made_for: tuple[int, int] | None
+
+    @classmethod
+    def choose(cls, num_replicas: int | None, rank: int | None) -> Place:
+        """Take what the caller has chosen, and the rest from the job.
+
+        Raises:
+            ValueError: If a number is no integer, or the rank out of range.
+        """
+        made_for = None
+        if num_replicas is None or rank is None:
+            made_for = _own_place()
+            rank = made_for[0] if rank is None else rank
+            num_replicas = made_for[1] if num_replicas is None else num_replicas
+        num_replicas = as_integer(num_replicas, "num_replicas")
+        rank = as_integer(rank, "rank", least=0)
+        if rank >= num_replicas:
+            found = f"rank is {rank} and num_replicas is {num_replicas}"
+            raise ValueError(f"rank must be in [0, num_replicas), but {found}.")
+        return cls(rank, num_replicas, made_for)
+
+    def check(self, name: str) -> None:
+        """Refuse to go on with the samples of another rank, or of another number of ranks.
+
+        Args:
+            name: What deals them.
+
+        Raises:
+            DdpkitError: If this process has another rank now, or the job another number of ranks.
+        """
+        if self.made_for is None or get_worker_info() is not None:  # a loader's worker may not know its rank
+            return
+        now = _own_place()
+        if now != self.made_for:
+            raise DdpkitError(
+                f"{name} was made for rank {self.made_for[0]} of {self.made_for[1]}, "
+                f"but this is rank {now[0]} of {now[1]} now: the process group was made, replaced or "
+                "left since. Create it again; it can load the old state_dict()."
+            )
+
+
+def _own_place() -> tuple[int, int]:
+    """Return this process's data-parallel rank and their number, now."""
+    return get_data_parallel_rank(), get_data_parallel_world_size()
+
 
 # Positions computed at a time: the first index comes quickly, the rest stays in the cache.
 _FIRST_BLOCK, _BLOCK = 2**10, 2**13

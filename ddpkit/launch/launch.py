@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 FORGOTTEN = "warning: "  # begins a line of evidence that the user should see
 
@@ -49,3 +50,122 @@ def forgotten_launcher(launch: Launch) -> str | None:
         if line.startswith(FORGOTTEN):
             return line.removeprefix(FORGOTTEN)
     return None
+
+
+# The table of launchers: which variable tells what under which of them. A new launcher is a new row.
+#
+# Its order is the order of belief, and the right one wherever launchers were seen inside each other: Open MPI or
+# hydra in an sbatch script, torchrun in srun.
+
+
+class Launcher(NamedTuple):
+    """A program that starts ranks, and the environment variables in which it tells each of them its place.
+
+    Attributes:
+        kind: Its name, that of the `Launch`.
+        title: Its name in errors.
+        signs: Variables of which any gives it away.
+        needs: From a field of `Launch` to its variable, or alternatives such as "NODE_RANK|GROUP_RANK".
+        takes: The same, of variables that may be absent.
+        start: Advice where its variables cannot be read.
+    """
+
+    kind: str
+    title: str
+    signs: tuple[str, ...]
+    needs: dict[str, str]
+    takes: dict[str, str]
+    start: str = (
+        "Start every process with torchrun, srun or mpirun, or set in each what they would set (RANK and WORLD_SIZE "
+        "count processes, not nodes)"
+    )
+
+
+RANKS = {"rank": "RANK", "world_size": "WORLD_SIZE"}
+LOCAL = {"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE"}
+MASTER = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
+_GROUP = {"node_rank": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"}
+_NODES = {"node_rank": "NODE_RANK|GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"}
+_TASK = {"rank": "SLURM_PROCID", "world_size": "SLURM_STEP_NUM_TASKS"}
+_PLACE = {"local_rank": "SLURM_LOCALID", "node_rank": "SLURM_NODEID"}
+
+
+def _mpi_row(kind: str, title: str, rank: str, world_size: str, **takes: str) -> Launcher:
+    return Launcher(kind, title, (rank, world_size), {"rank": rank, "world_size": world_size}, takes | MASTER)
+
+
+SPAWN = Launcher("spawn", "a rank of ddpkit.spawn()", ("DDPKIT_SPAWN",), RANKS | LOCAL | MASTER, {})
+TORCHRUN = Launcher("torchrun", "a torchrun job", ("TORCHELASTIC_RUN_ID",), RANKS | LOCAL | MASTER, _GROUP)
+PLATFORM = Launcher("platform", "a distributed job", (), RANKS | MASTER, LOCAL | _NODES)
+SLURM = Launcher("slurm", "a Slurm step", ("SLURM_STEP_NUM_TASKS",), _TASK | _PLACE, MASTER)
+# they start processes and tell each its rank, but not where to meet
+MPI_AND_SLURM = (
+    _mpi_row(
+        "openmpi",
+        "an Open MPI job",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",  # NODE_RANK there is no number of a node
+    ),
+    _mpi_row(
+        "mvapich",
+        "an MVAPICH job",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _mpi_row(
+        "jsrun",
+        "a jsrun job",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+        local_world_size="JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    _mpi_row(
+        "horovod",
+        "a Horovod job",
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        local_rank="HOROVOD_LOCAL_RANK",
+        local_world_size="HOROVOD_LOCAL_SIZE",
+    ),
+    _mpi_row(
+        "submitit",
+        "a job of submitit's LocalExecutor",
+        "SUBMITIT_LOCAL_GLOBALID",
+        "SUBMITIT_LOCAL_NTASKS",
+        local_rank="SUBMITIT_LOCAL_LOCALID",
+        node_rank="SUBMITIT_LOCAL_NODEID",
+        num_nodes="SUBMITIT_LOCAL_JOB_NUM_NODES",
+    ),
+    _mpi_row(
+        "flux",
+        "a Flux job",
+        "FLUX_TASK_RANK",
+        "FLUX_JOB_SIZE",
+        local_rank="FLUX_TASK_LOCAL_ID",
+        num_nodes="FLUX_JOB_NNODES",
+    ),
+    _mpi_row(
+        "pmi",
+        "an MPI job",
+        "PMI_RANK",
+        "PMI_SIZE",
+        local_rank="MPI_LOCALRANKID|PMI_LOCAL_RANK|PALS_LOCAL_RANKID",
+        local_world_size="MPI_LOCALNRANKS|PMI_LOCAL_SIZE",
+    ),
+    SLURM,
+)
+# variables of an allocation of several tasks, and the program that starts these; a script in it may mean to run alone
+ALLOCATIONS = {
+    "SLURM_NTASKS": "srun",
+    "SLURM_JOB_NUM_NODES": "srun",
+    "LSB_MCPU_HOSTS": "mpirun",
+    "PBS_NUM_NODES": "mpiexec",
+    "NHOSTS": "mpirun",
+    "COBALT_JOBSIZE": "mpirun",
+    "PET_NPROC_PER_NODE": "torchrun",
+}

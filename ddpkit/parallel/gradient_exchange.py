@@ -17,14 +17,14 @@ from torch.nn.parameter import is_lazy
 
 from ..collectives.consistency import check_fingerprint, communication_device, fingerprint_of
 from ..collectives.groups import control_device
-from ..collectives.packing import normalise
-from ..collectives.tensors import explain_not_dense, name_dtype
+from ..collectives.reduce import normalise
+from ..collectives.tree import explain_not_dense, name_dtype
 from ..errors import MismatchError
-from ..process_group import current_job, lifecycle
-from ..process_group.current_job import get_data_parallel_world_size
-from ..process_group.failures import describe_error
-from ..process_group.peers import Peers, group_of, ranks_of
-from ..process_group.session import Session
+from ..job import current_job, lifecycle
+from ..job.current_job import get_data_parallel_world_size
+from ..job.job import Peers, group_of, ranks_of
+from ..join.failures import describe_error
+from ..join.session import Session
 from ..torch_internals import is_sharded, untraced
 from .models import check_tensors, named_tensors, sharing_memory, unwrap_model, writable
 from .step_times import follow_optimizers

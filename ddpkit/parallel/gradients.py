@@ -16,22 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..collectives.consistency import (
-    raise_everywhere,
-)
+from ..collectives.consistency import raise_everywhere
 from ..collectives.reduce import reduce_tree
-from ..collectives.tensors import local_part
-from ..process_group import current_job
-from ..process_group.current_job import get_data_parallel_world_size
+from ..collectives.tree import local_part
+from ..job import current_job
+from ..job.current_job import get_data_parallel_world_size
 from ..torch_internals import is_fully_sharded, untraced
 from .gradient_exchange import GradientExchange, Gradients, begin_exchange
-from .models import (
-    check_module,
-    check_tensors,
-    sharing_memory,
-    without_dtensors,
-    writable,
-)
+from .models import check_module, check_tensors, sharing_memory, without_dtensors, writable
 
 Loss = TypeVar("Loss", Tensor, float)
 

@@ -12,9 +12,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..collectives.broadcast import broadcast_value
-from ..collectives.sharded import explain_sharded
-from ..collectives.tensors import name_dtype
-from ..process_group import current_job
+from ..collectives.differences import explain_sharded
+from ..collectives.tree import name_dtype
+from ..job import current_job
 from ..torch_internals import has_no_memory, is_compiled, is_dtensor
 
 M = TypeVar("M", bound=nn.Module)

@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
-from ..collectives.differences import differing_parts, explain_disorder, list_lines
+from ..collectives.differences import differing_parts, explain_disorder, explain_sharded, list_lines
 from ..collectives.digest import digest
 from ..collectives.gather import gather_objects
 from ..collectives.groups import peers_of
 from ..collectives.reduce import reduce_tree
-from ..collectives.sharded import explain_sharded
-from ..collectives.tensors import local_part, name_dtype
+from ..collectives.tree import local_part, name_dtype
 from ..errors import ReplicaMismatchError
-from ..process_group import current_job, lifecycle
-from ..process_group.peers import Peers, ranks_of, subset_of
+from ..job import current_job, lifecycle
+from ..job.job import Peers, ranks_of, subset_of
 from ..torch_internals import is_dtensor, untraced
 from .models import (
     broadcast_into,

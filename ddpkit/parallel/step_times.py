@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..process_group import current_job
-from ..timing.clock import STEPS, Phase
-from ..timing.pace import BLOCKS, SlowRank
+from ..job import current_job
+from ..timing import BLOCKS, STEPS, Phase, SlowRank
 from ..torch_internals import after_backward, forward_pre_hooks
 from .models import tensors_in
 

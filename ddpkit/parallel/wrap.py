@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..collectives.consistency import check_fingerprint, fingerprint_of, joined_world_size, raise_everywhere
-from ..collectives.tensors import name_dtype
+from ..collectives.tree import name_dtype
 from ..errors import DdpkitError
+from ..job import current_job
+from ..job.device import count_accelerators
+from ..job.job import Peers, group_of, ranks_of
 from ..launch import ranks
-from ..process_group import current_job
-from ..process_group.devices import count_accelerators
-from ..process_group.peers import Peers, group_of, ranks_of
 from ..torch_internals import (
     accumulates,
     after_backward,

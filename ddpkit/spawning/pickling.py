@@ -15,9 +15,9 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from ..errors import PeerError
-from ..process_group import lifecycle
-from ..process_group.failures import message_of, trace_of
-from ..process_group.own_failure import ended_well
+from ..job import lifecycle
+from ..job.failing import ended_well
+from ..join.failures import message_of, trace_of
 
 
 def dump_call(caller: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

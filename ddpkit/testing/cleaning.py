@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from ..launch.process_tree import child_processes
-from ..process_group import main_thread
 from ..torch_internals import groups
+from ..watch import main_thread
 
 _THREADS_ENDING = 1.0  # seconds in which threads and processes that are ending may end
 _SEED = 0

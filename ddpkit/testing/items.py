@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ..errors import DdpkitError, PeerError
-from ..process_group import current_job, lifecycle
+from ..job import current_job, lifecycle
 from .messages import Done, EndedBadly, Reported, RunTest, Warned
 
 

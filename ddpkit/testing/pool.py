@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..process_group.tcp_store import host_on
+from ..join.store import host_on
 from ..spawning.rank_process import rank_environment, wait_for_messages
 from .messages import Answer, RunOptions, Task
 from .warm_rank import WarmRank

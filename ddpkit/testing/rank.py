@@ -19,14 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DdpkitError, PeerError
-from ..process_group import current_job, lifecycle, monitor
-from ..resilience.signal_handlers import put_back_unused
+from ..job import current_job, lifecycle
+from ..signals import put_back_unused
 from ..spawning.pickling import call_and_reply
-from ..spawning.rank_process import (
-    forget_start_method,
-    replace_environment,
-    write_stack_on_request,
-)
+from ..spawning.rank_process import forget_start_method, replace_environment, write_stack_on_request
+from ..watch import monitor
 from . import cleaning
 from .items import Items, raise_failure_of_peer
 from .messages import Debugging, Done, Leftovers, RunOptions, RunTest, Started, Task

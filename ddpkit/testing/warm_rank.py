@@ -11,18 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..spawning.rank_process import RankProcess, describe_exit, wait_for_messages
-from .messages import (
-    Answer,
-    CleanUp,
-    Debugging,
-    Done,
-    EndedBadly,
-    Leftovers,
-    Reported,
-    RunOptions,
-    Started,
-    Warned,
-)
+from .messages import Answer, CleanUp, Debugging, Done, EndedBadly, Leftovers, Reported, RunOptions, Started, Warned
 
 PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
 

@@ -23,9 +23,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpkit
-from ddpkit.process_group import current_job
-from ddpkit.timing.clock import STEPS
-from ddpkit.timing.pace import BLOCKS, Pace, SlowRank, find_slow_rank
+from ddpkit.job import current_job
+from ddpkit.timing import BLOCKS, STEPS, Pace, SlowRank, find_slow_rank
 
 STEPS_A_ROUND = 50
 DATA = 0.006  # seconds that a batch takes

@@ -23,14 +23,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddpkit.process_group.failures import Failure
-from ddpkit.process_group.member import Member
-from ddpkit.process_group.monitor_connections import Connections
-from ddpkit.process_group.monitor_tree import children_of, monitor_key, parent_of
-from ddpkit.process_group.rendezvous import join
-from ddpkit.process_group.session import Session
-from ddpkit.process_group.sockets import listen
-from ddpkit.process_group.store_values import encode
+from ddpkit.join.failures import Failure
+from ddpkit.join.members import Member, children_of, monitor_key, parent_of
+from ddpkit.join.rendezvous import join
+from ddpkit.join.session import Session
+from ddpkit.join.sockets import listen
+from ddpkit.join.store_values import encode
+from ddpkit.watch.connections import Connections
 
 _TIMEOUT = timedelta(minutes=5)
 _STEPS = ("connect", "join", "first barrier", "barrier", "exchange", "watch", "news of a failure")

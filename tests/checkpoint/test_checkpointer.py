@@ -23,8 +23,8 @@ from runs import (
 from torch import nn
 
 from ddpkit.checkpoint.checkpointer import Checkpointer
+from ddpkit.data.seeds import seed_everything
 from ddpkit.parallel.wrap import wrap_model
-from ddpkit.seeding.seeds import seed_everything
 
 
 def interrupted_and_resumed(folder: str) -> tuple[list[Any], list[Any], Any]:

@@ -6,7 +6,7 @@ import hashlib
 import random
 import zlib
 
-from ddpkit.checkpoint.checksum import LENGTH, Checksum
+from ddpkit.checkpoint.files import LENGTH, Checksum
 
 MIB = 1 << 20
 

@@ -21,7 +21,7 @@ from runs import (
 )
 
 import ddpkit
-from ddpkit.checkpoint import views
+from ddpkit.checkpoint import leaves as views
 from ddpkit.checkpoint.checkpointer import Checkpointer
 from ddpkit.checkpoint.files import dump
 from ddpkit.errors import CheckpointError

@@ -25,8 +25,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.snapshot import SnapshotMemory
-from ddpkit.checkpoint.writing import Writing
+from ddpkit.checkpoint.saving import SnapshotMemory, Writing
 from ddpkit.errors import CheckpointError, MismatchError
 
 _real_fsync = os.fsync

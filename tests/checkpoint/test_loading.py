@@ -21,9 +21,9 @@ from torch import nn
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
 from ddpkit.checkpoint.saving import Collected
+from ddpkit.data.seeds import get_rng_state
 from ddpkit.errors import CheckpointError
 from ddpkit.launch import ranks
-from ddpkit.seeding.generator_states import get_rng_state
 
 
 def test_if_all_are_broken_each_is_listed_with_its_reason(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.pieces import write_pieces
+from ddpkit.checkpoint.sharded import write_pieces
 from ddpkit.errors import CheckpointError
 
 OURS = [".writer", "step-000000001.pt.tmp", "step-000000001.pt", "latest.tmp", "latest"]
@@ -139,4 +139,4 @@ def test_what_is_no_file_keeps_nobody_waiting(
 
 def test_a_pipe_in_the_place_of_the_lock_of_another_job_keeps_nobody_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert ends(lambda: ddpkit.checkpoint.folder_lock._read_path(tmp_path / "pipe")) is None
+    assert ends(lambda: ddpkit.checkpoint.folder._read_path(tmp_path / "pipe")) is None

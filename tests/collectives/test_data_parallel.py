@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ddpkit
-from ddpkit.process_group import current_job
+from ddpkit.job import current_job
 
 SAMPLES = 7
 

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddpkit.collectives import packing
+from ddpkit.collectives import reduce as packing
 
 INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
 HALVES = {torch.float16: (11, -24), torch.bfloat16: (8, -133)}  # significant bits, exponent of the smallest number

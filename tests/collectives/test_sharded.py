@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ddpkit
 from ddpkit import MismatchError, get_rank, get_world_size
-from ddpkit.collectives.sharded import explain_sharded
+from ddpkit.collectives.differences import explain_sharded
 from ddpkit.torch_internals import is_sharded
 
 

@@ -15,9 +15,10 @@ from conftest import on_ranks
 import ddpkit
 from ddpkit import BarrierTimeoutError, MismatchError, PeerError, get_rank
 from ddpkit.collectives import sync
-from ddpkit.process_group import current_job, store_barrier
-from ddpkit.process_group.store_barrier import StoreBarrier
-from ddpkit.process_group.store_values import add
+from ddpkit.job import current_job
+from ddpkit.join import waits as store_barrier
+from ddpkit.join.store_values import add
+from ddpkit.join.waits import StoreBarrier
 
 
 def caught(fn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpkit.collectives.tensor_checksum import _sum_rows, _sum_rows_there, checksum
+from ddpkit.collectives.digest import _sum_rows, _sum_rows_there, checksum
 
 ROW = 1 << 20  # bytes that are added up
 

@@ -26,7 +26,7 @@ from torch.utils.data import DistributedSampler as TorchSampler
 import ddpkit
 from ddpkit.data.loader import make_loader
 from ddpkit.data.samplers import DistributedSampler, DistributedWeightedSampler
-from ddpkit.seeding.seeds import sample_seed
+from ddpkit.data.seeds import sample_seed
 
 WORLDS = (1, 2, 3)
 GLOBAL_BATCH = 6

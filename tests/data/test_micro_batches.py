@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ddpkit
 from ddpkit import make_micro_batch_loader
-from ddpkit.data import micro_batches
+from ddpkit.exact import loader as micro_batches
 
 NOISY = 22  # samples
 

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from ddpkit.data.permutation import bijection, shuffled
+from ddpkit.data.samplers import bijection, shuffled
 
 BIJECTION = 2**18  # above 2**17 an order is computed in blocks
 

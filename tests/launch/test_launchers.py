@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpkit import LaunchError, detect_launch
+from ddpkit.launch.detection import expand_counts, expand_nodelist
 from ddpkit.launch.launch import forgotten_launcher
-from ddpkit.launch.nesting import outer_launch
-from ddpkit.launch.process_tree import find_agent, typed_in_terminal
-from ddpkit.launch.slurm import expand_counts, expand_nodelist
+from ddpkit.launch.process_tree import find_agent, outer_launch, typed_in_terminal
 
 RANK = {"RANK": "3", "WORLD_SIZE": "4"}
 LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import ddpkit
-from ddpkit.parallel import exact_exchange
-from ddpkit.parallel.exact_exchange import ExactExchange, Layout
-from ddpkit.parallel.exact_sum import ExactSum
+from ddpkit.exact import sum as exact_exchange
+from ddpkit.exact.sum import ExactExchange, ExactSum, Layout
 
 SIZES = (5, 0, 1, 12, 3)  # of pieces: neither two nor three ranks divide them evenly
 

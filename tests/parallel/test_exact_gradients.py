@@ -23,8 +23,8 @@ from torch.utils.data import TensorDataset
 
 import ddpkit
 from ddpkit import DdpkitError, MismatchError, exact_gradients, make_micro_batch_loader
-from ddpkit.parallel import exact_exchange
-from ddpkit.parallel.exact_gradients import check_kernels
+from ddpkit.exact import sum as exact_exchange
+from ddpkit.exact.gradients import check_kernels
 
 F = nn.functional
 SAMPLES, GLOBAL_BATCH, MICRO_BATCH = 50, 16, 2  # four steps an epoch, the last of a single micro-batch
@@ -474,7 +474,7 @@ def test_ranks_that_differ_all_hear_of_it(what: str, rank: int, monkeypatch: pyt
     if rank == 1 and what == "step":
         batch = next(batches)
     if rank == 1 and what == "kernels":
-        monkeypatch.setattr("ddpkit.parallel.exact_gradients.describe_kernels", lambda device: "another CPU")
+        monkeypatch.setattr("ddpkit.exact.gradients.describe_kernels", lambda device: "another CPU")
     if rank == 1 and what == "network":
         net = nn.Linear(6, 2)
     threads = 2 if rank == 1 and what == "error" else 1

@@ -18,8 +18,9 @@ from torch import nn
 
 import ddpkit
 from ddpkit.errors import LaunchError
-from ddpkit.process_group import current_job, monitor_tree
-from ddpkit.timing.pace import BLOCKS, Pace
+from ddpkit.job import current_job
+from ddpkit.join import members as monitor_tree
+from ddpkit.timing import BLOCKS, Pace
 from ddpkit.tools.where.asking import ask
 from ddpkit.tools.where.steps import describe_steps
 from ddpkit.torch_internals import forward_pre_hooks

@@ -234,7 +234,7 @@ def test_one_process_with_several_gpus_is_pointed_at_torchrun(caplog, monkeypatc
     if not torch.accelerator.is_available():  # no GPUs here: say there are four, and let the model stay where it is
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-        monkeypatch.setattr("ddpkit.process_group.current_job.get_device", lambda: torch.device("cpu"))
+        monkeypatch.setattr("ddpkit.job.current_job.get_device", lambda: torch.device("cpu"))
         with caplog.at_level(logging.WARNING):
             wrap_model(_net())
         assert "torchrun --nproc_per_node=4" in caplog.text

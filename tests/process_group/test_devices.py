@@ -7,9 +7,10 @@ import torch
 from conftest import on_ranks
 
 from ddpkit import LaunchError, get_rank
+from ddpkit.job import current_job
+from ddpkit.job import device as devices
+from ddpkit.job.device import choose_device, default_backend, device_index, identity, is_same_device
 from ddpkit.launch import ranks
-from ddpkit.process_group import current_job, devices
-from ddpkit.process_group.devices import choose_device, default_backend, device_index, identity, is_same_device
 
 
 @pytest.mark.parametrize("visible", [0, 1, 2, 4, 8])

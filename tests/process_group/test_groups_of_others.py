@@ -15,7 +15,7 @@ from conftest import on_ranks
 from processes import platform_env, run
 
 import ddpkit
-from ddpkit.process_group import current_job
+from ddpkit.job import current_job
 
 SOON = timedelta(seconds=120)
 HINTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DDPKIT_SPAWN")

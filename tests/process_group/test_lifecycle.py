@@ -20,8 +20,9 @@ from conftest import on_ranks
 from processes import CLEAN, begin, free_port, platform_env, run
 
 import ddpkit
-from ddpkit.process_group import current_job, startup
-from ddpkit.process_group.startup import check_torch
+from ddpkit.job import current_job
+from ddpkit.job import joining as startup
+from ddpkit.job.joining import check_torch
 
 ROOT = Path(__file__).parents[2]
 

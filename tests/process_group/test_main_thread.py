@@ -20,8 +20,8 @@ import pytest
 from processes import Ended, free_port, platform_env, run
 
 import ddpkit
-from ddpkit.process_group import lifecycle
-from ddpkit.process_group.main_thread import MainThread
+from ddpkit.job import lifecycle
+from ddpkit.watch.main_thread import MainThread
 
 LONG = timedelta(seconds=500)
 FOREVER = 600.0  # seconds: longer than any test may take, so that only a rank that has not heard meets it

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
+from ddpkit.join import members as member
+from ddpkit.join.members import Member, Members, Run
+from ddpkit.join.rendezvous import complete_launch
 from ddpkit.launch.launch import Launch
-from ddpkit.process_group import member
-from ddpkit.process_group.member import Member
-from ddpkit.process_group.members import Members, Run
-from ddpkit.process_group.rendezvous import complete_launch
 
 
 def claims(*nodes: str, cores: str = "0-3") -> list[Member]:

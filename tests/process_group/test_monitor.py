@@ -20,8 +20,8 @@ from processes import Ended, free_port, platform_env, run
 
 import ddpkit
 from ddpkit.collectives import consistency
+from ddpkit.job import current_job, lifecycle
 from ddpkit.launch import process_tree
-from ddpkit.process_group import current_job, lifecycle
 
 LONG = timedelta(seconds=200)  # far beyond what the tests allow: nothing here may end by a time-out
 HANG = 400.0  # seconds: longer than any test may take, however loaded the machine is

@@ -14,12 +14,12 @@ import pytest
 from nodes import lossy_link, needs, virtual_nodes
 from processes import ROOT, launch
 
-from ddpkit.process_group import monitor_connections
-from ddpkit.process_group.failures import Failure
-from ddpkit.process_group.monitor_connections import Connections, Event
-from ddpkit.process_group.monitor_messages import Message, parse
-from ddpkit.process_group.sockets import is_listening, is_loopback, listen
-from ddpkit.process_group.store_values import encode
+from ddpkit.join.failures import Failure
+from ddpkit.join.sockets import is_listening, is_loopback, listen
+from ddpkit.join.store_values import encode
+from ddpkit.watch import connections as monitor_connections
+from ddpkit.watch.connections import Connections, Event
+from ddpkit.watch.messages import Message, parse
 
 TOKEN = "secret"
 PATIENCE = 60.0  # seconds, which only a hang needs

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpkit.process_group.failures import Failure
-from ddpkit.process_group.monitor_messages import LONGEST, Lines, Message, Steps, parse, shows_token
-from ddpkit.process_group.stop_agreement import StopDecision, StopRequest
-from ddpkit.process_group.store_values import encode
+from ddpkit.join.failures import Failure
+from ddpkit.join.stop_agreement import StopDecision, StopRequest
+from ddpkit.join.store_values import encode
+from ddpkit.watch.messages import LONGEST, Lines, Message, Steps, parse, shows_token
 
 WORLD_SIZE = 4
 FAILURE = Failure.of(1, ValueError("boom"))

@@ -11,8 +11,9 @@ from processes import free_port, platform_env, run
 from test_monitor import SOON, freed_after, start
 
 import ddpkit
-from ddpkit.process_group import current_job, monitor_tree
-from ddpkit.process_group.monitor_tree import children_of, is_below, parent_of
+from ddpkit.job import current_job
+from ddpkit.join import members as monitor_tree
+from ddpkit.join.members import children_of, is_below, parent_of
 
 
 @given(st.integers(1, 20_000))

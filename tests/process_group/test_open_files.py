@@ -9,9 +9,9 @@ import pytest
 from processes import free_port, platform_env, run
 
 import ddpkit
+from ddpkit.job.joining import check_open_files
+from ddpkit.job.options import Options
 from ddpkit.launch.launch import Launch
-from ddpkit.process_group.open_files import check_open_files
-from ddpkit.process_group.options import Options
 
 
 def limited(files: int) -> None:

@@ -22,9 +22,9 @@ from processes import free_port, platform_env, run
 from test_lifecycle import torchrun
 
 import ddpkit
-from ddpkit.process_group import main_thread
-from ddpkit.process_group.failures import Failure, Failures, trace_of
-from ddpkit.process_group.own_failure import fill_error_file
+from ddpkit.job.failing import fill_error_file
+from ddpkit.join.failures import Failure, Failures, trace_of
+from ddpkit.watch import main_thread
 
 
 class Mute(Exception):

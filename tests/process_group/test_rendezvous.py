@@ -18,10 +18,10 @@ from processes import Ended, free_port, launch, platform_env, run
 from signals import stop_process
 
 import ddpkit
-from ddpkit.process_group import generation, rendezvous
-from ddpkit.process_group.generation import Generation
-from ddpkit.process_group.member import Member
-from ddpkit.process_group.members import Members
+from ddpkit.join import rendezvous
+from ddpkit.join import rendezvous as generation
+from ddpkit.join.members import Member, Members
+from ddpkit.join.rendezvous import Generation
 
 SOON = timedelta(seconds=100)
 
@@ -230,7 +230,7 @@ def test_a_process_of_another_container_is_neither_alive_nor_dead_from_here() ->
     claim = [
         sys.executable,
         "-c",
-        "from ddpkit.process_group.member import Member; print(Member(0, 1, None, False).to_json())",
+        "from ddpkit.join.members import Member; print(Member(0, 1, None, False).to_json())",
     ]
     ended, contained = launch(claim, ["unshare", "--pid", "--fork", "--mount-proc", *claim])
     mine = Member(0, 1, None, False)

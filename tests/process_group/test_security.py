@@ -18,10 +18,10 @@ from processes import begin, free_port, platform_env, run
 from test_session import on_threads
 
 import ddpkit
-from ddpkit.process_group import current_job
-from ddpkit.process_group.member import Member
-from ddpkit.process_group.rendezvous import join
-from ddpkit.process_group.session import Session
+from ddpkit.job import current_job
+from ddpkit.join.members import Member
+from ddpkit.join.rendezvous import join
+from ddpkit.join.session import Session
 
 JOINING = ["ddpkit/1/claim/1", "ddpkit/1/members", "ddpkit/1/failure", "ddpkit/1/claims", "ddpkit/generation"]
 JOINED = [

@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from ddpkit.errors import BarrierTimeoutError, LaunchError, PeerError
-from ddpkit.process_group import session as session_module
-from ddpkit.process_group import store_barrier
-from ddpkit.process_group.failures import Failure, record_failure
-from ddpkit.process_group.session import Session
-from ddpkit.process_group.store_values import read_texts
+from ddpkit.join import session as session_module
+from ddpkit.join import waits as store_barrier
+from ddpkit.join.failures import Failure, record_failure
+from ddpkit.join.session import Session
+from ddpkit.join.store_values import read_texts
 
 
 def on_threads(world_size: int, fn: Callable[[Session], Any]) -> tuple[list[Any], dist.TCPStore]:

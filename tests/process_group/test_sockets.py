@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from ddpkit.process_group.sockets import cut, sockets_beside, sockets_on, sockets_to
+from ddpkit.join.sockets import cut, sockets_beside, sockets_on, sockets_to
 
 
 @pytest.fixture(params=["127.0.0.1", "::1"])

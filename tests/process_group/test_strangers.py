@@ -21,9 +21,9 @@ from nodes import needs, virtual_nodes
 from processes import ROOT, TORCHRUN, Ended, free_port, launch, platform_env, run
 
 import ddpkit
-from ddpkit.process_group import current_job
-from ddpkit.process_group.failures import Failure
-from ddpkit.process_group.members import Members
+from ddpkit.job import current_job
+from ddpkit.join.failures import Failure
+from ddpkit.join.members import Members
 
 PATHS = [f"{ROOT}/tests", f"{ROOT}/tests/process_group"]
 LONG = timedelta(seconds=60)

@@ -22,12 +22,12 @@ import ddpkit
 from ddpkit.checkpoint.files import to_bytes
 from ddpkit.checkpoint.leaves import digest_leaves
 from ddpkit.collectives.broadcast import broadcast_bytes
-from ddpkit.process_group.failures import Failure, record_failure
-from ddpkit.process_group.options import Options
-from ddpkit.process_group.regrouping import Arrival, Refuge, host_store
-from ddpkit.process_group.tcp_store import connect
-from ddpkit.resilience.kept_states import KeptStates, share_data
-from ddpkit.resilience.survival import _Survivors, check_members
+from ddpkit.job.options import Options
+from ddpkit.join.failures import Failure, record_failure
+from ddpkit.join.store import connect
+from ddpkit.survival.regrouping import Arrival, Refuge, host_store
+from ddpkit.survival.states import KeptStates, share_data
+from ddpkit.survival.survive import _Survivors, check_members
 
 SOON = timedelta(seconds=30)
 GUESS = b"no secret of this job"

@@ -11,7 +11,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit import DdpkitError, MismatchError
-from ddpkit.resilience.out_of_memory import find_batch_size, is_out_of_memory
+from ddpkit.guard import find_batch_size, is_out_of_memory
 
 
 @pytest.mark.parametrize("ask", [lambda: torch.empty(1 << 52), lambda: np.empty(1 << 52)], ids=["torch", "numpy"])

@@ -25,9 +25,10 @@ from signals import stop_process
 
 import ddpkit
 from ddpkit import testing
-from ddpkit.process_group import current_job, monitor_tree
-from ddpkit.process_group.stop_agreement import StopAgreement, StopRequest
-from ddpkit.resilience.signal_handlers import handled_signals
+from ddpkit.job import current_job
+from ddpkit.join import members as monitor_tree
+from ddpkit.join.stop_agreement import StopAgreement, StopRequest
+from ddpkit.signals import handled_signals
 
 HOST = socket.gethostname()
 STEPS = 10_000  # more than a test ever gets through

@@ -21,7 +21,7 @@ from processes import ROOT, Ended, free_port, launch, platform_env, run
 from torch import nn
 
 import ddpkit
-from ddpkit.process_group.regrouping import Arrival, Refuge, decide
+from ddpkit.survival.regrouping import Arrival, Refuge, decide
 
 SAMPLES = 120
 BATCH = 2

@@ -15,7 +15,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit import Checkpointer, CheckpointError, PeerError, make_loader
-from ddpkit.seeding.generator_states import check_rng_state, get_rng_state, set_rng_state
+from ddpkit.data.seeds import check_rng_state, get_rng_state, set_rng_state
 
 KINDS = ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"]
 

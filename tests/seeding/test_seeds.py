@@ -8,8 +8,7 @@ import pytest
 import torch
 from conftest import on_ranks
 
-from ddpkit.seeding.hashing import hash_seeds
-from ddpkit.seeding.seeds import sample_seed, seed_everything
+from ddpkit.data.seeds import hash_seeds, sample_seed, seed_everything
 
 
 @pytest.fixture(autouse=True)

@@ -23,18 +23,14 @@ from store import PrefixStore, Server, Store
 from world import Killed, Process, Task, World
 
 from ddpkit import process_group
-from ddpkit.process_group import (
-    declining,
-    door,
-    main_thread,
-    member,
-    monitor,
-    own_failure,
-    regrouping,
-    sockets,
-    startup,
-    vacancy,
-)
+from ddpkit.job import failing as own_failure
+from ddpkit.job import joining as declining
+from ddpkit.job import joining as startup
+from ddpkit.join import members as member
+from ddpkit.join import sockets, vacancy
+from ddpkit.survival import regrouping
+from ddpkit.survival import regrouping as door
+from ddpkit.watch import main_thread, monitor
 
 _NEVER = float("inf")
 

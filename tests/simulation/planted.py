@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpkit.process_group import (
-    generation,
-    monitor_connections,
-    regrouping,
-    rendezvous,
-    session,
-    stop_agreement,
-    store_barrier,
-    vacancy,
-)
-from ddpkit.resilience import kept_states
+from ddpkit.join import rendezvous, session, stop_agreement, vacancy
+from ddpkit.join import rendezvous as generation
+from ddpkit.join import waits as store_barrier
+from ddpkit.survival import regrouping
+from ddpkit.survival import states as kept_states
+from ddpkit.watch import connections as monitor_connections
 
 
 def give_up_a_start_that_is_over() -> None:

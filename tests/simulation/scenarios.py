@@ -14,9 +14,9 @@ from survivors import GLOBAL_BATCH, History, train
 from world import Process, World
 
 from ddpkit.errors import BarrierTimeoutError, LaunchError, PeerError
-from ddpkit.process_group.job import Job
-from ddpkit.process_group.stop_agreement import StopRequest
-from ddpkit.resilience.stopping import _wait_for_decision
+from ddpkit.job.job import Job
+from ddpkit.join.stop_agreement import StopRequest
+from ddpkit.stop import _wait_for_decision
 
 
 def joining(world: World) -> list[str]:

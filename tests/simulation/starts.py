@@ -14,13 +14,15 @@ from store import Server, Store
 from world import Killed, Process, Task, World
 
 from ddpkit.errors import LaunchError
+from ddpkit.job import failing as leaving
+from ddpkit.job import failing as own_failure
+from ddpkit.job import joining as startup
+from ddpkit.job.job import Job, context_of
+from ddpkit.job.joining import is_child_of_rank
+from ddpkit.job.options import Options
+from ddpkit.join.session import Session
+from ddpkit.join.sockets import is_listening
 from ddpkit.launch.launch import Launch
-from ddpkit.process_group import leaving, own_failure, startup
-from ddpkit.process_group.declining import is_child_of_rank
-from ddpkit.process_group.job import Job, context_of
-from ddpkit.process_group.options import Options
-from ddpkit.process_group.session import Session
-from ddpkit.process_group.sockets import is_listening
 
 TIMEOUT = timedelta(seconds=10)
 BOUND = 60.0  # seconds in which everything must be over, whatever happens

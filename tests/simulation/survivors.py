@@ -15,13 +15,15 @@ from starts import TIMEOUT, Group, Rank, Start, leave, report
 from store import PrefixStore
 from world import Killed
 
+from ddpkit.job import failing as own_failure
+from ddpkit.job import joining as startup
+from ddpkit.job.job import Context, Job, context_of
+from ddpkit.job.options import Options
+from ddpkit.join.failures import Failure
+from ddpkit.join.store_values import without_prefixes
 from ddpkit.launch.launch import Launch
-from ddpkit.process_group import own_failure, startup
-from ddpkit.process_group.failures import Failure
-from ddpkit.process_group.job import Context, Job, context_of
-from ddpkit.process_group.options import Options
-from ddpkit.process_group.store_values import without_prefixes
-from ddpkit.resilience import kept_states, survival
+from ddpkit.survival import states as kept_states
+from ddpkit.survival import survive as survival
 
 PATIENCE = timedelta(seconds=3)
 GLOBAL_BATCH = 6  # samples of a step

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ddpkit.timing.clock import STEPS, Phase, StepClock
+from ddpkit.timing import STEPS, Phase, StepClock
 
 
 def spend(clock: StepClock, phase: Phase, seconds: float) -> None:

@@ -9,11 +9,9 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from ddpkit.process_group.monitor_messages import parse
-from ddpkit.process_group.store_values import encode
-from ddpkit.timing.clock import STEPS, Phase, StepClock
-from ddpkit.timing.pace import BLOCKS, Pace, find_slow_rank
-from ddpkit.timing.paces import Paces
+from ddpkit.join.store_values import encode
+from ddpkit.timing import BLOCKS, STEPS, Pace, Paces, Phase, StepClock, find_slow_rank
+from ddpkit.watch.messages import parse
 
 USUAL = {Phase.DATA: 0.006, Phase.FORWARD: 0.01, Phase.BACKWARD: 0.02, Phase.OPTIMIZER: 0.004, Phase.OTHER: 0.001}
 

@@ -23,10 +23,10 @@ from signals import stop_process
 
 import ddpkit
 from ddpkit.errors import LaunchError
-from ddpkit.process_group import monitor_tree
-from ddpkit.process_group.activity import Activity, MainThreadWatcher, fold
+from ddpkit.join import members as monitor_tree
 from ddpkit.tools.where.asking import Answer, ask
 from ddpkit.tools.where.finding import jobs_here
+from ddpkit.watch.messages import Activity, MainThreadWatcher, fold
 
 PATIENCE = 120.0  # seconds, which only a hang needs
 

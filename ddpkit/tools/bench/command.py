@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ...errors import LaunchError, PeerError
+from ...job.device import count_accelerators
+from ...job.options import checked_device
+from ...join.members import usable_cores
 from ...launch.detection import detect_launch
-from ...process_group.devices import count_accelerators
-from ...process_group.member import usable_cores
-from ...process_group.options import checked_device
 from ...spawning.spawn import spawn
 from . import results
 from .measure import measure

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ...collectives import ops, sync
+from ...job.job import Context
+from ...job.lifecycle import distributed
 from ...parallel.wrap import wrap_model
-from ...process_group.job import Context
-from ...process_group.lifecycle import distributed
 from ..terminal import announce, count
 from .timing import Case, time_cases
 from .workloads import METRICS, MODELS, Plan, make_step

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ... import __version__
-from ...process_group.member import usable_cores
+from ...join.members import usable_cores
 from ..terminal import table
 from .timing import COLLECTIVES, bandwidths, summary
 from .workloads import METRICS, PARTS, Plan

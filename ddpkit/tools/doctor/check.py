@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...collectives.differences import first_of, name_ranks
-from ...process_group.failures import describe_error
+from ...join.failures import describe_error
 
 STATUSES = ("ok", "skipped", "warning", "failed")  # from good to bad
 _MANY_LINES = 16  # of details; a job has more ranks than a terminal has lines

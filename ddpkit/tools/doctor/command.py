@@ -20,13 +20,12 @@ import torch
 import torch.distributed as dist
 
 from ...errors import LaunchError
-from ...launch.launch import Launch
-from ...launch.launchers import MPI_AND_SLURM
-from ...process_group.job import Context
-from ...process_group.lifecycle import distributed, exchange
-from ...process_group.options import checked_backend, checked_device
-from ...process_group.startup import offer_store, unnested_launch
-from ...process_group.tcp_store import find_master, open_store, store_outlives_ranks
+from ...job.job import Context
+from ...job.joining import offer_store, unnested_launch
+from ...job.lifecycle import distributed, exchange
+from ...job.options import checked_backend, checked_device
+from ...join.store import find_master, open_store, store_outlives_ranks
+from ...launch.launch import MPI_AND_SLURM, Launch
 from ...spawning.spawn import spawn
 from ..terminal import count
 from . import job_checks, machine_checks, network_checks

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from ...collectives.differences import differing_parts
 from ...collectives.ops import all_reduce, all_reduce_mean
 from ...collectives.sync import barrier
+from ...job.current_job import get_device
+from ...job.job import Context
+from ...job.lifecycle import distributed
+from ...join.store_values import parse, refuse_text
 from ...launch import ranks
-from ...process_group.current_job import get_device
-from ...process_group.job import Context
-from ...process_group.lifecycle import distributed
-from ...process_group.store_values import parse, refuse_text
 from ..terminal import count, table
 from .check import Check
 from .machine_checks import installed

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ...errors import LaunchError
-from ...process_group.devices import MASKS, choose_device, default_backend
-from ...process_group.member import usable_cores
-from ...process_group.startup import check_torch
+from ...job.device import MASKS, choose_device, default_backend
+from ...job.joining import check_torch
+from ...join.members import usable_cores
 from .check import Check, set_variables
 
 _GIB = 1 << 30

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ...process_group.sockets import LOOPBACKS
+from ...join.sockets import LOOPBACKS
 from .check import Check, set_variables
 
 _DEFAULT_PORT = 29500  # torch's

@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from ...collectives.differences import name_ranks
 from ...errors import LaunchError
+from ...join.store_values import Pause, parse, refuse_text
 from ...launch.launch import Launch
-from ...process_group.polling import Pause
-from ...process_group.store_values import parse, refuse_text
 from ..terminal import announce
 from .check import STATUSES, Check, failure
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...collectives.tensors import flat_bytes
+from ...collectives.tree import flat_bytes
 
 
 @dataclass

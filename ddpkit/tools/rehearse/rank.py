@@ -23,7 +23,7 @@ from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ...collectives.tensors import flat_bytes, is_dense
+from ...collectives.tree import flat_bytes, is_dense
 from ..script.ranks import STACK_SIGNAL
 from ..script.recorder import Recorder
 from ..script.running import Script, describe, run_script, use_gloo_without_gpus

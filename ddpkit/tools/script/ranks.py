@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ...join.store import host_on
 from ...launch.process_tree import child_processes
-from ...process_group.tcp_store import host_on
 from ...spawning.rank_process import replace_environment
 from .recorder import Record
 

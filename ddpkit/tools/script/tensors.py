@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...collectives.tensor_checksum import checksum
-from ...collectives.tensors import flat_bytes, is_dense
+from ...collectives.digest import checksum
+from ...collectives.tree import flat_bytes, is_dense
 
 _SAMPLES = 16  # elements that are shown of a tensor
 _HASHED = 1 << 24  # bytes of a batch that are hashed

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from ...errors import LaunchError
-from ...process_group.activity import Activity
-from ...process_group.generation import Generation
-from ...process_group.members import Members
-from ...process_group.monitor_messages import Lines, parse
-from ...process_group.sockets import connect
-from ...process_group.store_values import encode
-from ...process_group.tcp_store import connect as connect_to_store
-from ...process_group.tcp_store import wait_for_listener
-from ...timing.pace import Pace
+from ...join.members import Members
+from ...join.rendezvous import Generation
+from ...join.sockets import connect
+from ...join.store import connect as connect_to_store
+from ...join.store import wait_for_listener
+from ...join.store_values import encode
+from ...timing import Pace
+from ...watch.messages import Activity, Lines, parse
 
 _STORE_SECONDS = 5.0  # in which the store must answer
 

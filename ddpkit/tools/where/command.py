@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 
 from ...errors import LaunchError
-from ...process_group.activity import fold
+from ...watch.messages import fold
 from ..terminal import count
 from .asking import Answer, ask
 from .finding import jobs_here

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from ...timing.clock import STEPS, Phase
-from ...timing.pace import BLOCKS, Pace, find_slow_rank, milliseconds
+from ...timing import BLOCKS, STEPS, Pace, Phase, find_slow_rank, milliseconds
 
 _MOST_ROWS = 8  # ranks that are shown one by one
 

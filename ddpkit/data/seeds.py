@@ -1,0 +1,236 @@
+"""Starting random numbers: one seed for `random`, NumPy and torch, or one per rank or per sample."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import operator
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..job.current_job import get_data_parallel_rank, get_device
+from ..launch.ranks import get_rank, get_world_size, is_main_process
+
+# Mixing seeds, once for the whole library: (seed 0, epoch 1) and (seed 1, epoch 0) have nothing in common.
+
+
+def hash_seeds(use: str, *numbers: int) -> int:
+    """Mix numbers into one seed, the same on every platform and Python version.
+
+    Args:
+        use: What the seed is for: different uses of the same numbers get unrelated seeds.
+        numbers: Any integers; their order counts.
+
+    Returns:
+        A number in [0, 2**63).
+
+    Example:
+        >>> hash_seeds("order", 0, 1) == hash_seeds("order", 1, 0)
+        False
+    """
+    words = [use]
+    for number in numbers:
+        words.append(str(operator.index(number)))
+    text = "/".join(words)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_everything(seed: int, per_rank: bool = False) -> int:
+    """Seed `random`, NumPy and torch, with its accelerators.
+
+    Call it with the same seed on every rank before the model is built, so that ranks start from equal weights; with
+    `per_rank=True` after that, so that dropout and exploration noise differ between ranks.
+
+    Args:
+        seed: An integer of any kind in [0, 2**63).
+        per_rank: Whether to mix in the rank, among the data-parallel ones. It is hashed, not added: (seed 0, rank 1)
+            and (seed 1, rank 0) differ.
+
+    Returns:
+        The seed used on this rank, which is `seed` itself or its mixture with the rank.
+
+    Raises:
+        ValueError: If the seed is out of range.
+        TypeError: If it is no integer.
+
+    Example:
+        >>> seed_everything(7)
+        7
+    """
+    seed = operator.index(seed)  # of NumPy's kinds, too, which random.seed() refuses
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"A seed is a number in [0, 2**63), not {seed}.")
+    if per_rank:
+        seed = hash_seeds("rank", seed, get_data_parallel_rank())
+    seed_cpu(seed)
+    torch.manual_seed(seed)  # and the accelerators: too slow for what workers do before every batch
+    return seed
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """Make the seed for one sample's augmentation: it depends on no rank, worker or batch size.
+
+    Seed a generator of the sample's own with it, in `__getitem__`: then any number of ranks augments alike.
+
+    Args:
+        seed: The run's seed.
+        epoch: The epoch. `make_loader` passes it to a dataset that has `set_epoch(epoch)`.
+        index: The sample's index in the dataset.
+
+    Returns:
+        A number in [0, 2**63), the same on every platform.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(sample_seed(0, epoch=3, index=41))
+        >>> noise = torch.randn(2, generator=generator)
+    """
+    return hash_seeds("sample", seed, epoch, index)
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed the global CPU generators of `random`, NumPy and torch; `seed` is a number in [0, 2**63)."""
+    random.seed(seed)
+    if seed < 2**32:
+        np.random.seed(seed)
+    else:  # NumPy takes no number beyond 32 bits
+        np.random.seed([seed % 2**32, seed >> 32])
+    torch.default_generator.manual_seed(seed)
+
+
+# States of this rank's random number generators, as data that a checkpoint can hold without pickled code.
+
+_log = logging.getLogger(__name__)
+
+
+def get_rng_state() -> dict[str, Any]:
+    """Return the states of this rank's generators: `random`, NumPy's global one, torch's on the CPU and accelerator.
+
+    Raises:
+        TypeError: If NumPy's global generator draws from bits of a kind that is not NumPy's own.
+    """
+    kind = get_device().type
+    version, words, gauss = random.getstate()
+    accelerator = None
+    if kind != "cpu":
+        accelerator = torch.get_device_module(kind).get_rng_state()
+    return {
+        "python": (version, list(words), gauss),
+        "numpy": _get_numpy_state(),
+        "torch": torch.default_generator.get_state(),
+        "device": kind,
+        "accelerator": accelerator,
+    }
+
+
+def check_rng_state(state: Any) -> None:
+    """Try a saved state on generators of its own, so that setting it later cannot fail halfway.
+
+    Raises:
+        ValueError: If this version of Python, NumPy or torch cannot take it.
+    """
+    try:
+        random.Random().setstate(_python_state(state))
+        np.random.RandomState(_bits_of(state)()).set_state(state["numpy"])
+        torch.Generator("cpu").set_state(state["torch"])
+        kind = get_device().type
+        if not isinstance(state["device"], str):
+            raise TypeError("the device is no name")
+        if kind != "cpu" and state["device"] == kind:
+            torch.Generator(get_device()).set_state(state["accelerator"])
+    except Exception as error:
+        details = str(error).partition("\n")[0] or "no details"
+        raise ValueError(
+            f"this Python, NumPy or torch cannot restore its random states ({type(error).__name__}: {details})"
+        ) from error
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Set this rank's generators to a state that `get_rng_state()` returned."""
+    random.setstate(_python_state(state))
+    kind = _bits_of(state)
+    if type(_numpy_bits()) is not kind:
+        np.random.set_bit_generator(kind())  # type: ignore[attr-defined]  # NumPy does not list it
+    np.random.set_state(state["numpy"])
+    torch.default_generator.set_state(state["torch"])
+    if state["accelerator"] is not None:
+        torch.get_device_module(state["device"]).set_rng_state(state["accelerator"])
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Give this rank's generators back, when a block ends, the states that they had before it."""
+    state = get_rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+def set_rng_states(saved: list[dict[str, Any]]) -> None:
+    """Give this rank its generators back, or new ones derived from them if the job had another size or kind of device.
+
+    Args:
+        saved: The states from `get_rng_state()` of every rank of the job that saved, by rank.
+    """
+    there = (len(saved), saved[0]["device"])
+    here = (get_world_size(), get_device().type)
+    if there == here:
+        set_rng_state(saved[get_rank()])
+        return
+    text = f"{saved[0]['python']}{saved[0]['numpy']}{saved[0]['torch'].tolist()}"
+    digest = hashlib.sha256(text.encode()).digest()
+    seed_everything(int.from_bytes(digest[:8], "big") >> 1, per_rank=True)
+    if is_main_process():
+        _log.warning(
+            "Saved on %d ranks (%s), loaded on %d (%s): random numbers start anew on each rank.", *there, *here
+        )
+
+
+def _python_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    version, words, gauss = state["python"]
+    if not (gauss is None or isinstance(gauss, float)):
+        raise TypeError("the pending gauss() of random is no number")
+    return version, tuple(words), gauss
+
+
+def _numpy_bits() -> Any:
+    """Return the bit generator of NumPy's global generator."""
+    return np.random.get_bit_generator()  # type: ignore[attr-defined]  # NumPy does not list it
+
+
+def _get_numpy_state() -> dict[str, Any]:
+    """Return the state of NumPy's global generator, and the name of the kind of bits from which it draws."""
+    state: Any = np.random.get_state(legacy=False)
+    kind = state["bit_generator"]
+    if type(_numpy_bits()) is not getattr(np.random, kind, None):
+        raise TypeError(
+            f"NumPy's global generator draws from {kind}, which is none of NumPy's own kinds, so its state cannot be "
+            "restored. Give np.random.set_bit_generator() one of these, such as np.random.PCG64()."
+        )
+    plain: dict[str, Any] = _plain(state)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """Turn the arrays in a state into lists, and NumPy's numbers into Python's."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value
+
+
+def _bits_of(state: Mapping[str, Any]) -> Any:
+    """Return the class of bit generator from which a state of NumPy's is."""
+    saved = state["numpy"]
+    name = saved["bit_generator"] if isinstance(saved, Mapping) else saved[0]  # as NumPy takes it, too
+    kind = getattr(np.random, name)
+    if not issubclass(kind, np.random.BitGenerator) or kind is np.random.BitGenerator:
+        raise TypeError(f"{name} is no kind of bit generator")
+    return kind

@@ -1,0 +1,1 @@
+"""Sums and gradients that do not depend on the number of ranks."""

@@ -1,0 +1,262 @@
+"""Load micro-batches that hold the same samples, and draw the same random numbers, on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from ..arguments import as_integer
+from ..data.loader import Batch, Loader, Loop, Seeds, check_options
+from ..data.samplers import DistributedSampler, Order
+from ..data.seeds import generators_kept, hash_seeds, seed_cpu
+from ..errors import DdpkitError
+from ..job import current_job
+from ..job.current_job import get_device
+from . import sum as exact_sum
+from .gradients import MicroBatches, describe_kernels
+
+_CALL = "make_micro_batch_loader()"
+
+
+def make_micro_batch_loader(
+    dataset: Any,
+    global_batch_size: int,
+    micro_batch_size: int,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    num_workers: int = 0,
+    drop_last: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_replicas: int | None = None,
+    rank: int | None = None,
+    **options: Any,
+) -> Loader:
+    """Make a loader whose steps are cut into the same micro-batches on any number of ranks.
+
+    For `exact_gradients`. Each step of the loop yields a list of the micro-batches that are this rank's; ranks may have
+    different numbers of them, also none. Its attribute `global_batch_size` counts the samples of all ranks. Which
+    samples a micro-batch has, and its random numbers while it is loaded, follow from its place in the global order.
+
+    Args:
+        dataset: Anything with a length and `__getitem__`.
+        global_batch_size: Samples per optimiser step, on all ranks together; at most 16,384 micro-batches.
+        micro_batch_size: Samples of one forward, which divide it. An epoch's last one may be smaller.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Any integer, the same on every rank: for the order and for random numbers.
+        num_workers: Processes per rank that load; 0 loads in this one.
+        drop_last: Whether to leave out the incomplete last global batch.
+        collate_fn: Makes a micro-batch of a list of samples; torch's default by default.
+        num_replicas: As for `make_loader`.
+        rank: As for `make_loader`.
+        **options: As for `make_loader`.
+
+    Raises:
+        ValueError: If a number is out of range or does not divide, or `drop_last` would leave nothing.
+        TypeError: If the dataset has no length, or an option is for the loader to decide.
+
+    Example:
+        >>> loader = make_micro_batch_loader(range(7), global_batch_size=4, micro_batch_size=2, shuffle=False)
+        >>> for batch in loader:
+        ...     print(batch, batch.global_batch_size)
+        [tensor([0, 1]), tensor([2, 3])] 4
+        [tensor([4, 5]), tensor([6])] 3
+
+        On two ranks::
+
+            for batch in loader: ...    # rank 0: [tensor([0, 1])], then [tensor([4, 5])]
+            for batch in loader: ...    # rank 1: [tensor([2, 3])], then [tensor([6])]
+    """
+    options |= {"num_workers": num_workers, "collate_fn": collate_fn}
+    check_options(_CALL, options)
+    sampler = MicroBatchSampler(
+        dataset,
+        as_integer(global_batch_size, "global_batch_size"),
+        as_integer(micro_batch_size, "micro_batch_size"),
+        num_replicas,
+        rank,
+        shuffle=bool(shuffle),
+        seed=seed,
+        drop_last=drop_last,
+    )
+    return MicroBatchLoader(dataset, sampler, **options)
+
+
+class MicroBatchSampler(DistributedSampler):
+    """Deal the micro-batches of a step to the ranks in turn: rank r takes those numbered r, r + world size, ..."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        global_batch_size: int,
+        micro_batch_size: int,
+        num_replicas: int | None,
+        rank: int | None,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        count, rest = divmod(global_batch_size, micro_batch_size)
+        if rest or count > exact_sum.MOST:
+            raise ValueError(
+                f"{_CALL} cuts a step into 1 to {exact_sum.MOST:,} equal micro-batches, but "
+                f"global_batch_size={global_batch_size} / micro_batch_size={micro_batch_size} is {count} and "
+                f"{rest} samples are left."
+            )
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+
+    def _identity(self) -> dict[str, Any]:
+        sizes = {"global_batch_size": self.global_batch_size, "micro_batch_size": self.micro_batch_size}
+        return super()._identity() | sizes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress of the run, and by which kernels this process computes."""
+        return super().state_dict() | {"kernels": describe_kernels(get_device())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, on any number of ranks.
+
+        Raises:
+            ValueError: If the order, the micro-batches or the kernels are others than the state's.
+            TypeError: If it is no state of a sampler.
+        """
+        here = describe_kernels(get_device())
+        saved = state.get("kernels", here) if isinstance(state, Mapping) else here
+        if saved != here:
+            raise ValueError(
+                f"Cannot resume with the same bits: the kernels were those of {saved} when the state was saved, and "
+                f"are those of {here} now. Resume on the same kind of machine with as many threads "
+                '(ddpkit.setup(num_threads=...)), or remove "kernels" from the state and go on with other bits.'
+            )
+        super().load_state_dict(state)
+
+    @property
+    def _samples_per_step(self) -> int:
+        return self.global_batch_size
+
+    def _end_from(self, start: int) -> int:
+        return min(super()._end_from(start), self.n)  # without padding
+
+    def __len__(self) -> int:
+        return self._count(self._end() - self.start)
+
+    @property
+    def num_samples(self) -> int:
+        """Return the samples of a whole epoch on this rank."""
+        return self._count(self.total_size)
+
+    def _count(self, samples: int) -> int:
+        """Count this rank's among so many samples, from the beginning of a step."""
+        steps, rest = divmod(samples, self.global_batch_size)
+        return steps * self._count_in_step(self.global_batch_size) + self._count_in_step(rest)
+
+    def _count_in_step(self, samples: int) -> int:
+        return sum(len(positions) for positions in self.micro_batches(range(samples)))
+
+    @property
+    def most(self) -> int:
+        """Return the micro-batches of a step on the rank that has most."""
+        return math.ceil(self.global_batch_size / self.micro_batch_size / self.num_replicas)
+
+    def steps(self) -> range:
+        """Return the positions in the global order where the steps of this pass begin."""
+        return range(self.start, self._end(), self.global_batch_size)
+
+    def positions(self, step: int) -> range:
+        """Return the positions of all ranks' samples in the step that begins at a position."""
+        return range(step, min(step + self.global_batch_size, self._end()))
+
+    def micro_batches(self, positions: range) -> Iterator[range]:
+        """Yield those positions of a step that are of each micro-batch of this rank."""
+        size = self.micro_batch_size
+        for start in positions[self.rank * size :: self.num_replicas * size]:
+            yield range(start, min(start + size, positions.stop))
+
+    def _blocks(self, order: Order, start: int, end: int) -> Iterator[list[int]]:
+        for step in range(start, end, self.global_batch_size):
+            for positions in self.micro_batches(self.positions(step)):
+                yield order(np.arange(positions.start, positions.stop)).tolist()
+
+
+class MicroBatchLoader(Loader):
+    """Load lists of micro-batches, one list for each optimiser step: see `make_micro_batch_loader`.
+
+    It counts epochs and steps, and has a state, as every `Loader`. `peek()` returns one micro-batch.
+    """
+
+    def __init__(self, dataset: Any, sampler: MicroBatchSampler, **options: Any) -> None:
+        self._dealer = sampler
+        super().__init__(
+            dataset,
+            sampler.micro_batch_size,
+            sampler,
+            sampler.place,
+            sampler.seed,
+            sampler.drop_last,
+            **options,
+        )
+        self._global_batch = sampler.global_batch_size
+
+    def __len__(self) -> int:
+        return len(self._dealer.steps())
+
+    def _begin(self, loop: Loop) -> Iterator[Any]:
+        loop.steps = iter(self._dealer.steps())
+        return super()._begin(loop)
+
+    def _seeds(self, epoch: int, position: int) -> Iterator[Seeds]:
+        for step in self._dealer.steps():
+            for positions in self._micro_batches(step):
+                yield self._seed, epoch, 0, positions.start  # whichever rank has it
+
+    def _with_seeds(self, batches: Iterator[list[int]], loop: Loop, position: int) -> Iterator[Batch]:
+        for batch in super()._with_seeds(batches, loop, position):
+            if self.num_workers == 0:
+                seed_cpu(hash_seeds("batch", *batch.seeds))
+            yield batch
+
+    def _count_batch(self, loop: Loop) -> None:
+        if loop.drawn:
+            current_job.tell_samples(loop.drawn.popleft())
+
+    def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
+        """Return this rank's micro-batches of the next step. One that cannot be made costs the step."""
+        step = next(loop.steps, None)
+        if step is None:
+            return super()._next(batches, loop)  # which ends the epoch
+        found, seeds, errors = [], [], []
+        with self._with_own_generators():
+            for positions in self._micro_batches(step):
+                seeds.append(hash_seeds("micro-batch", self._seed, loop.epoch, positions.start))
+                try:
+                    found.append(super()._next(batches, loop))
+                except (DdpkitError, StopIteration):  # which a wrapper of torch's iterators may raise early
+                    raise
+                except Exception as error:
+                    errors.append(error)
+        self._count_step(loop)
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            errors.clear()  # its traceback holds this frame
+        name = f"epoch {loop.epoch}, from sample {step} on"
+        return MicroBatches(found, name, len(self._dealer.positions(step)), seeds, self._dealer.most)
+
+    def _micro_batches(self, step: int) -> Iterator[range]:
+        return self._dealer.micro_batches(self._dealer.positions(step))
+
+    def _with_own_generators(self) -> AbstractContextManager[None]:
+        """Return a block in which samples may be loaded whose random numbers are not this process's."""
+        return nullcontext() if self.num_workers > 0 else generators_kept()
+
+    def _first_batch(self) -> Any:
+        self._seed_as_the_first_worker()  # in this process, too
+        return super()._first_batch()

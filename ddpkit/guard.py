@@ -1,0 +1,391 @@
+"""Let all ranks take a step, or all skip it, where a batch is bad on one of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from .arguments import as_integer
+from .collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
+from .collectives.differences import list_lines
+from .collectives.reduce import reduce_tree
+from .errors import BadStepError, DdpkitError
+from .exact.gradients import LocalPass
+from .job import current_job, lifecycle
+from .job.failing import is_of_broken_collective
+from .job.job import ranks_of, subset_of
+from .join.failures import describe_error, message_of
+from .join.store_values import parse, printable
+from .parallel.gradient_exchange import GradientExchange, Gradients, all_finite, begin_exchange, parameters_of
+from .torch_internals import is_from_worker, is_of_broken_loader
+
+# Find a batch size for which the memory of every rank suffices.
+
+_TEXTS = ("DefaultCPUAllocator", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")  # of RuntimeErrors
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that memory, of the CPU or an accelerator, has run out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in message_of(error) for text in _TEXTS)
+
+
+def find_batch_size(
+    trial: Callable[[int], object],
+    largest: int,
+    *modules: nn.Module | Tensor,
+) -> int:
+    """Halve a batch size until no rank runs out of memory in a trial. Collective.
+
+    A trial is a forward and a backward on a batch of that size, of random numbers for example. In it
+    DDP exchanges nothing, and afterwards the gradients are dropped and the buffers are what they were.
+    The optimizer's state and whatever else comes later needs memory, too: make the optimizer take a step
+    before, or choose a smaller size than the one that is found.
+
+    Args:
+        trial: Called with a batch size, in samples per rank; what it returns is dropped.
+        largest: The size to begin with, at least 1.
+        *modules: The models that a trial trains, wrapped or not.
+
+    Returns:
+        The first of `largest`, `largest // 2`, ... for which every rank's memory suffices.
+
+    Raises:
+        DdpkitError: On every rank, if memory does not suffice for a batch of 1.
+        MismatchError: On the other ranks, if a trial raises another error.
+        TypeError: If an argument is of a wrong type.
+        ValueError: If a number is out of range.
+
+    Example:
+        >>> net = nn.Linear(4, 1)
+        >>> find_batch_size(lambda size: net(torch.randn(size, 4)).sum().backward(), 64, net)
+        64
+    """
+    call = "find_batch_size()"
+    peers = current_job.data_parallel()
+    with raise_everywhere(call, peers):
+        batch_size = as_integer(largest, "largest")
+        local_pass = LocalPass(call, modules)
+    while True:
+        with raise_everywhere(call, peers):
+            fits = _try(trial, batch_size, local_pass)
+        check_fingerprint(fingerprint_of(call, {"batch size": f"{batch_size}"}), peers)
+        if reduce_tree(fits, "min", None, check=True, peers=peers):
+            return batch_size
+        if batch_size == 1:
+            where = "on other ranks" if fits else "on this rank"
+            raise DdpkitError(f"{call} found no size: memory does not suffice for one sample {where}.")
+        batch_size //= 2
+
+
+def _try(trial: Callable[[int], object], batch_size: int, local_pass: LocalPass) -> bool:
+    """Run a trial; return whether memory sufficed."""
+    try:
+        with local_pass:
+            trial(batch_size)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        release(error)
+        return False
+    finally:
+        local_pass.undo()
+    return True
+
+
+def release(error: BaseException | None) -> None:
+    """Free what the frames hold in which an exception was raised, and those that led to it, such as tensors."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+# Say why ranks cannot take a step, and tell the other ranks.
+
+_SAMPLES_SHOWN = 16
+_LONGEST_SAMPLE = 40  # characters of what a sampler calls one
+_LONGEST = 500  # characters of an error
+_FIELDS = {"problem": str, "is_out_of_memory": bool, "samples": [str]}
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """Why a rank cannot take a step.
+
+    Attributes:
+        problem: What was raised, or is wrong with its gradients; "" if nothing is.
+        is_out_of_memory: Whether that is why.
+        samples: Those of its batches, as far as they are known.
+    """
+
+    problem: str
+    is_out_of_memory: bool = False
+    samples: Sequence[str] = ()
+
+    @classmethod
+    def of_error(cls, error: BaseException, batches: Iterable[Sequence[object]]) -> BadStep:
+        """Describe what was raised."""
+        return cls(_in_one_line(error), is_out_of_memory(error), _names_of(batches))
+
+    @classmethod
+    def of_gradients(cls, gradients: Gradients, batches: Iterable[Sequence[object]]) -> BadStep:
+        """Describe the first gradient of this rank that is not finite; there may be none."""
+        for name, gradient in zip(gradients.names, gradients.values, strict=True):
+            if gradient is not None and not all_finite([gradient]):
+                problem = f"the gradient of {name or 'a tensor'} is not finite"
+                return cls(problem, False, _names_of(batches))
+        return cls("")
+
+    def __str__(self) -> str:
+        if not self.samples:
+            return self.problem
+        return f"{self.problem} (samples {', '.join(self.samples)})"
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Describe an exception by its first line; that of a loader's worker comes with a traceback, which has it."""
+    kind = type(error).__name__
+    lines = message_of(error).splitlines()
+    if is_from_worker(error):
+        raised = [line for line in lines if line.startswith(kind)]
+        return printable(raised[-1][:_LONGEST]) if raised else kind
+    return describe_error(error, _LONGEST).splitlines()[0].removesuffix(": ")
+
+
+def _names_of(batches: Iterable[Sequence[object]]) -> list[str]:
+    samples = [sample for batch in batches for sample in batch]
+    names = [printable(str(sample)[:_LONGEST_SAMPLE]) for sample in samples[:_SAMPLES_SHOWN]]
+    if len(samples) > _SAMPLES_SHOWN:
+        names.append(f"and {len(samples) - _SAMPLES_SHOWN} more")
+    return names
+
+
+def exchange_bad_steps(own: BadStep) -> dict[int, BadStep]:
+    """Return what is wrong on the ranks on which something is, by rank. Collective."""
+    peers = current_job.data_parallel()
+    texts = lifecycle.exchange(json.dumps(asdict(own)), subset_of(peers))
+    found = {}
+    for rank, text in zip(ranks_of(peers), texts, strict=True):
+        step = BadStep(**parse(text, "exchange", _FIELDS))
+        if step.problem:
+            found[rank] = step
+    return found
+
+
+def explain(headline: str, steps: dict[int, BadStep]) -> str:
+    """Write below a headline what is wrong on each rank."""
+    return list_lines(headline, [f"rank {rank}: {step}" for rank, step in steps.items()])
+
+
+log = logging.getLogger(__name__)
+_CALL = "StepGuard"
+_NEVER_SKIPPED = (DdpkitError, StopIteration)
+
+
+class StepGuard:
+    """Lets all ranks take a step, or all skip it. Collective.
+
+    A block of it holds the forwards and backwards of one optimiser step. If they raise on a rank, or
+    their gradients are not finite, no rank has gradients after the block, buffers (such as
+    BatchNorm's statistics) are what they were, and `skipped` is True on every rank. Otherwise the
+    gradients are their means over the ranks, as DDP and `average_gradients` make them.
+
+    Within the block nothing is exchanged, so no rank waits for one that has raised; DDP's exchange
+    is off. The gradients travel at the end, in one flat all-reduce, and whether a rank has raised
+    travels with them. The arguments are the same on every rank.
+
+    Args:
+        *modules: All models that are trained in the step, wrapped or not, and single parameters.
+            Plain ones start equal on all ranks, as for `average_gradients`.
+        max_skips: Steps in a row that may be skipped; one more is an error on every rank. With 0 the
+            first bad step is.
+        errors: The exceptions that make a step a bad one; others leave the block, as do errors of
+            ddpkit's own, of collectives, and of loaders that have lost a worker.
+        check_gradients: Whether gradients that are not finite make a step a bad one. Say False where
+            a `GradScaler` looks for them.
+        max_pieces: In how many pieces to cut a batch at most when memory runs out: see `attempts()`.
+
+    Attributes:
+        skipped: Whether the last step was skipped.
+        skips: Steps that were skipped so far.
+        pieces: In how many pieces to cut a batch.
+
+    Raises:
+        TypeError: If a model exchanges values in its forward: `fully_shard`, SyncBatchNorm, DDP with
+            `static_graph=True`; or an argument is of a wrong type.
+        ValueError: If a number is out of range, or nothing is trained.
+
+    Example:
+        >>> import math, torch
+        >>> net = nn.Linear(2, 1)
+        >>> guard = StepGuard(net)
+        >>> for sample in [1.0, math.nan]:
+        ...     with guard:
+        ...         net(torch.full((1, 2), sample)).sum().backward()
+        ...     print(guard.skipped, net.weight.grad)
+        False tensor([[1., 1.]])
+        True None
+    """
+
+    def __init__(
+        self,
+        *modules: nn.Module | Tensor,
+        max_skips: int = 10,
+        errors: type[Exception] | tuple[type[Exception], ...] = Exception,
+        check_gradients: bool = True,
+        max_pieces: int = 1,
+    ) -> None:
+        self._modules = modules
+        self._pass = LocalPass(_CALL, modules)
+        self._max_skips = as_integer(max_skips, "max_skips", least=0)
+        self._max_pieces = as_integer(max_pieces, "max_pieces")
+        self._errors = _checked(errors)
+        self._check_gradients = bool(check_gradients)
+        self._batches: list[Sequence[object]] = []  # samples of the step at hand
+        self._in_a_row = 0
+        self._is_trying = False  # whether the block is in a loop over `attempts()`
+        self._again = False  # whether the step is to be tried again, in more pieces
+        self.pieces = 1
+        self.skips = 0
+        self.skipped = False
+        if not any(tensor.requires_grad for _, tensor in parameters_of(_CALL, modules)):
+            raise ValueError(f"{_CALL} needs modules with parameters that are trained.")
+
+    def attempts(self) -> Iterator[int]:
+        """Yield in how many pieces to cut the batch: once, and again while a rank runs out of memory.
+
+        Each time it is twice as many, up to `max_pieces`, on every rank; later steps begin with the
+        last number.
+
+        Example:
+            >>> import torch
+            >>> net, batch = nn.Linear(2, 1), torch.ones(6, 2)
+            >>> guard = StepGuard(net, max_pieces=4)
+            >>> for pieces in guard.attempts():
+            ...     with guard:
+            ...         for part in batch.chunk(pieces):
+            ...             (net(part).sum() / len(batch)).backward()
+        """
+        self._is_trying = True
+        try:
+            yield self.pieces
+            while self._again:
+                yield self.pieces
+        finally:
+            self._is_trying = False
+
+    def __enter__(self) -> StepGuard:
+        self._pass.__enter__()
+        if not self._again:
+            self._batches = current_job.take_samples()[-1:]  # drawn before the block
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self._pass.__exit__(kind, error, trace)
+        if error is not None and not self._may_be_skipped(error):
+            return False
+        self._batches = current_job.take_samples() or self._batches
+        self._again = False
+        if error is None:
+            self._end(None)
+        else:
+            own = BadStep.of_error(error, self._batches)
+            log.warning("this rank could not take the step", exc_info=error)
+            self._pass.undo()
+            release(error)  # the exchange needs memory
+            self._end(own)
+        return True
+
+    def _may_be_skipped(self, error: BaseException) -> bool:
+        if isinstance(error, _NEVER_SKIPPED) or not isinstance(error, self._errors):
+            return False
+        return not is_of_broken_collective(error) and not is_of_broken_loader(error)
+
+    def _end(self, own: BadStep | None) -> None:
+        """Exchange the gradients, and use the means if no rank has a bad step. Collective."""
+        gradients, exchange = begin_exchange(
+            _CALL,
+            self._modules,
+            exchange=_CALL,
+            settings=self._settings(),
+            spoiled=own is not None,
+        )
+        if not gradients.parameters:
+            raise DdpkitError(f"No parameter needs a gradient at the end of a block of {_CALL}.")
+        is_good = self._is_good(own, gradients, exchange)
+        if exchange is not None:
+            current_job.step_clock().end_step()
+        if is_good:
+            if exchange is not None:
+                exchange.distribute()
+                gradients.give_back()
+            self.skipped = False
+            self._in_a_row = 0
+            return
+        own = own or BadStep.of_gradients(gradients, self._batches)
+        self._pass.undo()
+        self._skip(exchange_bad_steps(own))
+
+    def _settings(self) -> tuple[tuple[str, str], ...]:
+        """Return what must be the same on every rank, for else they would decide otherwise."""
+        return (
+            ("max_skips", f"{self._max_skips}"),
+            ("max_pieces", f"{self._max_pieces}"),
+            ("check_gradients", f"{self._check_gradients}"),
+            ("pieces", f"{self.pieces}"),
+        )
+
+    def _is_good(self, own: BadStep | None, gradients: Gradients, exchange: GradientExchange | None) -> bool:
+        if exchange is not None:
+            exchange.wait()
+            return exchange.is_usable(finite=self._check_gradients)
+        if own is not None:
+            return False
+        if not self._check_gradients:
+            return True
+        return all_finite(gradient for gradient in gradients.values if gradient is not None)
+
+    def _skip(self, steps: dict[int, BadStep]) -> None:
+        """Skip the step, or let it be tried again, for what is wrong on these ranks."""
+        self.skipped = True
+        is_memory = bool(steps) and all(step.is_out_of_memory for step in steps.values())
+        if is_memory and self._is_trying and self.pieces < self._max_pieces:
+            self.pieces = min(2 * self.pieces, self._max_pieces)
+            self._again = True
+            _say(explain(f"All ranks cut batches in {self.pieces} pieces from now on:", steps))
+            return
+        self.skips += 1
+        self._in_a_row += 1
+        if self._in_a_row > self._max_skips:
+            problem = f"{self._in_a_row} steps in a row could not be taken, and {self._max_skips} may be skipped"
+            raise BadStepError(explain(f"{problem}; of the last:", steps), sorted(steps))
+        _say(explain(f"All ranks skip this step (in a row: {self._in_a_row}, in all: {self.skips}):", steps))
+
+
+def _checked(errors: object) -> tuple[type[Exception], ...]:
+    """Return the exceptions as a tuple; refuse what is none, or would stop Ctrl-C."""
+    found = errors if isinstance(errors, tuple) else (errors,)
+    for each in found:
+        if not isinstance(each, type) or not issubclass(each, Exception):
+            raise TypeError(f"errors must be a class of exceptions, or a tuple of them, got {errors!r}.")
+    return found
+
+
+def _say(text: str) -> None:
+    """Log on the first of the ranks that take the step."""
+    if current_job.get_data_parallel_rank() == 0:
+        log.warning("%s", text)

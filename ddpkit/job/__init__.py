@@ -1,0 +1,1 @@
+"""The job that this process is in: setting it up, its device, leaving it."""

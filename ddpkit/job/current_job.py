@@ -1,0 +1,276 @@
+"""The job that this process is in now: what the other rooms ask and tell it. `lifecycle` begins and ends it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import DdpkitError
+from ..join.failures import Failure
+from ..join.session import Session
+from ..join.stop_agreement import StopAgreement, StopRequest
+from ..launch import ranks
+from ..timing import Phase, SlowRank, StepClock
+from ..torch_internals import current_group
+from .device import choose_device, count_accelerators
+from .failing import cause_of, lost_peer_of
+from .job import Job, Peers, ranks_of
+from .options import Options
+
+job: Job | None = None
+_idle_clock = StepClock()  # of a process without a job of several ranks
+_idle_agreement = StopAgreement(1)  # the same
+_batches: deque[Sequence[object]] = deque(maxlen=64)  # samples of those that loaders have handed out last
+
+
+def has_job() -> bool:
+    """Return whether this process has called `setup()` and not left since."""
+    return job is not None
+
+
+def is_watched() -> bool:
+    """Return whether this process hears of what happens on other ranks while it computes."""
+    return job is not None and job.monitor is not None
+
+
+def current_session() -> Session:
+    """Return the session of the joined job; call it only where `joined()` is true."""
+    assert job is not None and job.session is not None
+    return job.session
+
+
+def asked_options() -> Options:
+    """Return the arguments of `setup()`; call it only where there is a job."""
+    assert job is not None
+    return job.asked
+
+
+def owns_group() -> bool:
+    """Return whether `setup()` has made the process group, or there is none."""
+    return job is None or job.session is None or job.owns_group
+
+
+def lost_peer(error: BaseException) -> DdpkitError | None:
+    """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
+    return lost_peer_of(error, job.session if job is not None else None)
+
+
+def hold_failures(hold: bool, grace: float | None = None) -> None:
+    """Let a peer's failure not interrupt this process, or again.
+
+    Args:
+        hold: Whether not.
+        grace: Seconds that it then has to deal with one.
+    """
+    if job is None or job.session is None:
+        return
+    job.session.failures.held = hold
+    if grace is not None:
+        job.session.failures.grace = grace
+
+
+def interrupt(failure: Failure) -> bool:
+    """Raise in the main threads of all ranks, as when one has failed; any thread may call it.
+
+    Returns:
+        False if this process is in no job of several, and nothing was done.
+    """
+    current = job
+    if current is None or current.session is None:
+        return False
+    if current.session.failures.known is None:
+        current.session.failures.known = failure
+        if current.monitor is not None:
+            current.monitor.wake()
+    return True
+
+
+def get_device() -> torch.device:
+    """Return this rank's device: the one that `setup()` bound, before it the one that it would.
+
+    Raises:
+        NotSetUpError: If there are several accelerators and the launcher does not tell the local rank; `setup()` finds
+            it out by asking the other ranks.
+
+    Example:
+        >>> batch = torch.ones(4, 2).to(get_device())
+    """
+    asked = None
+    if job is not None:
+        if job.is_current() or current_group() is None:
+            return job.context.device
+        asked = job.asked.device
+    launch = ranks.current_launch()
+    if launch.local_rank is None and count_accelerators() > 1:
+        ranks.get_local_rank()  # raises
+    return choose_device(asked, launch.local_rank or 0, launch.local_world_size or 1)
+
+
+def control_device() -> torch.device:
+    """Return the device on which small control messages travel: the CPU if the group reaches it, as gloo does."""
+    if job is None or job.control is None:
+        return torch.device("cpu")
+    return job.control
+
+
+def data_parallel() -> Peers | None:
+    """Return the ranks among which the samples are shared out, this one among them; None if that is all of the job."""
+    return job.data_parallel if job is not None and job.is_current() else None
+
+
+def choose_data_parallel(peers: Peers | None) -> None:
+    """Remember those ranks for as long as this job lives; call it only where `joined()` is true."""
+    assert job is not None
+    job.data_parallel = peers
+    step_clock().is_comparable = peers is None
+
+
+def get_data_parallel_rank() -> int:
+    """Return this process's number among the data-parallel ranks, from 0: its rank unless `set_data_parallel` chose.
+
+    Example:
+        >>> get_data_parallel_rank()
+        0
+    """
+    return ranks_of(data_parallel()).index(ranks.get_rank())
+
+
+def get_data_parallel_world_size() -> int:
+    """Return the number of data-parallel ranks: the world size unless `set_data_parallel` chose.
+
+    Example:
+        >>> get_data_parallel_world_size()
+        1
+    """
+    return len(ranks_of(data_parallel()))
+
+
+@contextmanager
+def peer_errors() -> Iterator[None]:
+    """Raise the `PeerError` that names the peer where a torch call in this block breaks because a peer failed.
+
+    ddpkit's own calls do this by themselves. A collective of torch's, or the `backward` of a DDP model, may raise a
+    plain `RuntimeError` about a connection before the news of the failure has come: put those in this block to catch
+    `PeerError`. All other errors leave the block as they are, and on one process nothing changes.
+
+    Raises:
+        PeerError: If another rank failed, left or did not come; at the start of the block, too, if that is known.
+        MismatchError: If the ranks were in different collectives.
+
+    Example:
+        >>> import torch
+        >>> from ddpkit import PeerError
+        >>> model = torch.nn.Linear(1, 1)
+        >>> try:
+        ...     with peer_errors():
+        ...         model(torch.ones(1)).backward()
+        ... except PeerError as error:
+        ...     print(f"rank {error.rank} failed")  # save what there is, then end
+    """
+    if job and job.session:
+        job.session.failures.raise_if_known()  # also if the error that said so was swallowed
+    try:
+        yield
+    except RuntimeError as error:
+        cause = cause_of(error, job.session) if job and job.session else None
+        if cause:
+            raise cause from error
+        raise
+
+
+@contextmanager
+def exchanging() -> Iterator[None]:
+    """Cover a collective of ddpkit's own: it raises as in `peer_errors()`, and its time counts as waiting."""
+    with step_clock().within(Phase.WAITING), peer_errors():
+        yield
+
+
+def tell(**progress: int) -> None:
+    """Say how far the script is, for those who ask what the ranks are doing."""
+    if job is not None and job.session is not None:
+        job.session.told = {name: int(number) for name, number in progress.items()}
+
+
+def tell_samples(indices: Sequence[object]) -> None:
+    """Say which samples of a dataset are in the batch that a loader hands out, or could not make."""
+    _batches.append(indices)
+
+
+def take_samples() -> list[Sequence[object]]:
+    """Return the samples of the batches since the last call, of the latest ones if they are many."""
+    taken = list(_batches)
+    _batches.clear()
+    return taken
+
+
+def step_clock() -> StepClock:
+    """Return the clock of this process's training steps."""
+    if job is None or job.session is None:
+        return _idle_clock
+    return job.session.clock
+
+
+def slow_rank() -> SlowRank | None:
+    """Return the rank for which the others wait, as far as this process knows: the main process does."""
+    if job is None or job.monitor is None:
+        return None
+    return job.monitor.paces.slow
+
+
+def stop_agreement() -> StopAgreement:
+    """Return what this process knows of the step at which all ranks of its job stop."""
+    if job is None or job.session is None:
+        return _idle_agreement
+    return job.session.stop_agreement
+
+
+def renew_stop_agreement() -> None:
+    """Forget what was asked or decided where there is no job of several ranks, which keeps it as long as it lives."""
+    global _idle_agreement
+    _idle_agreement = StopAgreement(1)
+
+
+def ask_to_stop(request: StopRequest) -> bool:
+    """Ask that all ranks stop, unless this one has; a signal handler may call it.
+
+    Returns:
+        Whether this is this rank's first request.
+    """
+    agreement = stop_agreement()
+    is_first = agreement.request is None
+    if is_first:
+        agreement.request = request
+    if job is not None and job.monitor is not None:
+        job.monitor.wake()
+    return is_first
+
+
+def hook_once(register: Callable[[], list[RemovableHandle]]) -> None:
+    """Add hooks that are removed when this process leaves its job, unless this function has added its own before."""
+    if job is not None and register not in job.hooks:
+        job.hooks[register] = register()
+
+
+def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> None:
+    """Let `distributed()` call a collective function where its block ends well; with None, no more."""
+    if job is None:
+        return
+    job.unfinished.pop(owner, None)
+    if finish is not None:
+        job.unfinished[owner] = finish
+
+
+def has_unfinished() -> bool:
+    """Return whether something was begun that all ranks have to wait for before they leave."""
+    return job is not None and bool(job.unfinished)
+
+
+def finish() -> None:
+    """Do, in the order in which it was begun, what was to be finished before this job ends. Collective then."""
+    while job is not None and job.unfinished and job.is_current():
+        owner = next(iter(job.unfinished))
+        job.unfinished.pop(owner)()

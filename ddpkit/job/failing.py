@@ -1,0 +1,262 @@
+"""Steps of a rank that fails: it asks whether another was the cause, tells the others, and informs torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import sys
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError
+from ..join.failures import Failure, describe_error, message_of, trace_of
+from ..join.session import Ranks, Session
+from ..join.sockets import cut
+from ..join.store_values import call_with_timeout
+from ..join.vacancy import RankReturns
+from ..torch_internals import abort_group, current_group, other_groups_were_made
+from ..watch.monitor import Monitor
+from .job import Job
+
+_BROKEN = re.compile(  # torch raises plain RuntimeErrors, too
+    r"^\[.*gloo"  # gloo's begin with a source file in brackets, some of them
+    r"|^Gloo |^Application timeout caused pair closure"
+    r"|NCCL (error|communicator)|ncclRemoteError"
+    r"|^\[.*ProcessGroup"
+)
+_BY_PEERS = re.compile("timed? ?out|connection|closed|reset|remote|abort|pipe", re.IGNORECASE)
+# in which all ranks notice that a collective broke: its end closes their connections
+_ALL_NOTICE = timedelta(seconds=3)
+_TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
+_REPORT_LENGTH = 100_000  # characters of a message in torchrun's report: a peer's holds its traceback
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_LIBRARIES = (_PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
+_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+_IN_MODELS = {  # where collectives begin in C++, without a function of torch.distributed
+    os.path.join("torch", "nn", "parallel", "distributed.py"): "DDP's forward",
+    os.path.join("torch", "autograd", "graph.py"): "backward",
+}
+_CHECK = os.path.join(_PACKAGE, "collectives", "consistency.py")  # with which each collective of ddpkit's begins
+_OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own
+_NOT_OURS = (PeerError, BarrierTimeoutError, RankReturns)  # errors by which other ranks end what this one does
+_BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
+
+
+def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
+    """Explain why a collective broke, from what the other ranks report. Looks into exception groups.
+
+    Returns:
+        The error to raise instead, which names the rank that failed, left or did not come, or the different collectives
+        that the ranks were in; None if that cannot be told.
+    """
+    for inner in getattr(error, "exceptions", ()):
+        if isinstance(inner, PeerError):
+            return Failure.of(session.rank, inner).to_error()  # a new one, for the group becomes its cause
+        cause = cause_of(inner, session)
+        if cause:
+            return cause
+    if error is session.failures.explained:  # by a block that it left on its way up
+        return None
+    if not is_of_broken_collective(error):
+        return None
+    session.failures.explained = error
+    if _TIMED_OUT.search(message_of(error)):
+        session.show_ranks()
+    call, place, group = _called(error)
+    ranks = _participants(error, call, group)
+    if session.rank not in ranks or session.failures.known or session.failures.compared:
+        return session.find_cause()
+    session.failures.compared = True  # once: ranks that meet a second time may not mean the same collective
+    return _compare_places(error, f"{call} {place}", session, ranks)
+
+
+def lost_peer_of(error: BaseException, session: Session | None) -> DdpkitError | None:
+    """Return the error that names the peer whose loss has led to this one, None if that was not the cause.
+
+    Or says that one comes back, for which all leave, too.
+    """
+    if isinstance(error, _NOT_OURS):
+        return error
+    if session is None:
+        return None
+    try:  # on another thread, for the store may belong to a process that is stopped
+        session.failures.raise_if_known()
+        cause = call_with_timeout(lambda: cause_of(error, session), math.inf, session.failures.raise_if_known)
+    except (PeerError, RankReturns) as known:
+        return known
+    if cause is None and is_of_broken_collective(error):  # several ranks are silent, and none of them is named
+        return DdpkitError(f"a collective broke, and by which rank could not be told: {error}")
+    return cause if isinstance(cause, _NOT_OURS) else None
+
+
+def is_of_broken_collective(error: BaseException) -> bool:
+    """Return whether torch raises such an error where a collective breaks."""
+    if not isinstance(error, RuntimeError) or isinstance(error, DdpkitError):
+        return False
+    return isinstance(error, dist.DistError) or _BROKEN.search(message_of(error)) is not None
+
+
+def _compare_places(error: BaseException, place: str, session: Session, ranks: Ranks) -> DdpkitError | None:
+    """Meet the ranks whose collective broke, too, and compare where in the script that was. Collective.
+
+    Returns:
+        The error to raise instead: one rank is absent, or the ranks were in different collectives. None if neither.
+    """
+    everyone = len(ranks) == len(session.hosts)
+    try:
+        places = session.exchange(place, "broken collective", _ALL_NOTICE, None if everyone else ranks)
+    except BarrierTimeoutError as late:
+        ending = [*session.failures.exiting, *session.failures.left]
+        is_ending = any(rank in ending for rank, _ in late.missing)  # its exit code tells why
+        if is_ending or session.failures.known or late.elsewhere:  # those wait for others, who may be the cause
+            return session.find_cause()
+        return _absent(error, late, session.rank)
+    except DdpkitError as cause:
+        return cause
+    calls = {text.partition(" ")[0] for text in places}
+    if len(calls) == 1 or "?" in calls:
+        return None
+    lines = "".join(f"\n  rank {rank}: {text}" for rank, text in zip(ranks, places, strict=True))
+    return MismatchError(f"A collective broke because the ranks were not in the same one: {error}{lines}")
+
+
+def _participants(error: BaseException, call: str, group: Any) -> Ranks:
+    """Return the ranks that must have been in what broke; none if one that does not come now may be innocent."""
+    if isinstance(error, _OF_A_STORE) or not _BY_PEERS.search(message_of(error)):
+        return ()
+    if call in _BETWEEN_TWO or not dist.is_initialized():
+        return ()
+    if group is None and other_groups_were_made():  # whose it was is not known
+        return ()
+    with suppress(KeyError, ValueError, RuntimeError, AttributeError):  # it is none, or has been destroyed
+        return tuple(dist.get_process_group_ranks(group or current_group()))
+    return ()
+
+
+def _absent(error: BaseException, late: BarrierTimeoutError, me: int) -> PeerError | None:
+    (rank, host), *more = late.missing
+    if more or rank == me:  # one of them may have kept the others waiting; or another collective broke before
+        return None
+    here = ", ".join(f"{rank}" for rank, _ in late.arrived)
+    words = f"it did not come to where rank {here} gave up a collective ({error}). Is it stopped, stuck or elsewhere?"
+    return PeerError(rank, host, "silent", words)
+
+
+def _called(error: BaseException) -> tuple[str, str, Any]:
+    """Find what an error comes from.
+
+    Returns:
+        The call, "?" if it is none that is known, the line of the script before it, and its process group, None if
+        that cannot be told.
+    """
+    call, place = "?", ""
+    for frame in [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]:
+        if not frame.filename.startswith(_LIBRARIES):
+            place = f"at {os.path.basename(frame.filename)}:{frame.lineno}: {frame.line}"
+        elif frame.filename == _CHECK:  # in which ranks are in different functions of torch's
+            return "ddpkit's check", place, _group_of(error)
+        elif frame.filename.endswith(_COLLECTIVES):
+            call = frame.name
+        for file, name in _IN_MODELS.items():
+            if frame.filename.endswith(file):
+                call = name
+    return call, place, _group_of(error)
+
+
+def _group_of(error: BaseException) -> Any:
+    """Find the process group of the function of torch's that raised an error, None if it was none."""
+    group = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.endswith(_COLLECTIVES) and "group" in frame.f_locals:
+            group = frame.f_locals["group"] or current_group()
+    return group
+
+
+def publish(error: BaseException, session: Session, monitor: Monitor | None) -> None:
+    """Tell the other ranks that this one is failing, or which peer it fails for, unless they know."""
+    if session.failures.known is None:
+        failure = Failure.of(session.rank, error)
+        if monitor:
+            monitor.tell(failure)
+        session.failures.announce(failure)
+        session.failures.known = failure
+    session.failures.settled = True
+
+
+def ended_well(error: BaseException) -> bool:
+    """Say whether this is an exit that Python does not count as a failure: without a code, or with 0."""
+    if not isinstance(error, SystemExit):
+        return False
+    return error.code is None or (isinstance(error.code, int) and error.code == 0)
+
+
+def last_error() -> BaseException | None:
+    """Return the exception that nobody caught, which the interpreter keeps before it ends; None if there is none."""
+    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return error
+
+
+def fill_error_file(error: BaseException) -> None:
+    """Let torchrun show this error, as its `@record` decorator would."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    seconds = int(time.time())
+    if isinstance(error, PeerError):  # torchrun calls the earliest one the root cause
+        seconds += 1
+    message = {
+        "message": describe_error(error, _REPORT_LENGTH),
+        "extraInfo": {"py_callstack": trace_of(error), "timestamp": f"{seconds}"},
+    }
+    with suppress(OSError), open(path, "w") as file:
+        json.dump({"message": message}, file)
+
+
+# The steps of leaving a job: the last word to the other ranks, and the end of the process group.
+
+
+def say_goodbye(job: Job, session: Session, error: BaseException | None, at_exit: bool) -> None:
+    """Tell the other ranks that this one leaves.
+
+    Args:
+        job: That it leaves.
+        session: The one of the job.
+        error: The exception that it is handling, or that has ended it, if the others do not know it.
+        at_exit: Whether the process is ending, so that its exit code tells whether it has failed.
+    """
+    monitor = job.monitor
+    reason = None if error is None else Failure.of(session.rank, error)
+    if monitor is None:
+        if reason and at_exit:
+            session.failures.announce(reason)
+    elif session.failures.known is None and at_exit:
+        monitor.close_at_exit(reason)
+    elif error is None:
+        monitor.close()
+    else:
+        job.interrupted = isinstance(error, KeyboardInterrupt)
+        monitor.depart(None if job.interrupted else reason)
+
+
+def destroy_group(job: Job, session: Session) -> None:
+    """Destroy the process group, if `setup()` made it and it is still there."""
+    if not job.owns_group or not dist.is_initialized() or not job.is_current():
+        return
+    failed = session.failures.known is not None
+    if failed and "nccl" in str(job.context.backend):
+        abort_group()  # destroying would wait for operations that cannot end
+    else:
+        # gloo's thread needs the GIL to drop the last tensor, but torch 2.6 keeps it to destroy the group here, and
+        # later versions where a DDP model ends that held the group
+        time.sleep(0.1 if torch.__version__ < "2.13" else 0.02)
+        dist.destroy_process_group()
+    cut(session.connections)  # a DDP model holds the group until the process has ended

@@ -1,0 +1,192 @@
+"""The job that this process has joined, with everything that `teardown()` has to end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+
+from ..join.session import Session
+from ..launch import ranks
+from ..launch.launch import Launch
+from ..torch_internals import current_group, no_group
+from ..watch.monitor import Monitor
+from .options import Options
+
+# The ranks that take part in a call, where these are not all of the job's: those of one of torch's groups.
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of a group.
+
+    Attributes:
+        ranks: Their numbers in the job, in the order of the group.
+        group: Torch's group.
+    """
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+
+
+def ranks_of(peers: Peers | None) -> Sequence[int]:
+    """Return the numbers in the job of those who take part: None is all of them, 0 alone on one process."""
+    return range(ranks.get_world_size()) if peers is None else peers.ranks
+
+
+def group_of(peers: Peers | None) -> dist.ProcessGroup | None:
+    """Return their process group as torch takes it: None is the job's."""
+    return None if peers is None else peers.group
+
+
+def subset_of(peers: Peers | None) -> tuple[int, ...] | None:
+    """Return their numbers as waits on the store take them: None is all."""
+    return None if peers is None else peers.ranks
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where this process stands in the job, as `setup()` found it; prints as a block for the log.
+
+    Attributes:
+        rank: This process's number in the job, from 0.
+        world_size: Number of processes in the job.
+        local_rank: This process's number on its node, from 0.
+        local_world_size: Number of the job's processes on this node.
+        node_rank: This node's number in the job, from 0.
+        num_nodes: Number of nodes in the job.
+        device: This rank's device.
+        backend: Backend of the process group, as torch names it; None where there is no group.
+        launcher: How this process was started: the `kind` of its `Launch`.
+        master: Where the ranks met, as "host:port"; None on one process, or in a store of the script's own.
+
+    Example:
+        >>> from ddpkit import distributed
+        >>> with distributed(device="cpu") as context:
+        ...     print(context)
+          launcher: single
+           backend: none (one process)
+        world size: 1 on 1 node
+              rank: 0
+        local rank: 0 of 1 on node 0
+            device: cpu
+            master: none
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    device: torch.device
+    backend: str | None
+    launcher: str
+    master: str | None
+
+    def __str__(self) -> str:
+        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        rows = {
+            "launcher": self.launcher,
+            "backend": self.backend or "none (one process)",
+            "world size": f"{self.world_size} on {nodes}",
+            "rank": self.rank,
+            "local rank": f"{self.local_rank} of {self.local_world_size} on node {self.node_rank}",
+            "device": self.device,
+            "master": self.master or "none",
+        }
+        return "\n".join(f"{name:>10}: {value}" for name, value in rows.items())
+
+
+def context_of(launch: Launch, device: torch.device, backend: str | None = None, master: str | None = None) -> Context:
+    """Make the context of a launch; places that are not known are those of a job on one node."""
+    return Context(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        local_rank=launch.local_rank or 0,
+        local_world_size=launch.local_world_size or 1,
+        node_rank=launch.node_rank or 0,
+        num_nodes=launch.num_nodes or 1,
+        device=device,
+        backend=backend,
+        launcher=launch.kind,
+        master=master,
+    )
+
+
+@dataclass
+class Job:
+    """A job: what `setup()` makes and `teardown()` ends.
+
+    Attributes:
+        launch: How this process was started; with all places filled in once the ranks have met.
+        asked: The arguments of `setup()`.
+        context: Where this process stands in it.
+        group: Returns the process group that it belongs to, as long as that lives; one process has none.
+        session: Where its ranks meet; one process has none.
+        monitor: The thread that hears of failures.
+        control: The device on which small control messages travel, if that is not the CPU.
+        owns_group: Whether `setup()` made the group.
+        hosts_store: Whether this process hosts the store.
+        first_hook: The exception hook from before `setup()`.
+        former_hook: That which torch has put in its place, as it made the group.
+        former_error: Identity of the exception that had ended something in this interpreter before.
+        interrupted: Whether it was left while a KeyboardInterrupt was handled.
+        finalizer: Runs where a child of multiprocessing ends.
+        data_parallel: The ranks among which the samples are shared out, this one among them; None for all.
+        caller: The thread that calls its collectives, from the first one on.
+        refused: Whether another thread has called one, so that this rank has failed.
+        threads: Of CPU operators: their number before `setup()`, and the one that it has set; None if it has set none.
+        hooks: By the function that added them, those that torch calls for all modules or optimizers of this process.
+        unfinished: By whom it was begun, what all ranks have to wait for before they leave in good order.
+    """
+
+    launch: Launch
+    asked: Options
+    context: Context
+    group: Callable[[], Any] = no_group
+    session: Session | None = None
+    monitor: Monitor | None = None
+    control: torch.device | None = None
+    owns_group: bool = False
+    hosts_store: bool = False
+    first_hook: Any = None
+    former_hook: Any = None
+    former_error: int = 0
+    interrupted: bool = False
+    finalizer: Any = None
+    data_parallel: Peers | None = None
+    caller: threading.Thread | None = None
+    refused: bool = False
+    threads: tuple[int, int] | None = None
+    hooks: dict[Callable[[], list[RemovableHandle]], list[RemovableHandle]] = field(default_factory=dict)
+    unfinished: dict[object, Callable[[], None]] = field(default_factory=dict)
+
+    def is_current(self) -> bool:
+        """Return whether the group that it belongs to is the one that exists; one process needs none."""
+        group = current_group()
+        if group is None:
+            return self.session is None
+        return self.group() is group
+
+    def undo_changes(self) -> None:
+        """Give back what this job has changed in torch, unless the script has changed it, too."""
+        for hooks in self.hooks.values():
+            for hook in hooks:
+                hook.remove()
+        self.hooks.clear()
+        if self.session is not None and not self.session.is_own:  # a forked child has no threads to divide
+            return
+        if self.threads is not None and torch.get_num_threads() == self.threads[1]:
+            torch.set_num_threads(self.threads[0])
+
+    def own_session(self) -> Session | None:
+        """Return its session, None on one process and in a child that was forked from a rank."""
+        if self.session is None or not self.session.is_own:
+            return None
+        return self.session

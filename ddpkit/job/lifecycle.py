@@ -1,0 +1,573 @@
+"""Starting and ending the job in this process: here begins and ends all that `ddpkit` does in a process."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import logging
+import multiprocessing.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import DdpkitError, LaunchError, NotSetUpError
+from ..join.failures import Failure
+from ..join.rendezvous import StartedByRank
+from ..join.session import Ranks, Session
+from ..join.sockets import SETTLE, cut
+from ..launch import ranks
+from ..launch.launch import Launch
+from ..torch_internals import groups, in_autograd_thread
+from . import current_job
+from .device import bind_device, choose_device, is_same_device
+from .failing import cause_of, destroy_group, ended_well, fill_error_file, last_error, publish, say_goodbye
+from .job import Context, Job, context_of
+from .joining import assemble, checked_launch, close_stores, set_threads, tell_peers
+from .options import ChooseDevice, Options, Origin, checked_options, checked_origin
+
+log = logging.getLogger(__name__)
+
+_hooks_left: tuple[Any, Any] | None = None  # torch's exception hook, which has stayed, and the one from before
+_departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
+_apart = ""  # whose block this process is in, in which it exchanges nothing with other ranks
+_children_keep_groups = False  # whether forked children are told to, which cannot be taken back
+_callers = threading.Lock()  # held where the thread that calls a job's collectives is chosen
+_PATIENCE_AFTER_ERROR = timedelta(seconds=2)  # while an error is handled, for ranks that still connect
+_FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
+
+
+def setup(
+    *,
+    backend: str | None = None,
+    device: str | torch.device | ChooseDevice | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    num_threads: int | None = None,
+    watch: bool = True,
+    launch: Launch | None = None,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Context:
+    """Join the job that the environment describes, bind this rank's device and make the process group. Collective.
+
+    On one process it only chooses the device. A second call returns what the first made; a group that somebody else
+    made is adopted, and left alone by `teardown()`.
+
+    Args:
+        backend: Backend of the process group, as torch names it; by default what suits the device: "gloo" on CPUs, for
+            example "cpu:gloo,cuda:nccl" on GPUs.
+        device: This rank's device. By default the accelerator whose index is the local rank, the only visible one, or
+            the CPU where there is none. Ranks may share an accelerator only if they name it here. A function is called
+            with the local rank, which on some platforms is known only when the ranks have met. The default device of
+            torch (`torch.set_default_device`) does not tell ranks apart: it is neither asked nor changed.
+        timeout: Bound on joining, on each later wait, and the group's time-out for collectives.
+        num_threads: Threads of each rank's CPU operators. By default the launcher's choice (`OMP_NUM_THREADS`), else
+            the cores that this rank may use divided among the ranks that share them.
+        watch: Whether a thread learns of failures on other ranks while this one computes or sits in a collective.
+        launch: This process's place in the job, where the environment does not tell it: `Launch("platform", rank,
+            world_size, master_addr=..., master_port=...)`.
+        store: A store of torch's in which the ranks meet, instead of a master's address, such as
+            `dist.FileStore(path, world_size)`. It must outlive the job.
+        rank: With a store, this process's number in the job, from 0.
+        world_size: With a store, the number of processes in the job.
+
+    Returns:
+        Where this process stands.
+
+    Raises:
+        LaunchError: If the environment's hints are incomplete or contradictory, the launch is nested, or the ranks do
+            not fit together: on every rank that can be reached.
+        TypeError: If arguments do not go together.
+        ValueError: If an argument cannot be used.
+
+    Example:
+        >>> context = setup()
+        >>> context.rank, context.world_size
+        (0, 1)
+        >>> teardown()
+    """
+    origin = checked_origin(launch, store, rank, world_size)
+    try:
+        asked = checked_options(backend, device, timeout, num_threads, watch, origin)
+    except (TypeError, ValueError) as error:
+        if current_job.job is None and not dist.is_initialized():
+            tell_peers(error, origin)
+        raise
+    job = current_job.job
+    if job is None or not job.is_current():
+        return _join(asked).context
+    _refuse_forked(job)
+    if asked.backend not in (None, job.asked.backend, job.context.backend):
+        raise ValueError(f"setup() was called before, with another backend:\n{job.context}")
+    device, local_rank = job.context.device, job.context.local_rank
+    if asked.device and asked.device != job.asked.device and not is_same_device(asked.device, device, local_rank):
+        raise ValueError(f"setup() was called before, with another device:\n{job.context}")
+    _check_origin(origin, job.launch)
+    return job.context
+
+
+def leave_to_rejoin() -> None:
+    """Leave a job that has lost ranks, without waiting for others: the caller keeps its store open for them."""
+    _leave(lingers=False)
+
+
+def rejoin(
+    asked: Options,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    store_host: int,
+    lost: Callable[[], str],
+) -> Context:
+    """Join the job of those who go on where others were lost. Collective among these.
+
+    Args:
+        asked: The arguments of the `setup()` before.
+        store: Where they meet.
+        rank: This process's number among them.
+        world_size: Their number.
+        store_host: The one of them that hosts the store.
+        lost: Returns which of them has ended while they join, "" if none has.
+    """
+    origin = checked_origin(None, store, rank, world_size)
+    job = _join(replace(asked, origin=replace(origin, lost=lost, store_host=store_host)))
+    job.hosts_store = rank == store_host
+    return job.context
+
+
+def _check_origin(origin: Origin, found: Launch) -> None:
+    """Refuse a place that is not the one of the job which has been joined, or of the group that there is."""
+    said = origin.launch
+    if said is not None and (said.rank, said.world_size) != (found.rank, found.world_size):
+        raise ValueError(
+            f"This process is rank {found.rank} of {found.world_size} already, but setup() was told rank {said.rank} "
+            f"of {said.world_size}."
+        )
+
+
+def _refuse_forked(job: Job) -> None:
+    if job.session is not None and not job.session.is_own:
+        raise LaunchError(_FORKED)
+
+
+def _join(asked: Options) -> Job:
+    """Join the job that there is now, and leave the one before it, whose group has gone."""
+    _leave()
+    _close_departed()
+    if dist.is_initialized():
+        launch = ranks.launch_of_group()
+        _check_origin(asked.origin, launch)
+    else:
+        launch = checked_launch(asked)
+    job = Job(launch, asked, context_of(launch, torch.device("cpu")), first_hook=sys.excepthook)
+    try:
+        if launch.world_size == 1 and launch.master_addr is None and not dist.is_initialized():
+            device = choose_device(asked.device, 0, 1)
+            bind_device(device)
+            job.context = context_of(launch, device)
+            set_threads(job, 1, 1)
+        else:
+            _let_children_keep_groups()
+            assemble(job)
+            _install_hooks(job)
+    except BaseException as error:
+        current_job.job = job
+        cause = error
+        if not isinstance(error, StartedByRank):  # which is no failure of the rank
+            cause = report(error)
+        _leave()
+        close_stores()
+        try:
+            if cause is not error:
+                raise cause from error
+            raise
+        finally:
+            del cause  # or it, its traceback and this frame keep each other, and the store
+    idle = current_job.stop_agreement()
+    current_job.job = job
+    ranks.set_launch(job.launch)
+    if idle.request is not None:  # a signal has come before
+        current_job.ask_to_stop(idle.request)
+    if ranks.is_main_process():
+        log.info("joined\n%s", job.context)
+    return job
+
+
+def _let_children_keep_groups() -> None:
+    """Keep forked children, such as a loader's workers, from destroying the process groups of this process.
+
+    A group that is destroyed waits for gloo's threads, which no child has: one that is garbage, in a reference cycle,
+    and one that lives until a child ends by `sys.exit`.
+    """
+    global _children_keep_groups
+    if not _children_keep_groups:
+        os.register_at_fork(after_in_child=_keep_groups)
+        _children_keep_groups = True
+
+
+def _keep_groups() -> None:
+    gc.freeze()
+    for group in groups():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # a reference that nobody gives back
+
+
+def _install_hooks(job: Job) -> None:
+    """See to it that the other ranks hear how this process ends."""
+    job.former_hook = sys.excepthook
+    sys.excepthook = _excepthook
+    job.former_error = id(last_error())
+    atexit.register(_at_exit)
+    job.finalizer = multiprocessing.util.Finalize(None, _at_child_exit, exitpriority=100)
+
+
+def teardown() -> None:
+    """Leave the job and destroy the group that `setup()` made; harmless when there is none. Runs at exit by itself.
+
+    It waits for no other rank, with two exceptions: right after `setup()`, for ranks that are still in it; and the rank
+    that hosts the store stays for at most 2 s while others are still leaving. After a failure, or if the store does not
+    answer, it may take a few seconds.
+
+    Where it is called in an `except` or `finally` block, ranks that wait for this one hear of the exception. If the
+    process then ends with an exit code other than 0, that was its failure, and all ranks hear of it.
+
+    Raises:
+        PeerError: When it has left, if a collective was refused in a second thread, which is all that this has ended.
+
+    Example:
+        >>> context = setup()
+        >>> teardown()
+    """
+    error = sys.exc_info()[1]
+    if error is not None and ended_well(error):
+        error = None
+    job = current_job.job
+    _leave(error)
+    if error is None:
+        _raise_if_refused(job)
+
+
+def _raise_if_refused(job: Job | None) -> None:
+    """Raise in the main thread what another thread was refused with, which has ended only that."""
+    if job is not None and job.session is not None and job.refused:
+        job.session.failures.raise_if_known()
+
+
+def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: bool = True) -> None:
+    """Leave the job.
+
+    Args:
+        error: What is being handled, or has ended the process.
+        at_exit: Whether the process is ending. Its exit code then tells whether this rank has failed.
+        lingers: Whether the host of the store waits for those who still need it.
+    """
+    global _departed
+    job = current_job.job
+    if job is not None:
+        current_job.renew_stop_agreement()
+        job.undo_changes()
+    if job is not None and job.session is not None:
+        job.session.failures.settled = True  # nothing is raised in here
+        _let_all_arrive(job, error)
+    current_job.job = None
+    ranks.set_launch(None)
+    session = None if job is None else job.own_session()
+    if job is None or session is None:
+        return
+    if error is not None:
+        error = cause_of(error, session) or error
+    _put_hook_back(job)
+    failed = session.failures.known is not None
+    if failed:
+        cut(session.connections, after=SETTLE)
+        if not job.hosts_store:  # a DDP model may hold its port
+            close_stores()
+    if error is None or failed or at_exit:
+        _remove_exit_hooks(job)
+    else:
+        _departed = job
+    say_goodbye(job, session, None if failed else error, at_exit)
+    destroy_group(job, session)  # before lingering: it frees ranks stuck with us
+    session.leave(lingers and job.hosts_store)
+    if job.monitor and at_exit:
+        job.monitor.hand_over()
+
+
+def _put_hook_back(job: Job) -> None:
+    """Put the exception hook of the script back; torch's, which names the rank, where the process may end now."""
+    global _hooks_left
+    if sys.excepthook is not _excepthook:
+        return
+    sys.excepthook = job.first_hook
+    if sys.exc_info()[1] is not None:
+        sys.excepthook = job.former_hook
+        _hooks_left = job.former_hook, job.first_hook
+
+
+def _let_all_arrive(job: Job, error: BaseException | None) -> None:
+    """Wait for ranks that still connect: for as long as for others, but not for long while an error is handled."""
+    session = job.own_session()
+    if session is not None:
+        session.let_all_arrive(session.timeout if error is None else _PATIENCE_AFTER_ERROR)
+
+
+def _remove_exit_hooks(job: Job) -> None:
+    atexit.unregister(_at_exit)
+    if job.finalizer:
+        job.finalizer.cancel()
+
+
+def _at_exit() -> None:
+    """Leave when the interpreter ends."""
+    job = current_job.job or _departed
+    session = None if job is None else job.own_session()
+    if job is None or session is None:
+        return
+    error = _uncaught_error(job, session)
+    if job is current_job.job:
+        _leave(error, at_exit=True)
+    else:
+        _finish_departed(job, session, error)
+
+
+def _uncaught_error(job: Job, session: Session) -> BaseException | None:
+    """Return the exception that nobody has caught in this job; let torchrun show it if no rank failed before."""
+    error = last_error()
+    if error is None or id(error) == job.former_error:
+        return None
+    if session.failures.known is None:
+        fill_error_file(error)
+    return error
+
+
+def _finish_departed(job: Job, session: Session, error: BaseException | None) -> None:
+    """Tell the ranks of a job that `teardown()` has left while an exception was handled how this process ends."""
+    global _departed
+    _departed = None
+    _remove_exit_hooks(job)
+    if session.failures.known is not None:
+        error = None
+    say_goodbye(job, session, error, at_exit=error is not None or not job.interrupted)
+    if job.monitor:
+        job.monitor.hand_over()
+
+
+def _close_departed() -> None:
+    """Close what a job has left open that ended while an exception was handled, for this process goes on."""
+    global _departed, _hooks_left
+    if _hooks_left is not None and sys.excepthook is _hooks_left[0]:
+        sys.excepthook = _hooks_left[1]
+    _hooks_left = None
+    job, _departed = _departed, None
+    if job is None:
+        return
+    _remove_exit_hooks(job)
+    if job.monitor and job.own_session():
+        job.monitor.close()
+
+
+def _at_child_exit() -> None:
+    """Leave when a child of multiprocessing ends, where the interpreter's own hooks do not run."""
+    global _departed
+    error = sys.exc_info()[1]
+    if error:
+        report(error)
+    _leave()
+    job, _departed = _departed, None
+    session = None if job is None else job.own_session()
+    if job and session and error and not ended_well(error):
+        publish(error, session, job.monitor)
+
+
+@contextmanager
+def distributed(
+    *,
+    backend: str | None = None,
+    device: str | torch.device | ChooseDevice | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    num_threads: int | None = None,
+    watch: bool = True,
+    launch: Launch | None = None,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Iterator[Context]:
+    """Call `setup()` and `teardown()` around a block; takes the arguments of `setup()`. Collective.
+
+    When the block ends, so do the checkpoints that `save(wait=False)` has begun, and what went wrong with one is raised
+    on every rank. When the block raises, the other ranks are told first, torchrun's error file is filled, and nothing
+    waits for the group. When it raises because a peer failed, a `PeerError` that names the peer takes the place of the
+    connection error.
+
+    Example:
+        >>> with distributed() as context:
+        ...     print(context.world_size)
+        1
+    """
+    outer = current_job.job
+    outermost = outer is None or not outer.is_current()
+    context = setup(
+        backend=backend,
+        device=device,
+        timeout=timeout,
+        num_threads=num_threads,
+        watch=watch,
+        launch=launch,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+    )
+    try:
+        yield context
+        if outermost:
+            current_job.finish()
+            _raise_if_refused(current_job.job)
+    except BaseException as error:
+        cause = report(error) if outermost else error  # else the block around it may handle it
+        if cause is not error:
+            raise cause from error
+        raise
+    finally:
+        if outermost:
+            _leave()
+
+
+def joined() -> bool:
+    """Return whether there are peers to talk to. Adopts a group that somebody else made, or made anew. Collective then.
+
+    Raises:
+        DdpkitError: In a block in which ranks stay apart; in a second thread.
+        NotSetUpError: If several processes were launched but not set up, or their group has been destroyed.
+    """
+    if _apart:
+        raise DdpkitError(
+            f"In a block of {_apart} no values can be exchanged with other ranks, for one that raises there would "
+            "keep the others waiting. Call it before or after the block."
+        )
+    job = current_job.job
+    if job is None or not job.is_current():
+        job = _join_group()
+    if job is None:
+        return False
+    _refuse_forked(job)
+    if job.context.world_size == 1:
+        return False
+    if threading.current_thread() is not job.caller:
+        _check_thread(job, threading.current_thread())
+    return True
+
+
+def _check_thread(job: Job, thread: threading.Thread) -> None:
+    """Refuse a second thread, for which the collectives of ranks meet in any order; see to it that all ranks fail.
+
+    A thread may go on where the one before it has ended. A backward runs hooks in threads of its own, which Python has
+    not started, and waits for them.
+    """
+    session = current_job.current_session()
+    if job.refused:
+        session.failures.raise_if_known()
+    with _callers:
+        first = job.caller
+        if first is None or not first.is_alive():
+            job.caller = thread
+            return
+    if in_autograd_thread():
+        return
+    error = DdpkitError(
+        f"Thread {thread.name!r} calls a collective, but thread {first.name!r} calls those of this job, and ranks "
+        "could not tell which of them meet. Call all of them in one thread, wrap_model() and the first one included."
+    )
+    failure = Failure.of(session.rank, error)
+    current_job.interrupt(failure)
+    job.refused = True
+    job.caller = None  # so that no thread calls one any more
+    session.failures.announce(failure)
+    raise error
+
+
+@contextmanager
+def apart(call: str) -> Iterator[None]:
+    """Refuse ddpkit's own exchanges in a block in which one rank may raise alone; refuse one block in another, too."""
+    global _apart
+    joined()
+    _apart = call
+    try:
+        yield
+    finally:
+        _apart = ""
+
+
+def _join_group() -> Job | None:
+    """Join the group that exists, which is not the one that was joined; return None on one process without a group."""
+    former = current_job.job
+    if dist.is_initialized():
+        if former is None:
+            job = _join(Options(watch=False))
+            advice = "call ddpkit.setup() on every rank, and a rank that fails is named at once on the others"
+            news = f"adopted a process group that was there before, without a watch: {advice}"
+        else:
+            job = _join(replace(former.asked, backend=None, origin=Origin()))
+            news = f"adopted the process group that has taken the place of another: {job.context.world_size} ranks"
+        if ranks.is_main_process():
+            log.info("%s", news)
+        return job
+    if former is not None and former.context.world_size > 1:
+        maker = "setup()" if former.owns_group else "somebody else"
+        raise NotSetUpError(
+            f"The process group that {maker} made, of {former.context.world_size} ranks, has been destroyed. Call "
+            "ddpkit.teardown() where the job ends, instead of dist.destroy_process_group(); to go on, make a group on "
+            "every rank or call ddpkit.setup() again."
+        )
+    if former is not None:  # its group had one rank
+        _leave()
+    world_size = ranks.get_world_size()
+    if world_size > 1:
+        raise NotSetUpError(
+            f"{world_size} processes were launched ({ranks.current_launch().kind}), but this one has not joined them. "
+            "Call ddpkit.setup() first, or wrap main() in `with ddpkit.distributed():`."
+        )
+    return None
+
+
+def exchange(text: str, subset: Ranks | None = None) -> list[str]:
+    """Give every rank the texts of all, or of these ranks, through the store; `[text]` on one process. Collective."""
+    if not joined():
+        return [text]
+    return current_job.current_session().exchange(text, ranks=subset)
+
+
+def report(error: BaseException) -> BaseException:
+    """Tell the peers that this rank is failing; return the error to show, which is a peer's if that was the cause."""
+    try:
+        return _report(error)
+    except DdpkitError as heard:  # raised meanwhile by the monitor, which does so once
+        return _report(heard)
+
+
+def _report(error: BaseException) -> BaseException:
+    if ended_well(error):
+        return error
+    job = current_job.job
+    if job is not None and job.session is not None and job.session.is_own:
+        error = cause_of(error, job.session) or error
+        publish(error, job.session, job.monitor)
+    fill_error_file(error)
+    return error
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    former = current_job.job.former_hook if current_job.job else sys.__excepthook__
+    shown = report(error)
+    if shown is not error:
+        shown.__cause__ = error
+        kind, trace = type(shown), shown.__traceback__
+    former(kind, shown, trace)

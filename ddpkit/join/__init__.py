@@ -1,0 +1,1 @@
+"""Joining the other ranks: the store, the members, waits, failures. Loaded where there are several ranks."""

@@ -1,0 +1,228 @@
+"""Failures of ranks: how one is written down for the others, and what this rank knows of the first of its job."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, get_type_hints
+
+import torch.distributed as dist
+
+from ..errors import DdpkitError, LaunchError, PeerError
+from .store_values import call_with_timeout, parse, printable, refuse_text
+from .vacancy import RankReturns, Vacancy
+
+GRACE = 5.0  # seconds that a main thread has, where nobody asks for more
+# characters of a failure: the store drops connections over values of megabytes
+_MESSAGE_LENGTH = 10_000
+_TRACE_LENGTH = 50_000
+_TEXT_LENGTHS = {"host": 300, "type": 300, "message": _MESSAGE_LENGTH, "traceback": _TRACE_LENGTH + 10_000}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of a rank, as the ranks tell it each other.
+
+    Attributes:
+        rank: The rank that failed; -1 if the job itself is wrong.
+        host: The host it ran on.
+        type: Name of its exception's class, or a word for a failure without one, such as "lost".
+        message: The exception's message.
+        traceback: Its formatted traceback, "" where there was none. Of a `Vacancy` the notice.
+    """
+
+    rank: int
+    host: str
+    type: str
+    message: str
+    traceback: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """Describe an error for the other ranks; with rank -1 if the job itself is wrong."""
+        if isinstance(error, PeerError):  # it only passes on what became of a peer
+            return cls(error.rank, error.host, error.error_type, error.message, error.traceback)
+        return cls(rank, socket.gethostname(), type(error).__name__, message_of(error), trace_of(error))
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Failure:
+        """Make a failure of fields that have the form `FAILURE`, and shorten their texts: strangers may write, too."""
+        texts = {name: printable(fields[name])[:longest] for name, longest in _TEXT_LENGTHS.items()}
+        return cls(fields["rank"], **texts)
+
+    @classmethod
+    def from_json(cls, text: bytes | str, key: str) -> Failure:
+        """Read a failure that stands in the store under this key."""
+        return cls.from_fields(parse(text, key, FAILURE))
+
+    def to_json(self) -> str:
+        """Write the failure for the store."""
+        return json.dumps(asdict(self))
+
+    def to_error(self) -> DdpkitError:
+        """Make the exception that the other ranks raise."""
+        if self.type == Vacancy.__name__:
+            return Vacancy(self.message, self.traceback)
+        if self.type == RankReturns.__name__:
+            return RankReturns(self.message)
+        if self.rank < 0:
+            return LaunchError(self.message)
+        return PeerError(self.rank, self.host, self.type, self.message, self.traceback)
+
+
+FAILURE = get_type_hints(Failure)  # the form of its JSON
+
+
+def record_failure(store: dist.Store, failure: Failure) -> None:
+    """Write down the failure of a job, unless another came first."""
+    store.compare_set("failure", "", failure.to_json())
+
+
+def first_failure(store: dist.Store) -> Failure | None:
+    """Return the failure of a job, None if there is none."""
+    if not store.check(["failure"]):
+        return None
+    return Failure.from_json(store.get("failure"), "failure")
+
+
+def message_of(error: BaseException, length: int = _MESSAGE_LENGTH) -> str:
+    """Make the text of an exception, shortened to `length` characters, also where its own `__str__` raises."""
+    try:
+        text = str(error)
+    except BaseException as broken:  # SystemExit too: what matters is the error that we are asked about
+        text = f"(no message: its __str__ raises {type(broken).__name__})"
+    return printable(text[:length])
+
+
+def describe_error(error: BaseException, length: int = _MESSAGE_LENGTH) -> str:
+    """Write an exception as the last line of its traceback does: its class and its text, shortened to `length`."""
+    return f"{type(error).__name__}: {message_of(error, length)}"
+
+
+def trace_of(error: BaseException) -> str:
+    """Format the traceback, "" for an error that was never raised; shortened in the middle if it is long."""
+    if error.__traceback__ is None:
+        return ""
+    try:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+    except BaseException:  # an exception may hold anything, and the formatter of a SyntaxError trusts its fields
+        lines = traceback.format_tb(error.__traceback__)
+        lines.append(f"{describe_error(error)}\n")
+    text = "".join(lines)
+    if len(text) > _TRACE_LENGTH:
+        half = _TRACE_LENGTH // 2
+        text = f"{text[:half]}\n…\n{text[-half:]}"
+    return printable(text)
+
+
+class Failures:
+    """What this rank knows of the first failure of its job, and of ranks that have left.
+
+    The monitor's thread writes it, and the main thread.
+
+    Attributes:
+        known: The first failure, as far as this rank has heard of one.
+        settled: Whether this rank has reported the failure or is leaving the job, so that it is raised no more.
+        held: Whether this rank is in the middle of something that it must end before a failure is raised in it.
+        grace: Seconds from the first attempt to raise it until a main thread that neither ends nor handles it is given
+            up, and the process ended.
+        left: Ranks that have left the job.
+        reasons: By rank, the failure that it was handling when it left.
+        exiting: Ranks whose process is about to end, and until when to wait for its exit code.
+        orphaned: Returns what became of the process that must outlive this one, "" while it lives.
+        explained: The last exception whose cause was looked for.
+        compared: Whether the ranks have compared which collective broke.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], orphaned: Callable[[], str]) -> None:
+        self._store = store
+        self._rank = rank
+        self._hosts = hosts
+        self.known: Failure | None = None
+        self.settled = False
+        self.held = False
+        self.grace = GRACE
+        self.left: list[int] = []
+        self.reasons: dict[int, Failure] = {}
+        self.exiting: dict[int, float] = {}
+        self.orphaned = orphaned
+        self.explained: BaseException | None = None
+        self.compared = False
+
+    def announce(self, failure: Failure, patience: float = 2.0) -> None:
+        """Write a failure into the store if that answers in so many seconds, for ranks that look there."""
+        with suppress(RuntimeError, TimeoutError):  # the store has gone, or its host is stopped
+            call_with_timeout(lambda: record_failure(self._store, failure), patience)
+
+    def look_up(self) -> Failure | None:
+        """Return the first failure; ask the store if this rank has heard of none."""
+        if self.known is None:
+            failure = first_failure(self._store)
+            if failure and failure.rank not in range(-1, len(self._hosts)):
+                refuse_text(failure.to_json(), "failure")
+            if self.known is None:  # still: the monitor may have heard of one meanwhile
+                self.known = failure
+        return self.known
+
+    def ask_store(self, patience: float) -> Failure | None:
+        """Return the first failure if the store tells it within so many seconds, None if not."""
+        with suppress(RuntimeError, TimeoutError):  # the store has gone, or its host is stopped
+            return call_with_timeout(self.look_up, patience)
+        return None
+
+    def raise_if_any(self) -> None:
+        """Raise if any rank has failed; ask the store if this rank has heard of none."""
+        self.look_up()
+        self.raise_if_known()
+
+    def raise_if_known(self) -> None:
+        """Raise if this rank has heard that any rank has failed."""
+        if self.known:
+            raise self.known.to_error()
+
+    def find_cause(self, deadline: float, host: int | None = None) -> DdpkitError | None:
+        """Wait until it is known who failed or left: the cause of a broken connection. None if nobody did.
+
+        Args:
+            deadline: When to stop waiting, as `time.monotonic()` counts; later if a process is just exiting.
+            host: The rank to which the connection led, None if that is not known.
+        """
+        store_answers = True
+        while True:
+            is_last_look = time.monotonic() > max([deadline, *self.exiting.values()])
+            try:
+                if store_answers:
+                    self.look_up()
+                self.raise_if_known()
+            except DdpkitError as error:
+                return error
+            except RuntimeError:  # the store has gone too: only the monitor can tell
+                store_answers = False
+            orphan = self.orphan()
+            if orphan:
+                return orphan
+            for rank in list(self.left):
+                if host in (None, rank):
+                    return self.departure(rank)
+            if is_last_look:
+                return None
+            time.sleep(0.01)
+
+    def orphan(self) -> PeerError | None:
+        """Make the error to raise when the process that must outlive this rank has gone; None while it lives."""
+        words = self.orphaned()
+        if not words:
+            return None
+        return PeerError(self._rank, self._hosts[self._rank], "orphaned", words)
+
+    def departure(self, rank: int) -> DdpkitError:
+        """Make the error to raise where this rank waits for one that has left."""
+        if rank in self.reasons:
+            return self.reasons[rank].to_error()
+        words = "it called teardown() or ended while others still wait for it"
+        return PeerError(rank, self._hosts[rank], "left", words)

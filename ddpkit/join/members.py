@@ -1,0 +1,248 @@
+"""The claim of a process that it is one of the job's ranks, and what others see from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, get_type_hints
+
+from ..launch.process_tree import ancestors, boot_id, own_birth, runs_since
+from .store_values import parse, refuse_text
+
+MOST_RANKS = 1 << 20  # of which the store may tell: more come from a stranger
+
+
+def _machine() -> tuple[str, ...]:
+    """Return the machine's boot, this process's network and its process numbers; () where the system tells none."""
+    try:
+        return boot_id(), os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ()
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Return the cores on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def as_ranges(numbers: Iterable[int]) -> str:
+    """Write ascending numbers as ranges, such as "0-95,192"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in ranges)
+
+
+def _cores() -> str:
+    return as_ranges(usable_cores())
+
+
+def _nonce() -> str:
+    return os.urandom(8).hex()
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of the job: the process that claims its number, where that is, and what it believes about the job.
+
+    Attributes:
+        rank: The number that it claims.
+        world_size: Number of ranks in the job, as its environment says.
+        run_id: Identity of the run, if its environment names one.
+        store_outlives_ranks: Whether torchrun or spawn hosts the store, so that it outlives a restart of the ranks.
+        watch: Whether it has a monitor.
+        monitor_address: Where rank 0's monitor listens.
+        host: The name of its machine.
+        machine: Identity of the machine, its network and its process numbers.
+        pid: Number of the process.
+        born: When the process began; a number may be given again.
+        cores: On which it may run, as ranges.
+        nonce: Secret of this claim.
+    """
+
+    rank: int
+    world_size: int
+    run_id: str | None
+    store_outlives_ranks: bool
+    watch: bool = True
+    monitor_address: tuple[str, int] | None = None
+    host: str = field(default_factory=socket.gethostname)
+    machine: tuple[str, ...] = field(default_factory=_machine)
+    pid: int = field(default_factory=os.getpid)
+    born: str = field(default_factory=own_birth)
+    cores: str = field(default_factory=_cores)
+    nonce: str = field(default_factory=_nonce)
+
+    def __str__(self) -> str:
+        return f"{self.host} (pid {self.pid})"
+
+    @classmethod
+    def from_json(cls, text: bytes | str, rank: int) -> Member:
+        """Read the claim of this rank, as it stands in the store."""
+        key = claim_key(rank)
+        values: dict[str, Any] = {}
+        for name, value in parse(text, key, _MEMBER).items():
+            values[name] = tuple(value) if isinstance(value, list) else value
+        member = cls(**values)
+        if member.rank != rank or rank not in range(min(member.world_size, MOST_RANKS)):
+            refuse_text(text, key)
+        return member
+
+    def to_json(self) -> str:
+        """Write the claim for the store."""
+        return json.dumps(asdict(self))
+
+    @property
+    def node(self) -> tuple[str, ...]:
+        """Return an identity that the ranks of one node share, and no others: cloned machines share a host name."""
+        return self.host, *self.machine[:2]
+
+    def is_alive(self) -> bool | None:
+        """Return whether the process still runs; None where that cannot be seen from here."""
+        if not self._is_here() or not self.born:
+            return None
+        return runs_since(self.pid, self.born)
+
+    def is_above_me(self) -> bool:
+        """Return whether this process descends from it."""
+        return self._is_here() and ancestors().get(self.pid) == self.born
+
+    def _is_here(self) -> bool:
+        return (self.host, self.machine) == (socket.gethostname(), _machine())
+
+
+def claim_key(rank: int) -> str:
+    """Return the key under which a process claims a rank."""
+    return f"claim/{rank}"
+
+
+_MEMBER = get_type_hints(Member)  # the form of its JSON
+
+
+# The ranks of a job, as rank 0 describes them to all: short, however many they are and whatever cores they have.
+
+
+class Run(NamedTuple):
+    """Ranks that follow each other on one node.
+
+    Attributes:
+        node: The number of the node.
+        ranks: How many ranks they are.
+        sharers: Number of ranks on the node that may run on the same cores as each of them, itself included.
+    """
+
+    node: int
+    ranks: int
+    sharers: int
+
+
+@dataclass(frozen=True)
+class Members:
+    """Where each rank of the job is.
+
+    Attributes:
+        token: Secret of this start of the job.
+        monitor_address: Where rank 0's monitor listens.
+        nodes: The host name of each node.
+        runs: All ranks, in order.
+    """
+
+    token: str
+    monitor_address: tuple[str, int] | None
+    nodes: tuple[str, ...]
+    runs: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, claims: list[Member]) -> Members:
+        """Describe the processes that have claimed the ranks, in their order."""
+        numbers: dict[tuple[str, ...], int] = {}
+        sharers = Counter((claim.node, claim.cores) for claim in claims)
+        runs: list[Run] = []
+        for claim in claims:
+            node = numbers.setdefault(claim.node, len(numbers))
+            run = Run(node, 1, sharers[claim.node, claim.cores])
+            if runs and runs[-1]._replace(ranks=1) == run:
+                run = run._replace(ranks=runs.pop().ranks + 1)
+            runs.append(run)
+        first = claims[0]
+        return cls(first.nonce, first.monitor_address, tuple(node[0] for node in numbers), tuple(runs))
+
+    @classmethod
+    def from_json(cls, text: bytes | str, key: str) -> Members:
+        """Read the description that stands in the store under this key."""
+        fields = parse(text, key, _MEMBERS)
+        address = fields["monitor_address"] and tuple(fields["monitor_address"])
+        runs = tuple(Run(*run) for run in fields["runs"])
+        for node, ranks, _ in runs:
+            if ranks < 1 or node not in range(len(fields["nodes"])):
+                refuse_text(text, key)
+        members = cls(fields["token"], address, tuple(fields["nodes"]), runs)
+        if not 0 < members.world_size <= MOST_RANKS:
+            refuse_text(text, key)
+        return members
+
+    def to_json(self) -> str:
+        """Write the description for the store."""
+        return json.dumps(asdict(self))
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return sum(run.ranks for run in self.runs)
+
+    def node_of_each(self) -> list[int]:
+        """Return the number of each rank's node."""
+        return [run.node for run in self.runs for _ in range(run.ranks)]
+
+    def sharers(self, rank: int) -> int:
+        """Return how many ranks of its node may run on the same cores as this rank, itself included."""
+        end = 0
+        for run in self.runs:
+            end += run.ranks
+            if rank < end:
+                return run.sharers
+        raise IndexError(rank)
+
+
+_MEMBERS = get_type_hints(Members) | {"runs": [tuple[int, int, int]]}  # the form of its JSON
+
+
+# The tree along which the ranks hear of failures: rank 0 at its top, and at most 64 connections for each rank.
+
+CHILDREN = 63  # the most that a rank has
+
+
+def parent_of(rank: int) -> int:
+    """Return the rank above this one, which is not rank 0."""
+    return (rank - 1) // CHILDREN
+
+
+def children_of(rank: int, world_size: int) -> range:
+    """Return the ranks below this one that are connected to it.
+
+    >>> children_of(0, world_size=65), children_of(1, world_size=65), children_of(2, world_size=65)
+    (range(1, 64), range(64, 65), range(65, 65))
+    """
+    first = rank * CHILDREN + 1
+    return range(min(first, world_size), min(first + CHILDREN, world_size))
+
+
+def is_below(rank: int, top: int) -> bool:
+    """Return whether a rank's way to rank 0 leads over another, or is that rank itself."""
+    while rank > top:
+        rank = parent_of(rank)
+    return rank == top
+
+
+def monitor_key(rank: int) -> str:
+    """Return the key under which a rank other than rank 0 says where its monitor listens."""
+    return f"monitor/{rank}"

@@ -1,0 +1,426 @@
+"""Joining a job: every rank claims its number in one generation of the store, and learns who the members are.
+
+Rank 0 begins a generation and answers with its *members* once all claims fit together. A restarted rank that meets an
+old generation sees that its own claim is not among them and waits for the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from ..errors import LaunchError
+from ..launch.detection import detect_launch
+from ..launch.launch import Launch
+from .failures import Failure, first_failure, record_failure
+from .members import Member, Members, claim_key, monitor_key
+from .sockets import connect
+from .store_values import Pause, add, call_with_timeout, encode, refuse_text
+from .vacancy import Vacancy
+
+# One start of a job in the store: who claims which rank, who its members are, and why it was given up.
+#
+# A restarted job finds the keys of the dead one, so each start is a *generation* of its own: its number is the prefix
+# of all its keys.
+
+_NUMBER = "ddpkit/generation"  # key of the newest generation's number
+_CHANGES = "ddpkit/changes"  # counts what those who join wait for, so that they need not look for each of it
+
+
+class Generation:
+    """The keys of one start of a job."""
+
+    def __init__(self, store: dist.Store, number: int) -> None:
+        self.number = number
+        self._all = store
+        self.store = dist.PrefixStore(f"ddpkit/{number}", store)
+
+    @classmethod
+    def new(cls, store: dist.Store) -> Generation:
+        """Begin a generation that no process has joined."""
+        generation = cls(store, add(store, _NUMBER, 1))
+        generation._count_change()
+        return generation
+
+    @classmethod
+    def refuse(cls, store: dist.Store, failure: Failure) -> None:
+        """Begin a generation that is given up already, in a store where nobody else begins one meanwhile.
+
+        The reason is there first: who sees a generation without one would take it for a start, or for another job.
+        """
+        record_failure(cls(store, add(store, _NUMBER, 0) + 1).store, failure)
+        cls.new(store)
+
+    @classmethod
+    def latest(cls, store: dist.Store) -> Generation | None:
+        """Return the newest generation, None if there is none."""
+        number = add(store, _NUMBER, 0)
+        return cls(store, number) if number else None
+
+    @staticmethod
+    def changes(store: dist.Store) -> int:
+        """Return how often a generation has begun, was completed or given up."""
+        return add(store, _CHANGES, 0)
+
+    def _count_change(self) -> None:
+        add(self._all, _CHANGES, 1)
+
+    # Claims and members
+
+    def claim(self, me: Member) -> Member:
+        """Claim a rank, unless that is done; return the process that holds it."""
+        mine = me.to_json()
+        text = self.store.compare_set(claim_key(me.rank), "", mine)
+        if text != mine.encode():
+            return Member.from_json(text, me.rank)
+        number = add(self.store, "claims", 1)
+        self.store.set(_claimant_key(number), f"{me.rank}")
+        return me
+
+    def claims_after(self, number: int) -> list[Member]:
+        """Return the processes other than rank 0 that have claimed a rank since so many had."""
+        keys = [_claimant_key(later) for later in range(number + 1, add(self.store, "claims", 0) + 1)]
+        if not keys or not self.store.check(keys):  # one has counted its claim, and is just saying whose it is
+            return []
+        ranks = []
+        for key, text in zip(keys, self.store.multi_get(keys), strict=True):
+            if not re.fullmatch(rb"[0-9]{1,7}", text):
+                refuse_text(text, key)
+            ranks.append(int(text))
+        return self._claims(ranks)
+
+    def publish(self, members: Members) -> None:
+        """Write down who is in the job: from now on, it is complete."""
+        self.store.set("members", members.to_json())
+        self._count_change()
+
+    def is_complete(self) -> bool:
+        """Return whether rank 0 has written down who is in the job."""
+        return self.store.check(["members"])
+
+    def members(self) -> Members:
+        """Return the members of a complete job."""
+        return Members.from_json(self.store.get("members"), "members")
+
+    def is_over(self) -> bool:
+        """Return whether all ranks have left in good order: then nobody reads or writes here any more."""
+        return self.store.check(["members", "left"]) and add(self.store, "left", 0) >= self.members().world_size
+
+    def starter(self) -> Member | None:
+        """Return the rank that started this process, if the job is complete and has not ended; None otherwise."""
+        if not self.is_complete() or self.is_over():
+            return None
+        for claim in self._claims(range(self.members().world_size)):
+            if claim.is_above_me():
+                return claim
+        return None
+
+    def _claims(self, ranks: Sequence[int]) -> list[Member]:
+        """Return the processes that claim these ranks; none if one of them is not claimed."""
+        keys = [claim_key(rank) for rank in ranks]
+        if not self.store.check(keys):  # no rank has named them
+            return []
+        texts = self.store.multi_get(keys)
+        return [Member.from_json(text, rank) for text, rank in zip(texts, ranks, strict=True)]
+
+    # Giving up
+
+    def fail(self, reason: str) -> None:
+        """Write down why this job cannot be; the first reason stands. Ranks that have joined hear of it, too."""
+        self.give_up(Failure.of(-1, LaunchError(reason)))
+
+    def give_up(self, failure: Failure) -> None:
+        """Write down why this job cannot be, as `fail()`."""
+        record_failure(self.store, failure)
+        self._count_change()
+        if self.is_complete():  # only their monitors can tell those who have joined
+            _tell_monitor(self.members(), failure)
+
+    def raise_if_failed(self, readers: int = 0) -> None:
+        """Raise the reason why this job cannot be, if there is one.
+
+        Args:
+            readers: Number of ranks for which the store's host first waits up to 2 s, so that they can read it.
+        """
+        failure = first_failure(self.store)
+        if failure:
+            self.await_readers(readers, 2.0)
+            raise failure.to_error()
+
+    def vacancy(self) -> Vacancy | None:
+        """Return the error by which this start was given up because the job goes on already, None if it was not."""
+        failure = first_failure(self.store)
+        error = failure.to_error() if failure else None
+        return error if isinstance(error, Vacancy) else None
+
+    def await_readers(self, readers: int, seconds: float) -> None:
+        """Count this rank among those that have read why the job is off; wait until so many have, at most so long."""
+        heard = self.count_as_reader()
+        deadline = time.monotonic() + seconds
+        while heard < readers and time.monotonic() < deadline:
+            time.sleep(0.01)
+            heard = add(self.store, "heard", 0)
+
+    def count_as_reader(self) -> int:
+        """Count this rank among those that have read why the job is off; return their number."""
+        return add(self.store, "heard", 1)
+
+    # Deleting
+
+    def delete_keys(self) -> None:
+        """Delete the keys of a job that is over; but for those of its last barrier where torch cannot list them."""
+        for key in self._keys():
+            self.store.delete_key(key)
+
+    def _keys(self) -> list[str]:
+        with suppress(AttributeError, RuntimeError):  # torch 2.6
+            return list(self.store.list_keys())
+        names = ["claims", "arrived", "left"]
+        for rank in range(self.members().world_size):
+            names += [claim_key(rank), _claimant_key(rank), monitor_key(rank), f"group//cpu//0/{rank}"]
+        names.append("members")
+        return names
+
+
+def _claimant_key(number: int) -> str:
+    """Return the key of the rank that was the n-th to be claimed, not counting rank 0."""
+    return f"claimant/{number}"
+
+
+def _tell_monitor(members: Members, failure: Failure) -> None:
+    """Tell the monitor of rank 0, which passes it on, why the job cannot go on."""
+    if members.monitor_address is None:
+        return
+    line = encode(token=members.token, failure=failure)
+    with suppress(OSError), connect(*members.monitor_address, 2) as connection:
+        connection.sendall(line)
+
+
+_STORE_GRACE = 5.0  # seconds beyond the time-out in which the store must say that it is up
+
+
+class StoreLost(LaunchError):
+    """The process that hosted the store ended while this one joined."""
+
+
+class StartedByRank(LaunchError):
+    """This process inherited the environment of a rank that is in its job."""
+
+    def __init__(self, starter: Member) -> None:
+        evidence = [line.partition("=") for line in detect_launch(os.environ).evidence if " " not in line]
+        names = ", ".join(name for name, sign, _ in evidence if sign)
+        super().__init__(
+            f"Rank {starter.rank} of a running job, {starter}, started this process, which has inherited its "
+            f"environment and is no rank. The job goes on without it. To run it alone, start it without {names}."
+        )
+
+
+def join(
+    store: dist.Store, me: Member, timeout: timedelta, orphaned: Callable[[], str] = str
+) -> tuple[dist.Store, Members]:
+    """Agree with all ranks on a generation and on its members.
+
+    Args:
+        store: Where the ranks meet.
+        me: This process.
+        timeout: Bound on the wait for the others.
+        orphaned: Returns what became of the process that must outlive this one, "" while it lives.
+
+    Returns:
+        The store under the generation's prefix, and the members.
+
+    Raises:
+        LaunchError: On every rank, if the ranks do not fit together or do not come.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    meet = _collect_claims if me.rank == 0 else _claim_until_accepted
+    seconds = timeout.total_seconds() + _STORE_GRACE
+    try:
+        return call_with_timeout(
+            lambda: meet(store, me, deadline, timeout),
+            seconds,
+            lambda: raise_if_orphaned(orphaned()),
+        )
+    except TimeoutError:
+        raise LaunchError(
+            f"Rank {me.rank} did not join within {timeout}: the store does not answer. Is the process that hosts it, "
+            "rank 0 or torchrun, stopped or cut off?"
+        ) from None
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise_if_orphaned(orphaned())
+        raise StoreLost(f"Rank {me.rank} lost the store while joining; its host has gone: {error}") from error
+
+
+def raise_if_orphaned(reason: str) -> None:
+    """Raise if there is a reason why the process that must outlive this one has gone."""
+    if reason:
+        raise LaunchError(f"This rank cannot join: {reason}.")
+
+
+def complete_launch(launch: Launch, members: Members) -> Launch:
+    """Fill in what the launcher did not tell, from the nodes of all ranks."""
+    nodes = members.node_of_each()
+    mine = nodes[launch.rank]
+    found = {
+        "local_rank": nodes[: launch.rank].count(mine),
+        "local_world_size": nodes.count(mine),
+        "node_rank": mine,
+        "num_nodes": len(members.nodes),
+    }
+    untold: dict[str, Any] = {name: value for name, value in found.items() if getattr(launch, name) is None}
+    return replace(launch, **untold)
+
+
+def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, Members]:
+    """Begin a generation, as rank 0, and publish its members when all have claimed their rank."""
+    former = Generation.latest(store)
+    starter = former.starter() if former else None
+    if starter:
+        if me.world_size > 1:
+            raise StartedByRank(starter)
+        store = dist.HashStore()  # a job of its own, of one rank
+    generation = Generation.new(store)
+    generation.store.set(claim_key(0), me.to_json())
+    claims = {0: me}
+    seen = 0
+    readers = 0 if me.store_outlives_ranks else me.world_size
+    pause = Pause()
+    while len(claims) < me.world_size:
+        for claim in generation.claims_after(seen):
+            seen += 1
+            claims[claim.rank] = claim
+            problem = _disagreement(me, claim)
+            if problem:
+                generation.fail(problem)
+        generation.raise_if_failed(readers)
+        if time.monotonic() > deadline:
+            generation.fail(_say_who_is_absent(generation, me.world_size, timeout))
+        pause()
+    members = Members.of([claims[rank] for rank in range(me.world_size)])
+    generation.publish(members)
+    generation.raise_if_failed(readers)  # of somebody who came too early to see the members, and to tell the monitor
+    _delete_former(store, generation.number - 1)
+    return generation.store, members
+
+
+def _delete_former(store: dist.Store, number: int) -> None:
+    """Delete the keys of this generation and of those before it, where all ranks had left in good order.
+
+    All ranks have joined the next one, so nobody reads them any more. Those of a failed job stay: they tell why.
+    """
+    former = Generation(store, number)
+    while former.is_complete():
+        if former.is_over():
+            former.delete_keys()
+        former = Generation(store, former.number - 1)
+
+
+def _claim_until_accepted(
+    store: dist.Store, me: Member, deadline: float, timeout: timedelta
+) -> tuple[dist.Store, Members]:
+    """Claim this rank in the newest generation, again if there is a newer one, until rank 0 publishes its members."""
+    known = seen = -1
+    claimed = None
+    pause = Pause.among(me.world_size)
+    while True:
+        changes = Generation.changes(store)
+        if changes != known:
+            known = changes
+            latest = Generation.latest(store)
+            if latest and latest.number > seen:  # those before it belong to dead attempts
+                seen = latest.number
+                vacancy = latest.vacancy()
+                if vacancy is not None and not vacancy.is_out_of_date:
+                    raise vacancy
+                claimed = latest if vacancy is None and _claim(latest, me) else None
+            members = _accepted(claimed, me) if claimed else None
+            if claimed and members:
+                return claimed.store, members
+        if time.monotonic() > deadline:
+            if claimed is None:
+                raise LaunchError(
+                    f"Rank 0 did not join within {timeout}. Is it running, and is MASTER_ADDR its address?"
+                )
+            claimed.fail(_say_who_is_absent(claimed, me.world_size, timeout))
+        pause()
+
+
+def _claim(generation: Generation, me: Member) -> bool:
+    """Claim this rank; return whether it is this process's. If not, a newer generation must come.
+
+    Raises:
+        LaunchError: If another process of this job holds the rank, or a rank of it started this process.
+    """
+    holder = generation.claim(me)
+    if holder is me:
+        return True
+    if (holder.pid, holder.born) == (me.pid, me.born):  # it is our own, from before a teardown
+        return False
+    alive = holder.is_alive()
+    # on another host that cannot be seen; an agent gives a number again only when its holder has ended
+    perhaps_alive = alive is None and not me.store_outlives_ranks
+    if (alive or perhaps_alive) and not generation.is_over():
+        starter = generation.starter()
+        if starter:
+            raise StartedByRank(starter)
+        _refuse_second_claim(generation, me, holder)
+    # others may wait for it; an agent starts all of them anew, and they go on to the next generation
+    if alive is False and not me.store_outlives_ranks and not generation.is_complete():
+        generation.fail(f"Rank {me.rank} on {holder} ended while the ranks joined. Start all of them anew.")
+    return False
+
+
+def _accepted(generation: Generation, me: Member) -> Members | None:
+    """Return the members of the generation in which this rank stands, None while rank 0 has published none."""
+    complete = generation.is_complete()  # before the look for a failure, for which rank 0 looks once more
+    generation.raise_if_failed()
+    if not complete:
+        return None
+    members = generation.members()
+    if members.world_size != me.world_size:
+        starter = generation.starter()
+        if starter:
+            raise StartedByRank(starter)
+        refuse_text(generation.store.get("members"), "members")
+    return members
+
+
+def _disagreement(mine: Member, other: Member) -> str | None:
+    """Say why two ranks cannot be in one job; return None if they can."""
+    if other.world_size != mine.world_size:
+        return (
+            f"Rank 0 on {mine} was told WORLD_SIZE={mine.world_size}, rank {other.rank} on {other} was told "
+            f"WORLD_SIZE={other.world_size}. Start all ranks with one value."
+        )
+    if other.watch != mine.watch:
+        return (
+            f"Rank 0 on {mine} has watch={mine.watch}, rank {other.rank} on {other} the opposite. Pass one to setup()."
+        )
+    if mine.run_id and other.run_id and mine.run_id != other.run_id:
+        return (
+            f"Rank 0 on {mine} belongs to run {mine.run_id!r}, rank {other.rank} on {other} to run {other.run_id!r}: "
+            "two jobs meet at one MASTER_ADDR:MASTER_PORT. Give each its own MASTER_PORT."
+        )
+    return None
+
+
+def _refuse_second_claim(generation: Generation, me: Member, holder: Member) -> NoReturn:
+    reason = f"Two processes claim rank {me.rank}: {holder} and {me}. Give every process its own RANK."
+    if me.node == holder.node:
+        reason += " If RANK and WORLD_SIZE count nodes or pods here, start torchrun once on each instead."
+    generation.fail(reason)
+    raise LaunchError(reason)
+
+
+def _say_who_is_absent(generation: Generation, world_size: int, timeout: timedelta) -> str:
+    absent = [rank for rank in range(world_size) if not generation.store.check([claim_key(rank)])]
+    advice = "Are they running, with this MASTER_ADDR and MASTER_PORT?"
+    return f"Ranks {absent} of {world_size} did not join within {timeout}. {advice}"

@@ -1,0 +1,247 @@
+"""A job that this process has joined: who is in it, and how its ranks meet on torch's key-value store."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..errors import BarrierTimeoutError, DdpkitError
+from .failures import Failure
+from .stop_agreement import StopAgreement
+from .store_values import (
+    Pause,
+    add,
+    call_with_timeout,
+    parse,
+    printable,
+    read_long,
+    read_texts,
+    refuse_text,
+    write_long,
+)
+from .waits import StoreBarrier, UsedKeys, Waits, name_of
+
+_LINGER = 2.0  # seconds that the store's host stays for ranks that are still leaving
+Ranks = tuple[int, ...]  # some of a job's, in any order that they all know
+
+
+class _Counts:
+    """Count how often ranks that meet have used each name."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._counts: dict[str, int] = {}
+        self._refusals = 0  # after which all count anew
+
+    def key(self, name: str) -> str:
+        number = self._counts.get(name, 0) + 1
+        self._counts[name] = number
+        use = f"{self._refusals}.{number}" if self._refusals else f"{number}"
+        return f"{name}{self._label}/{use}"
+
+    def clear(self) -> None:
+        self._refusals += 1
+        self._counts.clear()
+
+
+class Session(Waits):
+    """One start of a job, seen from one rank.
+
+    Args:
+        store: Under the prefix of this start.
+        rank: This process's.
+        hosts: The host name of each rank.
+        timeout: Bound on each wait that names no other.
+        nodes: The node of each rank, to compare: several may bear one host name.
+        orphaned: Returns what became of the process that must outlive this one, "" while it lives.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        hosts: Sequence[str],
+        timeout: timedelta,
+        nodes: Sequence[object],
+        orphaned: Callable[[], str],
+    ) -> None:
+        super().__init__(store, rank, hosts, orphaned)
+        self.timeout = timeout
+        self.nodes = nodes
+        self.told: dict[str, int] = {}  # how far the script is
+        self.stop_agreement = StopAgreement(len(hosts))
+        self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
+        self.store_connections: set[int] = set()  # those to the store, to be cut if it does not answer after a failure
+        self._has_arrived = False
+        self._all_have_arrived = False
+        self._pid = os.getpid()
+        self._counts: dict[Ranks | None, _Counts] = {}
+        self._used_keys = UsedKeys()
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether this process is the rank, and not a child that was forked from it."""
+        return self._pid == os.getpid()
+
+    def count(self, name: str, ranks: Ranks | None = None) -> str:
+        """Make a key for the n-th use of a name; every rank counts alike because all of `ranks` take part."""
+        return self._counts_of(ranks).key(name)
+
+    def count_anew(self, ranks: Ranks | None = None) -> None:
+        """Forget how often names were used: not all ranks have used the last one, for one of them had a bad name."""
+        self._counts_of(ranks).clear()
+
+    def _counts_of(self, ranks: Ranks | None) -> _Counts:
+        if ranks not in self._counts:
+            self._counts[ranks] = _Counts(f" of ranks {', '.join(map(str, ranks))}" if ranks else "")
+        return self._counts[ranks]
+
+    def meet(
+        self,
+        key: str,
+        timeout: timedelta | None = None,
+        *,
+        failure: Failure | None = None,
+        used: Sequence[str] = (),
+        refusal: str = "",
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Wait until all ranks are here; with a `failure`, tell the others instead and do not wait.
+
+        Args:
+            key: The barrier's, from `count()`.
+            timeout: Bound on the wait.
+            failure: Why this rank does not come.
+            used: Keys to delete when nobody can still be reading them.
+            refusal: Key under which a rank that cannot come, for it does not know `key`, writes its failure.
+            ranks: Those that meet, this one among them; by default all.
+        """
+        timeout = timeout or self.timeout
+        everyone = ranks or range(len(self.hosts))
+        barrier = StoreBarrier(self, everyone, key, timeout, refusal)
+        with self.bounded(timeout):
+            if failure:
+                barrier.call_off(failure)
+                return
+            try:
+                barrier.wait()
+            finally:
+                if barrier.refused:
+                    self.count_anew(ranks)
+            if ranks is None and self._has_arrived:
+                self._all_have_arrived = True
+            keys = list(used)
+            if self.rank == everyone[0]:
+                keys += barrier.counters
+            for old in self._used_keys.replace(barrier.name, keys, self.timeout):
+                self.store.delete_key(old)
+
+    def exchange(
+        self, text: str, name: str = "exchange", timeout: timedelta | None = None, ranks: Ranks | None = None
+    ) -> list[str]:
+        """Give every rank's text to all, in the order of the ranks."""
+        found = self.conclude(text, _shorten, name, timeout, ranks)
+        expected = len(ranks or self.hosts)
+        runs = parse(found, name, {"runs": [tuple[str, int]]}, values=expected)["runs"]
+        if sum(count for _, count in runs) != expected or any(count < 1 for _, count in runs):
+            refuse_text(found, name)
+        return [one for one, count in runs for _ in range(count)]
+
+    def conclude(
+        self,
+        text: str,
+        conclude: Callable[[list[str]], str],
+        name: str,
+        timeout: timedelta | None = None,
+        ranks: Ranks | None = None,
+    ) -> str:
+        """Give every rank's text to the first, and to all what it concludes from them.
+
+        Args:
+            text: This rank's.
+            conclude: Called on the first rank with the texts in the order of the ranks.
+            name: Of this use.
+            timeout: Bound on the wait.
+            ranks: Those that take part, this one among them; by default all.
+        """
+        everyone = ranks or range(len(self.hosts))
+        first = everyone[0]
+        key = self.count(name, ranks)
+        mine, answer = f"{key}/from/{self.rank}", f"{key}/answer"
+        timeout = timeout or self.timeout
+
+        def is_there() -> bool | None:
+            return self.store.check([answer]) or None
+
+        def late() -> bool:
+            host = self.hosts[first]
+            raise BarrierTimeoutError(f"{name}: rank {first} ({host}) came, but gave no answer.", [(first, host)], [])
+
+        with self.bounded(timeout):
+            self.store.set(mine, printable(text))
+            self.meet(key, timeout, used=[mine], ranks=ranks)
+            if self.rank == first:
+                texts = read_texts(self.store, [f"{key}/from/{rank}" for rank in everyone])
+                conclusion = conclude(texts)
+                self._used_keys.add(name_of(key), write_long(self.store, answer, conclusion))
+                return conclusion
+            self.until(is_there, timeout, late)
+            return read_long(self.store, answer)
+
+    def arrive(self) -> None:
+        """Count this rank in: it is connected to all others."""
+        with self.bounded(self.timeout):
+            add(self.store, "arrived", 1)
+        self._has_arrived = True
+
+    def let_all_arrive(self, timeout: timedelta) -> None:
+        """Wait until all ranks are connected, or one has failed, for their connections to one that leaves would break.
+
+        So a rank that joins need not wait for those that are still connecting with each other. It does not wait for a
+        store that does not answer.
+        """
+        if not self._has_arrived:
+            return
+        pause = Pause.among(len(self.hosts))
+        deadline = time.monotonic() + timeout.total_seconds()
+        with suppress(DdpkitError, RuntimeError, TimeoutError):
+            while not self._all_have_arrived and self.failures.known is None and time.monotonic() < deadline:
+                self._all_have_arrived = call_with_timeout(self._need_not_wait, _LINGER + 1.0)
+                pause()
+
+    def _need_not_wait(self) -> bool:
+        """Return whether all ranks have arrived, or one has failed or left."""
+        if self.failures.left or self.failures.look_up():  # who leaves in good order has seen all arrive
+            return True
+        return add(self.store, "arrived", 0) >= len(self.hosts)
+
+    def leave(self, linger: bool) -> None:
+        """Count this rank out; a rank that hosts the store lingers up to 2 s for those who still need it."""
+        with suppress(RuntimeError, TimeoutError):  # the store has gone, or its host is stopped
+            call_with_timeout(lambda: self._count_out(linger), _LINGER + 1.0)
+
+    def _count_out(self, linger: bool) -> None:
+        left = add(self.store, "left", 1)
+        if not linger:
+            return
+        expected = len(self.hosts)
+        failure = self.failures.known
+        if failure is not None and failure.type == "lost":  # it counts itself out no more
+            expected -= 1
+        pause = Pause.among(len(self.hosts))
+        deadline = time.monotonic() + _LINGER
+        while left < expected and time.monotonic() < deadline:
+            pause()
+            left = add(self.store, "left", 0)
+
+
+def _shorten(texts: list[str]) -> str:
+    """Write the texts of all ranks; equal ones in a row once, with their number."""
+    return json.dumps({"runs": [(text, len(list(run))) for text, run in itertools.groupby(texts)]}, ensure_ascii=False)

@@ -1,0 +1,225 @@
+"""Opening the store where the ranks of a job meet: who hosts it, where, and the error when it cannot be reached."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import time
+from datetime import timedelta
+from io import FileIO
+
+import torch
+import torch.distributed as dist
+
+from ..errors import LaunchError
+from ..launch.environment import derive_port
+from ..launch.launch import Launch
+from . import sockets
+from .store_values import Pause, call_with_timeout
+
+# The key-value space of MPICH's launcher, by which ranks learn an address that the environment does not tell.
+#
+# hydra hands each rank a descriptor, whose number is in PMI_FD, on which it speaks the PMI-1 wire protocol.
+
+
+def has_pmi() -> bool:
+    """Return whether the launcher has handed down its descriptor."""
+    return "PMI_FD" in os.environ
+
+
+def share_over_pmi(value: str | None) -> str:
+    """Give rank 0's value to all ranks; the others pass None. Collective.
+
+    Raises:
+        LaunchError: If the launcher does not answer.
+    """
+    try:
+        with os.fdopen(os.dup(int(os.environ["PMI_FD"])), "r+b", buffering=0) as pipe:
+            return _share(pipe, value)
+    except OSError as error:
+        raise LaunchError(
+            f"The MPI launcher does not answer on the descriptor in PMI_FD ({error}). Is this a process that a "
+            "rank has started? It inherits the launcher's variables but is no rank: start it without PMI_RANK and "
+            "PMI_SIZE."
+        ) from error
+
+
+def _share(pipe: FileIO, value: str | None) -> str:
+    _ask(pipe, "init pmi_version=1 pmi_subversion=1")
+    space = _ask(pipe, "get_my_kvsname")["kvsname"]
+    if value is not None:
+        _ask(pipe, f"put kvsname={space} key=ddpkit value={value}")
+    _ask(pipe, "barrier_in")
+    answer = _ask(pipe, f"get kvsname={space} key=ddpkit")["value"]
+    _ask(pipe, "finalize")
+    return answer
+
+
+def _ask(pipe: FileIO, command: str) -> dict[str, str]:
+    """Send a command and return the fields of the answer, one line of name=value."""
+    pipe.write(f"cmd={command}\n".encode())
+    line = b""
+    while not line.endswith(b"\n"):
+        data = pipe.read(4096)
+        if not data:
+            raise LaunchError("The MPI launcher closed its PMI connection. Set MASTER_ADDR and MASTER_PORT instead.")
+        line += data
+    return dict(word.split("=", 1) for word in line.decode().split() if "=" in word)
+
+
+log = logging.getLogger(__name__)
+_NAME_PATIENCE = 60.0  # seconds: a headless service's name may appear late
+_GREETING = 60.0  # seconds that a store under load may take to answer
+_NEWS = 5.0  # seconds after which a wait for rank 0 is logged
+_JOB_IDS = (  # they differ between the jobs that a launcher runs on one node at a time
+    "OMPI_MCA_ess_base_jobid",
+    "PMIX_NAMESPACE",
+    "PMI_JOBID",
+    "SUBMITIT_LOCAL_JOB_ID",
+    "FLUX_JOB_ID",
+    "LSB_JOBID",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+)
+
+
+class PortTaken(LaunchError):
+    """Rank 0 found somebody else at MASTER_PORT."""
+
+    def __init__(self, message: str, address: str, port: int) -> None:
+        super().__init__(message)
+        self.address = address
+        self.port = port
+
+
+def store_outlives_ranks(launch: Launch) -> bool:
+    """Return whether the process that started the ranks hosts the store, so that it outlives their restart."""
+    if launch.kind == "torchrun":
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return launch.kind == "spawn"
+
+
+def open_store(address: str, port: int, is_host: bool, timeout: timedelta) -> dist.Store:
+    """Open the job's store: as its host, or as a client that waits for the host to come up."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    _resolve(address, min(_NAME_PATIENCE, timeout.total_seconds()))
+    if is_host:
+        return _host(address, port, timeout)
+    wait_for_listener(address, port, deadline)
+    return connect(address, port, timeout)
+
+
+def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, int]:
+    """Open the store where the launcher gives no MASTER_ADDR: over MPICH's key-value space, or on the only node."""
+    one_node = launch.local_world_size == launch.world_size
+    if has_pmi():
+        return _find_over_pmi(launch, "127.0.0.1" if one_node else socket.getfqdn(), timeout)
+    if not one_node:
+        raise LaunchError(
+            f"{launch.kind} started ranks on several nodes and tells no address to meet at. Set MASTER_ADDR to the "
+            "host of rank 0 and MASTER_PORT to a free port there: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29400 ..."
+        )
+    address = "127.0.0.1"
+    port = derive_port(*(os.environ.get(name, "") for name in _JOB_IDS))
+    return open_store(address, port, launch.rank == 0, timeout), address, port
+
+
+def _find_over_pmi(launch: Launch, host: str, timeout: timedelta) -> tuple[dist.Store, str, int]:
+    if launch.rank == 0:
+        server = host_on(host)
+        share_over_pmi(f"{server.host}|{server.port}")
+        return server, server.host, server.port
+    address, _, port = share_over_pmi(None).partition("|")
+    return open_store(address, int(port), False, timeout), address, int(port)
+
+
+def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
+    try:
+        return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:  # torch 2.6 raises no DistNetworkError here
+        if "EADDRINUSE" not in str(error):
+            raise LaunchError(f"Rank 0 cannot host the store at {address}:{port}: {error}") from error
+        raise PortTaken(
+            f"Rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot host the store: port {port} of {address} "
+            "is taken. Do two processes have RANK=0, or two jobs this MASTER_PORT? Give each job its own.",
+            address,
+            port,
+        ) from error
+
+
+def host_on(host: str) -> dist.TCPStore:
+    """Host a store on a free port of the interface of `host` alone, or of all if only its name is known.
+
+    Before torch 2.8 the store takes no socket of ours, and listens on all.
+    """
+    if torch.__version__ < "2.8":
+        return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    listener, (address, port) = sockets.listen(host, sockets.is_loopback(host))
+    descriptor = listener.detach()
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def connect(address: str, port: int, timeout: timedelta) -> dist.Store:
+    """Connect to the store at this address.
+
+    Raises:
+        LaunchError: If something other than a store listens there, or does not answer.
+    """
+    patience = min(timeout.total_seconds(), _GREETING)
+    try:  # torch waits without a bound for the answer to its greeting
+        return call_with_timeout(lambda: dist.TCPStore(address, port, is_master=False, timeout=timeout), patience)
+    except (RuntimeError, TimeoutError) as error:
+        raise LaunchError(f"What listens at {address}:{port} is not the store of a job: {error}.") from None
+
+
+def wait_for_listener(address: str, port: int, deadline: float) -> None:
+    """Wait until somebody listens there; torch's own client would log C++ stacks and wait for twice the time-out."""
+    start = time.monotonic()
+    pause = Pause(0.02, 1.0)
+    logged = False
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            sockets.connect(address, port, max(0.1, min(left, 5.0))).close()
+            return
+        except OSError as error:
+            waited = time.monotonic() - start
+            if left <= 0:
+                raise LaunchError(
+                    f"Nobody answers at MASTER_ADDR:MASTER_PORT {address}:{port} after {waited:.0f} s ({error}). "
+                    "Is rank 0 running there, and the port open?"
+                ) from None
+        if not logged and waited > _NEWS:
+            log.warning("waiting for rank 0 at %s:%d", address, port)
+            logged = True
+        pause()
+
+
+def _resolve(address: str, patience: float) -> None:
+    """Wait until a host's name is known."""
+    if not re.fullmatch(r"[\w.:%-]+", address):
+        raise LaunchError(f"MASTER_ADDR={address!r} is neither a host name nor an address. Set it to rank 0's host.")
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            socket.getaddrinfo(sockets.encoded(address), None)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"MASTER_ADDR={address!r} did not resolve within {patience:g} s: {error}. Is it rank 0's host?"
+                ) from None
+            log.warning("MASTER_ADDR=%r does not resolve yet (%s); trying again", address, error)
+            time.sleep(min(2.0, max(0.0, deadline - time.monotonic())))
+
+
+def reachable(address: str | None, port: int | None) -> str:
+    """Return this host's address as the other ranks reach it: that of its end of a connection to the store."""
+    if address is None or port is None:
+        return socket.gethostname()
+    with sockets.connect(address, port, 10) as connection:
+        mine = str(connection.getsockname()[0])
+    if mine == "::1" or mine.startswith("127."):
+        return address
+    return mine

@@ -1,0 +1,306 @@
+"""Reading the store, where any program that reaches the port may write: each value is checked first."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from types import NoneType, UnionType
+from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin
+
+import torch.distributed as dist
+
+from ..errors import LaunchError
+
+# Polls that slow down, and calls that are given up after a time.
+
+T = TypeVar("T")
+
+
+class Pause:
+    """Sleeps between polls: by default 50 microseconds at first, 20 milliseconds in the end."""
+
+    def __init__(self, first: float = 50e-6, longest: float = 0.02) -> None:
+        self._seconds = first
+        self._longest = longest
+
+    @classmethod
+    def among(cls, ranks: int) -> Pause:
+        """Return pauses that leave the store time for the polls of so many ranks."""
+        return cls(max(50e-6, 5e-6 * ranks), min(max(0.02, 1e-3 * ranks), 1.0))
+
+    def __call__(self) -> None:
+        """Sleep, a little longer than the last time."""
+        time.sleep(self._seconds)
+        self._seconds = min(1.3 * self._seconds, self._longest)
+
+
+class Question:
+    """Asks again and again for a yes, each time on a thread of its own, unless the last answer has not come yet.
+
+    Args:
+        ask: It may never return, because a process that it asks is stopped, or raise `RuntimeError`, which is no yes.
+        seconds: That are waited for an answer.
+    """
+
+    def __init__(self, ask: Callable[[], bool], seconds: float) -> None:
+        self._ask = ask
+        self._seconds = seconds
+        self._is_yes = False
+        self._thread: threading.Thread | None = None
+
+    def is_yes(self) -> bool:
+        """Ask, if no earlier question is open, and return whether the answer was yes once."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        self._thread.join(self._seconds)
+        return self._is_yes
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):
+            self._is_yes = self._ask() or self._is_yes
+
+
+def _nothing() -> None:
+    pass
+
+
+def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[], None] = _nothing) -> T:
+    """Call a function on a thread of its own, and return its value or raise its error.
+
+    Args:
+        work: It may never return, because a process that it asks is stopped.
+        seconds: Time limit; after it `TimeoutError` is raised and the thread abandoned.
+        check: Called about once a second meanwhile; it ends the wait by raising.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    deadline = time.monotonic() + seconds
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12.0 and 3.12.1 start none at exit
+        run()
+    else:
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(min(deadline - time.monotonic(), 1.0))
+            check()
+    if errors:
+        raise errors.pop()  # this frame must not keep it, for its traceback keeps the frame
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return results[0]
+
+
+_VALUE_BYTES = 8 << 20  # bytes that the store takes at once; it has more only if somebody appends
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_PIECE = 1 << 20  # characters of a long text under one key
+
+
+def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any], values: int = 1) -> dict[str, Any]:
+    """Read a JSON object that came from the store; its texts are printable.
+
+    Args:
+        text: Bytes that the store gave.
+        key: Their key, for the error.
+        *shapes: Name and type of each field, one mapping for each form that is right; `[int]` is a list of ints.
+        values: Number of values that the text may be as long as.
+
+    Raises:
+        LaunchError: If the text has none of these forms.
+    """
+    if len(text) > _VALUE_BYTES * values:
+        refuse_text(text, key)
+    try:
+        found = all_printable(json.loads(text))
+    except (ValueError, RecursionError):
+        refuse_text(text, key)
+    if not any(fits(found, shape) for shape in shapes):
+        refuse_text(text, key)
+    return dict(found)
+
+
+def sealed(secret: bytes, place: Sequence[object], fields: Mapping[str, Any]) -> str:
+    """Write fields as JSON, with a proof that who wrote them for this place knows a secret."""
+    return json.dumps({**fields, "proof": _proof(secret, place, fields)})
+
+
+def opened(
+    secret: bytes, place: Sequence[object], text: bytes | str, key: str, shape: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Read what `sealed()` wrote.
+
+    Raises:
+        LaunchError: If it has another form, or was written for another place, or without the secret.
+    """
+    found = parse(text, key, {**shape, "proof": str})
+    proof = found.pop("proof").encode(errors="replace")
+    if not hmac.compare_digest(proof, _proof(secret, place, found).encode()):
+        refuse_text(text, key)
+    return found
+
+
+def _proof(secret: bytes, place: Sequence[object], fields: Mapping[str, Any]) -> str:
+    return hmac.new(secret, json.dumps([place, fields]).encode(), "sha256").hexdigest()
+
+
+def read_text(store: dist.Store, key: str) -> str:
+    """Read a text from the store.
+
+    Raises:
+        LaunchError: If it is none.
+    """
+    return _decode(store.get(key), key)
+
+
+def read_texts(store: dist.Store, keys: list[str]) -> list[str]:
+    """Read several texts in one call.
+
+    Raises:
+        LaunchError: If one of them is none.
+    """
+    return [_decode(data, key) for key, data in zip(keys, store.multi_get(keys), strict=True)]
+
+
+def write_long(store: dist.Store, key: str, text: str) -> list[str]:
+    """Write a text of any length; return the keys that this takes. It can be read once the first is there."""
+    more = []
+    for number, start in enumerate(range(_PIECE, len(text), _PIECE)):
+        more.append(f"{key}/{number}")
+        store.set(more[-1], text[start : start + _PIECE])
+    store.set(key, f"{len(more)} {text[:_PIECE]}")
+    return [key, *more]
+
+
+def read_long(store: dist.Store, key: str) -> str:
+    """Read a text that `write_long` wrote.
+
+    Raises:
+        LaunchError: If it is none.
+    """
+    found = read_text(store, key)
+    more, space, text = found.partition(" ")
+    if not space or not re.fullmatch("[0-9]{1,4}", more):
+        refuse_text(found, key)
+    if more == "0":
+        return text
+    return text + "".join(read_texts(store, [f"{key}/{number}" for number in range(int(more))]))
+
+
+def _decode(data: bytes, key: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        refuse_text(data, key)
+
+
+def refuse_text(text: bytes | str, key: str) -> NoReturn:
+    """Raise `LaunchError`: no rank of this job wrote this text."""
+    shown = repr(text[:60])
+    if len(text) > 60:
+        shown += "…"
+    raise LaunchError(
+        f"The store holds {shown} under {key!r}, which no rank of this job wrote. "
+        "Does another program use this MASTER_ADDR and MASTER_PORT? Give each job a port of its own."
+    )
+
+
+def printable(text: str) -> str:
+    """Escape what no encoding has, such as the halves of a broken file name, and what a terminal takes for commands.
+
+    Lines and tabs stay.
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def all_printable(value: Any) -> Any:
+    """Return a value that was JSON with all its texts printable."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [all_printable(part) for part in value]
+    if isinstance(value, dict):
+        return {printable(name): all_printable(part) for name, part in value.items()}
+    return value
+
+
+def add(store: dist.Store, key: str, amount: int) -> int:
+    """Add to a counter of the store and return the sum.
+
+    The store drops the connection of whoever adds to a text. So that nobody takes it for the end of its host, the key
+    is read over another connection.
+
+    Raises:
+        LaunchError: If the key holds no number: no rank wrote it.
+    """
+    try:
+        return int(store.add(key, amount))
+    except (RuntimeError, ValueError):
+        text = _read_over_new_connection(store, key)
+        if text is not None and not re.match(rb"\s*[+-]?[0-9]{1,18}(?![0-9])", text):
+            refuse_text(text, key)
+        raise
+
+
+def without_prefixes(store: dist.Store) -> dist.Store:
+    """Return the store itself, which others show under a prefix."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _read_over_new_connection(store: dist.Store, key: str) -> bytes | None:
+    """Read a key; return None if it or a connection is not to be had. torch 2.6 can make none."""
+
+    def read() -> bytes | None:
+        clone = cast(Any, store).clone()
+        return bytes(clone.get(key)) if clone.check([key]) else None
+
+    server = without_prefixes(store)
+    try:
+        if isinstance(server, dist.TCPStore):  # torch would go on trying for the whole time-out
+            socket.create_connection((server.host, server.port), timeout=2).close()
+        return call_with_timeout(read, 10.0)
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        return None
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether a value that was JSON has a type, or the form of a mapping from names to types, or of `[type]`."""
+    if isinstance(hint, dict):
+        if not isinstance(value, dict) or value.keys() != hint.keys():
+            return False
+        return all(fits(value[name], hint[name]) for name in hint)
+    if isinstance(hint, list):
+        return isinstance(value, list) and all(fits(each, hint[0]) for each in value)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(fits(value, choice) for choice in args)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(each, args[1]) for each in value.values())
+    if origin is tuple and args[-1] is Ellipsis:
+        return fits(value, [args[0]])
+    if origin is tuple:
+        return isinstance(value, list) and len(value) == len(args) and all(map(fits, value, args))
+    if hint is None:
+        return type(value) is NoneType
+    return type(value) is hint  # a bool is no int
+
+
+def encode(**fields: Any) -> bytes:
+    """Write a message as a line. A `token`, if there is one, must be the first field."""
+    return json.dumps(fields, default=asdict).encode() + b"\n"

@@ -1,1 +1,0 @@
-"""Start a job's process group, notice when a rank fails, and end it."""

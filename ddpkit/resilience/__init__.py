@@ -1,1 +1,0 @@
-"""Keep a run going: stop it in good order where it must stop."""

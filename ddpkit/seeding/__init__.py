@@ -1,1 +1,0 @@
-"""Seed random number generators, and save their states."""

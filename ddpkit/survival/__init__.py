@@ -1,0 +1,1 @@
+"""Going on after the loss of a rank."""

@@ -1,0 +1,547 @@
+"""Agree, where ranks of a job have gone, on who goes on: without the store, which may have gone with them.
+
+Each member of a job keeps a store of its own. Those that are left ask all members at once: one whose port is closed has
+ended. The first that answers leads: it waits for the others, and tells them who they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import get_type_hints
+
+import torch.distributed as dist
+
+from ..errors import LaunchError
+from ..job.joining import host_address
+from ..join import sockets
+from ..join.failures import Failure
+from ..join.rendezvous import Generation
+from ..join.session import Session
+from ..join.sockets import is_listening, probe
+from ..join.store import connect, host_on, reachable
+from ..join.store_values import Pause, call_with_timeout, opened, parse, sealed
+from ..join.vacancy import Notice, Vacancy
+
+log = logging.getLogger(__name__)
+_READING = 2.0  # seconds in which the others read an answer
+_BETWEEN_PROBES = 0.05  # seconds
+_LEADERS_PATIENCE = 10.0  # seconds that others wait longer than the one that leads
+_DECIDED = "decided"
+
+Address = tuple[str, int]
+
+
+class LeftBehind(LaunchError):
+    """The others go on without this rank."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a member says when it asks to go on.
+
+    Attributes:
+        member: Its number: its rank when the job began.
+        regroupings: How often it has been told who goes on.
+        steps: The steps that it has committed.
+        is_whole: Whether its states are those of that step, not of the middle of the next.
+        address: Where its own store is, which tells it from another process of this number.
+    """
+
+    member: int
+    regroupings: int
+    steps: int
+    is_whole: bool
+    address: Address
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who goes on, and from where.
+
+    Attributes:
+        regrouping: Its number.
+        members: In the order of their new ranks.
+        addresses: Where their stores are, in the same order.
+        leader: Who has decided, and hosts the store in which they meet.
+        seniority: The members, those that came last at the end.
+        steps: The committed steps from which all go on.
+        source: A member that has the states of that step.
+        behind: Those that have not.
+        refusal: Why nobody goes on, "" if the members do.
+    """
+
+    regrouping: int
+    members: list[int]
+    addresses: list[Address]
+    leader: int
+    seniority: list[int]
+    steps: int
+    source: int
+    behind: list[int]
+    refusal: str = ""
+
+
+_ARRIVAL = {**get_type_hints(Arrival)}
+_DECISION = {**get_type_hints(Decision), "members": [int], "seniority": [int], "behind": [int], "addresses": [Address]}
+
+
+def decide(
+    leader: int, seniority: Sequence[int], arrivals: Collection[Arrival], unknown: Collection[int], least: int
+) -> Decision:
+    """Decide who goes on.
+
+    Args:
+        leader: Who decides.
+        seniority: The members until now, those that came last at the end.
+        arrivals: Of those that are there.
+        unknown: Members that have not come and may yet live, on the other side of a cut network.
+        least: So many must go on.
+    """
+    addresses = {arrival.member: arrival.address for arrival in arrivals}
+    members = sorted(addresses)
+    whole = [arrival for arrival in arrivals if arrival.is_whole]
+    steps = max((arrival.steps for arrival in whole), default=0)
+    able = sorted(arrival.member for arrival in whole if arrival.steps == steps)
+    refusal = ""
+    if not able:
+        refusal = "no rank that is left has the states of a whole step"
+    elif len(members) < least:
+        refusal = f"{len(members)} ranks are left, and at least {least} were asked for"
+    elif not _may_speak_for_all(members, unknown):
+        refusal = f"members {sorted(unknown)} cannot be reached, and may go on without this rank"
+    behind = [member for member in members if member not in able]
+    number = 1 + max(arrival.regroupings for arrival in arrivals)
+    places = [addresses[member] for member in members]
+    order = [member for member in seniority if member in addresses]
+    order += [member for member in members if member not in order]
+    return Decision(number, members, places, leader, order, steps, able[0] if able else -1, behind, refusal)
+
+
+def _may_speak_for_all(members: Sequence[int], unknown: Collection[int]) -> bool:
+    """Return whether those who are absent cannot be more; of two halves the one with the first member goes on."""
+    if len(members) != len(unknown):
+        return len(members) > len(unknown)
+    return members[0] < min(unknown)
+
+
+class Refuge:
+    """Where the members of a job meet again when some are lost.
+
+    Args:
+        member: This process's number.
+        size: Number of members at the beginning.
+        host: By which the others reach it.
+        patience: Seconds to wait for a member that may live.
+        secret: Of the job: who knows it may say who goes on, and ask to. It is in no store.
+
+    Attributes:
+        addresses: Where the members' stores are.
+    """
+
+    def __init__(self, member: int, size: int, host: str, patience: float, secret: bytes) -> None:
+        self.member = member
+        self._secret = secret
+        self._size = size
+        self._seniority: list[int] = []  # the members, those that came last at the end
+        self._patience = patience
+        self._pulse = _Pulse(patience)
+        self._noted = 0  # absences, up to when the others have last done something with this member
+        self._excused = 0  # those after which they have
+        self._answered: set[str] = set()  # keys of answers that were given
+        self._store = host_store(host)
+        self.address = (self._store.host, self._store.port)
+        self.addresses: dict[int, Address] = {member: self.address}
+
+    @classmethod
+    def of_job(cls, session: Session, patience: float, secret: bytes) -> Refuge:
+        """Make one on each rank of a job. Collective."""
+        one_node = len(set(session.nodes)) == 1
+        host = "127.0.0.1" if one_node else host_address(session.store)
+        refuge = cls(session.rank, len(session.nodes), host, patience, secret)
+        everyone = session.exchange(json.dumps({"address": refuge.address}))
+        found = [parse(text, "refuge", {"address": Address})["address"] for text in everyone]
+        refuge.addresses = {rank: (host, port) for rank, (host, port) in enumerate(found)}
+        refuge._seniority = list(refuge.addresses)
+        return refuge
+
+    @classmethod
+    def beside(cls, member: int, notice: Notice, patience: float, secret: bytes) -> Refuge:
+        """Make that of a process that is to take the place of a lost member."""
+        host = next((reachable(*address) for address in notice.addresses if is_listening(*address)), "")
+        if not host:
+            raise LaunchError(f"{notice} None of these can be reached now.")
+        refuge = cls(member, notice.size, host, patience, secret)
+        refuge.addresses |= dict(zip(notice.members, notice.addresses, strict=True))
+        return refuge
+
+    def is_together(self) -> None:
+        """Note that the others have done something with this member since this was last noted."""
+        self._excused, self._noted = self._noted, self._pulse.absences()
+
+    def close(self) -> None:
+        """Let the others see that this member goes on no more."""
+        self._pulse.close()
+        del self._store
+
+    def has_ended(self, member: int) -> bool:
+        """Return whether a member's process has ended: its host refuses connections to it."""
+        return probe(*self.addresses[member]) is False
+
+    def _ask(self, members: Collection[int]) -> dict[int, bool | None]:
+        """Return of each member whether it accepts a connection: all at once, for each may take its time."""
+        found: dict[int, bool | None] = {}
+
+        def ask(member: int) -> None:
+            found[member] = probe(*self.addresses[member])
+
+        threads = [threading.Thread(target=functools.partial(ask, member), daemon=True) for member in members]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def _reachable(self, members: Collection[int]) -> set[int]:
+        return {member for member, answer in self._ask(set(members) - {self.member}).items() if answer}
+
+    def regroup(
+        self, me: Arrival, members: Collection[int], least: int, gone: Collection[int]
+    ) -> tuple[Decision, dist.Store]:
+        """Agree on who goes on.
+
+        Args:
+            me: What this rank says.
+            members: Those of the job that has lost some.
+            least: So many must go on.
+            gone: Those who have said themselves that they do not.
+
+        Returns:
+            The decision, and the store in which those who go on meet.
+
+        Raises:
+            LaunchError: If nobody goes on, or the others without this rank.
+        """
+        candidates = set(members) - set(gone)
+        while True:
+            there = self._reachable(candidates) | {self.member}
+            leader = next(member for member in self._seniority if member in there)
+            if leader == self.member:
+                return self._accept(self._lead(me, members, least, gone)), self._store
+            decision, store = self._follow(leader, me, self._patience + _LEADERS_PATIENCE)
+            if decision is not None:
+                return self._accept(decision), store
+            candidates.remove(leader)
+
+    def arrived(self, lost: Collection[int]) -> list[int]:
+        """Return those of some lost members in whose place a process has come to this one, and waits."""
+        found = []
+        for member in lost:
+            arrived = self._read_arrival(member)
+            if arrived is None:
+                continue
+            if probe(*arrived[0].address) is False:
+                self._store.delete_key(_arrival_key(member))
+            else:
+                found.append(member)
+        return found
+
+    def come_in(self, me: Arrival, notice: Notice, timeout: timedelta) -> tuple[Decision, dist.Store] | None:
+        """Wait until the members of a job let this process in.
+
+        Returns:
+            The decision, and the store in which all meet; None if those have gone of which the notice tells.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        for member in notice.members:
+            if probe(*self.addresses[member]):
+                decision, store = self._follow(member, me, max(0.0, deadline - time.monotonic()))
+                if decision is not None:
+                    return self._accept(decision), store
+        return None
+
+    def _follow(self, leader: int, me: Arrival, seconds: float) -> tuple[Decision | None, dist.Store]:
+        """Wait for the decision of a member that may lead; None if it has ended or does not answer."""
+        try:  # on another thread, for the leader may be stopped, and its store not answer
+            return call_with_timeout(
+                lambda: self._ask_leader(leader, me, seconds), seconds, lambda: self._check(leader)
+            )
+        except (RuntimeError, TimeoutError):  # the leader has ended, or is out of reach
+            return None, self._store
+
+    def _ask_leader(self, leader: int, me: Arrival, seconds: float) -> tuple[Decision, dist.Store]:
+        deadline = time.monotonic() + seconds
+        store = connect(*self.addresses[leader], timedelta(seconds=seconds))
+        place = self.addresses[leader]
+        if store.check([_DECIDED]):
+            last = self._read_decision(place, store, _DECIDED)
+            if self._seniority and last.regrouping > me.regroupings and self.address not in last.addresses:
+                return last, store  # it was made without this rank
+        answer = f"answer/{uuid.uuid4().hex}"
+        key = _arrival_key(self.member)
+        store.set(key, sealed(self._secret, [place, key], {**asdict(me), "answer": answer}))
+        pause = Pause()
+        next_probe = 0.0
+        while not store.check([answer]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"member {leader} does not decide")
+            if time.monotonic() > next_probe:
+                self._check(leader)
+                next_probe = time.monotonic() + _BETWEEN_PROBES
+            pause()
+        decision = self._read_decision(place, store, answer)
+        store.delete_key(answer)
+        return decision, store
+
+    def _check(self, leader: int) -> None:
+        if self.has_ended(leader):
+            raise RuntimeError(f"member {leader} has ended")
+
+    def _lead(self, me: Arrival, members: Collection[int], least: int, gone: Collection[int]) -> Decision:
+        """Wait for those that live, and tell them who goes on."""
+        deadline = time.monotonic() + self._patience
+        arrivals = {self.member: me}
+        answers: dict[int, str] = {}
+        ended = set(gone)
+        next_probe = 0.0
+        pause = Pause()
+        while True:
+            for member in set(range(self._size)) - {self.member}:
+                arrived = self._read_arrival(member)
+                if arrived is None:
+                    continue
+                arrival, answer = arrived
+                if member in set(members) - ended and arrival.address != self.addresses[member]:
+                    continue  # another process of this number, which has lived on without the job
+                if arrival.address != self.addresses.get(member):  # it comes in the place of one that has ended
+                    ended.discard(member)
+                    self._seniority = [other for other in self._seniority if other != member]
+                    self.addresses[member] = arrival.address
+                arrivals[member], answers[member] = arrival, answer
+            if time.monotonic() >= next_probe:
+                others = (set(members) | arrivals.keys()) - ended - {self.member}
+                ended |= {member for member, answer in self._ask(others).items() if answer is False}
+                next_probe = time.monotonic() + _BETWEEN_PROBES
+            absent = set(members) - arrivals.keys() - ended
+            if not absent or time.monotonic() > deadline:
+                break
+            pause()
+        present = [arrival for member, arrival in arrivals.items() if member not in ended]
+        was_away = self._pulse.absences() > self._excused
+        unknown = absent | (ended if was_away else set())  # they may have gone on, and ended well
+        decision = decide(self.member, self._seniority, present, unknown, least)
+        self._write_decision(decision, _DECIDED)
+        for member, answer in answers.items():
+            self._store.delete_key(_arrival_key(member))
+            self._write_decision(decision, answer)
+        self._answered.update(answers.values())
+        if decision.refusal:  # by which this process ends
+            self._wait_for_readers(list(answers.values()))
+        return decision
+
+    def _wait_for_readers(self, answers: list[str]) -> None:
+        deadline = time.monotonic() + _READING
+        while time.monotonic() < deadline and any(self._store.check([answer]) for answer in answers):
+            time.sleep(0.01)
+
+    def _read_arrival(self, member: int) -> tuple[Arrival, str] | None:
+        """Return what has come under this number, and where it waits for an answer; delete what a stranger wrote."""
+        key = _arrival_key(member)
+        if not self._store.check([key]):
+            return None
+        try:
+            found = opened(self._secret, [self.address, key], self._store.get(key), key, {**_ARRIVAL, "answer": str})
+            host, port = found.pop("address")
+            answer = found.pop("answer")
+            arrival = Arrival(**found, address=(host, port))
+            if arrival.member == member and answer not in self._answered:  # else a stranger repeats it
+                return arrival, answer
+        except LaunchError:
+            log.warning("a process that does not know the secret of this job wants to go on in it as rank %d", member)
+        self._store.delete_key(key)
+        return None
+
+    def _write_decision(self, decision: Decision, key: str) -> None:
+        self._store.set(key, sealed(self._secret, [self.address, key], asdict(decision)))
+
+    def _read_decision(self, place: Address, store: dist.Store, key: str) -> Decision:
+        found = opened(self._secret, [place, key], store.get(key), key, _DECISION)
+        return Decision(**{**found, "addresses": [(host, port) for host, port in found["addresses"]]})
+
+    def _accept(self, decision: Decision) -> Decision:
+        """Take over a decision by which this process goes on; raise `LaunchError` if it does not."""
+        if decision.refusal:
+            raise LaunchError(f"The ranks that are left cannot go on: {decision.refusal}.")
+        if self.address not in decision.addresses:
+            raise LeftBehind("The other ranks have gone on without this one, which they took for lost.")
+        self._seniority = decision.seniority
+        self.addresses |= dict(zip(decision.members, decision.addresses, strict=True))
+        return decision
+
+
+def _arrival_key(member: int) -> str:
+    return f"arrival/{member}"
+
+
+def host_store(host: str, port: int | None = None) -> dist.TCPStore:
+    """Host a store whose sockets forked children close: a port that a worker holds open looks like a living rank.
+
+    Where a port is asked for, it listens on all interfaces, as torch's.
+    """
+    if port is None:
+        store = host_on(host)
+    else:
+        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    _inherited().update(sockets.sockets_on(store.port) | sockets.sockets_to(store.port))
+    return store
+
+
+@functools.cache
+def _inherited() -> set[int]:
+    everywhere: set[int] = set()
+    os.register_at_fork(after_in_child=lambda: sockets.close(everywhere))
+    return everywhere
+
+
+class _Pulse(threading.Thread):
+    """Notices that this process was stopped for so long that the others may have gone on without it.
+
+    Args:
+        patience: For how many seconds they wait.
+    """
+
+    def __init__(self, patience: float) -> None:
+        super().__init__(name="ddpkit pulse", daemon=True)
+        self._patience = patience
+        self._absences = 0
+        self._last = time.monotonic()
+        self._over = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Look at the clock again and again."""
+        while not self._over.wait(self._patience / 10):
+            self.absences()
+
+    def absences(self) -> int:
+        """Return how often this process was stopped; any thread may call it."""
+        last, self._last = self._last, time.monotonic()
+        if self._last > last + self._patience:
+            self._absences += 1
+        return self._absences
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
+
+
+# Let processes in that come to take the place of lost ranks: where the job began, it tells where it is now.
+
+_BETWEEN_LOOKS = 0.2  # seconds
+_BETWEEN_CALLS = 1.0  # seconds, at the address where the job began
+_PATIENCE = timedelta(seconds=5)  # for the store there
+
+
+class Door(threading.Thread):
+    """The thread by which a rank lets others in, in a job that has lost some.
+
+    Args:
+        notice: What to tell them.
+        tells: Whether this process tells it, where the job began.
+        is_at_master: Whether it is on the host where that was, and can open a store there.
+        refuge: Where they come to; None if they come to another rank.
+        on_arrival: Called with the ranks that have come, at last.
+        store: The one there, if this process hosts it already.
+
+    Attributes:
+        store: The one in which it tells, if this process hosts it.
+    """
+
+    def __init__(
+        self,
+        notice: Notice,
+        tells: bool,
+        is_at_master: bool,
+        refuge: Refuge | None,
+        on_arrival: Callable[[list[int]], None],
+        store: dist.Store | None,
+    ) -> None:
+        super().__init__(name="ddpkit door", daemon=True)
+        self._notice = notice
+        self._tells = tells
+        self._is_at_master = is_at_master
+        self._refuge = refuge
+        self._on_arrival = on_arrival
+        self.store = store
+        self._has_told = False
+        self._acting = threading.Lock()  # so that nothing is done after `close()`
+        self._over = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Look who has come, until somebody has."""
+        next_call = 0.0
+        while self._is_needed() and not self._over.wait(_BETWEEN_LOOKS):
+            with suppress(OSError, RuntimeError):  # what does not answer now may later
+                if self._tells and time.monotonic() >= next_call:
+                    next_call = time.monotonic() + _BETWEEN_CALLS
+                    self._tell_at(*self._notice.master_address)
+                arrived = self._refuge.arrived(self._notice.vacant) if self._refuge else []
+                if arrived:
+                    self._let_in(arrived)
+                    break
+
+    def _let_in(self, arrived: list[int]) -> None:
+        with self._acting:
+            if not self._over.is_set():
+                self._on_arrival(arrived)
+
+    def _is_needed(self) -> bool:
+        return bool(self._notice.vacant) or (self._tells and not self._has_told)
+
+    def close(self) -> dist.Store | None:
+        """Let nobody in any more; return the store. The thread may take a moment to end."""
+        self._over.set()
+        with self._acting:
+            store, self.store = self.store, None
+        return store
+
+    def _tell_at(self, host: str, port: int) -> None:
+        """Refuse each start of a job there by the notice: in our own store, or in that of a new rank 0."""
+        if self._has_told:
+            return
+        if self.store is None and is_listening(host, port):
+            _refuse_start(connect(host, port, _PATIENCE), self._notice)
+        elif self.store is not None or self._is_at_master:
+            with self._acting:
+                if self._over.is_set():
+                    return
+                self.store = self.store or host_store(host, port)
+                Generation.refuse(self.store, _failure(self._notice))
+                self._has_told = True
+
+
+def _refuse_start(store: dist.Store, notice: Notice) -> None:
+    """Refuse a start of which a new rank 0 hosts the store, unless it is complete: then it is another job."""
+    latest = Generation.latest(store)
+    if latest is None or latest.is_complete():
+        return
+    former = latest.vacancy()
+    if former is not None and former.notice == notice.to_json():
+        return
+    generation = latest if former is None else Generation.new(store)
+    generation.give_up(_failure(notice))
+
+
+def _failure(notice: Notice) -> Failure:
+    return Failure(-1, socket.gethostname(), Vacancy.__name__, str(notice), notice.to_json())

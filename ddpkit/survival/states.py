@@ -1,0 +1,177 @@
+"""The states of a run's last whole step, which those who go on without a lost rank give each other."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..checkpoint.files import check_saveable, from_bytes, to_bytes
+from ..checkpoint.leaves import tensors_of
+from ..checkpoint.sharded import find_stand_ins, take_out
+from ..collectives.broadcast import Description, broadcast_bytes, broadcast_tensor, receive
+from ..collectives.consistency import raise_everywhere
+from ..collectives.differences import explain_sharded
+from ..collectives.tree import flat_bytes, is_dense
+from ..data.seeds import get_rng_state, set_rng_state
+from ..errors import LaunchError
+from ..job import current_job, lifecycle
+from ..launch.ranks import get_rank
+from ..parallel.models import unwrap_model
+from ..parallel.wrap import release_models
+from .regrouping import Decision
+
+_CALL = "survive()"
+_MOST_TIMES = 16  # bytes that the states of another rank may have, for each of this one's: its optimizer may be new
+_MOST_BESIDES = 64 << 20  # bytes
+
+
+class Resumable(Protocol):
+    """A loader that can tell where it is, and go on from there."""
+
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def load_state_dict(self, state: Any) -> None: ...  # noqa: D102
+
+
+class KeptStates:
+    """The states of the last step that was whole: those that steps change are as they are, the others are copies."""
+
+    def __init__(self, states: tuple[Any, ...]) -> None:
+        self.steps = 0
+        self.is_whole = True
+        self._states = [unwrap_model(state) if isinstance(state, nn.Module) else state for state in states]
+        self._modules = [state for state in self._states if isinstance(state, nn.Module)]
+        self._small = [state for state in self._states if not isinstance(state, nn.Module | Optimizer)]
+        self._loaders: list[Resumable] = []
+        self._positions: list[dict[str, Any]] = []
+        optimizers = _optimizers_in(states)
+        if not optimizers and any(p.requires_grad for module in self._modules for p in module.parameters()):
+            raise TypeError("survive() needs the optimizer, one of torch.optim's, to know when a step begins.")
+        check_saveable({type(state).__name__: state.state_dict() for state in self._states})
+        self._handles = [optimizer.register_step_pre_hook(self._begin_step) for optimizer in optimizers]
+        self._copy()
+
+    def _begin_step(self, *_: Any) -> None:
+        current_job.hold_failures(True)
+        self.is_whole = False
+
+    def commit(self) -> None:
+        """Take the present states for those of a whole step."""
+        current_job.hold_failures(True)
+        self._positions = [loader.state_dict() for loader in self._loaders]
+        self._copy()
+        self.steps += 1
+        self.is_whole = True
+        current_job.hold_failures(False)
+
+    def _copy(self) -> None:
+        """Copy what may change before a step begins: in a forward, or with a scaler that skips the step."""
+        self._buffers = [buffer.clone() for buffer in self._live_buffers()]
+        self._copies = [copy.deepcopy(state.state_dict()) for state in self._small]
+        self._random = get_rng_state()
+
+    def _live_buffers(self) -> list[Tensor]:
+        return [buffer for module in self._modules for buffer in module.buffers()]
+
+    def begin(self) -> None:
+        """Begin an attempt, which makes loaders anew."""
+        self._loaders = []
+
+    def add_loader(self, loader: Resumable) -> None:
+        """Keep a loader's position; put it where the one before it was that came as the same in order."""
+        number = len(self._loaders)
+        position = loader.state_dict()
+        if "batches" in position:  # it counts those of so many ranks
+            raise TypeError(
+                "After a failure the loader must go on with fewer ranks, which it cannot inside an "
+                "epoch: survive() needs one in training, over a dataset with a length, with one of "
+                "ddpkit's samplers."
+            )
+        if number < len(self._positions):
+            position = self._positions[number]
+            loader.load_state_dict(position)
+        self._loaders.append(loader)
+
+    @torch.no_grad()
+    def put_back(self, decision: Decision, member: int) -> None:
+        """Give all who go on the states of the step from which they do. Collective."""
+        for module in self._modules:
+            module.zero_grad(set_to_none=True)
+        release_models(self._modules)
+        if member not in decision.behind:
+            for buffer, kept in zip(self._live_buffers(), self._buffers, strict=True):
+                buffer.copy_(kept)
+            for state, saved in zip(self._small, self._copies, strict=True):
+                state.load_state_dict(copy.deepcopy(saved))
+        set_rng_state(self._random)
+        mine = [[state.state_dict() for state in self._states], self._positions]
+        states, positions = share_data(mine, decision.members.index(decision.source))
+        if member == decision.source:
+            return
+        self.is_whole = False
+        for state, saved in zip(self._states, states, strict=True):
+            state.load_state_dict(saved)
+        self._positions = positions
+        self._copy()
+        self.steps = decision.steps
+        self.is_whole = True
+
+    def close(self) -> None:
+        """Watch optimizers no more."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def share_data(mine: Any, src: int) -> Any:
+    """Give every rank the numbers, texts and tensors of rank `src`: there themselves, elsewhere copies. Collective.
+
+    Unlike `broadcast()` it unpickles nothing: data are read by the rules of `torch.load(weights_only=True)`.
+
+    Args:
+        mine: This rank's, from which it follows how large those of `src` may be.
+        src: The rank that gives its own.
+    """
+    if not lifecycle.joined():
+        return mine
+    tensors: dict[str, Tensor] = {}
+    data = b""
+    own = dict(tensors_of("states", mine))
+    most = _MOST_TIMES * sum(tensor.nbytes for tensor in own.values()) + _MOST_BESIDES
+    is_source = get_rank() == src
+    with raise_everywhere(_CALL):
+        if is_source:
+            problem = explain_sharded(_CALL, list(own.items()))
+            if problem:
+                raise TypeError(problem)
+            described = take_out("states", mine, tensors, _is_dense_tensor)
+            on_cpu = [tensor.device.type == "cpu" for tensor in tensors.values()]
+            data = to_bytes([described, on_cpu])
+            from_bytes(data)  # as the others will
+    data = broadcast_bytes(_CALL, data, src, most=most)
+    if is_source:
+        for tensor in tensors.values():
+            broadcast_tensor(flat_bytes(tensor), src)
+        return mine
+    given, on_cpu = from_bytes(data)
+    stand_ins = [tensor for _, tensor in find_stand_ins("states", given)]
+    size = sum(tensor.nbytes for tensor in stand_ins)
+    if size > most:
+        raise LaunchError(f"Rank {src} sends states of {size} bytes, and at most {most} are expected: not of this job.")
+    for tensor, is_on_cpu in zip(stand_ins, on_cpu, strict=True):
+        description = Description(tensor.dtype, tuple(tensor.shape), is_on_cpu)
+        torch.utils.swap_tensors(tensor, receive(description, src))  # type: ignore[no-untyped-call]
+    return given
+
+
+def _is_dense_tensor(value: Any) -> bool:
+    return type(value) is Tensor and is_dense(value)
+
+
+def _optimizers_in(states: tuple[Any, ...]) -> list[Optimizer]:
+    """List torch's optimizers among some states, and those that others of them hold as `.optimizer`."""
+    found = [state for state in states if isinstance(state, Optimizer)]
+    found += [held for state in states if isinstance(held := getattr(state, "optimizer", None), Optimizer)]
+    return list({id(optimizer): optimizer for optimizer in found}.values())

@@ -1,0 +1,521 @@
+"""Go on with the ranks that are left when some are lost, or come back, from the last step that was whole."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..arguments import as_integer, check_timeout
+from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere, reduce_in_place
+from ..collectives.groups import control_device
+from ..collectives.ops import broadcast
+from ..collectives.sync import barrier
+from ..errors import DdpkitError, LaunchError, PeerError
+from ..job import current_job, lifecycle
+from ..job.job import Context
+from ..job.joining import hosted_store, offer_store
+from ..job.options import ChooseDevice, Options, Origin, checked_options
+from ..join.failures import Failure
+from ..join.rendezvous import StoreLost
+from ..join.sockets import is_listening
+from ..join.store_values import Question, call_with_timeout
+from ..join.vacancy import Notice, RankReturns, Vacancy, address_of, remember_ended
+from ..launch import ranks
+from ..watch.main_thread import undisturbed
+from .regrouping import Arrival, Decision, Door, LeftBehind, Refuge
+from .states import KeptStates, Resumable
+
+log = logging.getLogger(__name__)
+_ANSWERING = 1.0  # seconds within which a store answers whose host runs and can be reached
+_GIVEN_UP = "given up"
+_GRACE = 60.0  # seconds from the loss of a rank until an attempt must be over: loaders' workers may be slow to end
+_SECRET = "DDPKIT_SECRET"  # in the environment; who knows it may take the place of a lost rank
+_SHORTEST = 16  # bytes of a secret that nobody guesses
+_NOTICING = 1.0  # seconds between questions whether the others have noticed a loss
+_UNSURE = ("lost", "silent", "left", "orphaned")  # of a rank that may go on: it has raised no error
+
+
+T = TypeVar("T", bound=Resumable)
+
+
+def survive(
+    *states: Any,
+    min_ranks: int = 1,
+    patience: timedelta = timedelta(seconds=10),
+    backend: str | None = None,
+    device: str | torch.device | ChooseDevice | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    num_threads: int | None = None,
+) -> Iterator[Attempt]:
+    """Let the ranks that are left go on when others are lost. Collective.
+
+    Each attempt is a block that holds the training. Its beginning calls `setup()`; when a rank is lost, killed or cut
+    off, the block ends on all others, and they begin the next attempt among themselves, from the last committed step::
+
+        for attempt in ddpkit.survive(model, optimizer):
+            with attempt as context:
+                loader = attempt.resume(ddpkit.make_loader(data, 32))
+                wrapped = ddpkit.wrap_model(model)
+                for epoch in loader.epochs(10):
+                    for batch in loader:
+                        ...  # forward, backward
+                        optimizer.step()
+                        attempt.commit()
+
+    What hangs on the number of ranks (loaders, wrapped models, scale plans) is made in the block, so it is made anew.
+    A process that is started in the place of a lost rank, in the same environment, comes in if that holds the job's
+    `DDPKIT_SECRET`: all ranks then begin the next attempt, too.
+    From the beginning of `optimizer.step()` until `commit()` the loss of a rank does not interrupt; do nothing there
+    that talks to other ranks.
+
+    Args:
+        *states: What a step changes: the model, not wrapped, its optimizer (one of torch's, or what holds one as
+            `.optimizer`), a schedule, a scaler, an average; anything with `state_dict` and `load_state_dict`. They
+            are equal on all ranks.
+        min_ranks: With fewer the job ends.
+        patience: How long to wait for a rank that may live, where the others have noticed a loss.
+        backend: As for `setup()`, as are the ones below.
+        device: The same.
+        timeout: The same.
+        num_threads: The same.
+
+    Yields:
+        Attempts, until one ends well.
+
+    Raises:
+        CheckpointError: If a state is more than data: numbers, strings, tensors, and dicts, lists and tuples of them.
+        DdpkitError: If an attempt is not entered by `with`; if there is a process group already that others made.
+        LaunchError: If the ranks that are left cannot go on: there are too few of them, they may be the smaller part
+            of a network that was cut, or all were in the middle of a step; if `DDPKIT_SECRET` is not that of the job.
+        TypeError: If a state has no `state_dict`, there is no optimizer, or an argument is of a wrong type.
+        ValueError: If `min_ranks` is less than 1, or more than there are.
+
+    Example:
+        >>> net = torch.nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> for attempt in survive(net, optimizer):
+        ...     with attempt as context:
+        ...         for step in range(attempt.steps, 3):
+        ...             net(torch.ones(1, 1)).sum().backward()
+        ...             optimizer.step()
+        ...             attempt.commit()
+        >>> attempt.steps, context.world_size
+        (3, 1)
+    """
+    check_timeout(patience)
+    least = as_integer(min_ranks, "min_ranks")
+    for state in states:
+        if not hasattr(state, "state_dict") or not hasattr(state, "load_state_dict"):
+            raise TypeError(f"survive() keeps objects with state_dict() and load_state_dict(), got {type(state)}.")
+    survivors = _Survivors(KeptStates(states), least, patience)
+    try:
+        survivors.enter(backend=backend, device=device, timeout=timeout, num_threads=num_threads)
+    except BaseException:
+        survivors.close()
+        raise
+    try:
+        while True:
+            attempt = Attempt(survivors)
+            yield attempt
+            if not attempt.has_ended:
+                raise DdpkitError(
+                    "An attempt of survive() was not entered: for attempt in survive(...): with attempt: ..."
+                )
+            if attempt.lost is None:
+                survivors.remember_end()
+                break
+            survivors.go_on(attempt.lost)
+    finally:
+        survivors.close()
+
+
+class Attempt:
+    """One run of the block in `survive`: a context that gives the `Context` of the job.
+
+    Attributes:
+        lost: The error that named the rank whose loss has ended it, None if none was lost.
+        has_ended: Whether its block is over.
+
+    Example:
+        >>> for attempt in survive():
+        ...     with attempt:
+        ...         attempt.commit()
+        >>> attempt.steps, attempt.lost
+        (1, None)
+    """
+
+    def __init__(self, survivors: _Survivors) -> None:
+        self.lost: DdpkitError | None = None
+        self._survivors = survivors
+        self.has_ended = False
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that were committed, in all attempts."""
+        return self._survivors.kept.steps
+
+    @undisturbed
+    def __enter__(self) -> Context:
+        self._survivors.kept.begin()
+        current_job.hold_failures(False, grace=_GRACE)
+        return self._survivors.context
+
+    def resume(self, loader: T) -> T:
+        """Let a loader go on behind the last committed step, and return it.
+
+        Args:
+            loader: One of `make_loader`'s over a dataset. Several are told apart by the order of the calls.
+
+        Raises:
+            TypeError: If it cannot resume.
+        """
+        self._survivors.kept.add_loader(loader)
+        return loader
+
+    def commit(self) -> None:
+        """Say that a step is whole: after the optimizer and all else that it changes have stepped, on every rank."""
+        self._survivors.commit()
+
+    @undisturbed
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.has_ended = True
+        late = self._finish() if error is None else None
+        current_job.hold_failures(True)  # only now, for a wait for what does not answer must end
+        if late is not None and not self._is_loss(late):
+            raise late
+        return error is not None and self._is_loss(error)
+
+    def _finish(self) -> RuntimeError | None:
+        """Wait for the other ranks; return what went wrong, for with a rank the last step may yet be lost."""
+        try:
+            current_job.finish()
+            barrier()
+        except RuntimeError as late:
+            return late
+        return None
+
+    def _is_loss(self, error: BaseException) -> bool:
+        """Return whether this is because another rank was lost; if not, this rank fails.
+
+        Raises:
+            PeerError: If it is this rank that was lost.
+        """
+        lost = current_job.lost_peer(error) if isinstance(error, Exception) else None
+        if isinstance(lost, PeerError) and lost.rank == ranks.get_rank():  # by the others, or its launcher has gone
+            self._survivors.close(lost)
+            raise lost from error
+        if lost is None:
+            self._survivors.close(error)
+        self.lost = lost
+        return lost is not None
+
+
+class _Survivors:
+    """The ranks that are left, seen from one of them."""
+
+    context: Context
+    _asked: Options
+    _secret: bytes  # of the job; it is in no store
+
+    def __init__(self, kept: KeptStates, least: int, patience: timedelta) -> None:
+        self.kept = kept
+        self._least = least
+        self._patience = patience.total_seconds()
+        self._regroupings = 0
+        self._refuge: Refuge | None = None
+        self._door: Door | None = None
+        self._store: dist.Store | None = None  # where the job began, if this process hosts it
+        self._members: list[int] = []
+        self._size = 1  # number of members at the beginning
+        self._master: str | None = None  # where the job began
+        self._master_host = ""
+        self._resumed_at: int | None = None  # the step, where nobody was missing after the last loss
+        self._returning: RankReturns | None = None  # what a rank that is alone has to do at its next commit
+
+    def enter(self, timeout: timedelta, **options: Any) -> None:
+        """Join the job that begins, or one that goes on without this rank."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                self.begin(lifecycle.setup(timeout=timeout, **options))
+                return
+            except Vacancy as vacancy:
+                if time.monotonic() > deadline:
+                    raise
+                notice = Notice.from_json(vacancy.notice)
+            except StoreLost as lost:  # of a rank that has ended, too, or of a job that goes on elsewhere
+                if time.monotonic() > deadline:
+                    raise
+                log.warning("trying to join again: %s", lost)
+                continue
+            # only now, when the error has gone, by which the store would stay open that a new rank 0 has opened
+            if self.take_place(notice, checked_options(timeout=timeout, watch=True, origin=Origin(), **options)):
+                return
+
+    def begin(self, context: Context) -> None:
+        """Begin with all ranks of the job."""
+        if self._least > context.world_size:
+            raise ValueError(f"min_ranks={self._least} is more than there are: {context.world_size}.")
+        if not current_job.owns_group():
+            raise DdpkitError("survive() makes the process group, and makes it anew: do not make one before.")
+        self.context = context
+        self._asked = current_job.asked_options()
+        self._size = context.world_size
+        self._members = list(range(self._size))
+        self._regroupings = 0
+        self.kept.is_whole = True
+        if lifecycle.joined():
+            self._secret = agree_on_secret()
+            self._refuge = Refuge.of_job(current_job.current_session(), self._patience, self._secret)
+            self._master = context.master
+            self._store = hosted_store(context.master)
+            self._master_host = self._refuge.addresses[0][0]
+            current_job.hold_failures(True)  # until an attempt is entered
+
+    def take_place(self, notice: Notice, asked: Options) -> bool:
+        """Come in as one of the ranks that a running job has lost; return False if the notice is out of date."""
+        launch = ranks.current_launch()
+        if launch.world_size != notice.size or notice.is_alive(launch.rank):
+            raise LaunchError(f"This process was started as rank {launch.rank} of {launch.world_size}. {notice}")
+        self._secret = _given_secret()
+        if not notice.is_of_job(self._secret):
+            raise LaunchError(
+                f"{notice} But it lets in only who knows its {_SECRET}: start all ranks, and those that take the place "
+                "of lost ones, with this environment variable set to one long random text."
+            )
+        if launch.rank not in notice.vacant:  # the others have not noticed yet that it has ended
+            time.sleep(_NOTICING)
+            return False
+        self._asked = asked
+        self._size = notice.size
+        self._master, self._master_host = notice.master, notice.master_host
+        self._regroupings = notice.regrouping
+        self.kept.is_whole = False
+        self._refuge = Refuge.beside(launch.rank, notice, self._patience, self._secret)
+        found = self._refuge.come_in(self._arrival(), notice, asked.timeout)
+        if found is None:
+            self._close_refuge()
+            if not is_listening(*notice.master_address):
+                raise LaunchError(f"{notice} But they have ended, or cannot be reached.")
+            return False
+        decision, store = found
+        self._members = decision.members
+        try:
+            self._join(decision, store)
+        except RuntimeError as error:
+            try:
+                self.go_on(error)
+            except LeftBehind as reason:  # this rank was there for no step yet, and can come again
+                log.warning("trying to join again: %s", reason)
+                self._close_refuge()
+                return False
+        return True
+
+    def commit(self) -> None:
+        """Keep the present states."""
+        self.kept.commit()
+        if self._refuge is not None:
+            self._refuge.is_together()
+        if self._returning is not None:
+            raise self._returning
+
+    def go_on(self, lost: RuntimeError) -> None:
+        """Join those who are left, until nobody is lost meanwhile, and let all have the same states."""
+        assert self._refuge is not None
+        self._close_door()
+        begun = time.monotonic()
+        stop = current_job.stop_agreement()
+        request = stop.request if stop.decision is None else stop.decision.request
+        if current_job.has_unfinished():
+            log.warning("a checkpoint that save(wait=False) has begun may not be there: save it again")
+        members = self._members  # and those who come while others are lost again
+        gone = [members[lost.rank]] if isinstance(lost, PeerError) and lost.error_type not in _UNSURE else []
+        tried: list[int] = []  # in vain; once more is right if one of them is stopped
+        while True:
+            lifecycle.leave_to_rejoin()
+            decision, store = self._refuge.regroup(self._arrival(), members, self._least, gone)
+            self._check_progress(decision, lost)
+            try:
+                self._join(decision, store)
+                break
+            except RuntimeError:
+                if decision.members == tried and not any(map(self._refuge.has_ended, tried)):
+                    raise
+                tried = decision.members
+            members = sorted({*members, *tried})
+            gone = []  # a new process may have come in such a place
+        self._members = decision.members
+        if request is not None:
+            current_job.ask_to_stop(request)
+        if decision.leader == self._refuge.member:
+            took = time.monotonic() - begun
+            news = f"{len(self._members)} of {self._size} ranks go on from step {decision.steps}, after {took:.1f} s"
+            if decision.members[-1] >= len(decision.members):  # numbers are others than at the beginning
+                news += f" (at the beginning ranks {', '.join(map(str, decision.members))})"
+            log.warning("%s: %s", news, str(lost).partition("\n")[0])
+
+    def _check_progress(self, decision: Decision, lost: RuntimeError) -> None:
+        """Raise what was taken for a loss if it comes again at the same step, and nobody is missing: it is a bug."""
+        if decision.members != self._members or isinstance(lost, RankReturns):
+            self._resumed_at = None
+        elif decision.steps == self._resumed_at:
+            raise lost
+        else:
+            self._resumed_at = decision.steps
+
+    def _arrival(self) -> Arrival:
+        assert self._refuge is not None
+        refuge, kept = self._refuge, self.kept
+        return Arrival(refuge.member, self._regroupings, kept.steps, kept.is_whole, refuge.address)
+
+    def _join(self, decision: Decision, store: dist.Store) -> None:
+        """Join those who go on, in a part of the leader's store, and take the states from one of them."""
+        assert self._refuge is not None
+        self._regroupings = decision.regrouping
+        store = dist.PrefixStore(f"job {decision.regrouping}", store)
+        refuge = self._refuge
+        members = decision.members
+        host = members.index(decision.leader)
+        needed = members if decision.leader == refuge.member else [decision.leader]
+        is_joining = True
+        has_given_up = Question(lambda: store.check([_GIVEN_UP]), _ANSWERING)
+
+        def lost() -> str:
+            if not is_joining:
+                return ""
+            if has_given_up.is_yes():
+                return "another has given up"
+            found = ", ".join(f"member {member} has ended" for member in needed if refuge.has_ended(member))
+            # asking takes time, in which all may have joined; the watch tells of one that has ended after that
+            return found if is_joining else ""
+
+        rank = members.index(refuge.member)
+        try:
+            self.context = lifecycle.rejoin(self._asked, store, rank, len(members), host, lost)
+        except BaseException:
+            with suppress(RuntimeError, TimeoutError):
+                call_with_timeout(lambda: store.set(_GIVEN_UP, ""), _ANSWERING)
+            raise
+        is_joining = False
+        check_members(self._secret, f"{decision.regrouping}")
+        self.kept.put_back(decision, refuge.member)
+        current_job.hold_failures(True)  # until the next attempt is entered
+        self._open_door(decision)
+
+    def _open_door(self, decision: Decision) -> None:
+        """Let processes come in the place of those that are lost, if the others know where the job began."""
+        assert self._refuge is not None
+        if self._master is None:
+            return
+        me = self._refuge.member
+        hosts = {member: host for member, (host, _) in zip(decision.members, decision.addresses, strict=True)}
+        self._master_host = hosts.get(0, self._master_host)
+        there = [member for member, host in hosts.items() if host == self._master_host]
+        opens = there[0] if there else decision.leader
+        if me != opens:
+            self._store = None  # the other opens one at the same address
+        if me not in (opens, decision.leader):
+            return
+        places = (self._master, self._master_host)
+        addresses = [self._refuge.addresses[member] for member in decision.seniority]
+        notice = Notice(*places, self._size, decision.regrouping, decision.seniority, addresses).sealed(self._secret)
+        refuge = self._refuge if me == decision.leader else None
+        self._door = Door(notice, me == opens, bool(there), refuge, self._interrupt_for, self._store)
+
+    def _interrupt_for(self, arrived: list[int]) -> None:
+        """Interrupt all ranks, so that they meet again, and those who have come with them."""
+        returning = RankReturns(f"rank {', '.join(map(str, arrived))} comes back, in a new process")
+        if not current_job.interrupt(Failure.of(-1, returning)):
+            self._returning = returning
+
+    def _close_door(self) -> None:
+        if self._door is not None:
+            self._store = self._door.close()  # it stays open, for somebody may be asking there
+        self._door = self._returning = None
+
+    def remember_end(self) -> None:
+        """Remember that the job has ended well: what is still told of it is out of date."""
+        if self._refuge is not None:
+            remember_ended(self._refuge.addresses[member] for member in self._members)
+
+    def _close_refuge(self) -> None:
+        if self._refuge is not None:
+            self._refuge.close()
+            self._refuge = None
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the job; after an error the others hear of it, and that this rank does not go on."""
+        self.kept.close()
+        self._close_door()
+        if error is not None:
+            self._close_refuge()
+            lifecycle.report(error)
+        lifecycle.teardown()
+        self._close_refuge()  # after the others have left, who need the store in it
+        if self._store is not None and self._master is not None:
+            launch = ranks.current_launch()
+            if launch.rank == 0:
+                offer_store(launch, self._store, *address_of(self._master))  # to be joined again
+        self._store = None
+
+
+def agree_on_secret() -> bytes:
+    """Return a secret that all ranks have, and nobody who only reads their stores. Collective.
+
+    It is that of the environment; else rank 0 draws one and sends it over the connections of the group.
+    """
+    call = "survive()"
+    with raise_everywhere(call):
+        given = _given_secret()
+    others, drawn = broadcast((given, os.urandom(32)), src=0)
+    with raise_everywhere(call):
+        if given != others:
+            raise LaunchError(f"{_SECRET} is not the same here and on rank 0. Start all ranks with one, or with none.")
+    check_fingerprint(fingerprint_of(call))
+    return bytes(given or drawn)
+
+
+def _given_secret() -> bytes:
+    given = os.environb.get(os.fsencode(_SECRET), b"")
+    if 0 < len(given) < _SHORTEST:
+        raise LaunchError(f"{_SECRET} has {len(given)} bytes; set it to a random text of {_SHORTEST} or more.")
+    return given
+
+
+def check_members(secret: bytes, occasion: str) -> None:
+    """Let all ranks of a new group show that they know the secret, before they send each other anything. Collective.
+
+    Raises:
+        LaunchError: If one does not: a stranger has changed the addresses in the store while the ranks joined.
+    """
+    if not lifecycle.joined():
+        return
+    challenges = _gather(os.urandom(16))
+    expected = []
+    for rank in range(len(challenges)):
+        words = f"{occasion} {rank} ".encode() + b"".join(challenges)
+        expected.append(hmac.new(secret, words, "sha256").digest())
+    shown = _gather(expected[ranks.get_rank()])
+    strange = [rank for rank in range(len(shown)) if not hmac.compare_digest(shown[rank], expected[rank])]
+    if strange:
+        raise LaunchError(f"What has joined as rank {strange[0]} does not know the secret of this job.")
+
+
+def _gather(own: bytes) -> list[bytes]:
+    """Give every rank the bytes of all, of one length, unpickled and in a buffer of known size. Collective."""
+    table = torch.zeros((ranks.get_world_size(), len(own)), dtype=torch.int64, device=control_device(None))
+    table[ranks.get_rank()] = torch.tensor(list(own))
+    reduce_in_place(table)
+    return [bytes(row) for row in table.clamp(0, 255).tolist()]

@@ -1,0 +1,1 @@
+"""Noticing at once that a rank has died or failed."""

@@ -1,0 +1,247 @@
+"""Raise a peer's failure in the main thread, whatever that is doing, until it ends or handles it.
+
+A signal interrupts the main thread, also in a sleep, and its handler raises there. What it raises may get lost: in a
+task, a callback, a broad `except`. So it is raised again, except while an `except` or `finally` block deals with it.
+A `with` block that it leaves may wait for threads or processes that do not end: that does not count as handling it.
+"""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+from ..errors import BarrierTimeoutError, LaunchError, MismatchError, PeerError, ReplicaMismatchError
+from ..join.failures import GRACE
+from ..join.session import Session
+from ..join.sockets import SETTLE
+
+_NEVER = float("inf")
+_PAUSE = 0.25  # seconds between signals, about
+_PAUSE_LOST = 0.03  # seconds, at most, until the next signal where what is raised would get lost
+_PYTHON = os.path.dirname(os.__file__)
+_ASYNCIO = os.path.join(_PYTHON, "asyncio", "")  # importing it here would take time
+# whose `__exit__` waits for threads or processes
+_WAITING = tuple(
+    os.path.join(_PYTHON, name) for name in ("concurrent", "multiprocessing", "socketserver", "subprocess")
+)
+_FAILURES = (PeerError, BarrierTimeoutError, LaunchError, MismatchError, ReplicaMismatchError)
+_undisturbed: set[CodeType] = set()
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def undisturbed(function: F) -> F:
+    """Let no failure be raised in a function, nor in what it calls."""
+    _undisturbed.add(function.__code__)
+    return function
+
+
+class MainThread:
+    """The main thread of this process, where the failure that a session has heard of is raised by a signal.
+
+    Args:
+        session: Whose first failure is raised, until that is settled.
+        wake: Called from the main thread when `next_signal_at` has changed.
+    """
+
+    def __init__(self, session: Session, wake: Callable[[], None]) -> None:
+        self._session = session
+        self._wake = wake
+        self._thread = threading.main_thread()
+        self._caller = threading.current_thread()
+        self._began = time.monotonic()  # failures that are older are those of an earlier job
+        self.next_signal_at = _NEVER
+        self._first_signal_at = _NEVER  # since a failure was last handled
+        self._handler_ran_at = -_NEVER
+        self._signal: int | None = None
+        if self._caller is self._thread:
+            self._signal = self._take_signal()
+
+    def signal_after(self, seconds: float) -> None:
+        """Let the first signal be due so many seconds from now, unless one is."""
+        if self.next_signal_at == _NEVER:
+            self.next_signal_at = time.monotonic() + seconds
+
+    def stop_signals(self) -> None:
+        """Let no signal be due, for there is nothing to raise."""
+        self.next_signal_at = _NEVER
+        self._first_signal_at = _NEVER
+
+    def begin_again(self) -> None:
+        """Let a signal, again the first, be due some time after the main thread has last been seen to handle one."""
+        self.next_signal_at = time.monotonic() + _PAUSE
+        self._first_signal_at = _NEVER
+
+    def has_ended(self) -> bool:
+        """Return whether the main thread has ended, so that the process is about to."""
+        first = _outermost(sys._current_frames().get(self._thread.ident or 0))
+        shuts_down = first is not None and first.co_filename == threading.__file__ and first.co_name == "_shutdown"
+        return shuts_down or not self._thread.is_alive()
+
+    def handles_failure(self) -> bool:
+        """Return whether a block of the main thread, or of the one that called `setup()`, deals with a failure."""
+        return any(self._handles_in(thread.ident or 0) for thread in (self._thread, self._caller))
+
+    def send_signal(self) -> None:
+        """Interrupt the main thread, whose handler then raises."""
+        now = time.monotonic()
+        self._first_signal_at = min(self._first_signal_at, now)
+        # out of step with whatever the main thread does over and over
+        self.next_signal_at = now + _random_below(2 * _PAUSE)
+        if self._signal is not None and self._is_mine():
+            # the first reaches it also where the signal is blocked, the second also where it sleeps
+            _thread.interrupt_main(self._signal)  # type: ignore[arg-type]
+            signal.pthread_kill(self._thread.ident or 0, self._signal)
+
+    def ignores_signal(self) -> bool:
+        """Return whether the handler has not run, so that the thread is in a call that should have ended by now."""
+        is_late = time.monotonic() > self._first_signal_at + 2 * SETTLE
+        return is_late and self._handler_ran_at < self._first_signal_at
+
+    def waits_for_store(self) -> bool:
+        """Return whether it is in a wait on the store."""
+        return self._session.is_waiting(self._thread.ident)
+
+    def grace_is_over(self) -> bool:
+        """Return whether the main thread has had its time to end or to handle the failure."""
+        return time.monotonic() > self._first_signal_at + self._session.failures.grace
+
+    def reason(self) -> str:
+        """Say why nothing could be raised in the main thread."""
+        if self._caller is not self._thread:
+            return "did not call setup(), so nothing can be raised in it"
+        if self._signal is None:
+            return "has handlers of its own for all signals, so nothing can be raised in it"
+        if not self._is_mine():
+            handler = signal.getsignal(self._signal)
+            return f"cannot be interrupted, for the script has given signal {self._signal} the handler {handler}"
+        if time.monotonic() < self._handler_ran_at + 1.0:
+            return "kept running: the error raised in it was caught or lost each time"
+        if self._is_blocked():
+            return f"is in a call that does not return, and blocks signal {self._signal}, which would interrupt it"
+        return "is in a call that does not return"
+
+    def close(self) -> None:
+        """Give the signal back, if it is still ours."""
+        if self._signal is None or not self._is_mine() or threading.current_thread() is not self._thread:
+            return
+        signal.signal(self._signal, signal.SIG_IGN)  # forgets one that is still on its way, which would kill
+        signal.signal(self._signal, signal.SIG_DFL)
+
+    def _take_signal(self) -> int | None:
+        """Choose a signal that nobody uses: a real-time signal, which has no meaning, before one that has."""
+        for number in _signals():
+            handler = signal.getsignal(number)
+            if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), MainThread):
+                signal.signal(number, self._raise)
+                return number
+        return None
+
+    def _is_mine(self) -> bool:
+        return self._signal is not None and signal.getsignal(self._signal) == self._raise
+
+    def _is_blocked(self) -> bool:
+        """Return whether the main thread blocks the signal, where the system says so."""
+        with suppress(OSError, ValueError, StopIteration):
+            lines = Path(f"/proc/self/task/{self._thread.native_id}/status").read_text().splitlines()
+            mask = next(line for line in lines if line.startswith("SigBlk:"))
+            return bool(int(mask.split()[1], 16) >> (self._signal or 1) - 1 & 1)
+        return False
+
+    def _raise(self, signum: int, frame: FrameType | None) -> None:
+        failures = self._session.failures
+        if failures.known is None or failures.settled or not self._session.is_own:
+            return
+        self._handler_ran_at = time.monotonic()
+        if self.handles_failure():
+            return
+        if failures.held or _is_lost_in(frame):
+            self.next_signal_at = time.monotonic() + _random_below(_PAUSE_LOST)
+            self._wake()
+            return
+        self.next_signal_at = time.monotonic() + _PAUSE
+        raise failures.known.to_error()
+
+    def _handles_in(self, thread: int) -> bool:
+        found: Any = sys._current_exceptions().get(thread)
+        error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+        for failure in _handled_with(error):
+            if isinstance(failure, _FAILURES) and failure._made > self._began:
+                is_new = time.monotonic() < failure._made + GRACE
+                return is_new or not _is_leaving(failure, sys._current_frames().get(thread))
+        return False
+
+
+def _signals() -> Iterator[int]:
+    if hasattr(signal, "SIGRTMAX"):
+        yield from range(signal.SIGRTMAX, signal.SIGRTMIN, -1)
+    if hasattr(signal, "SIGURG"):
+        yield signal.SIGURG
+
+
+def _handled_with(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception, the members of a group, and those during whose handling it was raised.
+
+    Not its causes: a script may name one long after it has handled it.
+    """
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        error = waiting.pop(0)
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            yield error
+            waiting += [*getattr(error, "exceptions", ()), error.__context__]
+
+
+def _is_leaving(failure: BaseException, frame: FrameType | None) -> bool:
+    """Return whether a failure is on its way out of a block of Python's own that waits, for example for threads."""
+    trace = failure.__traceback__
+    if trace is not None and trace.tb_frame.f_code.co_filename.startswith(_ASYNCIO):  # asyncio.run() closes its loop
+        return True
+    while frame is not None:
+        code = frame.f_code
+        waits = code.co_name == "__exit__" and code.co_filename.startswith(_WAITING)
+        if waits and any(argument is failure for argument in frame.f_locals.values()):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _random_below(seconds: float) -> float:
+    return random.SystemRandom().uniform(0, seconds)  # not the script's generator
+
+
+def _is_lost_in(frame: FrameType | None) -> bool:
+    """Return whether what is raised here would get lost, or do harm.
+
+    A handler of logging's and a `__del__` lose it, and what handles a failure already has no use for it. An event
+    loop that is left in the middle of its own bookkeeping forgets a task, and then waits for it forever when it closes.
+    """
+    if frame is not None and frame.f_code.co_filename.startswith(_ASYNCIO):
+        return True
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == logging.__file__ or code.co_name == "__del__" or code in _undisturbed:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _outermost(frame: FrameType | None) -> CodeType | None:
+    """Return what runs in the first of a thread's frames."""
+    if frame is None:
+        return None
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code

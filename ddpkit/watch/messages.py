@@ -1,0 +1,454 @@
+"""The messages of the monitor: one JSON object a line, believed only after every field of it was checked."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from inspect import CO_GENERATOR
+from itertools import islice
+from types import CodeType, FrameType
+from typing import Any, get_type_hints
+
+import torch
+
+from ..join.failures import FAILURE, Failure
+from ..join.members import as_ranges, parent_of
+from ..join.stop_agreement import REQUEST, StopDecision, StopRequest
+from ..join.store_values import all_printable, encode, fits, printable
+from ..timing import PACE, Pace
+
+# What each rank is doing: its stack, since when it is there, and the picture of all ranks.
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PYTHON = os.path.dirname(os.__file__)
+_LIBRARIES = tuple(path + os.sep for path in (_PACKAGE, os.path.dirname(torch.__file__)))
+_WRAPPERS = {"wrapper", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl"}  # torch's, around what is meant
+_MOST_FRAMES = 60  # of a stack that are told, the innermost
+_PAUSE = 600.0  # seconds until another picture may be shown
+_MOST_TOLD = 5  # numbers that say how far a script is
+_LONGEST = 300  # characters of a text that is told
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a rank is doing, as it tells whoever asks.
+
+    Attributes:
+        rank: The rank.
+        host: The host it runs on.
+        pid: Its process.
+        call: The function that it is in: of a library that its script has called, or of the script.
+        place: The script's line.
+        seconds: For how long it has been at one place, as far as looks once a second tell; 0 if it moves.
+        told: How far its script is, as far as that is known: the epoch and batch of the loader that it reads.
+        stack: Its calls, the outermost first, as "file:line function".
+    """
+
+    rank: int
+    host: str
+    pid: int
+    call: str
+    place: str
+    seconds: float
+    told: dict[str, int]
+    stack: tuple[str, ...]
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Activity:
+        """Make it of fields that have the form `ACTIVITY`, and shorten their texts."""
+        texts = {name: _short(fields[name]) for name in ("host", "call", "place")}
+        stack = tuple(map(_short, fields["stack"][-_MOST_FRAMES:]))
+        told = {_short(name): number for name, number in islice(fields["told"].items(), _MOST_TOLD)}
+        return cls(**(fields | texts | {"stack": stack, "told": told}))
+
+
+ACTIVITY = get_type_hints(Activity)  # the form of its JSON
+
+
+class MainThreadWatcher:
+    """Sees, from another thread, where this process's main thread is and for how long."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._host = socket.gethostname()
+        self._main = threading.main_thread().ident
+        self._place = (0, 0)  # the call's frame, and its instruction
+        self._since = time.monotonic()
+
+    def look(self) -> None:
+        """Notice whether the main thread has moved since the last look."""
+        frame = _call(self._innermost())
+        if frame is None or not self._was_there(frame):
+            self._since = time.monotonic()
+
+    def describe(self, told: dict[str, int]) -> Activity:
+        """Say where the main thread is, and what it has told of how far its script is."""
+        self.look()
+        seconds = time.monotonic() - self._since
+        name, place, stack = _describe(self._innermost())
+        return Activity(self._rank, self._host, os.getpid(), name, place, seconds, told, stack)
+
+    def _innermost(self) -> FrameType | None:
+        return None if self._main is None else sys._current_frames().get(self._main)
+
+    def _was_there(self, frame: FrameType) -> bool:
+        """Return whether the main thread was in this call at the last look; in a function of the script, at this place.
+
+        The address of a frame is given again to the next call. So the call of a library is marked, also that which has
+        called the script's function; the mark matters to nobody but who traces libraries.
+        """
+        before, self._place = self._place, (id(frame), frame.f_lasti)
+        if frame.f_code.co_flags & CO_GENERATOR:  # in which one frame serves many calls
+            return False
+        caller: FrameType | None = frame
+        while caller is not None and not _is_library(caller.f_code.co_filename):
+            caller = caller.f_back
+        was_marked = caller is None or _mark(caller)
+        return was_marked and (caller is frame or before == self._place)
+
+
+def _mark(frame: FrameType) -> bool:
+    """Mark a call; return whether it was marked before."""
+    marked = not frame.f_trace_lines
+    if frame.f_trace is None:
+        frame.f_trace_lines = False
+    return marked
+
+
+def _call(innermost: FrameType | None) -> FrameType | None:
+    """Return the call of the script's own code into a library; its own innermost function if it is in none."""
+    called = []
+    frame = innermost
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        called.append(frame)
+        frame = frame.f_back
+    if frame is None:
+        return innermost
+    while len(called) > 1 and _is_wrapper(called[-1].f_code):
+        called.pop()
+    return called[-1] if called else frame
+
+
+def _is_wrapper(code: CodeType) -> bool:
+    return code.co_name in _WRAPPERS or bool(code.co_flags & CO_GENERATOR)
+
+
+def _describe(innermost: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
+    """Return the call that a thread is in, the script's line, and the stack."""
+    call = _call(innermost)
+    if innermost is None or call is None:
+        return "", "", ()
+    name, place = _name_call(call)
+    stack = _stack(call if call.f_code.co_filename.startswith(_LIBRARIES) else innermost)
+    return _short(name), _short(place), tuple(map(_short, stack))
+
+
+def _name_call(call: FrameType) -> tuple[str, str]:
+    """Return a call's function, and the script's line."""
+    script = call
+    while script.f_back is not None and _is_library(script.f_code.co_filename):
+        script = script.f_back
+    return call.f_code.co_name, f"{os.path.basename(script.f_code.co_filename)}:{script.f_lineno}"
+
+
+def _stack(frame: FrameType) -> tuple[str, ...]:
+    """List the calls that lead to a frame, the outermost first."""
+    lines: list[str] = []
+    for outer, line in traceback.walk_stack(frame):
+        lines.append(f"{_short_path(outer.f_code.co_filename)}:{line} {outer.f_code.co_name}")
+    return tuple(reversed(lines[:_MOST_FRAMES]))
+
+
+def _is_library(filename: str) -> bool:
+    """Return whether a file is torch's, ddpkit's or of Python's own library."""
+    if filename.startswith(_LIBRARIES) or filename.startswith("<frozen"):
+        return True
+    return filename.startswith(_PYTHON + os.sep) and "site-packages" not in filename
+
+
+def _short_path(filename: str) -> str:
+    """Write a file as its package or folder and its name."""
+    return os.sep.join(filename.split(os.sep)[-3:])
+
+
+def _short(text: str) -> str:
+    """Shorten a text, and escape what would not be one line of a terminal."""
+    return printable(text[:_LONGEST]).replace("\n", r"\n").replace("\t", r"\t")
+
+
+class Picture:
+    """What all ranks are doing, as rank 0 gathers it to be shown in its log: not again in the next ten minutes."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._activities: dict[int, Activity] = {}
+        self._wanted_at = -_PAUSE
+        self._until: float | None = None
+        self._shown = threading.Event()
+
+    def want(self) -> bool:
+        """Ask for the picture, from any thread; return whether it is to be made."""
+        now = time.monotonic()
+        if now < self._wanted_at + _PAUSE:
+            return False
+        self._wanted_at = now
+        self._shown.clear()
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it is shown, at most so long."""
+        self._shown.wait(seconds)
+
+    def begins(self, seconds: float) -> bool:
+        """Return whether the ranks are to be asked now; their answers are waited for at most so long."""
+        if self._shown.is_set() or self._until is not None or self._wanted_at == -_PAUSE:
+            return False
+        self._activities.clear()
+        self._until = time.monotonic() + seconds
+        return True
+
+    def add(self, activity: Activity) -> None:
+        """Take what a rank is doing into the picture."""
+        if self._until is not None:
+            self._activities[activity.rank] = activity
+
+    def take(self, at_once: bool = False) -> list[str]:
+        """Return its lines if it is to be shown now: when all have answered, or it has taken too long. Once."""
+        if self._until is None:
+            return []
+        complete = len(self._activities) == self._world_size
+        if not (complete or at_once or time.monotonic() > self._until):
+            return []
+        self._until = None
+        self._shown.set()
+        return fold(self._activities.values(), self._world_size)
+
+
+def fold(activities: Iterable[Activity], world_size: int) -> list[str]:
+    """Write what all ranks are doing: those with equal stacks once, the most ranks first, then who did not answer.
+
+    Args:
+        activities: What the ranks have answered.
+        world_size: Number of ranks in the job.
+    """
+    alike: dict[tuple[str, ...], list[Activity]] = {}
+    for activity in sorted(activities, key=lambda each: each.rank):
+        alike.setdefault((activity.call, activity.place, *activity.stack), []).append(activity)
+    lines = []
+    for some in sorted(alike.values(), key=len, reverse=True):
+        lines.append(_headline(some))
+        lines += [f"    {line}" for line in some[0].stack]
+    answered = {each.rank for some in alike.values() for each in some}
+    silent = [rank for rank in range(world_size) if rank not in answered]
+    unreached = [rank for rank in silent if rank > 0 and parent_of(rank) not in answered]
+    unanswered = [rank for rank in silent if rank not in unreached]
+    if unanswered:
+        words = "no answer; it has left, is stopped, or is in a C call that holds the interpreter"
+        lines.append(f"{_name(unanswered)}: {words}")
+    if unreached:
+        lines.append(f"{_name(unreached)}: not reached, for the question goes over ranks that do not answer")
+    return lines
+
+
+def _headline(some: list[Activity]) -> str:
+    first = some[0]
+    who = _name([each.rank for each in some])
+    if len(some) == 1:
+        who += f" ({first.host}, pid {first.pid})"
+    doing = f"{first.call} at {first.place}" if first.place else "its main thread has ended"
+    seconds = min(each.seconds for each in some)
+    since = f", for {seconds:.0f} s" if seconds >= 1 else ""
+    return f"{who}: {doing}{since}{_progress(some)}"
+
+
+def _progress(some: list[Activity]) -> str:
+    """Write how far these ranks are, from the one that is behind to the one ahead."""
+    text = ""
+    for name in some[0].told:
+        numbers = [each.told[name] for each in some if name in each.told]
+        least, most = min(numbers), max(numbers)
+        text += f", {name} {least}" if least == most else f", {name} {least} to {most}"
+    return text
+
+
+def _name(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {as_ranges(ranks)}"
+
+
+LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How many steps a rank has counted in which it could stop."""
+
+    rank: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one line says: who is speaking, who has left, whose process is about to end, or what has failed.
+
+    Or it asks what the ranks are doing, or answers that for one of them; or it asks how long their steps took, up to a
+    block of this number, or answers that. Or it is about a stop of all ranks: a request, the question how many steps a
+    rank has counted, an answer, the decision. The last byte of a process that is about to end is its exit code.
+    """
+
+    rank: int | None = None
+    left: int | None = None
+    exiting: int | None = None
+    failure: Failure | None = None
+    reason: Failure | None = None  # the failure that a rank handled when it left, or by which it ends
+    code: int | None = None
+    asks: bool = False
+    activity: Activity | None = None
+    asks_pace: int | None = None
+    pace: Pace | None = None
+    wants_stop: StopRequest | None = None
+    asks_steps: bool = False
+    steps: Steps | None = None
+    stop: StopDecision | None = None
+
+
+class Lines:
+    """Cuts a stream at its newlines, wherever it was split; of a line that is too long nothing is kept."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._too_long = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take in the next piece; return the lines that are complete now, without their newlines."""
+        *ends, rest = data.split(b"\n")
+        lines = []
+        for end in ends:
+            self._keep(end)
+            if not self._too_long:
+                lines.append(bytes(self._rest))
+            self._rest.clear()
+            self._too_long = False
+        self._keep(rest)
+        return lines
+
+    def rest(self) -> bytes:
+        """Return what has come since the last newline."""
+        return bytes(self._rest)
+
+    def _keep(self, piece: bytes) -> None:
+        if len(self._rest) + len(piece) > LONGEST:
+            self._too_long = True
+            self._rest.clear()
+        if not self._too_long:
+            self._rest += piece
+
+
+def shows_token(line: bytes, token: str) -> bool:
+    """Return whether a line begins with the token of the job: nothing else of a stranger's line is read."""
+    start = encode(token=token)[: -len(b"}\n")]
+    return hmac.compare_digest(line[: len(start)], start)
+
+
+def parse(line: bytes, world_size: int) -> Message | None:
+    """Read a message; return None for anything else.
+
+    Example:
+        >>> parse(b'{"left": 1}', world_size=2).left
+        1
+        >>> parse(b'{"left": 2}', world_size=2)
+    """
+    try:
+        fields = all_printable(json.loads(line.decode()))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    known = {}
+    for name in _READERS.keys() & fields.keys():
+        known[name] = _READERS[name](fields[name], world_size)
+        if known[name] is None:
+            return None
+    if not known:
+        return None
+    return Message(**known)
+
+
+def _read_rank(value: object, world_size: int) -> int | None:
+    if type(value) is int and value in range(world_size):  # not a bool, and not 1.0
+        return value
+    return None
+
+
+def _read_failure(fields: Any, world_size: int) -> Failure | None:
+    if not fits(fields, FAILURE):
+        return None
+    failure = Failure.from_fields(fields)
+    if failure.rank not in range(-1, world_size):  # -1: the job itself is wrong
+        return None
+    return failure
+
+
+def _read_question(value: object, _: int) -> bool | None:
+    return True if value is True else None
+
+
+def _read_activity(fields: Any, world_size: int) -> Activity | None:
+    if not fits(fields, ACTIVITY) or fields["rank"] not in range(world_size):
+        return None
+    return Activity.from_fields(fields)
+
+
+def _read_number(value: object, _: int) -> int | None:
+    return value if type(value) is int else None
+
+
+def _read_pace(fields: Any, world_size: int) -> Pace | None:
+    if not fits(fields, PACE) or fields["rank"] not in range(world_size):
+        return None
+    return Pace.from_fields(fields)
+
+
+def _read_request(fields: Any, world_size: int) -> StopRequest | None:
+    if not fits(fields, REQUEST) or fields["rank"] not in range(world_size):
+        return None
+    return StopRequest(**fields)
+
+
+def _read_steps(fields: Any, world_size: int) -> Steps | None:
+    if not fits(fields, _STEPS) or fields["rank"] not in range(world_size):
+        return None
+    return Steps(**fields)
+
+
+def _read_decision(fields: Any, world_size: int) -> StopDecision | None:
+    if not fits(fields, {"step": int, "request": REQUEST}) or fields["request"]["rank"] not in range(world_size):
+        return None
+    return StopDecision(fields["step"], StopRequest(**fields["request"]))
+
+
+_STEPS = get_type_hints(Steps)  # the form of its JSON
+_READERS: dict[str, Callable[[Any, int], Any]] = {  # of each field; they return None for what it cannot be
+    "rank": _read_rank,
+    "left": _read_rank,
+    "exiting": _read_rank,
+    "failure": _read_failure,
+    "reason": _read_failure,
+    "asks": _read_question,
+    "activity": _read_activity,
+    "asks_pace": _read_number,
+    "pace": _read_pace,
+    "wants_stop": _read_request,
+    "asks_steps": _read_question,
+    "steps": _read_steps,
+    "stop": _read_decision,
+}

@@ -1,0 +1,539 @@
+"""Notice at once when a rank dies or fails, also while the others compute or sit in a collective.
+
+Plain TCP connections make a tree of the ranks; while all is well nothing is heard there but how long steps take. A rank
+that fails says so on its own; for one that dies the kernel does, and a cut link is silent for 9 s. Every rank passes
+on what it hears, to all but the one that said it. A rank that hears of a failure raises in its main thread; if that
+cannot be, the failure is printed and the process ends. There is no heartbeat of processes, but of their kernels: a
+thread cannot send one while a C call holds the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from ..errors import BarrierTimeoutError, CheckpointError, DdpkitError, LaunchError, MismatchError, ReplicaMismatchError
+from ..join.failures import GRACE, Failure, describe_error
+from ..join.members import parent_of
+from ..join.session import Session
+from ..join.sockets import cut, send_exit_code
+from ..join.stop_agreement import StopDecision, StopRequest
+from ..join.store_values import call_with_timeout, encode
+from ..timing import Pace, Paces
+from .connections import Connections, Event
+from .main_thread import MainThread
+from .messages import Activity, MainThreadWatcher, Message, Picture, Steps
+
+log = logging.getLogger(__name__)
+_TICK = 1.0  # seconds between looks at the main thread's own wait, and at torchrun
+_TICK_FAILED = 0.05  # the same once a rank has failed
+# seconds in which a rank may raise by itself what another has raised
+_IN_WAIT = 0.5  # of ours
+_ELSEWHERE = 0.05  # where torchrun's SIGTERM may come first
+_TOGETHER = 3.0  # for an error that all ranks find, which a busy one finds later
+_OF_ALL = {kind.__name__ for kind in (BarrierTimeoutError, CheckpointError, MismatchError, ReplicaMismatchError)}
+_EXITING = 60.0  # seconds that a process may take from its exit hooks to its end, before those who wait raise
+_LOOK = 0.3  # seconds in which the store must tell what became of a lost rank, or take it
+_ANSWERS = 1.0  # seconds in which the ranks answer what they are doing
+_LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
+
+
+class Monitor(threading.Thread):
+    """The thread by which this rank hears of failures.
+
+    What each rank does that hears of another:
+
+    | heard of a rank           | what each rank does                                                |
+    |---------------------------|--------------------------------------------------------------------|
+    | its process is exiting    | wait up to 60 s for its exit code                                  |
+    | its exit code             | 0: it has left; else it has failed, by the error that it named     |
+    | it has left               | raise where the rank is waited for                                 |
+    | its connection has closed | it has failed, unless it has left, or was exiting without an error |
+    | a failure                 | raise it in the main thread; where that cannot be, end the process |
+
+    Args:
+        session: The job, whose `failures` are kept up to date.
+        token: A secret of this start of the job; strangers, who do not know it, are ignored.
+        listener: The socket to which this rank's children connect, if it has some.
+        before_kill: Called with the failure before the process is ended.
+
+    Attributes:
+        paces: On rank 0, how long the ranks' last steps took.
+    """
+
+    def __init__(
+        self, session: Session, token: str, listener: socket.socket | None, before_kill: Callable[[DdpkitError], None]
+    ) -> None:
+        super().__init__(name="ddpkit monitor", daemon=True)
+        self._session = session
+        self._failures = session.failures
+        self._before_kill = before_kill
+        self._connections = Connections(session.rank, len(session.hosts), token, listener, _warn)
+        self._main_thread = MainThread(session, self._connections.wake)
+        self._closing = False
+        self._keeps = False  # whether the connections outlive the thread
+        self._exit_reasons: dict[int, Failure | None] = {}  # of processes that are exiting, as far as they know
+        self._failure_sent = False  # whether this rank has told the others of a failure
+        self._logged = False  # whether it has logged one
+        self._watcher = MainThreadWatcher(session.rank)
+        self._picture = Picture(len(session.hosts))
+        self.paces = Paces(len(session.hosts))
+        self._agreement = session.stop_agreement
+        self._has_requested = False  # whether this rank's request is on its way
+        _all_connections().add(self._connections)
+        self.start()
+
+    def wait_for_children(self, timeout: timedelta) -> None:
+        """Wait until the ranks below this one are connected; from then on, each end of a connection means something."""
+
+        def is_full() -> bool | None:
+            return self._connections.full.is_set() or None
+
+        def late() -> bool:
+            absent, rank = self._connections.absent(), self._session.rank
+            raise LaunchError(f"Ranks {absent} did not connect to the watch of rank {rank} within {timeout}.")
+
+        self._session.until(is_full, timeout, late)
+
+    def connect(self, sock: socket.socket) -> None:
+        """Take this socket for the connection to the rank above this one."""
+        self._connections.connect(sock)
+
+    def tell(self, failure: Failure) -> None:
+        """Tell the other ranks that this one has failed."""
+        self._failures.known = failure
+        self._failures.settled = True
+        self._tell_others(failure)
+        self._connections.settle(_LAST_WORDS)
+
+    def depart(self, reason: Failure | None) -> None:
+        """Leave while an exception is being handled, which may be this rank's failure.
+
+        The others hear at once that it leaves, and from `close_at_exit()` whether it has failed.
+        """
+        self._connections.post(_line(left=self._session.rank, reason=reason))
+        self._main_thread.close()
+
+    def close_at_exit(self, reason: Failure | None) -> None:
+        """Leave as the process ends, by this failure if there is one; call `hand_over()` last of all."""
+        self._connections.post(_line(exiting=self._session.rank, reason=reason))
+        self._keeps = True
+        self._end_thread()
+
+    def hand_over(self) -> None:
+        """Let the end of the process say its exit code: it has failed unless that is 0."""
+        if self._keeps and not self.is_alive():
+            send_exit_code(self._connections.give_away())
+
+    def close(self) -> None:
+        """Leave in good order: after this, no end of a connection is a failure. First set `failures.settled`."""
+        self._connections.post_news(_line(left=self._session.rank, failure=self._failures.known))
+        self._end_thread()
+
+    def _end_thread(self) -> None:
+        self._closing = True  # only now: the thread then parts from all connections
+        self._connections.wake()
+        self.join(_LAST_WORDS)
+        self._main_thread.close()
+
+    def run(self) -> None:
+        """Listen until the monitor is closed; if that fails, the rank does."""
+        try:
+            while not self._closing:
+                self._listen()
+            self._show_picture(at_once=True)
+            if self._keeps:
+                return
+            for event in self._connections.part(1.0):
+                self._hear(event)
+        except BaseException as error:
+            if not self._closing:
+                self._break_down(error)
+        self._connections.close()
+
+    def _listen(self) -> None:
+        """Hear what comes until the next look at this rank itself."""
+        for event in self._connections.poll(self._pause()):
+            self._hear(event)
+        if self._failures.known is not None:
+            self._tell_others(self._failures.known)  # the main thread may have found it in the store
+        if self._failures.known is None:
+            orphan = self._failures.orphan()
+            if orphan:
+                self._on_failure(Failure.of(self._session.rank, orphan))
+        for rank, deadline in list(self._failures.exiting.items()):
+            if time.monotonic() > deadline:
+                self._on_departure(rank, self._exit_reasons.get(rank), rank)
+        self._look_after_main_thread()
+        self._look()
+        self._agree_to_stop()
+
+    def _pause(self) -> float:
+        if self._failures.known is None or self._failures.settled:
+            return _TICK
+        return min(_TICK_FAILED, max(0.0, self._main_thread.next_signal_at - time.monotonic()))
+
+    # Events
+
+    def _hear(self, event: Event) -> None:
+        message, sender = event.message, event.rank
+        if message is not None:
+            self._hear_of_work(message, sender)
+        if sender is None:  # no rank: whoever says that the job is wrong, or asks
+            if message is not None and message.failure is not None:
+                self._on_failure(message.failure)
+            return
+        if message is None:
+            self._on_closed(sender, event.silent)
+            return
+        if message.failure is not None:  # before its sender's departure, for which the main thread may be waiting
+            self._on_failure(message.failure, sender)
+        if message.exiting is not None:
+            self._on_exiting(message.exiting, message.reason, sender)
+        if message.code is not None:
+            self._on_exit_code(sender, message.code)
+        if message.left is not None:
+            self._on_departure(message.left, message.reason, sender)
+
+    def _hear_of_work(self, message: Message, sender: int | None) -> None:
+        """Take in a question about the ranks' work, which comes from above, or an answer, which comes from below."""
+        if message.asks:
+            self._on_question(sender)
+        if sender is None:
+            return
+        if sender < self._session.rank:
+            self._hear_from_above(message)
+            return
+        if message.wants_stop is not None:
+            self._on_stop_request(message.wants_stop)
+        if message.steps is not None:
+            self._on_steps(message.steps)
+        if message.activity is not None:
+            self._on_activity(message.activity)
+        if message.pace is not None:
+            self._on_pace(message.pace)
+
+    def _hear_from_above(self, message: Message) -> None:
+        if message.asks_pace is not None:
+            self._ask_pace(message.asks_pace)
+        if message.asks_steps:
+            self._ask_steps()
+        if message.stop is not None:
+            self._on_stop(message.stop)
+
+    def _on_exiting(self, rank: int, reason: Failure | None, sender: int) -> None:
+        self._exit_reasons[rank] = reason
+        self._failures.exiting[rank] = time.monotonic() + _EXITING
+        self._connections.post(_line(exiting=rank, reason=reason), exclude=sender)
+
+    def _on_exit_code(self, rank: int, code: int) -> None:
+        reason = self._exit_reasons.pop(rank, None) or self._failures.reasons.get(rank)
+        if code == 0:
+            self._on_departure(rank, None, rank)
+        elif self._failures.known is None:
+            words = f"it ended with exit code {code}, without teardown()"
+            self._fail_for(reason or self._failure_of(rank, "SystemExit", words))
+
+    def _on_departure(self, rank: int, reason: Failure | None, sender: int) -> None:
+        if rank not in self._failures.left:
+            if reason is not None:
+                self._failures.reasons[rank] = reason
+            self._failures.left.append(rank)
+            self._connections.post(_line(left=rank, reason=reason), exclude=sender)
+        self._failures.exiting.pop(rank, None)  # last, for the main thread may be waiting for its end
+
+    def _on_closed(self, rank: int, silent: bool) -> None:
+        if self._failures.known or self._closing:
+            return
+        reason = self._exit_reasons.pop(rank, None)
+        if reason is not None:  # its exit code did not come
+            self._fail_for(reason)
+            return
+        if rank in self._failures.exiting:
+            self._on_departure(rank, None, rank)
+        if rank in self._failures.left:
+            return
+        told = self._failures.ask_store(_LOOK)  # its last words may be lost, where it did not know this rank yet
+        words = "its connection closed unexpectedly: the process was killed or crashed, or the network was cut"
+        if silent:
+            words = "nothing comes from its host any more: the network was cut, or the machine has stopped"
+        self._fail_for(told or self._failure_of(rank, "lost", words))
+
+    def _on_failure(self, failure: Failure, sender: int | None = None) -> None:
+        self._tell_others(failure, exclude=sender)  # first of all: the main thread may leave when it hears of it
+        if self._failures.known is None:
+            self._failures.known = failure
+
+    def _fail_for(self, failure: Failure) -> None:
+        """Take note of the failure of a rank that cannot tell the others any more."""
+        self._on_failure(failure)
+        self._failures.exiting.pop(failure.rank, None)
+        if self._is_neighbour(failure.rank):
+            self._failures.announce(failure, patience=_LOOK)  # for those that come later, or are not yet connected
+
+    def _is_neighbour(self, rank: int) -> bool:
+        """Return whether a rank is next to this one in the tree."""
+        me = self._session.rank
+        top, below = sorted((me, rank))
+        return below > 0 and parent_of(below) == top
+
+    def _failure_of(self, rank: int, kind: str, words: str) -> Failure:
+        return Failure(rank, self._session.hosts[rank], kind, words, "")
+
+    def _tell_others(self, failure: Failure, exclude: int | None = None) -> None:
+        """Tell the other ranks of the first failure, and of no other."""
+        if not self._failure_sent:
+            self._failure_sent = True
+            self._connections.post_news(encode(failure=failure), exclude)
+
+    # What the ranks are doing
+
+    def show_ranks(self) -> None:
+        """Let rank 0 log what all ranks are doing, because a wait of this one was too long; once in ten minutes."""
+        if self._failures.known is not None or not self._picture.want():
+            return
+        if self._session.rank == 0:
+            self._connections.wake()
+            self._picture.wait(2 * _ANSWERS)
+            return
+        self._connections.post_up(_line(asks=True))
+        time.sleep(_ANSWERS / 2)  # in which this rank is still seen in its wait
+
+    def _on_question(self, sender: int | None) -> None:
+        """Pass on the question what the ranks are doing; rank 0 answers one from below by a picture in its log."""
+        rank = self._session.rank
+        if sender is None or sender < rank:
+            for pace in self.paces.latest:
+                self._connections.answer(_line(pace=pace))
+            self._ask()
+        elif rank > 0:
+            self._connections.post_up(_line(asks=True))
+        else:
+            self._picture.want()
+
+    def _ask(self) -> None:
+        """Ask the ranks below this one, and answer for it."""
+        self._connections.post_down(_line(asks=True))
+        with self._harmless():
+            self._on_activity(self._watcher.describe(self._session.told))
+
+    def _on_activity(self, activity: Activity) -> None:
+        """Pass on what a rank is doing: rank 0 to those who have asked, and into the picture."""
+        line = _line(activity=activity)
+        if self._session.rank > 0:
+            self._connections.post_up(line)
+            return
+        self._connections.answer(line)
+        self._picture.add(activity)
+
+    def _look(self) -> None:
+        """Look where the main thread is, and make the picture that is wanted."""
+        with self._harmless():
+            self._watcher.look()
+        if self._session.rank == 0:
+            if self._picture.begins(_ANSWERS):
+                self._ask()
+            with self._harmless():
+                block = self.paces.next_question(self._session.clock)
+                if block is not None:
+                    self._ask_pace(block)
+        self._show_picture()
+
+    def _show_picture(self, at_once: bool = False) -> None:
+        """Log the picture when it is complete, or at once."""
+        with self._harmless():
+            lines = self._picture.take(at_once)
+            if lines:
+                _log(logging.ERROR, "\n".join(["A wait took too long. What the ranks are doing:", *lines]))
+
+    # How long their steps take
+
+    def _ask_pace(self, block: int) -> None:
+        """Ask the ranks below this one how long their steps took, up to this block of them, and answer for it."""
+        self._connections.post_down(_line(asks_pace=block))
+        with self._harmless():
+            pace = Pace.of(self._session.rank, self._session.clock, block)
+            if pace is not None:
+                self._on_pace(pace)
+
+    def _on_pace(self, pace: Pace) -> None:
+        """Pass on how long a rank's steps took; on rank 0 say in the log which rank is slow."""
+        if self._session.rank > 0:
+            self._connections.post_up(_line(pace=pace))
+            return
+        with self._harmless():
+            self.paces.add(pace)
+            slow = self.paces.news()
+            if slow is not None:
+                _log(logging.WARNING, f"Rank {slow.rank} ({self._session.hosts[slow.rank]}) {slow}.")
+
+    # At which step all stop
+
+    def wake(self) -> None:
+        """Let the thread look for this rank's request that all stop; a signal handler may call it."""
+        self._connections.wake()
+
+    def _agree_to_stop(self) -> None:
+        """Pass on this rank's request; on rank 0 decide once all have said where they are."""
+        request = self._agreement.request
+        if request is not None and not self._has_requested:
+            self._has_requested = True
+            self._on_stop_request(request)
+        if self._session.rank == 0:
+            decision = self._agreement.decide(self._failures.left)
+            if decision is not None:
+                self._on_stop(decision)
+
+    def _on_stop_request(self, request: StopRequest) -> None:
+        if self._session.rank > 0:
+            self._connections.post_up(_line(wants_stop=request))
+        elif self._agreement.begins(request):
+            self._ask_steps()
+            _log(logging.WARNING, request.announcement())
+
+    def _ask_steps(self) -> None:
+        """Ask the ranks below this one how many steps they have counted, and answer for it."""
+        self._connections.post_down(_line(asks_steps=True))
+        self._on_steps(Steps(self._session.rank, self._agreement.answer()))
+
+    def _on_steps(self, steps: Steps) -> None:
+        if self._session.rank > 0:
+            self._connections.post_up(_line(steps=steps))
+        else:
+            self._agreement.add(steps.rank, steps.number)
+
+    def _on_stop(self, decision: StopDecision) -> None:
+        self._connections.post_down(_line(stop=decision))
+        self._agreement.decision = decision  # only now: the main thread may leave when it sees it
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Let an error of what only describes not end the rank."""
+        try:
+            yield
+        except Exception as error:
+            _log(logging.DEBUG, "Describing what the rank is doing failed", error)
+
+    # The main thread
+
+    def _look_after_main_thread(self) -> None:
+        """See to it that the main thread hears of a failure, or the process ends."""
+        self._check_store()
+        failure = self._failures.known
+        if failure is None:
+            return
+        main_thread = self._main_thread
+        if self._failures.settled or main_thread.has_ended():
+            main_thread.stop_signals()
+            return
+        main_thread.signal_after(self._delay(failure))
+        if self._failures.held or main_thread.handles_failure():
+            main_thread.begin_again()
+        elif main_thread.grace_is_over():
+            self._kill_process(failure.to_error())
+        elif time.monotonic() >= main_thread.next_signal_at:
+            main_thread.send_signal()  # first, for the log may be slow, and a launcher quick
+            self._log_failure(failure)
+        elif main_thread.ignores_signal():  # the rank that failed has cut them, if it lives
+            cut(self._session.connections)
+            if main_thread.waits_for_store():  # whose host may be stopped
+                cut(self._session.store_connections)
+
+    def _check_store(self) -> None:
+        """Learn that the store does not answer, if the main thread waits for it beyond its time-out."""
+        deadline = self._session.deadline  # the main thread may clear it meanwhile
+        if deadline is None or self._failures.known is not None:
+            return
+        if time.monotonic() > max([deadline, *self._failures.exiting.values()]) + GRACE:
+            words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
+            self._on_failure(self._failure_of(self._session.store_host, "silent", words))
+
+    def _delay(self, failure: Failure) -> float:
+        """Return the seconds in which this rank may find by itself what the other has found."""
+        if failure.type == "lost":
+            return 0.0
+        if failure.type in _OF_ALL:
+            return _TOGETHER
+        if self._session.deadline is None:
+            return _ELSEWHERE
+        return _IN_WAIT
+
+    def _log_failure(self, failure: Failure) -> None:
+        if not self._logged:
+            self._logged = True
+            headline = str(failure.to_error()).partition("\n")[0]  # its traceback comes when it is raised
+            _log(logging.ERROR, headline)
+
+    def _break_down(self, error: BaseException) -> None:
+        """Tell all ranks that this one is no longer watched, and see to it that it ends."""
+        session = self._session
+        words = f"its watch broke down, so it would hear of no failure: {describe_error(error)}"
+        failure = self._failure_of(session.rank, "unwatched", words)
+        _log(logging.CRITICAL, f"Rank {session.rank} fails: {words}", error)
+        with suppress(Exception):
+            self._on_failure(failure)
+            session.failures.announce(failure)
+        while not self._closing:
+            time.sleep(_TICK_FAILED)
+            try:
+                self._look_after_main_thread()
+            except Exception:
+                self._kill_process(failure.to_error())
+
+    def _kill_process(self, failure: DdpkitError) -> None:
+        """End the process, whatever the main thread and its files are doing."""
+
+        def say() -> None:
+            words = f"Rank {self._session.rank} ends: its main thread {self._main_thread.reason()}. {failure}\n"
+            with suppress(OSError):
+                os.write(2, words.encode(errors="backslashreplace"))
+            self._show_picture(at_once=True)
+            self._before_kill(failure)
+            sys.stdout.flush()
+
+        try:
+            with suppress(Exception):
+                call_with_timeout(say, _LAST_WORDS)  # the main thread may hold a lock of these files
+            for child in multiprocessing.active_children():
+                child.kill()
+        finally:
+            os._exit(1)
+
+
+def _line(**fields: Any) -> bytes:
+    """Write a message of those fields that are not None."""
+    return encode(**{name: value for name, value in fields.items() if value is not None})
+
+
+def _log(level: int, text: str, error: BaseException | None = None) -> None:
+    """Log a text without waiting for those who hold the log: the main thread may hold it for good."""
+    with suppress(Exception):
+        call_with_timeout(lambda: log.log(level, "%s", text, exc_info=error), _LOG_WORDS)
+
+
+def _warn(text: str) -> None:
+    _log(logging.WARNING, text)
+
+
+@functools.cache
+def _all_connections() -> weakref.WeakSet[Connections]:
+    """Return those that a forked child closes, for it would hold them open after this process's death."""
+    everywhere: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+    def close_all() -> None:
+        for connections in list(everywhere):
+            connections.close()
+
+    os.register_at_fork(after_in_child=close_all)
+    return everywhere
