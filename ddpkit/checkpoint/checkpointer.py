@@ -17,7 +17,6 @@ from ..errors import CheckpointError
 from ..job import current_job
 from ..launch.ranks import get_rank, is_main_process
 from ..parallel.models import without_dtensors
-from . import checkpointer as arguments
 from .comparison import check_equal, try_on_all, try_on_main
 from .files import check_saveable, dump, write_durably
 from .folder import (
@@ -172,7 +171,7 @@ class Checkpointer:
         keep: int = 3,
         keep_best: int = 0,
     ) -> None:
-        self.folder = arguments.as_path(folder)
+        self.folder = as_path(folder)
         self.keep = as_integer(keep, "keep")
         self.keep_best = as_integer(keep_best, "keep_best", least=0)
         self._lock: FolderLock | None = None
@@ -253,12 +252,12 @@ class Checkpointer:
         own: dict[str, Any] = {}
         with raise_everywhere(call):
             if per_rank is not None:
-                own = arguments.as_named_values(per_rank)
+                own = as_named_values(per_rank)
             step = as_integer(step, "step", least=0)
             if score is not None:
                 score = float(score)
-            wait = arguments.as_bool(wait, "wait")
-            arguments.check_disjoint(own, state)
+            wait = as_bool(wait, "wait")
+            check_disjoint(own, state)
         passed = {
             "step": f"{step}",
             "score": f"{score}",
@@ -267,7 +266,7 @@ class Checkpointer:
             "names in per_rank": ", ".join(own),
         }
         check_fingerprint(fingerprint_of(call, passed))
-        try_on_all(lambda: arguments.check_tensors(call, state, own))
+        try_on_all(lambda: check_tensors(call, state, own))
         collected = collect_content(step, score, state, own)
         path = self.folder / name_of(step)
         if self._writes_pieces:
@@ -356,7 +355,7 @@ class Checkpointer:
             MismatchError: If the ranks pass other names; if another rank passes a bad argument.
         """
         with raise_everywhere("Checkpointer.load"):
-            file = arguments.as_path(path)
+            file = as_path(path)
         _check_objects("Checkpointer.load", objects)
         self._finish_on_all()
         return load_file(file, objects)
@@ -574,6 +573,6 @@ class Checkpointer:
 def _check_objects(call: str, objects: Mapping[str, Any]) -> None:
     """Check the objects to restore, which must have the same names on every rank. Collective."""
     with raise_everywhere(call):
-        arguments.check_loadable(objects)
+        check_loadable(objects)
     check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
-    try_on_all(lambda: arguments.check_tensors(call, objects, {}))
+    try_on_all(lambda: check_tensors(call, objects, {}))

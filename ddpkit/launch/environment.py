@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import LaunchError
-from . import environment as hints
 from .launch import ALLOCATIONS, LOCAL, MASTER, RANKS, Launch, Launcher
 
 # Signs that this is one of several processes or nodes, from those who tell no rank that could be read.
@@ -342,7 +341,7 @@ class Reading:
         for line in self.evidence:
             found.append(line if len(line) < _VARIABLE_LENGTH else f"{line[:_VARIABLE_LENGTH]}…")
         told = (self._names["rank"], self._names["world_size"])
-        marks = (*self.launcher.signs, *told, *RANKS.values(), *LOCAL.values(), *hints.pairs(self.env))
+        marks = (*self.launcher.signs, *told, *RANKS.values(), *LOCAL.values(), *pairs(self.env))
         unset = [name for name in dict.fromkeys(marks) if name in self.env]
         text = f"This looks like {self.launcher.title}, but {'; '.join(problems)}. Found: {', '.join(found)}. "
         warning = None

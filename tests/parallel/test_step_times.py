@@ -21,8 +21,7 @@ from ddpkit.errors import LaunchError
 from ddpkit.job import current_job
 from ddpkit.join import members as monitor_tree
 from ddpkit.timing import BLOCKS, Pace
-from ddpkit.tools.where.asking import ask
-from ddpkit.tools.where.steps import describe_steps
+from ddpkit.tools.where.command import ask, describe_steps
 from ddpkit.torch_internals import forward_pre_hooks
 
 PAUSE = 0.06  # seconds, much longer than anything that these steps do

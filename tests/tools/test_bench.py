@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import ddpkit
-from ddpkit.tools.bench import results, workloads
-from ddpkit.tools.bench.timing import Case, bandwidths, summary, time_cases
-from ddpkit.tools.bench.workloads import Plan
+from ddpkit.tools.bench import measure as workloads
+from ddpkit.tools.bench import results
+from ddpkit.tools.bench.measure import Case, Plan, bandwidths, summary, time_cases
 from ddpkit.tools.cli import main
 
 ROOT = Path(__file__).parents[2]

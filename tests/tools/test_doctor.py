@@ -28,11 +28,10 @@ import ddpkit
 from ddpkit import LaunchError, detect_launch
 from ddpkit.tools import cli
 from ddpkit.tools.doctor import machine_checks, network_checks
-from ddpkit.tools.doctor.check import Check, merge, worst
 from ddpkit.tools.doctor.command import read_launch
-from ddpkit.tools.doctor.job_checks import read_records, roll_call, same_versions
-from ddpkit.tools.doctor.output import print_report, render
-from ddpkit.tools.doctor.report import MARK, Report, read_results
+from ddpkit.tools.doctor.guard import print_report, render
+from ddpkit.tools.doctor.machine_checks import read_records, roll_call, same_versions
+from ddpkit.tools.doctor.report import MARK, Check, Report, merge, read_results, worst
 
 MACHINE = ["launch", "versions", "devices", "interface", "master", "ports"]
 MACHINE += ["shm", "cores", "memory", "open files", "locked memory", "collective"]

@@ -19,10 +19,9 @@ import torch
 from processes import CLEAN, run
 
 from ddpkit.tools import cli
-from ddpkit.tools.rehearse import files, trials
-from ddpkit.tools.rehearse.comparison import Reference, Stretch
-from ddpkit.tools.rehearse.plan import KINDS, Disturbance, Events, Start, plan_trial
-from ddpkit.tools.rehearse.runs import Run
+from ddpkit.tools.rehearse import trials
+from ddpkit.tools.rehearse.rank import KINDS, Disturbance, RankEvents, Start, plan_trial
+from ddpkit.tools.rehearse.runs import Reference, Run, Stretch
 from ddpkit.tools.script.recorder import Recorder
 
 SCRIPT = Path(__file__).parent / "rehearsed.py"
@@ -45,7 +44,7 @@ def rehearse(out: Path, *words: str) -> tuple[int | None, str]:
 def kill_rank_0_before(what: str, words: list[str], out: str) -> None:
     """Be the command line, with one trial: rank 0 is killed at its last event of this name."""
 
-    def plan(seed: int, number: int, kinds: Any, undisturbed: dict[int, Events]) -> list[Start]:
+    def plan(seed: int, number: int, kinds: Any, undisturbed: dict[int, RankEvents]) -> list[Start]:
         (ranks,) = undisturbed
         last = max(number for number, record in enumerate(undisturbed[ranks][0]) if record["what"] == what)
         return [Start(ranks, Disturbance("kill", 0, last, 0.0)), Start(ranks, None)]
@@ -255,7 +254,7 @@ def test_an_interrupted_rehearsal_leaves_neither_process_nor_folder(tmp_path: Pa
     assert running.stdout == b""
 
 
-def events_of(what: list[str]) -> Events:
+def events_of(what: list[str]) -> RankEvents:
     return {0: [{"what": text, "time": float(number)} for number, text in enumerate(what)]}
 
 
@@ -318,16 +317,16 @@ def test_files_are_compared_by_the_tensors_that_both_folders_have(tmp_path: Path
         (folder / "deep").mkdir(parents=True)
         torch.save({"net": [torch.ones(3)], "rng": torch.zeros(4, dtype=torch.uint8)}, folder / "deep/a.pt")
         np.save(folder / "other.npy", np.ones(3))
-    assert files.compare(first, second).bits and files.compare(first, second).compared == ["deep/a.pt"]
+    assert trials.compare_files(first, second).bits and trials.compare_files(first, second).compared == ["deep/a.pt"]
     torch.save({"net": [torch.tensor([1.0, 1.0, 1.5])], "rng": torch.ones(4, dtype=torch.uint8)}, second / "deep/a.pt")
-    difference = files.compare(first, second)
+    difference = trials.compare_files(first, second)
     assert difference.greatest == 0.5 and difference.where == "net.0 in deep/a.pt" and not difference.bits
     torch.save({"net": [torch.tensor([1.0, 1.0, torch.nan])]}, second / "deep/a.pt")
-    assert files.compare(first, second).greatest == np.inf
+    assert trials.compare_files(first, second).greatest == np.inf
     torch.save({"net": [torch.tensor([1.0, 1.0, torch.nan])]}, first / "deep/a.pt")
-    assert files.compare(first, second).bits and files.compare(first, second).greatest == 0
+    assert trials.compare_files(first, second).bits and trials.compare_files(first, second).greatest == 0
     torch.save({"net": [torch.ones(3)]}, first / "deep/a.pt")
     torch.save({"net": []}, second / "deep/a.pt")
-    assert files.compare(first, second).unlike == "net.0 in deep/a.pt"
+    assert trials.compare_files(first, second).unlike == "net.0 in deep/a.pt"
     (second / "deep/a.pt").unlink()
-    assert files.compare(first, second).is_missing
+    assert trials.compare_files(first, second).is_missing

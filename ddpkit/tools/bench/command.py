@@ -20,8 +20,7 @@ from ...join.members import usable_cores
 from ...launch.detection import detect_launch
 from ...spawning.spawn import spawn
 from . import results
-from .measure import measure
-from .workloads import PARTS, BadFlag, Plan
+from .measure import PARTS, BadFlag, Plan, measure
 
 _SIZES = ["1K", "64K", "1M", "16M"]
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}  # the power of two

@@ -10,8 +10,7 @@ import torch
 from ... import __version__
 from ...join.members import usable_cores
 from ..terminal import table
-from .timing import COLLECTIVES, bandwidths, summary
-from .workloads import METRICS, PARTS, Plan
+from .measure import COLLECTIVES, METRICS, PARTS, Plan, bandwidths, summary
 
 SCHEMA = 1  # of the report; raised when a key changes its meaning or goes away
 _BUSY = 0.2  # spread above which a time is hardly to be trusted

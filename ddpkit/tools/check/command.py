@@ -3,20 +3,142 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import sys
+import textwrap
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from ...errors import LaunchError
 from ...launch.detection import detect_launch
 from ...launch.launch import Launch
-from ..script.ranks import Body, Ranks, environment, exit_when_terminated
-from ..script.running import Script
-from . import report
-from .findings.all import find_all
-from .job import Link, RemoteRank, end, pass_on
+from ..script.ranks import Body, Ranks, Script, environment, exit_when_terminated
+from ..terminal import count, paint
+from .findings import gradients, losses, metrics, order, random_numbers, samples, schedules, speed, writing
+from .findings.facts import SEVERITIES, Facts, Finding
+from .findings.parallelism import OF_REPLICAS, hold_parts
 from .rank import be_rank
-from .watch import Outcome, Watch
+from .watch import Link, Outcome, RemoteRank, Watch, end, pass_on
+
+# Print what was found, for people or as JSON.
+
+SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
+_COLOURS = {"wrong": "red", "suspicious": "yellow", "slow": "dim"}
+_MARGIN = " " * 12
+_WIDEST = 120
+
+
+def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
+    """Write the report for a terminal, coloured where that is wanted."""
+    world = count(outcome.facts.world_size, "rank")
+    title = f"ddpkit check: {script}, {world}, {count(outcome.steps, 'optimizer step')}"
+    lines = [paint(title, "bold"), ""]
+    for finding in findings:
+        lines += _lines_of(finding)
+    if outcome.trouble:
+        lines += [paint(f"ended early: {outcome.trouble}", "yellow")]
+        lines += [f"    {line}" for line in outcome.details]
+        lines += [""]
+    if outcome.unobserved:
+        lines += [f"not observed, for an error of the checker: {', '.join(outcome.unobserved)}", ""]
+    lines.append(_tally(findings))
+    return "\n".join(lines)
+
+
+def _lines_of(finding: Finding) -> list[str]:
+    columns = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
+    where = str(finding.where or "")
+    head = f"{finding.severity:<12}{finding.kind}"
+    gap = " " * max(2, columns - len(head) - len(where))
+    lines = [paint(head, _COLOURS[finding.severity]) + gap + where]
+    texts = [finding.evidence, finding.why, f"fix: {finding.fix}"]
+    if finding.also:
+        texts.append("see also: " + ", ".join(map(str, finding.also)))
+    for text in texts:
+        lines += textwrap.wrap(
+            text,
+            columns,
+            initial_indent=_MARGIN,
+            subsequent_indent=_MARGIN,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return [*lines, ""]
+
+
+def _tally(findings: list[Finding]) -> str:
+    if not findings:
+        return paint("nothing found", "green")
+    parts = []
+    for severity in SEVERITIES:
+        number = sum(finding.severity == severity for finding in findings)
+        if number:
+            parts.append(f"{number} {severity}")
+    return ", ".join(parts)
+
+
+def as_json(script: str, outcome: Outcome, findings: list[Finding]) -> str:
+    """Write the report as one JSON object."""
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "script": script,
+        "ranks": outcome.facts.world_size,
+        "steps": outcome.steps,
+        "seconds": round(outcome.seconds, 3),
+        "trouble": outcome.trouble,
+        "details": outcome.details,
+        "unobserved": outcome.unobserved,
+        "findings": [_finding_as_json(finding) for finding in findings],
+    }
+    return json.dumps(report, indent=2)
+
+
+def _finding_as_json(finding: Finding) -> dict[str, Any]:
+    fields = asdict(finding)
+    where = finding.where
+    fields["where"] = {"file": where.shown, "line": where.line} if where else None
+    fields["also"] = [{"file": line.shown, "line": line.line} for line in finding.also]
+    return fields
+
+
+# Find everything that there is to be found in the records of a run.
+
+_SUBJECTS = (gradients, losses, samples, random_numbers, metrics, order, writing, schedules, speed)
+_FOLLOW = {  # what another finding explains
+    "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
+    "same-samples": ("same-random-numbers", "samples-repeated"),
+    "gradients-not-averaged": (
+        "replicas-differ-at-start",
+        "replicas-drift",
+        "clipped-before-averaging",
+        "collective-order",
+        "exchanges-too-often",
+    ),
+    "replicas-differ-at-start": ("replicas-drift",),
+    "one-rank-decides": ("collective-order",),
+    "shuffle-differs": ("samples-missing", "samples-repeated", "wrong-divisor"),
+}
+
+
+def find_all(facts: Facts) -> list[Finding]:
+    """Return the findings, the worst first, without those that follow from others."""
+    found: list[Finding] = []
+    if facts.world_size > 1:
+        for subject in _SUBJECTS:
+            found += subject.find(facts)
+    kinds = {finding.kind for finding in found}
+    explained = {kind for cause in kinds for kind in _FOLLOW.get(cause, ())}
+    if kinds & OF_REPLICAS and hold_parts(facts):
+        explained |= OF_REPLICAS
+    return sorted((finding for finding in found if finding.kind not in explained), key=_badness)
+
+
+def _badness(finding: Finding) -> int:
+    return SEVERITIES.index(finding.severity)
+
 
 _BAD_SCRIPT = 2
 
@@ -80,9 +202,9 @@ def _report(args: argparse.Namespace, outcome: Outcome) -> int:
     """Print what was found; return the exit code."""
     findings = find_all(outcome.facts)
     if args.json:
-        print(report.as_json(args.script, outcome, findings))
+        print(as_json(args.script, outcome, findings))
     else:
-        print(report.render(args.script, outcome, findings))
+        print(render(args.script, outcome, findings))
     sys.stdout.flush()
     if any(finding.severity == "wrong" for finding in findings):
         return 1

@@ -10,19 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..script.ranks import STACK_SIGNAL
+from ..script.ranks import STACK_SIGNAL, Script, describe, run_script, use_gloo_without_gpus
 from ..script.recorder import Recorder
-from ..script.running import Script, describe, run_script, use_gloo_without_gpus
-from .ending import Ending
 from .observing.collectives import Collectives
+from .observing.decisions import Ending
 from .observing.files import Files
-from .observing.losses import Losses
+from .observing.losses import Losses, Scaling, Schedules
 from .observing.modules import Modules
 from .observing.patching import Function, before, report_to
 from .observing.random_numbers import Windows
 from .observing.samples import Samples
-from .observing.scaling import Scaling
-from .observing.schedules import Schedules
 from .observing.steps import Steps
 from .places import is_own, place_of, stack
 

@@ -2,13 +2,96 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch.distributed as dist
+
+from ...launch.launch import Launch
 from ..script.ranks import Rank, Ranks
 from ..script.recorder import Record
-from .findings.facts import Facts, say_ranks
-from .order import Order
+from .findings.facts import SCRIPT_END, Facts, Parting, say_ranks
+
+# Compare the order in which ranks enter collectives, as they tell it.
+
+_OF_ONE_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+
+
+class Order:
+    """Holds the collectives of each group, and finds the first that ranks do not enter alike.
+
+    Attributes:
+        parted: That collective, once it is found.
+    """
+
+    def __init__(self, ranks: list[int]) -> None:
+        self._ranks = ranks
+        self._entered: dict[tuple[str, int], list[Record]] = {}
+        self._ended: dict[int, str] = {}
+        self._failed: set[int] = set()
+        self._stepping: set[int] = set()
+        self._has_join = False
+        self.parted: Parting | None = None
+
+    def take(self, rank: int, record: Record) -> None:
+        """Take in what a rank tells."""
+        if record["kind"] == "join" or self._has_join:  # ranks that have ended shadow the others' collectives
+            self._has_join = True
+        elif record["kind"] == "step":
+            self._stepping.add(rank)
+        elif record["kind"] in ("done", "end"):
+            self._end(rank, record)
+            self._compare_ends()
+        elif record["kind"] == "collective":
+            self._entered.setdefault((record["group"], rank), []).append(record)
+            self._compare(rank, record)
+            self._compare_ends()
+
+    def _end(self, rank: int, record: Record) -> None:
+        """Note that a rank enters no more collectives, unless it has failed, of which the others know nothing."""
+        has_failed = record.get("error") or record.get("code")
+        if has_failed:
+            self._failed.add(rank)
+        if rank not in self._failed:
+            self._ended.setdefault(rank, record.get("reason") or SCRIPT_END)
+
+    def _compare(self, rank: int, record: Record) -> None:
+        position = len(self._entered[record["group"], rank]) - 1
+        for other in self._ranks:
+            theirs = self._entered.get((record["group"], other), [])
+            if other != rank and len(theirs) > position and not _alike(theirs[position], record):
+                self._part(rank, other, record, theirs[position], "")
+                return
+
+    def _compare_ends(self) -> None:
+        """Find a rank that has entered a collective which one that has ended never will."""
+        for ended, reason in self._ended.items():
+            count = len(self._entered.get(("0", ended), []))
+            others = self._stepping if reason == "steps" else self._ranks  # it was stopped here, others help it
+            for rank in others:
+                theirs = self._entered.get(("0", rank), [])
+                if len(theirs) > count:
+                    self._part(rank, ended, theirs[count], None, reason)
+
+    def _part(self, rank: int, other: int, record: Record, theirs: Record | None, ends: str) -> None:
+        if self.parted is None:
+            self.parted = Parting((rank, other), (record, theirs), ends)
+
+
+def _alike(one: Record, other: Record) -> bool:
+    return _signature(one) == _signature(other)
+
+
+def _signature(record: Record) -> tuple[object, ...]:
+    if record["op"] not in _OF_ONE_SIZE:
+        return (record["op"],)
+    # a name in a loop says what the collective is about
+    return record["op"], record.get("dtype"), tuple(record.get("shape", ())), record.get("reduction")
+
 
 _POLL = 0.1  # seconds
 _AFTER_PARTING = 1.0  # seconds in which the ranks may say more, once they have parted
@@ -144,3 +227,88 @@ def _has_failed(record: Record) -> bool:
 
 def _steps(rank: Rank) -> int:
     return sum(1 for record in rank.records if record["kind"] == "step" and record["optimizer"] == 0)
+
+
+# Take part in a real job: every process watches its own rank, and rank 0 hears of all of them over the store.
+
+_MEETING = timedelta(seconds=300)
+
+
+class Link:
+    """The connection of a job's processes: its own prefix in the job's store.
+
+    Args:
+        launch: This process's place; rank 0 hosts the store, unless torchrun's agent does.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        hosts = launch.rank == 0 and not self.is_hosted
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=hosts, timeout=_MEETING, wait_for_workers=False)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = dist.PrefixStore(f"ddpkit/check/{attempt}", store)
+
+
+class RemoteRank(Rank):
+    """A rank that another process of the job watches."""
+
+    def __init__(self, number: int, link: Link) -> None:
+        self.number = number
+        self.records: list[Record] = []
+        self.ended: str | None = None
+        self._link = link
+        self._read = 0
+
+    def read(self) -> list[Record]:
+        """Read what the other process has passed on."""
+        new: list[Record] = []
+        store = self._link.store
+        while store.check([f"{self.number}/{self._read}"]):
+            new += json.loads(store.get(f"{self.number}/{self._read}"))
+            self._read += 1
+        for record in new:
+            if record["kind"] == "process ended":
+                self.ended = record["how"]
+        self.records += new
+        return new
+
+    def reap(self, wait: bool = False) -> None:
+        """Do nothing: the other process looks."""
+
+    def read_stack(self) -> str:
+        """Return nothing: the other process prints it."""
+        return ""
+
+    def tail(self) -> list[str]:
+        """Return nothing: the other process has the output."""
+        return []
+
+
+def pass_on(ranks: Ranks, link: Link) -> int:
+    """Pass this rank's records to rank 0 until that says that all is over; return 0, or 1 if that is lost."""
+    (rank,) = ranks.all
+    number = 0
+    has_ended = False
+    while True:
+        new = [record for _, record in ranks.wait(_POLL)]
+        if rank.ended is not None and not has_ended:
+            has_ended = True
+            new.append({"kind": "process ended", "step": 0, "how": rank.ended})
+            time.sleep(_POLL)
+        try:
+            if new:
+                link.store.set(f"{rank.number}/{number}", json.dumps(new))
+                number += 1
+            if link.store.check(["over"]):
+                return 0  # rank 0 tells the launcher
+        except dist.DistError:  # rank 0 has gone
+            return 1
+
+
+def end(link: Link) -> None:
+    """Tell all other processes that it is over, and let them leave before the store may go."""
+    with suppress(dist.DistError):
+        link.store.set("over", "")
+        if not link.is_hosted:
+            time.sleep(10 * _POLL)

@@ -28,10 +28,9 @@ from ...join.store import find_master, open_store, store_outlives_ranks
 from ...launch.launch import MPI_AND_SLURM, Launch
 from ...spawning.spawn import spawn
 from ..terminal import count
-from . import job_checks, machine_checks, network_checks
-from .check import Check, attempt, worst
+from . import machine_checks, network_checks
 from .guard import Guard
-from .report import MARK, Report
+from .report import MARK, Check, Report, attempt, worst
 
 _NCCL_ENDS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 _MARK_WAIT = 5.0  # seconds in which rank 0 of a doctor's job marks its store
@@ -140,7 +139,7 @@ def _check_machine(report: Report, args: argparse.Namespace) -> None:
     try:
         bound = report.time_left()
         results = spawn(
-            job_checks.two_ranks,
+            machine_checks.two_ranks,
             2,
             args.backend,
             device,
@@ -222,15 +221,15 @@ def _meet(
 def _check_together(report: Report, context: Context) -> None:
     """Run the checks of the joined job, and share all results, so that all exit alike."""
     report.begin("ranks", "asking every rank where it is")
-    own_record = json.dumps(job_checks.own_record(context))
-    report.records = job_checks.read_records(exchange(own_record))
+    own_record = json.dumps(machine_checks.own_record(context))
+    report.records = machine_checks.read_records(exchange(own_record))
     report.hosts = [record["host"] for record in report.records]
-    report.add(job_checks.roll_call(report.records))
-    report.add(job_checks.same_versions(report.records))
+    report.add(machine_checks.roll_call(report.records))
+    report.add(machine_checks.same_versions(report.records))
     report.begin("mean", "averaging numbers")
-    report.add(job_checks.mean())
+    report.add(machine_checks.mean())
     report.begin("latency", "timing a small collective")
-    report.add(job_checks.latency())
+    report.add(machine_checks.latency())
     report.begin("report", "gathering the ranks' findings")
     report.take_peers(exchange(report.dump()))
 

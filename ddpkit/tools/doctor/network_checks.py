@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...join.sockets import LOOPBACKS
-from .check import Check, set_variables
+from .report import Check, set_variables
 
 _DEFAULT_PORT = 29500  # torch's
 _SIOCGIFADDR = 0x8915

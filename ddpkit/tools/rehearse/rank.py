@@ -6,12 +6,13 @@ import atexit
 import faulthandler
 import functools
 import os
+import random
 import signal
 import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,99 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...collectives.tree import flat_bytes, is_dense
-from ..script.ranks import STACK_SIGNAL
-from ..script.recorder import Recorder
-from ..script.running import Script, describe, run_script, use_gloo_without_gpus
-from ..script.tensors import parameters_of, whole
-from .plan import Disturbance
+from ..script.ranks import STACK_SIGNAL, Script, describe, run_script, use_gloo_without_gpus
+from ..script.recorder import Record, Recorder, parameters_of, whole
+
+# Draw the disturbances of a trial from its seed.
+
+KINDS = {
+    "kill": "SIGKILL to one rank",
+    "kill-all": "SIGKILL to all ranks at once, as when the power fails",
+    "terminate": "SIGTERM to one rank",
+    "terminate-all": "SIGTERM to all ranks, as schedulers do before they end a job",
+    "pause": "one rank is stopped for some seconds, and goes on",
+}
+_TWICE = 0.3  # share of the trials that are disturbed a second time
+_AT_CHANGES = 0.5  # share of the disturbances that come when a file is changed
+_LATE = 0.5  # share of the disturbances that come some time after an event, not at it
+_LONGEST = 5.0  # seconds
+
+RankEvents = dict[int, list[Record]]  # of an undisturbed run, by rank
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What happens to the ranks, and when.
+
+    Attributes:
+        kind: One of `KINDS`.
+        rank: The rank to which it happens, or by which it is timed.
+        event: The number of that rank's event at which it happens: its start, a step, or a change of a file.
+        delay: Seconds between the event and the disturbance.
+    """
+
+    kind: str
+    rank: int
+    event: int
+    delay: float
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the script.
+
+    Attributes:
+        ranks: How many.
+        disturbance: What happens meanwhile; None for nothing.
+    """
+
+    ranks: int
+    disturbance: Disturbance | None
+
+
+def plan_trial(seed: int, number: int, kinds: Sequence[str], undisturbed: dict[int, RankEvents]) -> list[Start]:
+    """Draw the starts of a trial, the last of which is not disturbed.
+
+    Args:
+        seed: Of all trials.
+        number: Of this trial, counted from 1; the kinds take turns.
+        kinds: The kinds of disturbances.
+        undisturbed: The events of undisturbed runs, by their number of ranks.
+    """
+    generator = random.Random(f"{seed} {number}")
+    ranks = generator.choice(list(undisturbed))
+    kind = kinds[(number - 1) % len(kinds)]
+    starts = [Start(ranks, _draw(generator, kind, undisturbed[ranks]))]
+    ranks = _another(generator, ranks, undisturbed)
+    if generator.random() < _TWICE:
+        starts.append(Start(ranks, _draw(generator, generator.choice(kinds), undisturbed[ranks])))
+        ranks = _another(generator, ranks, undisturbed)
+    return [*starts, Start(ranks, None)]
+
+
+def _another(generator: random.Random, ranks: int, undisturbed: dict[int, RankEvents]) -> int:
+    """Draw another number of ranks, where there is one."""
+    others = [number for number in undisturbed if number != ranks]
+    if not others:
+        return ranks
+    return generator.choice(others)
+
+
+def _draw(generator: random.Random, kind: str, events: RankEvents) -> Disturbance:
+    """Draw a moment of an undisturbed run: often one at which a file is about to be changed."""
+    moments = []
+    for rank, records in events.items():
+        moments += [(rank, number) for number in range(len(records) - 1)]  # the last is the end
+    changes = [(rank, number) for rank, number in moments if events[rank][number]["what"] not in ("start", "step")]
+    if changes and generator.random() < _AT_CHANGES:
+        moments = changes
+    rank, number = generator.choice(moments)
+    delay = 0.0
+    if generator.random() < _LATE:
+        gap = events[rank][number + 1]["time"] - events[rank][number]["time"]
+        delay = generator.uniform(0, min(gap, _LONGEST))
+    return Disturbance(kind, rank, number, delay)
+
 
 _ELEMENTS = 256  # of all weights of an optimizer that are recorded after a step, and at least one of each tensor
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT

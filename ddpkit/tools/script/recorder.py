@@ -5,7 +5,18 @@ from __future__ import annotations
 import json
 import os
 import threading
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ...collectives.digest import checksum
+from ...collectives.tree import flat_bytes, is_dense
 
 Record = dict[str, Any]
 
@@ -65,3 +76,91 @@ class Recorder:
             raise
         finally:
             self._is_writing = False
+
+
+# Describe tensors by few numbers, by which ranks can be compared.
+
+_SAMPLES = 16  # elements that are shown of a tensor
+_HASHED = 1 << 24  # bytes of a batch that are hashed
+_ROWS = 256  # samples of a batch that are hashed one by one
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """List an optimizer's parameters, of all its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def whole(tensor: Tensor) -> Tensor | None:
+    """Return a tensor that each rank holds whole, None for one that is spread over ranks."""
+    if type(tensor).__name__ == "FlatParameter":  # of the first FSDP
+        return None
+    if isinstance(tensor, DTensor):
+        if any(not placement.is_replicate() for placement in tensor.placements):
+            return None
+        return tensor.to_local()
+    return tensor
+
+
+def hash_of(tensor: Tensor) -> int:
+    """Hash a tensor's bytes; 0 for one that has none to show."""
+    plain = tensor.detach()
+    return checksum(plain) if is_dense(plain) else 0
+
+
+def sample(tensor: Tensor) -> list[float]:
+    """Return up to 16 elements of a tensor, from everywhere in it."""
+    flat = tensor.detach().reshape(-1)
+    stride = max(1, -(-flat.numel() // _SAMPLES))
+    values: list[float] = flat[::stride].to("cpu", torch.float64).tolist()
+    return values
+
+
+def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers and in the fields of objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        yield torch.from_numpy(np.array(value))  # a copy: it may be read-only
+    elif depth and isinstance(value, Mapping):
+        for child in value.values():
+            yield from tensors_in(child, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for child in value:
+            yield from tensors_in(child, depth - 1)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from tensors_in(vars(value), depth - 1)
+
+
+def content(value: Any) -> int:
+    """Hash the tensors of a batch; 0 if they are none, or all of their elements are equal."""
+    hashed = 0
+    varied = False
+    for tensor in tensors_in(value):
+        if not is_dense(tensor) or tensor.is_meta or tensor.numel() < 2:
+            continue
+        flat = tensor.detach().reshape(-1)
+        part = flat[: _HASHED // flat.element_size()].cpu()
+        varied = varied or bool((part != part[0]).any())
+        hashed = zlib.crc32(flat_bytes(part).numpy().data, hashed)
+    return hashed if varied else 0
+
+
+def rows(value: Any) -> list[int]:
+    """Hash each sample of a batch; [] for one that is too large, or has none."""
+    number = size_of(value)
+    hashes = [0] * number
+    if number > _ROWS:
+        return []
+    for tensor in tensors_in(value):
+        if is_dense(tensor) and not tensor.is_meta and tensor.ndim and len(tensor) == number:
+            for position, row in enumerate(tensor.detach().cpu()):
+                hashes[position] = zlib.crc32(flat_bytes(row).numpy().data, hashes[position])
+    return hashes
+
+
+def size_of(value: Any) -> int:
+    """Return the number of samples in a batch: the first dimension of its first tensor that has one."""
+    for tensor in tensors_in(value):
+        if tensor.ndim:
+            return len(tensor)
+    return 0

@@ -8,14 +8,147 @@ import os
 import re
 import sys
 import time
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
 
 from ...errors import LaunchError
-from ...watch.messages import fold
+from ...join.members import Members
+from ...join.rendezvous import Generation
+from ...join.sockets import connect
+from ...join.store import connect as connect_to_store
+from ...join.store import wait_for_listener
+from ...join.store_values import encode
+from ...launch.detection import detect_launch
+from ...launch.process_tree import environment_of
+from ...timing import BLOCKS, STEPS, Pace, Phase, find_slow_rank, milliseconds
+from ...watch.messages import Activity, Lines, fold, parse
 from ..terminal import count
-from .asking import Answer, ask
-from .finding import jobs_here
-from .steps import describe_steps
+
+# Asking a running job what its ranks are doing, over the store where they have met and the watch of rank 0.
+
+_STORE_SECONDS = 5.0  # in which the store must answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the ranks of a job have answered.
+
+    Attributes:
+        members: The ranks of the job.
+        activities: Of those that have answered.
+        paces: How long the last steps took, of all ranks or of none.
+    """
+
+    members: Members
+    activities: list[Activity]
+    paces: list[Pace]
+
+
+def ask(address: str, port: int, seconds: float) -> Answer:
+    """Ask all ranks of the job that has met at this address; wait at most so many seconds for answers.
+
+    Raises:
+        LaunchError: If no job runs there, it has no watch, or rank 0's cannot be reached from here.
+    """
+    members = _find_members(address, port)
+    if members.monitor_address is None:
+        raise LaunchError("The job runs without the watch, setup(watch=False), so its ranks cannot be asked.")
+    try:
+        connection = connect(*members.monitor_address, seconds)
+    except OSError as error:
+        host, number = members.monitor_address
+        raise LaunchError(
+            f"The watch of rank 0 at {host}:{number} cannot be reached from here: {error}. Ask on the node of rank 0, "
+            f"{members.nodes[members.runs[0].node]}; if that is here, the process may have ended."
+        ) from None
+    activities: dict[int, Activity] = {}
+    paces: dict[int, Pace] = {}
+    lines = Lines()
+    deadline = time.monotonic() + seconds
+    with connection:
+        connection.sendall(encode(token=members.token, asks=True))
+        while len(activities) < members.world_size and time.monotonic() < deadline:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                data = connection.recv(1 << 16)
+            except OSError:  # late, or cut
+                break
+            if not data:
+                break
+            for line in lines.feed(data):
+                message = parse(line, members.world_size)
+                if message is not None and message.activity is not None:
+                    activities[message.activity.rank] = message.activity
+                if message is not None and message.pace is not None:
+                    paces[message.pace.rank] = message.pace
+    return Answer(members, list(activities.values()), list(paces.values()))
+
+
+def _find_members(address: str, port: int) -> Members:
+    """Read in the store who the ranks of the job are that meets there now."""
+    wait_for_listener(address, port, time.monotonic())
+    store = connect_to_store(address, port, timedelta(seconds=_STORE_SECONDS))
+    generation = Generation.latest(store)
+    if generation is None:
+        raise LaunchError(f"No job has joined with ddpkit.setup() at {address}:{port}.")
+    if not generation.is_complete():
+        raise LaunchError(f"The ranks at {address}:{port} are still joining.")
+    if generation.is_over():
+        raise LaunchError(f"The job at {address}:{port} has ended.")
+    return generation.members()
+
+
+# Finding the jobs of which ranks run on this machine, by the environments of its processes.
+
+
+def jobs_here(processes: Path = Path("/proc")) -> list[tuple[str, int]]:
+    """Return the address of each job, MASTER_ADDR and MASTER_PORT; Linux shows those of one's own processes."""
+    jobs = set()
+    for folder in processes.glob("[0-9]*"):
+        with suppress(OSError, LaunchError):  # another user's; ended; hints that contradict each other
+            env = environment_of(int(folder.name), processes)
+            if env.get("MASTER_PORT") is None:
+                continue
+            launch = detect_launch(env)
+            if launch.world_size > 1 and launch.master_addr and launch.master_port:
+                jobs.add((launch.master_addr, launch.master_port))
+    return sorted(jobs)
+
+
+# How long the ranks' last steps took, as a table.
+
+_MOST_ROWS = 8  # ranks that are shown one by one
+
+
+def describe_steps(paces: list[Pace]) -> list[str]:
+    """Write the phases of a step, of each rank or of the usual one and the one that waits least; and who is slow."""
+    if not paces:
+        return []
+    times = {f"rank {pace.rank}": pace.per_step() for pace in sorted(paces, key=lambda pace: pace.rank)}
+    seconds = median(sum(phases.values()) for phases in times.values())
+    lines = [f"each of the last {BLOCKS * STEPS} steps took {milliseconds(seconds)} ms"]
+    slow = find_slow_rank(paces)
+    if slow is not None:
+        lines[0] += f"; rank {slow.rank} {slow}"
+    if len(times) > _MOST_ROWS:
+        times = _shortened(times)
+    names = [phase.label for phase in Phase]
+    width = max(map(len, times))
+    lines.append(f"    {'ms':<{width}}  {'  '.join(f'{name:>9}' for name in names)}")
+    for rank, phases in times.items():
+        lines.append(f"    {rank:<{width}}  {'  '.join(f'{milliseconds(phases[name]):>9}' for name in names)}")
+    return lines
+
+
+def _shortened(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return the median of all ranks, and the rank for which the others wait, if they do."""
+    names = next(iter(times.values()))
+    medians = {name: median(phases[name] for phases in times.values()) for name in names}
+    last = min(times, key=lambda rank: times[rank]["waiting"])
+    return {"median of the ranks": medians, f"{last}, which waits least": times[last]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

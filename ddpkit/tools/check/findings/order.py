@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...script.recorder import Record
-from ..loops import Loop, is_inside, leaving_condition, loops_around
-from ..places import Place, rank_condition
+from ..places import Loop, Place, is_inside, leaving_condition, loops_around, rank_condition
 from .facts import SCRIPT_END, Facts, Finding, Parting, all_equal, place, places, say_ranks
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..loops import loops_around
-from ..places import Place, own_files, own_frames, place_of, syntax_of
+from ..places import Place, loops_around, own_files, own_frames, place_of, syntax_of
 from .modules import is_own_object
 
 _dividing: dict[tuple[Any, ...], bool] = {}

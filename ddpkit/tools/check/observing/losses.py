@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import functional, utils
+from torch.optim import lr_scheduler
 
-from ...script.recorder import Recorder
-from ..places import Place, Stack, stack
+from ...script.recorder import Recorder, hash_of, parameters_of, whole
+from ..places import Place, Stack, calls_with, stack
 from .expressions import divides_by_ranks, dividing_lines, lines_divided_by_ranks
 from .modules import Modules
 from .patching import Function, after, before, guarded, replace
@@ -24,7 +29,7 @@ _LOSSES = (
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )
-_MANY = 64  # losses that are kept for a step
+_MANY_LOSSES = 64  # losses that are kept for a step
 _IMAGES = 4  # dimensions of classes by pixel, of which each rank ignores a few: their means count as equals everywhere
 
 
@@ -85,7 +90,7 @@ class Losses:
             finally:
                 self._depth -= 1
             is_whole = self._depth == 0 and isinstance(result, Tensor)
-            if is_whole and result.requires_grad and len(self._found) < _MANY:
+            if is_whole and result.requires_grad and len(self._found) < _MANY_LOSSES:
                 watch(result, original.__name__, input, target, kwargs)
             return result
 
@@ -117,3 +122,123 @@ def _count(name: str, input: Tensor, target: Tensor, kwargs: dict[str, Any]) -> 
         ignored = kwargs.get("ignore_index", -100)
         return int((target != ignored).sum())
     return len(input) if input.ndim else 1
+
+
+# Observe what is done to gradients between backward and step: clipping and unscaling.
+
+
+class Scaling:
+    """Observes clipping from the moment of `install`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def install(self) -> None:
+        """Begin."""
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            replace(utils, name, self._clipping)
+            setattr(utils.clip_grad, name, getattr(utils, name))
+        before(torch.amp.GradScaler, "unscale_", self._unscale)
+
+    def _clipping(self, original: Function) -> Function:
+        tell = guarded(self._tell)
+
+        def call(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+            if isinstance(parameters, Tensor):
+                parameters = [parameters]
+            parameters = list(parameters)  # it may be a generator
+            tell("clips", parameters)
+            return original(parameters, *args, **kwargs)
+
+        return call
+
+    def _unscale(self, scaler: Any, optimizer: Any) -> None:
+        self._tell("unscales", parameters_of(optimizer))
+
+    def _tell(self, does: str, parameters: Iterable[Tensor]) -> None:
+        gradients = [whole(p.grad) for p in parameters if p.grad is not None]
+        norm = [float(torch.linalg.vector_norm(g)) for g in gradients if g is not None and not g.is_sparse]
+        hashes = [hash_of(g) for g in gradients if g is not None and not g.is_sparse]
+        self._recorder.tell("clip", does=does, gradients=hashes, norm=sum(n * n for n in norm) ** 0.5, where=stack())
+
+
+# Observe learning rate schedules: how long they are, how often they step, and what they are told.
+
+_HORIZONS = ("T_max", "total_steps", "total_iters")
+_MANY_STEPS = 256  # steps of schedules that are told
+
+
+class Schedules:
+    """Observes schedules from the moment of `install`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._steps = 0
+
+    def install(self) -> None:
+        """Begin."""
+        before(lr_scheduler.ReduceLROnPlateau, "step", self._plateau)
+        for name in dir(lr_scheduler):
+            schedule = getattr(lr_scheduler, name)
+            is_class = isinstance(schedule, type) and issubclass(schedule, lr_scheduler.LRScheduler)
+            if is_class and "__init__" in vars(schedule) and schedule is not lr_scheduler.LRScheduler:
+                after(schedule, "__init__", self._made)
+                before(schedule, "step", self._step)
+
+    def _plateau(self, schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
+        places = stack()
+        if places and metrics is not None:
+            self._recorder.tell("plateau", value=float(metrics), where=places)
+
+    def _made(self, _: None, made: Any, *args: Any, **kwargs: Any) -> None:
+        length = _length_of(made)
+        places = stack()
+        if length and places:
+            prepared: list[Place] = calls_with("prepare", "sched") if "accelerate" in sys.modules else []
+            self._recorder.tell("schedule", name=type(made).__name__, length=length, where=places, prepared=prepared)
+
+    def _step(self, schedule: Any, *args: Any, **kwargs: Any) -> None:
+        if self._steps < _MANY_STEPS and (places := stack()):
+            self._steps += 1
+            self._recorder.tell("schedule step", where=places[:1], name=type(schedule).__name__)
+
+
+def _length_of(schedule: Any) -> int:
+    """Return after how many steps a schedule is meant to end, 0 if that is not known."""
+    if getattr(schedule, "end_factor", 0.0) >= getattr(schedule, "start_factor", 1.0) or hasattr(schedule, "factor"):
+        return 0  # a warm-up, or a rate that is constant for a while
+    for name in _HORIZONS:
+        value = getattr(schedule, name, None)
+        if isinstance(value, int):
+            return value
+    found = [0]
+    for function in getattr(schedule, "lr_lambdas", ()):
+        found += [number for number in _numbers_in(function) if _ends_at(function, number)]
+    return max(found)
+
+
+def _numbers_in(function: Any) -> list[int]:
+    """List the whole numbers on which a function depends."""
+    numbers: list[int] = []
+    while isinstance(function, functools.partial):
+        numbers += [value for value in function.keywords.values() if isinstance(value, int)]
+        function = function.func
+    for cell in getattr(function, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, int):
+            numbers.append(cell.cell_contents)
+    return numbers
+
+
+def _ends_at(function: Any, number: int) -> bool:
+    """Return whether a factor comes down until a step, and no further: not if that is the end of a warm-up."""
+    earlier, last = _value(function, number * 4 // 5), _value(function, number)
+    after = _value(function, 2 * number)
+    return last < earlier and not 0.0 <= after < last
+
+
+def _value(function: Any, step: int) -> float:
+    """Return a factor, not a number where there is none."""
+    try:
+        return float(function(step))
+    except (ArithmeticError, TypeError, ValueError, LookupError):
+        return math.nan

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ...script.recorder import Recorder
-from ...script.tensors import content, size_of, whole
+from ...script.recorder import Recorder, content, size_of, whole
 from ..places import Stack, is_own, own_frames, place_of, stack
 from .patching import Function, after, before, guarded, replace
 

@@ -16,11 +16,9 @@ from torch.utils.data._utils import fetch
 from ....collectives.digest import digest
 from ....data.loader import Loader
 from ....data.streams import Stream
-from ...script.recorder import Recorder
-from ...script.tensors import content, rows, size_of
-from ..ending import Ending
+from ...script.recorder import Recorder, content, rows, size_of
 from ..places import Place, Stack, deciding_lines, stack
-from .decisions import untraced
+from .decisions import Ending, untraced
 from .expressions import bound_of_loop, is_in_loop, mentions
 from .modules import Modules, is_own_object
 from .patching import Function, after, before, guarded, replace

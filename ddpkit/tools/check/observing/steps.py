@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...script.recorder import Recorder
-from ...script.tensors import hash_of, parameters_of, sample, whole
-from ..ending import Ending
+from ...script.recorder import Recorder, hash_of, parameters_of, sample, whole
 from ..places import (
     Place,
     Stack,
@@ -23,7 +21,7 @@ from ..places import (
     stack,
 )
 from .collectives import Collectives
-from .decisions import Decisions
+from .decisions import Decisions, Ending
 from .expressions import decisions, divides_by_ranks, numbers_of_rounds, skips
 from .losses import Losses
 from .modules import Modules, Wrapped, inner_of, roots, variables
