@@ -142,7 +142,7 @@ def _check_number_of_shards(dataset: Any, num_replicas: int, readers: int) -> No
     found = getattr(dataset, "num_shards", None)
     if not isinstance(found, int) or found >= readers:
         return
-    remedy = f"Use at most {found} ranks"
+    remedy = "Use one rank" if found == 1 else f"Use at most {found} ranks"
     if found >= num_replicas:
         remedy = f"Use num_workers={found // num_replicas} or less"
     raise ValueError(
