@@ -88,12 +88,10 @@ from .parallel.gradients import accumulate, average_gradients, averaging, global
 from .parallel.lr_scaling import ScalePlan, rule_for, scale_lr, warmup_factor
 from .parallel.models import unwrap_model
 from .parallel.replicas import check_replicas, sync_buffers
-from .parallel.step_times import StepTimes, step_times
 from .parallel.wrap import clean_state_dict, wrap_model
 from .spawning.spawn import spawn
 from .stop import Stop, stopping
 from .survival.survive import Attempt, survive
-from .timing import SlowRank
 
 __version__ = "0.1.0"
 
@@ -170,9 +168,6 @@ __all__ = [
     "find_batch_size",
     "survive",
     "Attempt",
-    "step_times",
-    "StepTimes",
-    "SlowRank",
     # launching from Python
     "spawn",
     # errors

@@ -327,8 +327,6 @@ class StepGuard:
         if not gradients.parameters:
             raise DdpkitError(f"No parameter needs a gradient at the end of a block of {_CALL}.")
         is_good = self._is_good(own, gradients, exchange)
-        if exchange is not None:
-            current_job.step_clock().end_step()
         if is_good:
             if exchange is not None:
                 exchange.distribute()

@@ -88,7 +88,7 @@ def _consolidate(values: Mapping[str, Any]) -> None:
     """Have optimizers that spread their state over ranks collect it on rank 0. Collective."""
     for value in values.values():
         if is_consolidated(value):
-            with current_job.exchanging():
+            with current_job.peer_errors():
                 value.consolidate_state_dict(to=0)
 
 

@@ -242,6 +242,6 @@ def broadcast_tensor(data: Tensor, src: int, peers: Peers | None = None) -> Tens
     """Give every rank the bytes of rank `src`, which are as many as this rank's. Collective."""
     buffer = data.to(communication_device(data.device, peers))
     if buffer.numel():
-        with current_job.exchanging():
+        with current_job.peer_errors():
             dist.broadcast(buffer, src, group=group_of(peers))
     return buffer.to(data.device)

@@ -75,7 +75,7 @@ def sum_block(fingerprint: str, block: Block, peers: Peers | None = None) -> Non
     block[:CHECK], expected = _check_numbers(fingerprint, len(ranks_of(peers)))
     if type(torch.from_numpy(block)) is not Tensor:  # it would not be sent, and the other ranks would wait
         raise TypeError("Under FakeTensorMode no values can be exchanged. Call it outside.")
-    with current_job.exchanging():
+    with current_job.peer_errors():
         _sum_over_ranks(block, peers)
     if block[:CHECK].tobytes() != expected:
         _raise_mismatch(fingerprint, peers)
@@ -171,7 +171,7 @@ def _add_up(blocks: Block, total: Block) -> None:
 
 
 def _all_reduce(buffer: Tensor, op: Any, peers: Peers | None) -> Tensor:
-    with current_job.exchanging():
+    with current_job.peer_errors():
         dist.all_reduce(buffer, op, group=group_of(peers))
     return buffer
 

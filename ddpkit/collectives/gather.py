@@ -114,7 +114,7 @@ def _add_up_own(gradient: Tensor, counts: list[int], peers: Peers | None) -> Ten
     rows = as_rows(gradient)[by_rank].to(communication_device(gradient.device, peers))
     received = rows.new_empty((own * len(counts), rows.shape[1]))
     if rows.numel():
-        with current_job.exchanging():
+        with current_job.peer_errors():
             dist.all_to_all_single(received, rows, [own] * len(counts), counts, group_of(peers))
     terms = from_rows(received.to(gradient.device), gradient)
     terms = terms.reshape(len(counts), own, *gradient.shape[1:])
@@ -243,6 +243,6 @@ def _gather_padded(rows: Tensor, counts: list[int], peers: Peers | None) -> list
         padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts]
     if padded.numel():
-        with current_job.exchanging():
+        with current_job.peer_errors():
             dist.all_gather(parts, padded, group=group_of(peers))
     return [part[:count].to(rows.device) for part, count in zip(parts, counts, strict=True)]

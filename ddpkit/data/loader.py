@@ -27,7 +27,6 @@ from ..errors import DdpkitError
 from ..job import current_job
 from ..join.failures import describe_error
 from ..signals import handled_signals
-from ..timing import Phase
 from ..torch_internals import is_from_worker
 from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, is_within
 from .seeds import generators_kept, hash_seeds, seed_cpu
@@ -539,9 +538,8 @@ class Loader(DataLoader[Any]):
         for dataset in loop.read_here:  # another loader over it may have set another epoch
             dataset.set_epoch(loop.epoch)
         try:
-            with current_job.step_clock().within(Phase.DATA):
-                self._skip(batches, loop)
-                batch = next(batches)
+            self._skip(batches, loop)
+            batch = next(batches)
         except StopIteration:
             if self._is_counted(loop):
                 self.set_epoch(loop.epoch + 1)

@@ -24,7 +24,6 @@ from ..errors import DdpkitError
 from ..job import current_job, lifecycle
 from ..parallel.gradient_exchange import Gradients, Modules, check_gradients, dtype_of_gradient, named_by_argument
 from ..parallel.models import broadcast_into, describe_tensors
-from ..parallel.step_times import follow_optimizers
 from ..torch_internals import ignored_by_ddp, is_fully_sharded, own_buffers, rebuild_buckets, untraced, version_of
 from .sum import ExactExchange, Layout
 
@@ -443,8 +442,4 @@ def _end(step: _Step, local_pass: LocalPass) -> None:
                 f"A forward in the block of {_CALL} has changed {changed}: its value would depend on which rank saw "
                 "which micro-batch. Use a layer without running statistics, such as GroupNorm, or this one in eval()."
             )
-    if lifecycle.joined():
-        follow_optimizers()
     step.distribute()
-    if lifecycle.joined():
-        current_job.step_clock().end_step()

@@ -294,7 +294,7 @@ class ExactExchange:
         shape = self.layout.ranks, *sent.shape[1:]
         if self._received.shape != shape or self._received.device != sent.device:
             self._received = sent.new_empty(shape)
-        with current_job.exchanging():
+        with current_job.peer_errors():
             if len(sent) == 1:
                 dist.all_gather(list(self._received), sent[0], group=group_of(peers))
             else:
@@ -308,7 +308,7 @@ class ExactExchange:
             return
         total = self._total.to(communication_device(part.device, peers))
         parts = list(total.view(torch.uint8))  # gloo does not send all dtypes
-        with current_job.exchanging():
+        with current_job.peer_errors():
             dist.all_gather(parts, part.to(total.device).view(torch.uint8), group=group_of(peers))
         if total is not self._total:
             self._total.copy_(total)

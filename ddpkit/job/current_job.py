@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import DdpkitError
 from ..join.failures import Failure
 from ..join.session import Session
 from ..join.stop_agreement import StopAgreement, StopRequest
 from ..launch import ranks
-from ..timing import Phase, SlowRank, StepClock
 from ..torch_internals import current_group
 from .device import choose_device, count_accelerators
 from .failing import cause_of, lost_peer_of
@@ -22,8 +20,7 @@ from .job import Job, Peers, ranks_of
 from .options import Options
 
 job: Job | None = None
-_idle_clock = StepClock()  # of a process without a job of several ranks
-_idle_agreement = StopAgreement(1)  # the same
+_idle_agreement = StopAgreement(1)  # of a process without a job of several ranks
 _batches: deque[Sequence[object]] = deque(maxlen=64)  # samples of those that loaders have handed out last
 
 
@@ -126,7 +123,6 @@ def choose_data_parallel(peers: Peers | None) -> None:
     """Remember those ranks for as long as this job lives; call it only where `joined()` is true."""
     assert job is not None
     job.data_parallel = peers
-    step_clock().is_comparable = peers is None
 
 
 def get_data_parallel_rank() -> int:
@@ -182,13 +178,6 @@ def peer_errors() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def exchanging() -> Iterator[None]:
-    """Cover a collective of ddpkit's own: it raises as in `peer_errors()`, and its time counts as waiting."""
-    with step_clock().within(Phase.WAITING), peer_errors():
-        yield
-
-
 def tell(**progress: int) -> None:
     """Say how far the script is, for those who ask what the ranks are doing."""
     if job is not None and job.session is not None:
@@ -205,20 +194,6 @@ def take_samples() -> list[Sequence[object]]:
     taken = list(_batches)
     _batches.clear()
     return taken
-
-
-def step_clock() -> StepClock:
-    """Return the clock of this process's training steps."""
-    if job is None or job.session is None:
-        return _idle_clock
-    return job.session.clock
-
-
-def slow_rank() -> SlowRank | None:
-    """Return the rank for which the others wait, as far as this process knows: the main process does."""
-    if job is None or job.monitor is None:
-        return None
-    return job.monitor.paces.slow
 
 
 def stop_agreement() -> StopAgreement:
@@ -247,12 +222,6 @@ def ask_to_stop(request: StopRequest) -> bool:
     if job is not None and job.monitor is not None:
         job.monitor.wake()
     return is_first
-
-
-def hook_once(register: Callable[[], list[RemovableHandle]]) -> None:
-    """Add hooks that are removed when this process leaves its job, unless this function has added its own before."""
-    if job is not None and register not in job.hooks:
-        job.hooks[register] = register()
 
 
 def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from ..join.session import Session
 from ..launch import ranks
@@ -142,7 +141,6 @@ class Job:
         caller: The thread that calls its collectives, from the first one on.
         refused: Whether another thread has called one, so that this rank has failed.
         threads: Of CPU operators: their number before `setup()`, and the one that it has set; None if it has set none.
-        hooks: By the function that added them, those that torch calls for all modules or optimizers of this process.
         unfinished: By whom it was begun, what all ranks have to wait for before they leave in good order.
     """
 
@@ -164,7 +162,6 @@ class Job:
     caller: threading.Thread | None = None
     refused: bool = False
     threads: tuple[int, int] | None = None
-    hooks: dict[Callable[[], list[RemovableHandle]], list[RemovableHandle]] = field(default_factory=dict)
     unfinished: dict[object, Callable[[], None]] = field(default_factory=dict)
 
     def is_current(self) -> bool:
@@ -176,10 +173,6 @@ class Job:
 
     def undo_changes(self) -> None:
         """Give back what this job has changed in torch, unless the script has changed it, too."""
-        for hooks in self.hooks.values():
-            for hook in hooks:
-                hook.remove()
-        self.hooks.clear()
         if self.session is not None and not self.session.is_own:  # a forked child has no threads to divide
             return
         if self.threads is not None and torch.get_num_threads() == self.threads[1]:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..errors import BarrierTimeoutError, DdpkitError, PeerError
-from ..timing import Phase, StepClock
 from .failures import FAILURE, Failure, Failures
 from .store_values import Pause, add, parse, read_text, refuse_text
 
@@ -37,7 +36,6 @@ class Waits:
     Attributes:
         store_host: The rank that hosts the store, if one does.
         monitor: Returns the thread that can ask the other ranks, as long as there is one; a weak reference to it.
-        clock: How long the parts of this rank's steps take.
     """
 
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], orphaned: Callable[[], str]) -> None:
@@ -47,7 +45,6 @@ class Waits:
         self.store_host = 0
         self.failures = Failures(store, rank, hosts, orphaned)
         self.monitor: Callable[[], Any] = _no_monitor
-        self.clock = StepClock()
         self._deadlines: dict[int, float] = {}  # of the wait that each thread is in
 
     @property
@@ -91,7 +88,7 @@ class Waits:
     def bounded(self, timeout: timedelta) -> Iterator[None]:
         """Let the monitor end a wait in which the store itself does not answer; raise `PeerError` for a lost store."""
         try:
-            with self._deadline(timeout), self.clock.within(Phase.WAITING):
+            with self._deadline(timeout):
                 yield
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             words = f"the connection to the store that it hosts, or its agent, broke: {error}"

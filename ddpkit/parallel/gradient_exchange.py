@@ -27,7 +27,6 @@ from ..join.failures import describe_error
 from ..join.session import Session
 from ..torch_internals import is_sharded, untraced
 from .models import check_tensors, named_tensors, sharing_memory, unwrap_model, writable
-from .step_times import follow_optimizers
 
 Modules = tuple[nn.Module | Tensor, ...]
 NamedTensors = Iterator[tuple[str, Tensor]]
@@ -64,7 +63,6 @@ def begin_exchange(
         raise
     if not joined:
         return gradients, None
-    follow_optimizers()
     fingerprint, layouts = _plan_for(exchange, settings, gradients)
     return gradients, GradientExchange(gradients, fingerprint, layouts)
 
@@ -355,7 +353,7 @@ class _FirstMessage:
         """
         if self.checked:
             return
-        with current_job.exchanging():
+        with current_job.peer_errors():
             self.work.wait()
         self.checked = True
         expected = _hash(self.fingerprint, len(ranks_of(self.peers)), self.flat.dtype)
@@ -401,7 +399,7 @@ class GradientExchange:
         """Wait for the sums."""
         self.first.check()
         for work in self.works:
-            with current_job.exchanging():
+            with current_job.peer_errors():
                 work.wait()
 
     def is_usable(self, finite: bool) -> bool:
@@ -421,10 +419,9 @@ class GradientExchange:
             bucket.distribute()
 
     def finish(self) -> None:
-        """Wait for the means and write them over the gradients, which ends a step."""
+        """Wait for the means and write them over the gradients."""
         self.wait()
         self.distribute()
-        current_job.step_clock().end_step()
 
 
 def _write_message(fingerprint: str, format: _Format, bucket: _Bucket | None) -> Tensor:
@@ -449,7 +446,7 @@ def _write_bucket(bucket: _Bucket) -> Tensor:
 
 
 def _start(flat: Tensor) -> dist.Work:
-    with current_job.exchanging():
+    with current_job.peer_errors():
         work: dist.Work = dist.all_reduce(flat, group=group_of(current_job.data_parallel()), async_op=True)
     return work
 

@@ -47,7 +47,6 @@ from .models import (
     strip,
     tensors_in,
 )
-from .step_times import follow_steps
 
 _log = logging.getLogger(__name__)
 _SENT_BY_ALL_BACKENDS = {
@@ -175,7 +174,6 @@ def wrap_model(
     # as an argument, False would skip the first broadcast, too
     ddp.broadcast_buffers = broadcast_buffers
     ddp.register_forward_hook(_Backwards().follow)
-    follow_steps(ddp)
     return _remember_frozen(ddp)
 
 

@@ -360,7 +360,7 @@ class Connections:
     def _comes_from(self, sender: int, message: Message) -> bool:
         """Return whether this is the way of a message about its ranks: from below if they are, else from the parent."""
         ranks = [rank for rank in (message.left, message.exiting) if rank is not None]
-        for answer in (message.activity, message.pace, message.wants_stop, message.steps):
+        for answer in (message.activity, message.wants_stop, message.steps):
             if answer is not None:
                 ranks.append(answer.rank)
         return sender < self._rank or all(is_below(rank, sender) for rank in ranks)

@@ -23,7 +23,6 @@ from ..join.failures import FAILURE, Failure
 from ..join.members import as_ranges, parent_of
 from ..join.stop_agreement import REQUEST, StopDecision, StopRequest
 from ..join.store_values import all_printable, encode, fits, printable
-from ..timing import PACE, Pace
 
 # What each rank is doing: its stack, since when it is there, and the picture of all ranks.
 
@@ -300,9 +299,9 @@ class Steps:
 class Message:
     """What one line says: who is speaking, who has left, whose process is about to end, or what has failed.
 
-    Or it asks what the ranks are doing, or answers that for one of them; or it asks how long their steps took, up to a
-    block of this number, or answers that. Or it is about a stop of all ranks: a request, the question how many steps a
-    rank has counted, an answer, the decision. The last byte of a process that is about to end is its exit code.
+    Or it asks what the ranks are doing, or answers that for one of them. Or it is about a stop of all ranks: a request,
+    the question how many steps a rank has counted, an answer, the decision. The last byte of a process that is about to
+    end is its exit code.
     """
 
     rank: int | None = None
@@ -313,8 +312,6 @@ class Message:
     code: int | None = None
     asks: bool = False
     activity: Activity | None = None
-    asks_pace: int | None = None
-    pace: Pace | None = None
     wants_stop: StopRequest | None = None
     asks_steps: bool = False
     steps: Steps | None = None
@@ -408,16 +405,6 @@ def _read_activity(fields: Any, world_size: int) -> Activity | None:
     return Activity.from_fields(fields)
 
 
-def _read_number(value: object, _: int) -> int | None:
-    return value if type(value) is int else None
-
-
-def _read_pace(fields: Any, world_size: int) -> Pace | None:
-    if not fits(fields, PACE) or fields["rank"] not in range(world_size):
-        return None
-    return Pace.from_fields(fields)
-
-
 def _read_request(fields: Any, world_size: int) -> StopRequest | None:
     if not fits(fields, REQUEST) or fields["rank"] not in range(world_size):
         return None
@@ -445,8 +432,6 @@ _READERS: dict[str, Callable[[Any, int], Any]] = {  # of each field; they return
     "reason": _read_failure,
     "asks": _read_question,
     "activity": _read_activity,
-    "asks_pace": _read_number,
-    "pace": _read_pace,
     "wants_stop": _read_request,
     "asks_steps": _read_question,
     "steps": _read_steps,

@@ -1,6 +1,6 @@
 """Notice at once when a rank dies or fails, also while the others compute or sit in a collective.
 
-Plain TCP connections make a tree of the ranks; while all is well nothing is heard there but how long steps take. A rank
+Plain TCP connections make a tree of the ranks; while all is well nothing is heard there. A rank
 that fails says so on its own; for one that dies the kernel does, and a cut link is silent for 9 s. Every rank passes
 on what it hears, to all but the one that said it. A rank that hears of a failure raises in its main thread; if that
 cannot be, the failure is printed and the process ends. There is no heartbeat of processes, but of their kernels: a
@@ -30,7 +30,6 @@ from ..join.session import Session
 from ..join.sockets import cut, send_exit_code
 from ..join.stop_agreement import StopDecision, StopRequest
 from ..join.store_values import call_with_timeout, encode
-from ..timing import Pace, Paces
 from .connections import Connections, Event
 from .main_thread import MainThread
 from .messages import Activity, MainThreadWatcher, Message, Picture, Steps
@@ -67,9 +66,6 @@ class Monitor(threading.Thread):
         token: A secret of this start of the job; strangers, who do not know it, are ignored.
         listener: The socket to which this rank's children connect, if it has some.
         before_kill: Called with the failure before the process is ended.
-
-    Attributes:
-        paces: On rank 0, how long the ranks' last steps took.
     """
 
     def __init__(
@@ -88,7 +84,6 @@ class Monitor(threading.Thread):
         self._logged = False  # whether it has logged one
         self._watcher = MainThreadWatcher(session.rank)
         self._picture = Picture(len(session.hosts))
-        self.paces = Paces(len(session.hosts))
         self._agreement = session.stop_agreement
         self._has_requested = False  # whether this rank's request is on its way
         _all_connections().add(self._connections)
@@ -221,12 +216,8 @@ class Monitor(threading.Thread):
             self._on_steps(message.steps)
         if message.activity is not None:
             self._on_activity(message.activity)
-        if message.pace is not None:
-            self._on_pace(message.pace)
 
     def _hear_from_above(self, message: Message) -> None:
-        if message.asks_pace is not None:
-            self._ask_pace(message.asks_pace)
         if message.asks_steps:
             self._ask_steps()
         if message.stop is not None:
@@ -314,8 +305,6 @@ class Monitor(threading.Thread):
         """Pass on the question what the ranks are doing; rank 0 answers one from below by a picture in its log."""
         rank = self._session.rank
         if sender is None or sender < rank:
-            for pace in self.paces.latest:
-                self._connections.answer(_line(pace=pace))
             self._ask()
         elif rank > 0:
             self._connections.post_up(_line(asks=True))
@@ -341,13 +330,8 @@ class Monitor(threading.Thread):
         """Look where the main thread is, and make the picture that is wanted."""
         with self._harmless():
             self._watcher.look()
-        if self._session.rank == 0:
-            if self._picture.begins(_ANSWERS):
-                self._ask()
-            with self._harmless():
-                block = self.paces.next_question(self._session.clock)
-                if block is not None:
-                    self._ask_pace(block)
+        if self._session.rank == 0 and self._picture.begins(_ANSWERS):
+            self._ask()
         self._show_picture()
 
     def _show_picture(self, at_once: bool = False) -> None:
@@ -356,27 +340,6 @@ class Monitor(threading.Thread):
             lines = self._picture.take(at_once)
             if lines:
                 _log(logging.ERROR, "\n".join(["A wait took too long. What the ranks are doing:", *lines]))
-
-    # How long their steps take
-
-    def _ask_pace(self, block: int) -> None:
-        """Ask the ranks below this one how long their steps took, up to this block of them, and answer for it."""
-        self._connections.post_down(_line(asks_pace=block))
-        with self._harmless():
-            pace = Pace.of(self._session.rank, self._session.clock, block)
-            if pace is not None:
-                self._on_pace(pace)
-
-    def _on_pace(self, pace: Pace) -> None:
-        """Pass on how long a rank's steps took; on rank 0 say in the log which rank is slow."""
-        if self._session.rank > 0:
-            self._connections.post_up(_line(pace=pace))
-            return
-        with self._harmless():
-            self.paces.add(pace)
-            slow = self.paces.news()
-            if slow is not None:
-                _log(logging.WARNING, f"Rank {slow.rank} ({self._session.hosts[slow.rank]}) {slow}.")
 
     # At which step all stop
 

@@ -22,10 +22,8 @@ def main() -> None:
             optimizer.zero_grad()
             profiler.step()
     profiler.export_chrome_trace(f"trace-{context.rank}.json")  # one a rank; open them in Perfetto
-    times = ddpkit.step_times()  # on several ranks: which phase, and who waits for whom
     if ddpkit.is_main_process():
         print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=5))
-        print("phases:", times.phases if times else "one process")
 
 
 if __name__ == "__main__":

@@ -393,17 +393,6 @@ def test_what_is_frozen_when_an_error_comes_is_trained_again(rank: int, world_si
 
 
 @pytest.mark.ranks(1, 2)
-def test_steps_are_timed_where_ranks_wait_for_each_other(rank: int, world_size: int) -> None:
-    net = make_net()
-    guard = StepGuard(net)
-    before = ddpkit.step_times()
-    for _ in range(10):
-        with guard:
-            net(torch.ones(1, 3).double()).sum().backward()
-    assert (ddpkit.step_times() != before) == (world_size > 1)
-
-
-@pytest.mark.ranks(1, 2)
 def test_a_block_in_another_is_refused(rank: int) -> None:
     outer, inner = StepGuard(make_net()), StepGuard(make_net())
     with pytest.raises(DdpkitError, match="In a block of StepGuard no values can be exchanged"):
