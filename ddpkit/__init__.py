@@ -36,9 +36,6 @@ Example:
     >>> ddpkit.teardown()
 """
 
-import warnings
-from typing import Any
-
 from .checkpoint.checkpointer import Checkpointer
 from .collectives.data_parallel import set_data_parallel
 from .collectives.ops import (
@@ -181,17 +178,6 @@ __all__ = [
     "CheckpointError",
     "BadStepError",
 ]
-
-_FORMER_NAMES = {"BarrierTimeout": BarrierTimeoutError, "ReplicaMismatch": ReplicaMismatchError}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FORMER_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    now = _FORMER_NAMES[name]
-    text = f"ddpkit.{name} is now called ddpkit.{now.__name__}; the old name goes in the next release."
-    warnings.warn(text, DeprecationWarning, stacklevel=2)
-    return now
 
 
 def __dir__() -> list[str]:  # the rooms are for those who work on ddpkit: only these names stay what they are

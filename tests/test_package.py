@@ -137,15 +137,6 @@ def test_only_public_names_are_visible() -> None:
     assert {name for name in dir(ddpkit) if not name.startswith("_")} == set(ddpkit.__all__)
 
 
-def test_former_names_work_and_warn() -> None:
-    with pytest.warns(DeprecationWarning, match="BarrierTimeout is now called ddpkit.BarrierTimeoutError"):
-        assert ddpkit.BarrierTimeout is ddpkit.BarrierTimeoutError
-    with pytest.warns(DeprecationWarning, match="ReplicaMismatch is now called"):
-        assert ddpkit.ReplicaMismatch is ddpkit.ReplicaMismatchError
-    with pytest.raises(AttributeError, match="no attribute 'BarierTimeout'"):
-        _ = ddpkit.BarierTimeout
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """As a release builds it: from the files in the source archive."""
