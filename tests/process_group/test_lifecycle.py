@@ -360,10 +360,10 @@ def test_a_failure_under_torchrun_is_shown_without_a_decorator(tmp_path: Path) -
         with ddpkit.distributed() as context:
             if context.rank == 1:
                 raise ValueError("boom")
-            time.sleep(60)
+            time.sleep(600)
     """
     code, output, seconds = torchrun(tmp_path, script)
-    assert code == 1 and seconds < 40
+    assert code == 1 and seconds < 120, "it has waited for the rank that sleeps, or for a time-out"
     summary = output[output.index("Root Cause") :]
     assert "rank      : 1" in summary and "ValueError: boom" in summary, output
     assert "PeerError: rank 1" in output
