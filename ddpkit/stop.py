@@ -16,9 +16,10 @@ from .errors import BarrierTimeoutError, NotSetUpError
 from .job import current_job, lifecycle
 from .join.members import is_below
 from .join.session import Session
-from .join.stop_agreement import StopDecision, StopRequest
 from .launch import ranks
 from .signals import handled_signals, handling
+from .watch import stop_agreement
+from .watch.stop_agreement import StopAgreement, StopDecision, StopRequest
 
 log = logging.getLogger(__name__)
 _LATER = 10.0  # seconds that the others wait longer than rank 0, which knows and says whose answer is missing
@@ -58,7 +59,7 @@ def stopping(
     if current_job.has_job() or dist.is_initialized():
         _has_peers()
     elif not handled_signals():  # else it is the outer block's
-        current_job.renew_stop_agreement()
+        stop_agreement.forget()
     stop = Stop()
     try:
         with handling(signals, _ask_for_signal) as block:
@@ -69,7 +70,7 @@ def stopping(
         _say_what_came_too_late()
     finally:
         if not (current_job.has_job() or handled_signals()):  # or the next job would hear of it
-            current_job.renew_stop_agreement()
+            stop_agreement.forget()
 
 
 class Stop:
@@ -96,12 +97,12 @@ class Stop:
             PeerError: If a rank fails meanwhile.
         """
         several = _has_peers()
-        agreement = current_job.stop_agreement()
+        agreement = stop_agreement.current()
         step, must_wait = agreement.next_step()
         if not several and agreement.request is not None:
             agreement.decision = agreement.decision or StopDecision(step, agreement.request)
         if several and must_wait and agreement.decision is None:
-            _wait_for_decision(current_job.current_session())
+            _wait_for_decision(current_job.current_session(), agreement)
         decision = agreement.decision
         if decision is None or step < decision.step:
             return False
@@ -158,7 +159,7 @@ def _has_peers() -> bool:
 def _ask(reason: str, number: int = 0) -> None:
     """Ask for this rank that all stop; a signal handler may call it."""
     request = StopRequest(ranks.get_rank(), socket.gethostname(), reason, number)
-    is_first = current_job.ask_to_stop(request)
+    is_first = stop_agreement.ask(request)
     if is_first and not current_job.is_watched():  # else rank 0 says so
         _thread.start_new_thread(log.warning, ("%s", request.announcement()))
 
@@ -176,15 +177,14 @@ def _name_of(number: int) -> str:
 
 def _say_what_came_too_late() -> None:
     """Log a request after which no step was counted any more, whether or not the ranks have agreed on one."""
-    agreement = current_job.stop_agreement()
+    agreement = stop_agreement.current()
     request = agreement.request
     if request is not None and not agreement.is_reached() and not handled_signals():
         log.warning("%s, but no step came after it in the block of stopping(): nothing was stopped.", request)
 
 
-def _wait_for_decision(session: Session) -> None:
+def _wait_for_decision(session: Session, agreement: StopAgreement) -> None:
     """Wait until rank 0 has said at which step all stop; or until it has left, or a rank that would pass it on."""
-    agreement = session.stop_agreement
 
     def is_decided() -> bool | None:
         is_cut_off = any(is_below(session.rank, other) for other in session.failures.left)

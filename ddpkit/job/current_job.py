@@ -11,7 +11,6 @@ import torch
 from ..errors import DdpkitError
 from ..join.failures import Failure
 from ..join.session import Session
-from ..join.stop_agreement import StopAgreement, StopRequest
 from ..launch import ranks
 from ..torch_internals import current_group
 from .device import choose_device, count_accelerators
@@ -20,7 +19,9 @@ from .job import Job, Peers, ranks_of
 from .options import Options
 
 job: Job | None = None
-_idle_agreement = StopAgreement(1)  # of a process without a job of several ranks
+# what optional rooms do when this process has joined a job, and when it leaves one
+on_join: list[Callable[[], None]] = []
+on_leave: list[Callable[[], None]] = []
 _batches: deque[Sequence[object]] = deque(maxlen=64)  # samples of those that loaders have handed out last
 
 
@@ -32,6 +33,12 @@ def has_job() -> bool:
 def is_watched() -> bool:
     """Return whether this process hears of what happens on other ranks while it computes."""
     return job is not None and job.monitor is not None
+
+
+def wake_watch() -> None:
+    """Let the watch look at once at what has changed; call it only where `is_watched()` is true."""
+    assert job is not None and job.monitor is not None
+    job.monitor.wake()
 
 
 def current_session() -> Session:
@@ -194,34 +201,6 @@ def take_samples() -> list[Sequence[object]]:
     taken = list(_batches)
     _batches.clear()
     return taken
-
-
-def stop_agreement() -> StopAgreement:
-    """Return what this process knows of the step at which all ranks of its job stop."""
-    if job is None or job.session is None:
-        return _idle_agreement
-    return job.session.stop_agreement
-
-
-def renew_stop_agreement() -> None:
-    """Forget what was asked or decided where there is no job of several ranks, which keeps it as long as it lives."""
-    global _idle_agreement
-    _idle_agreement = StopAgreement(1)
-
-
-def ask_to_stop(request: StopRequest) -> bool:
-    """Ask that all ranks stop, unless this one has; a signal handler may call it.
-
-    Returns:
-        Whether this is this rank's first request.
-    """
-    agreement = stop_agreement()
-    is_first = agreement.request is None
-    if is_first:
-        agreement.request = request
-    if job is not None and job.monitor is not None:
-        job.monitor.wake()
-    return is_first
 
 
 def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> None:

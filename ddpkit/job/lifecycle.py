@@ -193,11 +193,10 @@ def _join(asked: Options) -> Job:
             raise
         finally:
             del cause  # or it, its traceback and this frame keep each other, and the store
-    idle = current_job.stop_agreement()
     current_job.job = job
     ranks.set_launch(job.launch)
-    if idle.request is not None:  # a signal has come before
-        current_job.ask_to_stop(idle.request)
+    for hook in current_job.on_join:
+        hook()
     if ranks.is_main_process():
         log.info("joined\n%s", job.context)
     return job
@@ -273,7 +272,8 @@ def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: b
     global _departed
     job = current_job.job
     if job is not None:
-        current_job.renew_stop_agreement()
+        for hook in current_job.on_leave:
+            hook()
         job.undo_changes()
     if job is not None and job.session is not None:
         job.session.failures.settled = True  # nothing is raised in here

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ..errors import BarrierTimeoutError, DdpkitError
 from .failures import Failure
-from .stop_agreement import StopAgreement
 from .store_values import (
     Pause,
     add,
@@ -76,7 +75,6 @@ class Session(Waits):
         self.timeout = timeout
         self.nodes = nodes
         self.told: dict[str, int] = {}  # how far the script is
-        self.stop_agreement = StopAgreement(len(hosts))
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self.store_connections: set[int] = set()  # those to the store, to be cut if it does not answer after a failure
         self._has_arrived = False

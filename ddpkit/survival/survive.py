@@ -31,6 +31,7 @@ from ..join.sockets import is_listening
 from ..join.store_values import Question, call_with_timeout
 from ..join.vacancy import Notice, RankReturns, Vacancy, address_of, remember_ended
 from ..launch import ranks
+from ..watch import stop_agreement
 from ..watch.main_thread import undisturbed
 from .regrouping import Arrival, Decision, Door, LeftBehind, Refuge
 from .states import KeptStates, Resumable
@@ -336,7 +337,7 @@ class _Survivors:
         assert self._refuge is not None
         self._close_door()
         begun = time.monotonic()
-        stop = current_job.stop_agreement()
+        stop = stop_agreement.current()
         request = stop.request if stop.decision is None else stop.decision.request
         if current_job.has_unfinished():
             log.warning("a checkpoint that save(wait=False) has begun may not be there: save it again")
@@ -358,7 +359,7 @@ class _Survivors:
             gone = []  # a new process may have come in such a place
         self._members = decision.members
         if request is not None:
-            current_job.ask_to_stop(request)
+            stop_agreement.ask(request)
         if decision.leader == self._refuge.member:
             took = time.monotonic() - begun
             news = f"{len(self._members)} of {self._size} ranks go on from step {decision.steps}, after {took:.1f} s"

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DdpkitError, PeerError
-from ..job import current_job, lifecycle
+from ..job import lifecycle
 from ..signals import put_back_unused
 from ..spawning.pickling import call_and_reply
 from ..spawning.rank_process import forget_start_method, replace_environment, write_stack_on_request
-from ..watch import monitor
+from ..watch import monitor, stop_agreement
 from . import cleaning
 from .items import Items, raise_failure_of_peer
 from .messages import Debugging, Done, Leftovers, RunOptions, RunTest, Started, Task
@@ -204,7 +204,7 @@ class RankPlugin:
     def _leftovers(self, task: Task, before: cleaning.Traces) -> Leftovers:
         """Leave the group if the task has or has stopped it, and describe all that the task has left behind."""
         joined = self._group is not None and dist.group.WORLD is self._group
-        joined = joined and not current_job.stop_agreement().is_begun
+        joined = joined and not stop_agreement.current().is_begun
         put_back_unused()  # they stay where the ranks have stopped
         found = before.compare(cleaning.traces()) + self._originals.replaced()
         if task.join and joined:

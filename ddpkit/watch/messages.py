@@ -21,8 +21,8 @@ import torch
 
 from ..join.failures import FAILURE, Failure
 from ..join.members import as_ranges, parent_of
-from ..join.stop_agreement import REQUEST, StopDecision, StopRequest
 from ..join.store_values import all_printable, encode, fits, printable
+from .stop_agreement import REQUEST, StopDecision, StopRequest
 
 # What each rank is doing: its stack, since when it is there, and the picture of all ranks.
 

@@ -28,11 +28,11 @@ from ..join.failures import GRACE, Failure, describe_error
 from ..join.members import parent_of
 from ..join.session import Session
 from ..join.sockets import cut, send_exit_code
-from ..join.stop_agreement import StopDecision, StopRequest
 from ..join.store_values import call_with_timeout, encode
 from .connections import Connections, Event
 from .main_thread import MainThread
 from .messages import Activity, MainThreadWatcher, Message, Picture, Steps
+from .stop_agreement import StopAgreement, StopDecision, StopRequest
 
 log = logging.getLogger(__name__)
 _TICK = 1.0  # seconds between looks at the main thread's own wait, and at torchrun
@@ -84,7 +84,7 @@ class Monitor(threading.Thread):
         self._logged = False  # whether it has logged one
         self._watcher = MainThreadWatcher(session.rank)
         self._picture = Picture(len(session.hosts))
-        self._agreement = session.stop_agreement
+        self.stop_agreement = StopAgreement(len(session.hosts))
         self._has_requested = False  # whether this rank's request is on its way
         _all_connections().add(self._connections)
         self.start()
@@ -349,36 +349,36 @@ class Monitor(threading.Thread):
 
     def _agree_to_stop(self) -> None:
         """Pass on this rank's request; on rank 0 decide once all have said where they are."""
-        request = self._agreement.request
+        request = self.stop_agreement.request
         if request is not None and not self._has_requested:
             self._has_requested = True
             self._on_stop_request(request)
         if self._session.rank == 0:
-            decision = self._agreement.decide(self._failures.left)
+            decision = self.stop_agreement.decide(self._failures.left)
             if decision is not None:
                 self._on_stop(decision)
 
     def _on_stop_request(self, request: StopRequest) -> None:
         if self._session.rank > 0:
             self._connections.post_up(_line(wants_stop=request))
-        elif self._agreement.begins(request):
+        elif self.stop_agreement.begins(request):
             self._ask_steps()
             _log(logging.WARNING, request.announcement())
 
     def _ask_steps(self) -> None:
         """Ask the ranks below this one how many steps they have counted, and answer for it."""
         self._connections.post_down(_line(asks_steps=True))
-        self._on_steps(Steps(self._session.rank, self._agreement.answer()))
+        self._on_steps(Steps(self._session.rank, self.stop_agreement.answer()))
 
     def _on_steps(self, steps: Steps) -> None:
         if self._session.rank > 0:
             self._connections.post_up(_line(steps=steps))
         else:
-            self._agreement.add(steps.rank, steps.number)
+            self.stop_agreement.add(steps.rank, steps.number)
 
     def _on_stop(self, decision: StopDecision) -> None:
         self._connections.post_down(_line(stop=decision))
-        self._agreement.decision = decision  # only now: the main thread may leave when it sees it
+        self.stop_agreement.decision = decision  # only now: the main thread may leave when it sees it
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:

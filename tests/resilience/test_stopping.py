@@ -25,10 +25,10 @@ from signals import stop_process
 
 import ddpkit
 from ddpkit import testing
-from ddpkit.job import current_job
 from ddpkit.join import members as monitor_tree
-from ddpkit.join.stop_agreement import StopAgreement, StopRequest
 from ddpkit.signals import handled_signals
+from ddpkit.watch import stop_agreement
+from ddpkit.watch.stop_agreement import StopAgreement, StopRequest
 
 HOST = socket.gethostname()
 STEPS = 10_000  # more than a test ever gets through
@@ -433,7 +433,7 @@ def at_once() -> bool:
 
 
 def after_the_agreement() -> bool:
-    return current_job.stop_agreement().decision is not None
+    return stop_agreement.current().decision is not None
 
 
 @pytest.mark.parametrize("n, until", [(1, at_once), (2, at_once), (2, after_the_agreement)])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpkit.join import rendezvous, session, stop_agreement, vacancy
+from ddpkit.join import rendezvous, session, vacancy
 from ddpkit.join import rendezvous as generation
 from ddpkit.join import waits as store_barrier
 from ddpkit.survival import regrouping
 from ddpkit.survival import states as kept_states
 from ddpkit.watch import connections as monitor_connections
+from ddpkit.watch import stop_agreement
 
 
 def give_up_a_start_that_is_over() -> None:

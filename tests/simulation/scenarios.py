@@ -15,8 +15,8 @@ from world import Process, World
 
 from ddpkit.errors import BarrierTimeoutError, LaunchError, PeerError
 from ddpkit.job.job import Job
-from ddpkit.join.stop_agreement import StopRequest
 from ddpkit.stop import _wait_for_decision
+from ddpkit.watch.stop_agreement import StopRequest
 
 
 def joining(world: World) -> list[str]:
@@ -237,11 +237,11 @@ def stopping(world: World) -> list[str]:
         session = job.session
         assert session is not None
         group = start.group_of(session, mine.token)
-        agreement = session.stop_agreement
+        agreement = session.monitor().stop_agreement
         for _ in range(steps):
             number, must_wait = agreement.next_step()
             if must_wait and agreement.decision is None:
-                _wait_for_decision(session)
+                _wait_for_decision(session, agreement)
             if agreement.decision is not None and number >= agreement.decision.step:
                 stops[mine.rank] = number
                 break
@@ -251,10 +251,10 @@ def stopping(world: World) -> list[str]:
         session.meet(session.count("end"))
 
     def ask(mine: Rank) -> None:
-        if mine.session is not None and mine.session.stop_agreement.request is None:
-            mine.session.stop_agreement.request = StopRequest(mine.rank, "here", "asks", 15)
-            monitor = mine.session.monitor()
-            if monitor is not None and not mine.process.is_dead:
+        monitor = None if mine.session is None else mine.session.monitor()
+        if monitor is not None and monitor.stop_agreement.request is None:
+            monitor.stop_agreement.request = StopRequest(mine.rank, "here", "asks", 15)
+            if not mine.process.is_dead:
                 world.current = mine.process.main
                 monitor.wake()
                 world.current = None

@@ -128,10 +128,6 @@ class Survivor:
             self.job.monitor.wake()
         return True
 
-    def stop_agreement(self) -> Any:
-        """Do as `current_job.stop_agreement()`."""
-        return SimpleNamespace(request=None, decision=None) if self.session is None else self.session.stop_agreement
-
     def leave(self) -> None:
         """Do as `teardown()`."""
         if self.job.session is not None:
@@ -187,12 +183,12 @@ def put_in_place() -> None:
         hold_failures=_hold,
         asked_options=lambda: replace(_mine().job.asked),
         current_session=lambda: _mine().session,
-        stop_agreement=lambda: _mine().stop_agreement(),
         interrupt=lambda failure: _mine().interrupt(failure),
         has_unfinished=lambda: False,
         lost_peer=lambda error: own_failure.lost_peer_of(error, _mine().session),
         finish=lambda: None,
     )
+    survival.stop_agreement = SimpleNamespace(current=lambda: SimpleNamespace(request=None, decision=None))
     survival.ranks = SimpleNamespace(get_rank=lambda: _mine().job.launch.rank, current_launch=lambda: _mine().launch)
     survival.hosted_store = lambda _: _mine().store
     survival.offer_store = lambda *_: None

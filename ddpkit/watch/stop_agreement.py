@@ -13,7 +13,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import get_type_hints
 
-from .members import is_below
+from ..job import current_job
+from ..join.members import is_below
 
 
 @dataclass(frozen=True)
@@ -130,3 +131,44 @@ class StopAgreement:
 
 
 REQUEST = get_type_hints(StopRequest)  # the form of its JSON
+
+_alone = StopAgreement(1)  # where no watch connects this process with other ranks
+
+
+def current() -> StopAgreement:
+    """Return what this process knows of the step at which all ranks of its job stop."""
+    job = current_job.job
+    if job is None or job.monitor is None:
+        return _alone
+    return job.monitor.stop_agreement
+
+
+def ask(request: StopRequest) -> bool:
+    """Ask that all ranks stop, unless this one has; a signal handler may call it.
+
+    Returns:
+        Whether this is this rank's first request.
+    """
+    agreement = current()
+    is_first = agreement.request is None
+    if is_first:
+        agreement.request = request
+    if current_job.is_watched():
+        current_job.wake_watch()
+    return is_first
+
+
+def forget() -> None:
+    """Forget what was asked or decided where there is no watch, which keeps it as long as the job lives."""
+    global _alone
+    _alone = StopAgreement(1)
+
+
+def _ask_again() -> None:
+    """Pass on to a job that was joined a request from before."""
+    if _alone.request is not None and current() is not _alone:
+        ask(_alone.request)
+
+
+current_job.on_join.append(_ask_again)
+current_job.on_leave.append(forget)
