@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ job: Job | None = None
 # what optional rooms do when this process has joined a job, and when it leaves one
 on_join: list[Callable[[], None]] = []
 on_leave: list[Callable[[], None]] = []
+start_watch: Any = None  # set by the watch, which is loaded where `setup(watch=True)` finds several ranks
 _batches: deque[Sequence[object]] = deque(maxlen=64)  # samples of those that loaders have handed out last
 
 
@@ -35,10 +37,10 @@ def is_watched() -> bool:
     return job is not None and job.monitor is not None
 
 
-def wake_watch() -> None:
-    """Let the watch look at once at what has changed; call it only where `is_watched()` is true."""
-    assert job is not None and job.monitor is not None
-    job.monitor.wake()
+def watch() -> Any:
+    """Return this process's watch; call it only where `is_watched()` is true."""
+    assert job is not None
+    return job.monitor
 
 
 def current_session() -> Session:

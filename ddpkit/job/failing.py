@@ -18,14 +18,12 @@ import torch
 import torch.distributed as dist
 
 from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError
-from ..join.failures import Failure, describe_error, message_of, trace_of
+from ..join.failures import Failure, RankReturns, describe_error, message_of, trace_of
 from ..join.session import Ranks, Session
 from ..join.sockets import cut
 from ..join.store_values import call_with_timeout
-from ..join.vacancy import RankReturns
 from ..torch_internals import abort_group, current_group, other_groups_were_made
-from ..watch.monitor import Monitor
-from .job import Job
+from .job import Job, Watch
 
 _BROKEN = re.compile(  # torch raises plain RuntimeErrors, too
     r"^\[.*gloo"  # gloo's begin with a source file in brackets, some of them
@@ -181,7 +179,7 @@ def _group_of(error: BaseException) -> Any:
     return group
 
 
-def publish(error: BaseException, session: Session, monitor: Monitor | None) -> None:
+def publish(error: BaseException, session: Session, monitor: Watch | None) -> None:
     """Tell the other ranks that this one is failing, or which peer it fails for, unless they know."""
     if session.failures.known is None:
         failure = Failure.of(session.rank, error)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ..join.failures import Failure
 from ..join.session import Session
 from ..launch import ranks
 from ..launch.launch import Launch
 from ..torch_internals import current_group, no_group
-from ..watch.monitor import Monitor
 from .options import Options
 
 # The ranks that take part in a call, where these are not all of the job's: those of one of torch's groups.
@@ -118,6 +118,28 @@ def context_of(launch: Launch, device: torch.device, backend: str | None = None,
     )
 
 
+class Watch(Protocol):
+    """What the core asks of the watch, an optional room: see `ddpkit.watch.monitor.Monitor`."""
+
+    def wake(self) -> None:
+        """Look at once at what this process has changed."""
+
+    def tell(self, failure: Failure) -> None:
+        """Tell the other ranks that this one has failed."""
+
+    def depart(self, reason: Failure | None) -> None:
+        """Leave while an exception is being handled."""
+
+    def close(self) -> None:
+        """Leave in good order."""
+
+    def close_at_exit(self, reason: Failure | None) -> None:
+        """Leave as the process ends."""
+
+    def hand_over(self) -> None:
+        """Let the end of the process say its exit code."""
+
+
 @dataclass
 class Job:
     """A job: what `setup()` makes and `teardown()` ends.
@@ -128,7 +150,7 @@ class Job:
         context: Where this process stands in it.
         group: Returns the process group that it belongs to, as long as that lives; one process has none.
         session: Where its ranks meet; one process has none.
-        monitor: The thread that hears of failures.
+        monitor: The watch, by which it hears of failures.
         control: The device on which small control messages travel, if that is not the CPU.
         owns_group: Whether `setup()` made the group.
         hosts_store: Whether this process hosts the store.
@@ -149,7 +171,7 @@ class Job:
     context: Context
     group: Callable[[], Any] = no_group
     session: Session | None = None
-    monitor: Monitor | None = None
+    monitor: Watch | None = None
     control: torch.device | None = None
     owns_group: bool = False
     hosts_store: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -14,25 +13,25 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from ..join.members import Member, Members, children_of, monitor_key, parent_of, usable_cores
+from ..join.members import Member, Members, children_of, usable_cores
 from ..join.rendezvous import Generation, StartedByRank, complete_launch, join, raise_if_orphaned
 from ..join.session import Session
-from ..join.sockets import LOOPBACKS, connect_to_monitor, is_loopback, listen, probe, sockets_beside, sockets_to
+from ..join.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_beside, sockets_to
 from ..join.store import PortTaken, connect, find_master, open_store, reachable, store_outlives_ranks, wait_for_listener
-from ..join.store_values import call_with_timeout, parse, without_prefixes
+from ..join.store_values import call_with_timeout, without_prefixes
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch, forgotten_launcher
 from ..launch.process_tree import Agent, find_agent, outer_launch, typed_in_terminal
 from ..torch_internals import current_group, gloo_address, group_store, reference
-from ..watch.monitor import Monitor
+from . import current_job
 from .device import bind_device, choose_together
-from .failing import fill_error_file
 from .job import Job, context_of
 from .options import Options, Origin
 
@@ -302,7 +301,7 @@ def assemble(job: Job) -> None:
     session, members, listener = _join(job, opened, orphaned)
     job.hosts_store = is_host and not adopted
     if asked.watch:
-        _start_monitor(job, session, members, listener, opened)
+        _start_watch(job, session, members, listener, opened)
     backend_asked = _backend_of_group() if adopted else asked.backend
     device, backend = choose_together(session, job.launch, asked.device, backend_asked)
     bind_device(device)
@@ -393,6 +392,16 @@ def _listen_for_monitors(launch: Launch, opened: OpenStore) -> tuple[socket.sock
     return listen(reachable(address, port), one_node or is_loopback(address))
 
 
+def _start_watch(
+    job: Job, session: Session, members: Members, listener: socket.socket | None, opened: OpenStore
+) -> None:
+    """Start the watch, unless rank 0 has none."""
+    if members.monitor_address is not None:
+        listens = partial(_listen_for_monitors, job.launch, opened)
+        job.monitor = current_job.start_watch(session, members, job.asked.timeout, listener, listens)
+        session.monitor = weakref.ref(job.monitor)
+
+
 def _address_of(store: dist.Store) -> tuple[str | None, int | None]:
     """Return where a store is, as far as it tells."""
     server = without_prefixes(store)
@@ -410,50 +419,6 @@ def connections_to(store: dist.Store) -> set[int]:
 def host_address(store: dist.Store) -> str:
     """Return this host's address as the other ranks of a store reach it."""
     return reachable(*_address_of(store))
-
-
-def _start_monitor(
-    job: Job, session: Session, members: Members, listener: socket.socket | None, opened: OpenStore
-) -> None:
-    """Connect this rank to those below it, then to the one above it."""
-    if members.monitor_address is None:
-        return
-    rank = session.rank
-    timeout = job.asked.timeout
-    with session.bounded(timeout):
-        if rank > 0 and children_of(rank, members.world_size):
-            listener, address = _listen_for_monitors(job.launch, opened)
-            session.store.set(monitor_key(rank), json.dumps({"address": address}))
-        job.monitor = Monitor(session, members.token, listener, fill_error_file)
-        job.monitor.wait_for_children(timeout)
-        if rank > 0:
-            parent = parent_of(rank)
-            address = members.monitor_address if parent == 0 else _monitor_address(session, parent, timeout)
-            job.monitor.connect(_connect_to_parent(session, parent, address, timeout))
-    session.monitor = weakref.ref(job.monitor)
-
-
-def _connect_to_parent(session: Session, rank: int, address: tuple[str, int], timeout: timedelta) -> socket.socket:
-    try:
-        return connect_to_monitor(rank, address, timeout.total_seconds())
-    except LaunchError as error:  # it may have ended because another rank failed
-        raise session.find_cause(host=rank) or error from None
-
-
-def _monitor_address(session: Session, rank: int, timeout: timedelta) -> tuple[str, int]:
-    """Wait until a rank other than rank 0 has said where its monitor listens."""
-    key = monitor_key(rank)
-
-    def is_there() -> bool | None:
-        return session.store.check([key]) or None
-
-    def late() -> bool:
-        raise LaunchError(f"Rank {rank} ({session.hosts[rank]}) did not open its watch within {timeout}.")
-
-    session.until(is_there, timeout, late)
-    found = parse(session.store.get(key), key, {"address": tuple[str, int]})
-    address, port = found["address"]
-    return address, port
 
 
 def set_threads(job: Job, sharers: int, cores: int) -> None:

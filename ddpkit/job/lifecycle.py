@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from importlib import import_module
 from types import TracebackType
 from typing import Any
 
@@ -178,6 +179,8 @@ def _join(asked: Options) -> Job:
             set_threads(job, 1, 1)
         else:
             _let_children_keep_groups()
+            if asked.watch:  # before the ranks meet: what they need later must be there
+                import_module("ddpkit.watch.starting")
             assemble(job)
             _install_hooks(job)
     except BaseException as error:

@@ -15,13 +15,35 @@ import torch.distributed as dist
 
 from ..errors import DdpkitError, LaunchError, PeerError
 from .store_values import call_with_timeout, parse, printable, refuse_text
-from .vacancy import RankReturns, Vacancy
 
+out_of_date: list[Callable[[str], bool]] = []  # say whether the job that wrote a notice has ended; `survive` adds one
 GRACE = 5.0  # seconds that a main thread has, where nobody asks for more
 # characters of a failure: the store drops connections over values of megabytes
 _MESSAGE_LENGTH = 10_000
 _TRACE_LENGTH = 50_000
 _TEXT_LENGTHS = {"host": 300, "type": 300, "message": _MESSAGE_LENGTH, "traceback": _TRACE_LENGTH + 10_000}
+
+
+class Vacancy(LaunchError):
+    """The job goes on without the rank that this process was started to be; `survive` takes its place.
+
+    Args:
+        message: The error's text.
+        notice: What the job says of itself, as JSON.
+    """
+
+    def __init__(self, message: str, notice: str) -> None:
+        super().__init__(message)
+        self.notice = notice
+
+    @property
+    def is_out_of_date(self) -> bool:
+        """Return whether that job has ended, and this process was one of those that went on to the end."""
+        return any(is_of_ended_job(self.notice) for is_of_ended_job in out_of_date)
+
+
+class RankReturns(DdpkitError):
+    """The ranks leave their job to begin anew, with a process that takes the place of a lost one."""
 
 
 @dataclass(frozen=True)

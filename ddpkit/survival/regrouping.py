@@ -25,13 +25,13 @@ import torch.distributed as dist
 from ..errors import LaunchError
 from ..job.joining import host_address
 from ..join import sockets
-from ..join.failures import Failure
+from ..join.failures import Failure, Vacancy
 from ..join.rendezvous import Generation
 from ..join.session import Session
 from ..join.sockets import is_listening, probe
 from ..join.store import connect, host_on, reachable
 from ..join.store_values import Pause, call_with_timeout, opened, parse, sealed
-from ..join.vacancy import Notice, Vacancy
+from .vacancy import Notice
 
 log = logging.getLogger(__name__)
 _READING = 2.0  # seconds in which the others read an answer

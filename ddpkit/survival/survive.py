@@ -25,16 +25,16 @@ from ..job import current_job, lifecycle
 from ..job.job import Context
 from ..job.joining import hosted_store, offer_store
 from ..job.options import ChooseDevice, Options, Origin, checked_options
-from ..join.failures import Failure
+from ..join.failures import Failure, RankReturns, Vacancy
 from ..join.rendezvous import StoreLost
 from ..join.sockets import is_listening
 from ..join.store_values import Question, call_with_timeout
-from ..join.vacancy import Notice, RankReturns, Vacancy, address_of, remember_ended
 from ..launch import ranks
 from ..watch import stop_agreement
 from ..watch.main_thread import undisturbed
 from .regrouping import Arrival, Decision, Door, LeftBehind, Refuge
 from .states import KeptStates, Resumable
+from .vacancy import Notice, address_of, remember_ended
 
 log = logging.getLogger(__name__)
 _ANSWERING = 1.0  # seconds within which a store answers whose host runs and can be reached

@@ -137,10 +137,8 @@ _alone = StopAgreement(1)  # where no watch connects this process with other ran
 
 def current() -> StopAgreement:
     """Return what this process knows of the step at which all ranks of its job stop."""
-    job = current_job.job
-    if job is None or job.monitor is None:
-        return _alone
-    return job.monitor.stop_agreement
+    agreement: StopAgreement = current_job.watch().stop_agreement if current_job.is_watched() else _alone
+    return agreement
 
 
 def ask(request: StopRequest) -> bool:
@@ -154,7 +152,7 @@ def ask(request: StopRequest) -> bool:
     if is_first:
         agreement.request = request
     if current_job.is_watched():
-        current_job.wake_watch()
+        current_job.watch().wake()
     return is_first
 
 

@@ -13,8 +13,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -22,15 +22,16 @@ from network import Attempts, Network, Selector, Socket, pair
 from store import PrefixStore, Server, Store
 from world import Killed, Process, Task, World
 
-from ddpkit import process_group
+from ddpkit import job, join, survival, watch
+from ddpkit.errors import LaunchError
 from ddpkit.job import failing as own_failure
 from ddpkit.job import joining as declining
 from ddpkit.job import joining as startup
 from ddpkit.join import members as member
-from ddpkit.join import sockets, vacancy
-from ddpkit.survival import regrouping
+from ddpkit.join import session, sockets
+from ddpkit.survival import regrouping, vacancy
 from ddpkit.survival import regrouping as door
-from ddpkit.watch import main_thread, monitor
+from ddpkit.watch import connections, main_thread, monitor, starting
 
 _NEVER = float("inf")
 
@@ -208,7 +209,7 @@ def _connect_to_monitor(rank: int, address: tuple[str, int], timeout: float) -> 
     try:
         return _Now.network.connect(address, timeout)
     except OSError as error:
-        raise process_group.sockets.LaunchError(f"cannot connect to rank {rank}: {error}") from error
+        raise LaunchError(f"cannot connect to rank {rank}: {error}") from error
 
 
 def _listen(address: str, one_node: bool) -> tuple[Any, tuple[str, int]]:
@@ -243,14 +244,14 @@ def connect_to_store(address: str, port: int, timeout: Any) -> Store:
     try:
         _Now.network.connect((address, port), timeout.total_seconds()).close()
     except OSError as error:
-        raise process_group.sockets.LaunchError(f"no store at {address}:{port}: {error}") from None
+        raise LaunchError(f"no store at {address}:{port}: {error}") from None
     return Store(_Now.network.stores[address, port], timeout)
 
 
 def _wait_for_listener(address: str, port: int, deadline: float) -> None:
     while not sockets.is_listening(address, port):
         if monotonic() > deadline:
-            raise process_group.sockets.LaunchError(f"Nobody answers at {address}:{port}")
+            raise LaunchError(f"Nobody answers at {address}:{port}")
         sleep(0.02)
 
 
@@ -361,13 +362,18 @@ def _send_exit_code(connections: list[Socket]) -> None:
     process.at_end.insert(0, write)
 
 
+def _modules_of(*rooms: ModuleType) -> Iterator[ModuleType]:
+    for room in rooms:
+        for found in pkgutil.iter_modules(room.__path__):
+            yield importlib.import_module(f"{room.__name__}.{found.name}")
+
+
 def put_in_place() -> None:
     """Put the simulated world under the modules of the protocol, for good in this process."""
     words = {"time": TIME, "threading": _threading, "socket": _socket, "selectors": _selectors, "dist": DIST}
     real = {"time": time, "threading": threading, "socket": socket, "selectors": selectors, "dist": dist}
     calls = {sockets.connect: _connect, sockets.listen: _listen, sockets.cut: _cut}
-    for found in pkgutil.iter_modules(process_group.__path__):
-        module = importlib.import_module(f"{process_group.__name__}.{found.name}")
+    for module in _modules_of(join, job, watch, survival):
         for word, simulated in words.items():
             if getattr(module, word, None) is real[word]:
                 setattr(module, word, simulated)
@@ -382,10 +388,10 @@ def put_in_place() -> None:
     monitor.os = _os
     monitor.send_exit_code = _send_exit_code
     monitor._log = lambda *_: None
-    process_group.monitor_connections.keep_alive = Socket.keep_alive
-    process_group.monitor_connections.segments_received = Socket.segments_received
-    process_group.monitor_connections.Attempts = Attempts
-    process_group.session.os = _os
+    connections.keep_alive = Socket.keep_alive
+    connections.segments_received = Socket.segments_received
+    connections.Attempts = Attempts
+    session.os = _os
     for thread in (monitor.Monitor, regrouping._Pulse, door.Door):
         thread.start, thread.join, thread.is_alive = _start, _Thread.join, _Thread.is_alive
     regrouping.connect = door.connect = declining.connect = connect_to_store
@@ -396,7 +402,7 @@ def put_in_place() -> None:
     regrouping.sockets = SimpleNamespace(sockets_on=lambda _: set(), sockets_to=lambda _: set())
     regrouping.host_on = lambda host: HostedStore(host, 0)
     startup.Member = _claim
-    startup.connect_to_monitor = _connect_to_monitor
+    starting.connect_to_monitor = _connect_to_monitor
     startup.reachable = lambda *_: _hostname()
     startup.connections_to = lambda store: {store.cut}
     startup.current_group = lambda: None

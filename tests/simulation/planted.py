@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpkit.join import rendezvous, session, vacancy
+from ddpkit.join import failures, rendezvous, session
 from ddpkit.join import rendezvous as generation
 from ddpkit.join import waits as store_barrier
 from ddpkit.survival import regrouping
@@ -95,7 +95,7 @@ def let_the_host_of_the_store_leave_first() -> None:
 
 def take_each_notice_for_an_old_one() -> None:
     """A process that comes to a running job believes that it was there before."""
-    vacancy.Vacancy.is_out_of_date = property(lambda self: True)
+    failures.Vacancy.is_out_of_date = property(lambda self: True)
 
 
 def end_a_connection_that_is_silent_for_a_moment() -> None:

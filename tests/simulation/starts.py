@@ -196,7 +196,7 @@ class Start:
         session, members, listener = startup._join(job, opened, str)
         mine.token = members.token
         job.hosts_store = self._server is None and mine.rank == 0
-        startup._start_monitor(job, session, members, listener, opened)
+        startup._start_watch(job, session, members, listener, opened)
         session.meet(session.count("group made"))  # as gloo connects each rank with each
         session.arrive()
         mine.session = session

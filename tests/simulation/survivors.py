@@ -93,7 +93,7 @@ class Survivor:
         opened = startup.OpenStore(store, None, None)
         with self._joining():
             session, members, listener = startup._join(job, opened, lost)
-            startup._start_monitor(job, session, members, listener, opened)
+            startup._start_watch(job, session, members, listener, opened)
             session.meet(session.count("group made"))  # as gloo connects each rank with each
             session.arrive()
         job.hosts_store = rank == store_host

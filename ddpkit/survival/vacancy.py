@@ -7,31 +7,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, get_type_hints
 
-from ..errors import DdpkitError, LaunchError
-from .sockets import is_listening
-from .store_values import opened, parse, sealed
-
-
-class Vacancy(LaunchError):
-    """The job goes on without the rank that this process was started to be; `survive` takes its place.
-
-    Args:
-        message: The error's text.
-        notice: What the job says of itself, as JSON.
-    """
-
-    def __init__(self, message: str, notice: str) -> None:
-        super().__init__(message)
-        self.notice = notice
-
-    @property
-    def is_out_of_date(self) -> bool:
-        """Return whether that job has ended, and this process was one of those that went on to the end."""
-        return not _ended.isdisjoint(Notice.from_json(self.notice).addresses)
-
-
-class RankReturns(DdpkitError):
-    """The ranks leave their job to begin anew, with a process that takes the place of a lost one."""
+from ..errors import LaunchError
+from ..join import failures
+from ..join.sockets import is_listening
+from ..join.store_values import opened, parse, sealed
 
 
 def address_of(master: str) -> tuple[str, int]:
@@ -123,3 +102,11 @@ def remember_ended(addresses: Iterable[tuple[str, int]]) -> None:
 _FORM = {**get_type_hints(Notice), "members": [int], "addresses": [tuple[str, int]]}
 _FIELDS = {name: form for name, form in _FORM.items() if name != "proof"}
 _PLACE = ["notice"]
+
+
+def _is_of_ended_job(notice: str) -> bool:
+    """Return whether that job has ended, and this process was one of those that went on to the end."""
+    return not _ended.isdisjoint(Notice.from_json(notice).addresses)
+
+
+failures.out_of_date.append(_is_of_ended_job)

@@ -1,0 +1,73 @@
+"""Connect the watches of all ranks into a tree as they join."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+from ..errors import LaunchError
+from ..job import current_job
+from ..job.failing import fill_error_file
+from ..join.members import Members, children_of, monitor_key, parent_of
+from ..join.session import Session
+from ..join.sockets import connect_to_monitor
+from ..join.store_values import parse
+from .monitor import Monitor
+
+Listen = Callable[[], tuple[socket.socket, tuple[str, int]]]
+
+
+def start_watch(
+    session: Session, members: Members, timeout: timedelta, listener: socket.socket | None, listen: Listen
+) -> Monitor:
+    """Connect this rank to those below it, then to the one above it.
+
+    Args:
+        session: The job's.
+        members: Its ranks.
+        timeout: Bound on the wait for the others.
+        listener: The socket on which rank 0 listens already; None on others.
+        listen: Opens one on a rank that has others below it.
+    """
+    rank = session.rank
+    with session.bounded(timeout):
+        if rank > 0 and children_of(rank, members.world_size):
+            listener, address = listen()
+            session.store.set(monitor_key(rank), json.dumps({"address": address}))
+        monitor = Monitor(session, members.token, listener, fill_error_file)
+        monitor.wait_for_children(timeout)
+        if rank > 0:
+            monitor.connect(_connect_to_parent(session, members, timeout))
+    return monitor
+
+
+def _connect_to_parent(session: Session, members: Members, timeout: timedelta) -> socket.socket:
+    parent = parent_of(session.rank)
+    address = members.monitor_address
+    if parent > 0 or address is None:
+        address = _monitor_address(session, parent, timeout)
+    try:
+        return connect_to_monitor(parent, address, timeout.total_seconds())
+    except LaunchError as error:  # it may have ended because another rank failed
+        raise session.find_cause(host=parent) or error from None
+
+
+def _monitor_address(session: Session, rank: int, timeout: timedelta) -> tuple[str, int]:
+    """Wait until a rank other than rank 0 has said where its monitor listens."""
+    key = monitor_key(rank)
+
+    def is_there() -> bool | None:
+        return session.store.check([key]) or None
+
+    def late() -> bool:
+        raise LaunchError(f"Rank {rank} ({session.hosts[rank]}) did not open its watch within {timeout}.")
+
+    session.until(is_there, timeout, late)
+    found = parse(session.store.get(key), key, {"address": tuple[str, int]})
+    address, port = found["address"]
+    return address, port
+
+
+current_job.start_watch = start_watch
