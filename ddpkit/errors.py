@@ -5,11 +5,17 @@ Bad arguments are plain `ValueError` and `TypeError`.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+# characters of a failure: the store drops connections over values of megabytes
+MESSAGE_LENGTH = 10_000
+TRACE_LENGTH = 50_000
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _Error = TypeVar("_Error", bound="DdpkitError")
 
 
@@ -52,6 +58,7 @@ class LaunchError(DdpkitError):
     """
 
     _page = "launching"
+    is_failure = True  # of the rank that raises it
 
 
 class NotSetUpError(DdpkitError):
@@ -229,3 +236,45 @@ def _rebuild(cls: type[DdpkitError], args: tuple[Any, ...], state: dict[str, Any
     error = cls.__new__(cls, *args)
     error.__dict__.update(state)
     return error
+
+
+class RankReturns(DdpkitError):
+    """The ranks leave their job to begin anew, with a process that takes the place of a lost one."""
+
+
+def message_of(error: BaseException, length: int = MESSAGE_LENGTH) -> str:
+    """Make the text of an exception, shortened to `length` characters, also where its own `__str__` raises."""
+    try:
+        text = str(error)
+    except BaseException as broken:  # SystemExit too: what matters is the error that we are asked about
+        text = f"(no message: its __str__ raises {type(broken).__name__})"
+    return printable(text[:length])
+
+
+def describe_error(error: BaseException, length: int = MESSAGE_LENGTH) -> str:
+    """Write an exception as the last line of its traceback does: its class and its text, shortened to `length`."""
+    return f"{type(error).__name__}: {message_of(error, length)}"
+
+
+def trace_of(error: BaseException) -> str:
+    """Format the traceback, "" for an error that was never raised; shortened in the middle if it is long."""
+    if error.__traceback__ is None:
+        return ""
+    try:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+    except BaseException:  # an exception may hold anything, and the formatter of a SyntaxError trusts its fields
+        lines = traceback.format_tb(error.__traceback__)
+        lines.append(f"{describe_error(error)}\n")
+    text = "".join(lines)
+    if len(text) > TRACE_LENGTH:
+        half = TRACE_LENGTH // 2
+        text = f"{text[:half]}\n…\n{text[-half:]}"
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """Escape what no encoding has, such as the halves of a broken file name, and what a terminal takes for commands.
+
+    Lines and tabs stay.
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -16,13 +16,12 @@ from .arguments import as_integer
 from .collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from .collectives.differences import list_lines
 from .collectives.reduce import reduce_tree
-from .errors import BadStepError, DdpkitError
+from .errors import BadStepError, DdpkitError, describe_error, message_of, printable
 from .exact.gradients import LocalPass
 from .job import current_job, lifecycle
-from .job.failing import is_of_broken_collective
 from .job.job import ranks_of, subset_of
-from .join.failures import describe_error, message_of
-from .join.store_values import parse, printable
+from .join.causes import is_of_broken_collective
+from .join.store_values import parse
 from .parallel.gradient_exchange import GradientExchange, Gradients, all_finite, begin_exchange, parameters_of
 from .torch_internals import is_from_worker, is_of_broken_loader
 

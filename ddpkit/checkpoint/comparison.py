@@ -11,10 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..collectives.differences import differing_parts, list_lines
 from ..collectives.groups import peers_of
 from ..collectives.sync import run_on_main
-from ..errors import CheckpointError, PeerError
+from ..errors import CheckpointError, PeerError, describe_error, message_of
 from ..job import lifecycle
 from ..job.lifecycle import exchange
-from ..join.failures import describe_error, message_of
 from ..parallel.models import strip, wrapped_paths
 from ..parallel.replicas import gather_unless_equal, replicated_parts
 from .format import is_consolidated

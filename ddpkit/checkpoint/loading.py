@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 
 from ..collectives.differences import list_lines
 from ..data.seeds import get_rng_state, set_rng_state, set_rng_states
-from ..errors import CheckpointError
+from ..errors import CheckpointError, describe_error, message_of
 from ..job.lifecycle import exchange
-from ..join.failures import describe_error, message_of
 from ..launch.ranks import get_rank, get_world_size, is_main_process
 from ..parallel.lr_scaling import applied_scales
 from ..torch_internals import is_dtensor

@@ -21,9 +21,8 @@ from torch.nn.parameter import is_lazy
 from ..collectives.differences import explain_sharded
 from ..collectives.ops import all_gather_object
 from ..data.seeds import get_rng_state
-from ..errors import CheckpointError
+from ..errors import CheckpointError, describe_error
 from ..job import current_job
-from ..join.failures import describe_error
 from ..launch.ranks import get_rank, is_main_process
 from ..parallel.models import without_dtensors
 from ..torch_internals import storage_like, untyped_storage

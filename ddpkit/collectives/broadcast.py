@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..arguments import plain_index
-from ..errors import MismatchError
+from ..errors import MismatchError, describe_error
 from ..job import current_job, lifecycle
 from ..job.job import Peers, group_of, ranks_of
-from ..join.failures import describe_error
 from ..launch import ranks
 from ..torch_internals import has_no_memory, is_sharded, untraced
 from .consistency import CHECK, PAYLOAD, communication_device, fingerprint_of, new_block, raise_everywhere, sum_block

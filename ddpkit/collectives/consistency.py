@@ -25,10 +25,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import MismatchError
+from ..errors import MismatchError, describe_error
 from ..job import current_job, lifecycle
 from ..job.job import Peers, group_of, ranks_of, subset_of
-from ..join.failures import describe_error
 from ..join.store_values import parse
 from ..launch import ranks
 from .differences import explain_mismatch

@@ -23,9 +23,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, get_worker_info
 
 from ..arguments import as_integer
-from ..errors import DdpkitError
+from ..errors import DdpkitError, describe_error
 from ..job import current_job
-from ..join.failures import describe_error
 from ..signals import handled_signals
 from ..torch_internals import is_from_worker
 from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, is_within

@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import DdpkitError
-from ..join.failures import Failure
-from ..join.session import Session
+from ..errors import BarrierTimeoutError, DdpkitError, PeerError
 from ..launch import ranks
 from ..torch_internals import current_group
 from .device import choose_device, count_accelerators
-from .failing import cause_of, lost_peer_of
 from .job import Job, Peers, ranks_of
 from .options import Options
+
+if TYPE_CHECKING:
+    from ..join.failures import Failure
+    from ..join.session import Session
 
 job: Job | None = None
 # what optional rooms do when this process has joined a job, and when it leaves one
 on_join: list[Callable[[], None]] = []
 on_leave: list[Callable[[], None]] = []
+open_stores: dict[Any, Any] = {}  # that this process hosts, to be joined again; by the address that the launcher tells
 start_watch: Any = None  # set by the watch, which is loaded where `setup(watch=True)` finds several ranks
 _batches: deque[Sequence[object]] = deque(maxlen=64)  # samples of those that loaders have handed out last
 
@@ -62,7 +64,9 @@ def owns_group() -> bool:
 
 def lost_peer(error: BaseException) -> DdpkitError | None:
     """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
-    return lost_peer_of(error, job.session if job is not None else None)
+    if job is not None and job.session is not None:
+        return job.session.lost_peer_of(error)
+    return error if isinstance(error, (PeerError, BarrierTimeoutError)) else None
 
 
 def hold_failures(hold: bool, grace: float | None = None) -> None:
@@ -181,7 +185,7 @@ def peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        cause = cause_of(error, job.session) if job and job.session else None
+        cause = job.session.cause_of(error) if job and job.session else None
         if cause:
             raise cause from error
         raise

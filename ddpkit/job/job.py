@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ..join.failures import Failure
-from ..join.session import Session
 from ..launch import ranks
 from ..launch.launch import Launch
 from ..torch_internals import current_group, no_group
@@ -46,6 +46,13 @@ def group_of(peers: Peers | None) -> dist.ProcessGroup | None:
 def subset_of(peers: Peers | None) -> tuple[int, ...] | None:
     """Return their numbers as waits on the store take them: None is all."""
     return None if peers is None else peers.ranks
+
+
+if TYPE_CHECKING:
+    from ..join.failures import Failure
+    from ..join.session import Session
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -192,6 +199,17 @@ class Job:
         if group is None:
             return self.session is None
         return self.group() is group
+
+    def set_threads(self, sharers: int, cores: int) -> None:
+        """Divide the cores among the ranks that share them, unless the user or the launcher has decided."""
+        asked = self.asked.num_threads
+        if asked is None:
+            if sharers == 1 or os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"):
+                return
+            asked = max(1, cores // sharers)
+            log.info("using %d CPU threads per rank: %d ranks share %d cores", asked, sharers, cores)
+        self.threads = torch.get_num_threads(), asked
+        torch.set_num_threads(asked)
 
     def undo_changes(self) -> None:
         """Give back what this job has changed in torch, unless the script has changed it, too."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import re
 import resource
 import socket
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,148 +21,21 @@ import torch.distributed as dist
 
 from ..errors import LaunchError
 from ..join.members import Member, Members, children_of, usable_cores
-from ..join.rendezvous import Generation, StartedByRank, complete_launch, join, raise_if_orphaned
+from ..join.rendezvous import complete_launch, join, raise_if_orphaned
 from ..join.session import Session
 from ..join.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_beside, sockets_to
-from ..join.store import PortTaken, connect, find_master, open_store, reachable, store_outlives_ranks, wait_for_listener
-from ..join.store_values import call_with_timeout, without_prefixes
-from ..launch.detection import detect_launch
-from ..launch.launch import Launch, forgotten_launcher
-from ..launch.process_tree import Agent, find_agent, outer_launch, typed_in_terminal
+from ..join.store import PortTaken, find_master, open_store, reachable, store_outlives_ranks
+from ..join.store_values import call_with_timeout, parse, without_prefixes
+from ..launch.launch import Launch
 from ..torch_internals import current_group, gloo_address, group_store, reference
 from . import current_job
-from .device import bind_device, choose_together
+from .device import bind_device, choose_device, default_backend, identity
 from .job import Job, context_of
-from .options import Options, Origin
+from .launching import agent_of
+from .options import ChooseDevice, Options
+from .refusal import is_child_of_rank, refuse_job
 
 # Tell the ranks that wait for this process why it does not join.
-
-_HOST_STAYS = 5.0  # seconds, at most, in which the ranks read why rank 0 does not join
-_OPENING = 0.5  # seconds from when a store is opened until a job is in it
-_STRANGER, _RANK = 2.0, 20.0  # seconds in which the job must begin: rank 0 may still be starting
-
-
-def tell_peers(error: Exception, origin: Origin) -> None:
-    """Tell the ranks that may wait for this process why it does not join them."""
-    who = "A process"
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    launch = None  # this process's, if there are others that may wait
-    with suppress(LaunchError):
-        found = origin.launch or detect_launch(os.environ)
-        address, port = found.master_addr, str(found.master_port)
-        if found.world_size > 1:
-            launch = found
-            who = f"Rank {launch.rank}"
-    reason = f"{who} on {socket.gethostname()} could not join: {error}"
-    if launch and origin.store is not None:
-        _refuse_in_store(origin.store, reason, launch)
-        return
-    if not address or not port.isdecimal():
-        return
-    if launch and launch.rank == 0 and not store_outlives_ranks(launch):
-        with suppress(OSError, RuntimeError):
-            _host_to_refuse(launch, address, int(port), reason)
-            return
-    refuse_job(address, int(port), reason, launch)
-
-
-def _refuse_in_store(store: dist.Store, reason: str, launch: Launch) -> None:
-    """Tell a job whose store the caller has passed: as rank 0, that begins it, or one of those that wait for it."""
-    with suppress(RuntimeError):
-        if launch.rank == 0:
-            generation = Generation.new(store)
-            generation.fail(reason)
-            generation.await_readers(launch.world_size, _HOST_STAYS)
-        else:
-            _refuse_latest(store, reason, launch, time.monotonic() + _RANK)
-
-
-def refuse_job(address: str, port: int, reason: str, launch: Launch | None = None) -> None:
-    """Tell a job that this process does not belong to it, so that its ranks do not wait.
-
-    Not the job of a rank that started this process: it waits for nobody.
-
-    Args:
-        address: Where the job's store is, or will be.
-        port: The same.
-        reason: What to tell.
-        launch: This process's, if it is one of the job's ranks. It does not wait for a job that all ranks refuse.
-    """
-    deadline = time.monotonic() + (_RANK if launch else _STRANGER)
-    with suppress(OSError, RuntimeError):
-        _refuse_latest(_connect_anew(address, port, deadline), reason, launch, deadline)
-
-
-def _refuse_latest(store: dist.Store, reason: str, launch: Launch | None, deadline: float) -> None:
-    """Tell the job that is in a store, or will be by the deadline."""
-    refusals = _note_refusal(store, launch) if launch else []
-    while time.monotonic() < deadline:
-        generation = Generation.latest(store)
-        if generation:
-            _refuse_generation(generation, reason, is_rank=launch is not None)
-            return
-        if refusals and store.check(refusals):
-            return
-        time.sleep(0.1)
-
-
-def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
-    """Return whether a rank of the job there started this process, which is then a job of its own of one rank.
-
-    Raises:
-        StartedByRank: If this process is to be one of several ranks.
-        Vacancy: If that job goes on without the rank that this process was started to be.
-    """
-    try:
-        generation = _generation_in(_connect_anew(address, port, time.monotonic() + 2))
-        starter = generation.starter() if generation else None
-        vacancy = generation.vacancy() if generation else None
-    except (OSError, RuntimeError):  # it is no store, or does not answer
-        return False
-    if vacancy is not None and not vacancy.is_out_of_date:
-        raise vacancy
-    if starter and world_size > 1:
-        raise StartedByRank(starter)
-    return starter is not None
-
-
-def _generation_in(store: dist.Store) -> Generation | None:
-    """Return the newest generation in a store; wait a moment for the first, for the store may have just been opened."""
-    deadline = time.monotonic() + _OPENING
-    while True:
-        generation = Generation.latest(store)
-        if generation or time.monotonic() > deadline:
-            return generation
-        time.sleep(0.02)
-
-
-def _host_to_refuse(launch: Launch, address: str, port: int, reason: str) -> None:
-    """Host the store, as rank 0 must, until all ranks have read there why the job cannot be."""
-    store = open_store(address, port, True, timedelta(seconds=5))
-    generation = Generation.new(store)
-    generation.fail(reason)
-    generation.await_readers(launch.world_size, _HOST_STAYS)
-
-
-def _refuse_generation(generation: Generation, reason: str, is_rank: bool) -> None:
-    if generation.starter():
-        return
-    generation.fail(reason)
-    if is_rank and not generation.is_complete():
-        generation.count_as_reader()
-
-
-def _note_refusal(store: dist.Store, launch: Launch) -> list[str]:
-    """Leave a note that this rank refuses to join; return the keys of all ranks' notes."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives it
-    notes = [f"ddpkit/refusals/{attempt}/{rank}" for rank in range(launch.world_size)]
-    store.set(notes[launch.rank], "")
-    return notes
-
-
-def _connect_anew(address: str, port: int, deadline: float) -> dist.Store:
-    wait_for_listener(address, port, deadline)
-    return connect(address, port, timedelta(seconds=3))
 
 
 # The files that a rank holds open for its connections to the others, and the limit on them.
@@ -205,7 +78,9 @@ def _open_now() -> int:
 
 
 log = logging.getLogger(__name__)
-_OLDEST_TORCH = (2, 6)  # the first with torch.accelerator; also in pyproject.toml
+
+_CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
+_CONCLUSION = {"error": str, "shared": bool}
 
 
 class OpenStore(NamedTuple):
@@ -216,71 +91,17 @@ class OpenStore(NamedTuple):
     port: int | None
 
 
-# a store that this process hosts stays open, to be joined again; by the address that the launcher tells
-_stores: dict[tuple[str | None, int | None], OpenStore] = {}
-
-
 def offer_store(launch: Launch, store: dist.Store, address: str, port: int) -> None:
     """Let `setup()` join in a store that was opened before."""
-    _stores[launch.master_addr, launch.master_port] = OpenStore(store, address, port)
+    current_job.open_stores[launch.master_addr, launch.master_port] = OpenStore(store, address, port)
 
 
 def hosted_store(master: str | None) -> dist.Store | None:
     """Return the store that this process hosts at this "host:port", None if it does not."""
-    return next((opened.store for opened in _stores.values() if f"{opened.address}:{opened.port}" == master), None)
-
-
-def close_stores() -> None:
-    """Forget the open stores, after a failure: nobody will come back to them."""
-    _stores.clear()
-
-
-def check_torch(version: str = torch.__version__) -> None:
-    """Raise if torch is too old: vendors' builds of it are often installed past pip's own check."""
-    release = [int(number) for number in re.findall("[0-9]+", version)[:2]]
-    if tuple(release) < _OLDEST_TORCH:
-        oldest = ".".join(map(str, _OLDEST_TORCH))
-        raise LaunchError(f"ddpkit needs torch {oldest} or newer, found {version}.")
-
-
-def checked_launch(asked: Options) -> Launch:
-    """Return the launch that the caller or the environment describes; if it is refused, tell peers that may wait."""
-    launch, warning = asked.origin.launch, ""
-    try:
-        check_torch()
-        if launch is None:
-            launch, warning = unnested_launch()
-        check_open_files(launch, asked)
-    except LaunchError as error:
-        tell_peers(error, asked.origin)
-        raise
-    if warning:
-        log.warning("%s", warning)
-    return launch
-
-
-def unnested_launch() -> tuple[Launch, str]:
-    """Return the launch that the environment describes, and a warning if it may not be what was meant, else "".
-
-    Raises:
-        LaunchError: If it is refused, or nested in another.
-    """
-    launch = detect_launch(os.environ)
-    agent = _agent_of(launch)
-    outer = outer_launch(agent.env, launch, os.environ) if agent else None
-    if outer:
-        raise LaunchError(outer)
-    if typed_in_terminal(launch, os.environ, os.getpid()):
-        shells = f"{launch.world_size} shells that srun opened"
-        return Launch("single", 0, 1, 0, 1, 0, 1), f"This was typed into one of {shells}, so it runs alone"
-    return launch, forgotten_launcher(launch) or ""
-
-
-def _agent_of(launch: Launch) -> Agent | None:
-    """Find torchrun's agent above this process; None where there is none."""
-    if launch.kind != "torchrun":
-        return None
-    return find_agent(os.environ, os.getpid())
+    return next(
+        (opened.store for opened in current_job.open_stores.values() if f"{opened.address}:{opened.port}" == master),
+        None,
+    )
 
 
 def assemble(job: Job) -> None:
@@ -289,7 +110,7 @@ def assemble(job: Job) -> None:
     launch = job.launch
     adopted = dist.is_initialized()
     is_host = launch.rank == 0 and asked.origin.store is None and not store_outlives_ranks(launch)
-    agent = _agent_of(launch)
+    agent = agent_of(launch)
     orphaned: Callable[[], str] = asked.origin.lost or (agent.lost if agent else str)
     if adopted:
         opened = OpenStore(group_store(), None, None)
@@ -305,7 +126,7 @@ def assemble(job: Job) -> None:
     backend_asked = _backend_of_group() if adopted else asked.backend
     device, backend = choose_together(session, job.launch, asked.device, backend_asked)
     bind_device(device)
-    set_threads(job, members.sharers(launch.rank), len(usable_cores()))
+    job.set_threads(members.sharers(launch.rank), len(usable_cores()))
     if not adopted:
         _make_group(job, session, device, backend)
 
@@ -330,8 +151,9 @@ def _open_store(
     tries_again: bool = True,
 ) -> OpenStore:
     address, port = launch.master_addr, launch.master_port
-    if (address, port) in _stores:
-        return _stores[address, port]
+    known: OpenStore | None = current_job.open_stores.get((address, port))
+    if known is not None:
+        return known
     try:
         if address is None or port is None:
             opened = OpenStore(*find_master(launch, timeout))
@@ -350,7 +172,7 @@ def _open_store(
             raise LaunchError(str(error)) from None
         opened = OpenStore(dist.HashStore(), error.address, error.port)  # a job of its own, of one rank
     if is_host or address is None:  # others connect anew: by then, another host may be at this address
-        _stores[address, port] = opened
+        current_job.open_stores[address, port] = opened
     return opened
 
 
@@ -421,18 +243,6 @@ def host_address(store: dist.Store) -> str:
     return reachable(*_address_of(store))
 
 
-def set_threads(job: Job, sharers: int, cores: int) -> None:
-    """Divide the cores among the ranks that share them, unless the user or the launcher has decided."""
-    asked = job.asked.num_threads
-    if asked is None:
-        if sharers == 1 or os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"):
-            return
-        asked = max(1, cores // sharers)
-        log.info("using %d CPU threads per rank: %d ranks share %d cores", asked, sharers, cores)
-    job.threads = torch.get_num_threads(), asked
-    torch.set_num_threads(asked)
-
-
 def _make_group(job: Job, session: Session, device: torch.device, backend: str) -> None:
     launch = job.launch
     options: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size}
@@ -477,3 +287,75 @@ def _gloo_on_loopback(one_node: bool) -> Iterator[None]:
             del os.environ[variable]
             if former is not None:  # but empty
                 os.environ[variable] = former
+
+
+def choose_together(
+    session: Session, launch: Launch, device: torch.device | ChooseDevice | None, backend: str | None
+) -> tuple[torch.device, str]:
+    """Choose this rank's device and the backend of all. Collective.
+
+    Raises:
+        LaunchError: On every rank, if one has no device, or their devices or backends do not fit together.
+    """
+    choice: dict[str, Any] = {"error": "", "device": "", "shared": device is not None, "backend": backend}
+    chosen = torch.device("cpu")
+    try:
+        chosen = choose_device(device, launch.local_rank or 0, launch.local_world_size or 1)
+        choice["device"] = identity(chosen)
+        default_backend(chosen, False)
+    except (RuntimeError, ValueError) as error:
+        choice["error"] = str(error)
+    choice["kind"] = chosen.type
+
+    def conclude(texts: list[str]) -> str:
+        try:
+            return json.dumps({"error": "", "shared": _check_choices(session, texts)})
+        except LaunchError as error:
+            return json.dumps({"error": str(error), "shared": False})
+
+    found = parse(session.conclude(json.dumps(choice), conclude, "devices"), "devices", _CONCLUSION)
+    if found["error"]:
+        raise LaunchError(found["error"])
+    return chosen, backend or default_backend(chosen, found["shared"])
+
+
+def _check_choices(session: Session, texts: list[str]) -> bool:
+    """Return whether ranks share an accelerator; raise if what the ranks have chosen does not fit together."""
+    choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
+    _raise_errors(choices)
+    _raise_if_different(choices, "kind", "kinds of device")
+    _raise_if_different(choices, "backend", "backends")
+    return _check_sharing(session, choices)
+
+
+def _raise_errors(choices: list[dict[str, Any]]) -> None:
+    errors = []
+    for rank, choice in enumerate(choices):
+        if choice["error"]:
+            errors.append(f"rank {rank}: {choice['error']}")
+    if errors:
+        raise LaunchError("; ".join(errors))
+
+
+def _raise_if_different(choices: list[dict[str, Any]], key: str, name: str) -> None:
+    values = [choice[key] for choice in choices]
+    if len(set(values)) > 1:
+        found = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values))
+        raise LaunchError(f"The ranks use different {name}: {found}. Name one for all: setup(device=..., backend=...).")
+
+
+def _check_sharing(session: Session, choices: list[dict[str, Any]]) -> bool:
+    """Return whether ranks share an accelerator; raise if one of them did not ask for it."""
+    holders: dict[tuple[object, str], list[int]] = {}
+    for rank, choice in enumerate(choices):
+        if choice["device"]:
+            holders.setdefault((session.nodes[rank], choice["device"]), []).append(rank)
+    crowds = [ranks for ranks in holders.values() if len(ranks) > 1]
+    for ranks in crowds:
+        if not all(choices[rank]["shared"] for rank in ranks):
+            host, kind = session.hosts[ranks[0]], choices[ranks[0]]["kind"]
+            raise LaunchError(
+                f"Ranks {ranks} on {host} see the same accelerator: {len(ranks)} ranks, 1 {kind} device. Start "
+                f'one rank for each device, or share it on purpose: setup(device="{kind}:0").'
+            )
+    return bool(crowds)

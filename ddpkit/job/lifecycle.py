@@ -16,25 +16,24 @@ from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import DdpkitError, LaunchError, NotSetUpError
-from ..join.failures import Failure
-from ..join.rendezvous import StartedByRank
-from ..join.session import Ranks, Session
-from ..join.sockets import SETTLE, cut
 from ..launch import ranks
 from ..launch.launch import Launch
 from ..torch_internals import groups, in_autograd_thread
 from . import current_job
 from .device import bind_device, choose_device, is_same_device
-from .failing import cause_of, destroy_group, ended_well, fill_error_file, last_error, publish, say_goodbye
 from .job import Context, Job, context_of
-from .joining import assemble, checked_launch, close_stores, set_threads, tell_peers
+from .launching import checked_launch
+from .leaving import destroy_group, ended_well, fill_error_file, last_error, publish, say_goodbye
 from .options import ChooseDevice, Options, Origin, checked_options, checked_origin
+
+if TYPE_CHECKING:
+    from ..join.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ def setup(
         asked = checked_options(backend, device, timeout, num_threads, watch, origin)
     except (TypeError, ValueError) as error:
         if current_job.job is None and not dist.is_initialized():
-            tell_peers(error, origin)
+            import_module(".refusal", __package__).tell_peers(error, origin)
         raise
     job = current_job.job
     if job is None or not job.is_current():
@@ -176,20 +175,21 @@ def _join(asked: Options) -> Job:
             device = choose_device(asked.device, 0, 1)
             bind_device(device)
             job.context = context_of(launch, device)
-            set_threads(job, 1, 1)
+            job.set_threads(1, 1)
         else:
             _let_children_keep_groups()
+            joining = import_module(".joining", __package__)
             if asked.watch:  # before the ranks meet: what they need later must be there
                 import_module("ddpkit.watch.starting")
-            assemble(job)
+            joining.assemble(job)
             _install_hooks(job)
     except BaseException as error:
         current_job.job = job
         cause = error
-        if not isinstance(error, StartedByRank):  # which is no failure of the rank
+        if not isinstance(error, LaunchError) or error.is_failure:
             cause = report(error)
         _leave()
-        close_stores()
+        current_job.open_stores.clear()
         try:
             if cause is not error:
                 raise cause from error
@@ -287,13 +287,13 @@ def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: b
     if job is None or session is None:
         return
     if error is not None:
-        error = cause_of(error, session) or error
+        error = session.cause_of(error) or error
     _put_hook_back(job)
     failed = session.failures.known is not None
     if failed:
-        cut(session.connections, after=SETTLE)
+        session.cut_connections(settled=True)
         if not job.hosts_store:  # a DDP model may hold its port
-            close_stores()
+            current_job.open_stores.clear()
     if error is None or failed or at_exit:
         _remove_exit_hooks(job)
     else:
@@ -489,7 +489,7 @@ def _check_thread(job: Job, thread: threading.Thread) -> None:
         f"Thread {thread.name!r} calls a collective, but thread {first.name!r} calls those of this job, and ranks "
         "could not tell which of them meet. Call all of them in one thread, wrap_model() and the first one included."
     )
-    failure = Failure.of(session.rank, error)
+    failure = session.describe(error)
     current_job.interrupt(failure)
     job.refused = True
     job.caller = None  # so that no thread calls one any more
@@ -541,7 +541,7 @@ def _join_group() -> Job | None:
     return None
 
 
-def exchange(text: str, subset: Ranks | None = None) -> list[str]:
+def exchange(text: str, subset: tuple[int, ...] | None = None) -> list[str]:
     """Give every rank the texts of all, or of these ranks, through the store; `[text]` on one process. Collective."""
     if not joined():
         return [text]
@@ -561,7 +561,7 @@ def _report(error: BaseException) -> BaseException:
         return error
     job = current_job.job
     if job is not None and job.session is not None and job.session.is_own:
-        error = cause_of(error, job.session) or error
+        error = job.session.cause_of(error) or error
         publish(error, job.session, job.monitor)
     fill_error_file(error)
     return error

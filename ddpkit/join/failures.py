@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -13,15 +12,23 @@ from typing import Any, get_type_hints
 
 import torch.distributed as dist
 
-from ..errors import DdpkitError, LaunchError, PeerError
-from .store_values import call_with_timeout, parse, printable, refuse_text
+from ..errors import (
+    MESSAGE_LENGTH,
+    TRACE_LENGTH,
+    DdpkitError,
+    LaunchError,
+    PeerError,
+    RankReturns,
+    message_of,
+    printable,
+    trace_of,
+)
+from .store_values import call_with_timeout, parse, refuse_text
 
 out_of_date: list[Callable[[str], bool]] = []  # say whether the job that wrote a notice has ended; `survive` adds one
 GRACE = 5.0  # seconds that a main thread has, where nobody asks for more
-# characters of a failure: the store drops connections over values of megabytes
-_MESSAGE_LENGTH = 10_000
-_TRACE_LENGTH = 50_000
-_TEXT_LENGTHS = {"host": 300, "type": 300, "message": _MESSAGE_LENGTH, "traceback": _TRACE_LENGTH + 10_000}
+
+_TEXT_LENGTHS = {"host": 300, "type": 300, "message": MESSAGE_LENGTH, "traceback": TRACE_LENGTH + 10_000}
 
 
 class Vacancy(LaunchError):
@@ -40,10 +47,6 @@ class Vacancy(LaunchError):
     def is_out_of_date(self) -> bool:
         """Return whether that job has ended, and this process was one of those that went on to the end."""
         return any(is_of_ended_job(self.notice) for is_of_ended_job in out_of_date)
-
-
-class RankReturns(DdpkitError):
-    """The ranks leave their job to begin anew, with a process that takes the place of a lost one."""
 
 
 @dataclass(frozen=True)
@@ -110,36 +113,6 @@ def first_failure(store: dist.Store) -> Failure | None:
     if not store.check(["failure"]):
         return None
     return Failure.from_json(store.get("failure"), "failure")
-
-
-def message_of(error: BaseException, length: int = _MESSAGE_LENGTH) -> str:
-    """Make the text of an exception, shortened to `length` characters, also where its own `__str__` raises."""
-    try:
-        text = str(error)
-    except BaseException as broken:  # SystemExit too: what matters is the error that we are asked about
-        text = f"(no message: its __str__ raises {type(broken).__name__})"
-    return printable(text[:length])
-
-
-def describe_error(error: BaseException, length: int = _MESSAGE_LENGTH) -> str:
-    """Write an exception as the last line of its traceback does: its class and its text, shortened to `length`."""
-    return f"{type(error).__name__}: {message_of(error, length)}"
-
-
-def trace_of(error: BaseException) -> str:
-    """Format the traceback, "" for an error that was never raised; shortened in the middle if it is long."""
-    if error.__traceback__ is None:
-        return ""
-    try:
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-    except BaseException:  # an exception may hold anything, and the formatter of a SyntaxError trusts its fields
-        lines = traceback.format_tb(error.__traceback__)
-        lines.append(f"{describe_error(error)}\n")
-    text = "".join(lines)
-    if len(text) > _TRACE_LENGTH:
-        half = _TRACE_LENGTH // 2
-        text = f"{text[:half]}\n…\n{text[-half:]}"
-    return printable(text)
 
 
 class Failures:

@@ -213,6 +213,8 @@ class StoreLost(LaunchError):
 class StartedByRank(LaunchError):
     """This process inherited the environment of a rank that is in its job."""
 
+    is_failure = False
+
     def __init__(self, starter: Member) -> None:
         evidence = [line.partition("=") for line in detect_launch(os.environ).evidence if " " not in line]
         names = ", ".join(name for name, sign, _ in evidence if sign)

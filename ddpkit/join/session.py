@@ -12,19 +12,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..errors import BarrierTimeoutError, DdpkitError
+from ..errors import BarrierTimeoutError, DdpkitError, printable
+from .causes import cause_of, lost_peer_of
 from .failures import Failure
-from .store_values import (
-    Pause,
-    add,
-    call_with_timeout,
-    parse,
-    printable,
-    read_long,
-    read_texts,
-    refuse_text,
-    write_long,
-)
+from .sockets import SETTLE, cut
+from .store_values import Pause, add, call_with_timeout, parse, read_long, read_texts, refuse_text, write_long
 from .waits import StoreBarrier, UsedKeys, Waits, name_of
 
 _LINGER = 2.0  # seconds that the store's host stays for ranks that are still leaving
@@ -87,6 +79,22 @@ class Session(Waits):
     def is_own(self) -> bool:
         """Return whether this process is the rank, and not a child that was forked from it."""
         return self._pid == os.getpid()
+
+    def describe(self, error: BaseException) -> Failure:
+        """Describe an error of this rank for the others."""
+        return Failure.of(self.rank, error)
+
+    def cause_of(self, error: BaseException) -> DdpkitError | None:
+        """Explain why a collective broke: see `ddpkit.join.causes`."""
+        return cause_of(error, self)
+
+    def lost_peer_of(self, error: BaseException) -> DdpkitError | None:
+        """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
+        return lost_peer_of(error, self)
+
+    def cut_connections(self, settled: bool = False) -> None:
+        """Cut those of the process group, which ends collectives; if asked, once others have had time to end theirs."""
+        cut(self.connections, SETTLE if settled else 0.0)
 
     def count(self, name: str, ranks: Ranks | None = None) -> str:
         """Make a key for the n-th use of a name; every rank counts alike because all of `ranks` take part."""

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin
 
 import torch.distributed as dist
 
-from ..errors import LaunchError
+from ..errors import LaunchError, printable
 
 # Polls that slow down, and calls that are given up after a time.
 
@@ -107,7 +107,7 @@ def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[],
 
 
 _VALUE_BYTES = 8 << 20  # bytes that the store takes at once; it has more only if somebody appends
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
 _PIECE = 1 << 20  # characters of a long text under one key
 
 
@@ -217,14 +217,6 @@ def refuse_text(text: bytes | str, key: str) -> NoReturn:
         f"The store holds {shown} under {key!r}, which no rank of this job wrote. "
         "Does another program use this MASTER_ADDR and MASTER_PORT? Give each job a port of its own."
     )
-
-
-def printable(text: str) -> str:
-    """Escape what no encoding has, such as the halves of a broken file name, and what a terminal takes for commands.
-
-    Lines and tabs stay.
-    """
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def all_printable(value: Any) -> Any:

@@ -19,11 +19,10 @@ from ..collectives.consistency import check_fingerprint, communication_device, f
 from ..collectives.groups import control_device
 from ..collectives.reduce import normalise
 from ..collectives.tree import explain_not_dense, name_dtype
-from ..errors import MismatchError
+from ..errors import MismatchError, describe_error
 from ..job import current_job, lifecycle
 from ..job.current_job import get_data_parallel_world_size
 from ..job.job import Peers, group_of, ranks_of
-from ..join.failures import describe_error
 from ..join.session import Session
 from ..torch_internals import is_sharded, untraced
 from .models import check_tensors, named_tensors, sharing_memory, unwrap_model, writable

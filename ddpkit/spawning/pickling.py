@@ -14,10 +14,9 @@ from multiprocessing import process
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from ..errors import PeerError
+from ..errors import PeerError, message_of, trace_of
 from ..job import lifecycle
-from ..job.failing import ended_well
-from ..join.failures import message_of, trace_of
+from ..job.leaving import ended_well
 
 
 def dump_call(caller: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -20,12 +20,12 @@ from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_e
 from ..collectives.groups import control_device
 from ..collectives.ops import broadcast
 from ..collectives.sync import barrier
-from ..errors import DdpkitError, LaunchError, PeerError
+from ..errors import DdpkitError, LaunchError, PeerError, RankReturns
 from ..job import current_job, lifecycle
 from ..job.job import Context
 from ..job.joining import hosted_store, offer_store
 from ..job.options import ChooseDevice, Options, Origin, checked_options
-from ..join.failures import Failure, RankReturns, Vacancy
+from ..join.failures import Failure, Vacancy
 from ..join.rendezvous import StoreLost
 from ..join.sockets import is_listening
 from ..join.store_values import Question, call_with_timeout

@@ -23,8 +23,16 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from ..errors import BarrierTimeoutError, CheckpointError, DdpkitError, LaunchError, MismatchError, ReplicaMismatchError
-from ..join.failures import GRACE, Failure, describe_error
+from ..errors import (
+    BarrierTimeoutError,
+    CheckpointError,
+    DdpkitError,
+    LaunchError,
+    MismatchError,
+    ReplicaMismatchError,
+    describe_error,
+)
+from ..join.failures import GRACE, Failure
 from ..join.members import parent_of
 from ..join.session import Session
 from ..join.sockets import cut, send_exit_code

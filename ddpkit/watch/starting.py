@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from ..errors import LaunchError
 from ..job import current_job
-from ..job.failing import fill_error_file
+from ..job.leaving import fill_error_file
 from ..join.members import Members, children_of, monitor_key, parent_of
 from ..join.session import Session
 from ..join.sockets import connect_to_monitor

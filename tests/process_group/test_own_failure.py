@@ -22,8 +22,9 @@ from processes import free_port, platform_env, run
 from test_lifecycle import torchrun
 
 import ddpkit
-from ddpkit.job.failing import fill_error_file
-from ddpkit.join.failures import Failure, Failures, trace_of
+from ddpkit.errors import trace_of
+from ddpkit.job.leaving import fill_error_file
+from ddpkit.join.failures import Failure, Failures
 from ddpkit.watch import main_thread
 
 

@@ -24,11 +24,10 @@ from world import Killed, Process, Task, World
 
 from ddpkit import job, join, survival, watch
 from ddpkit.errors import LaunchError
-from ddpkit.job import failing as own_failure
-from ddpkit.job import joining as declining
 from ddpkit.job import joining as startup
+from ddpkit.job import refusal as declining
+from ddpkit.join import causes, session, sockets
 from ddpkit.join import members as member
-from ddpkit.join import session, sockets
 from ddpkit.survival import regrouping, vacancy
 from ddpkit.survival import regrouping as door
 from ddpkit.watch import connections, main_thread, monitor, starting
@@ -407,5 +406,5 @@ def put_in_place() -> None:
     startup.connections_to = lambda store: {store.cut}
     startup.current_group = lambda: None
     startup.reference = lambda _: lambda: None
-    own_failure.current_group = lambda: None
-    own_failure.other_groups_were_made = lambda: False
+    causes.current_group = lambda: None
+    causes.other_groups_were_made = lambda: False

@@ -14,12 +14,11 @@ from store import Server, Store
 from world import Killed, Process, Task, World
 
 from ddpkit.errors import LaunchError
-from ddpkit.job import failing as leaving
-from ddpkit.job import failing as own_failure
 from ddpkit.job import joining as startup
+from ddpkit.job import leaving
 from ddpkit.job.job import Job, context_of
-from ddpkit.job.joining import is_child_of_rank
 from ddpkit.job.options import Options
+from ddpkit.job.refusal import is_child_of_rank
 from ddpkit.join.session import Session
 from ddpkit.join.sockets import is_listening
 from ddpkit.launch.launch import Launch
@@ -240,8 +239,8 @@ def report(job: Job, error: BaseException) -> BaseException:
     """Do as `lifecycle.report()`."""
     session = job.session
     assert session is not None
-    cause = own_failure.cause_of(error, session) or error
-    own_failure.publish(cause, session, job.monitor)
+    cause = session.cause_of(error) or error
+    leaving.publish(cause, session, job.monitor)
     return cause
 
 
@@ -252,6 +251,6 @@ def leave(job: Job) -> None:
     session.failures.settled = True
     session.let_all_arrive(session.timeout)
     if session.failures.known is not None:
-        leaving.cut(session.connections, after=0.5)
+        session.cut_connections(settled=True)
     leaving.say_goodbye(job, session, None, at_exit=False)
     session.leave(job.hosts_store)

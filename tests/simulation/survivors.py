@@ -15,10 +15,10 @@ from starts import TIMEOUT, Group, Rank, Start, leave, report
 from store import PrefixStore
 from world import Killed
 
-from ddpkit.job import failing as own_failure
 from ddpkit.job import joining as startup
 from ddpkit.job.job import Context, Job, context_of
 from ddpkit.job.options import Options
+from ddpkit.join.causes import lost_peer_of
 from ddpkit.join.failures import Failure
 from ddpkit.join.store_values import without_prefixes
 from ddpkit.launch.launch import Launch
@@ -185,7 +185,7 @@ def put_in_place() -> None:
         current_session=lambda: _mine().session,
         interrupt=lambda failure: _mine().interrupt(failure),
         has_unfinished=lambda: False,
-        lost_peer=lambda error: own_failure.lost_peer_of(error, _mine().session),
+        lost_peer=lambda error: lost_peer_of(error, _mine().session),
         finish=lambda: None,
     )
     survival.stop_agreement = SimpleNamespace(current=lambda: SimpleNamespace(request=None, decision=None))

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from ...errors import LaunchError
 from ...job.job import Context
-from ...job.joining import offer_store, unnested_launch
+from ...job.joining import offer_store
+from ...job.launching import unnested_launch
 from ...job.lifecycle import distributed, exchange
 from ...job.options import checked_backend, checked_device
 from ...join.store import find_master, open_store, store_outlives_ranks

@@ -26,7 +26,7 @@ from ...errors import LaunchError
 from ...job.current_job import get_device
 from ...job.device import MASKS, choose_device, default_backend
 from ...job.job import Context
-from ...job.joining import check_torch
+from ...job.launching import check_torch
 from ...job.lifecycle import distributed
 from ...join.members import usable_cores
 from ...join.store_values import parse, refuse_text

@@ -15,8 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...collectives.differences import first_of, name_ranks
-from ...errors import LaunchError
-from ...join.failures import describe_error
+from ...errors import LaunchError, describe_error
 from ...join.store_values import Pause, parse, refuse_text
 from ...launch.launch import Launch
 from ..terminal import announce

@@ -1,29 +1,33 @@
-"""Steps of a rank that fails: it asks whether another was the cause, tells the others, and informs torchrun."""
+"""Explain why a collective broke, from what the other ranks report."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
-import sys
-import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError
-from ..join.failures import Failure, RankReturns, describe_error, message_of, trace_of
-from ..join.session import Ranks, Session
-from ..join.sockets import cut
-from ..join.store_values import call_with_timeout
-from ..torch_internals import abort_group, current_group, other_groups_were_made
-from .job import Job, Watch
+from ..errors import (
+    BarrierTimeoutError,
+    DdpkitError,
+    MismatchError,
+    PeerError,
+    RankReturns,
+    message_of,
+)
+from ..torch_internals import current_group, other_groups_were_made
+from .failures import Failure
+from .store_values import call_with_timeout
+
+if TYPE_CHECKING:
+    from .session import Ranks, Session
 
 _BROKEN = re.compile(  # torch raises plain RuntimeErrors, too
     r"^\[.*gloo"  # gloo's begin with a source file in brackets, some of them
@@ -35,7 +39,7 @@ _BY_PEERS = re.compile("timed? ?out|connection|closed|reset|remote|abort|pipe", 
 # in which all ranks notice that a collective broke: its end closes their connections
 _ALL_NOTICE = timedelta(seconds=3)
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
-_REPORT_LENGTH = 100_000  # characters of a message in torchrun's report: a peer's holds its traceback
+
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = (_PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
@@ -77,15 +81,13 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
     return _compare_places(error, f"{call} {place}", session, ranks)
 
 
-def lost_peer_of(error: BaseException, session: Session | None) -> DdpkitError | None:
+def lost_peer_of(error: BaseException, session: Session) -> DdpkitError | None:
     """Return the error that names the peer whose loss has led to this one, None if that was not the cause.
 
     Or says that one comes back, for which all leave, too.
     """
     if isinstance(error, _NOT_OURS):
         return error
-    if session is None:
-        return None
     try:  # on another thread, for the store may belong to a process that is stopped
         session.failures.raise_if_known()
         cause = call_with_timeout(lambda: cause_of(error, session), math.inf, session.failures.raise_if_known)
@@ -179,82 +181,4 @@ def _group_of(error: BaseException) -> Any:
     return group
 
 
-def publish(error: BaseException, session: Session, monitor: Watch | None) -> None:
-    """Tell the other ranks that this one is failing, or which peer it fails for, unless they know."""
-    if session.failures.known is None:
-        failure = Failure.of(session.rank, error)
-        if monitor:
-            monitor.tell(failure)
-        session.failures.announce(failure)
-        session.failures.known = failure
-    session.failures.settled = True
-
-
-def ended_well(error: BaseException) -> bool:
-    """Say whether this is an exit that Python does not count as a failure: without a code, or with 0."""
-    if not isinstance(error, SystemExit):
-        return False
-    return error.code is None or (isinstance(error.code, int) and error.code == 0)
-
-
-def last_error() -> BaseException | None:
-    """Return the exception that nobody caught, which the interpreter keeps before it ends; None if there is none."""
-    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return error
-
-
-def fill_error_file(error: BaseException) -> None:
-    """Let torchrun show this error, as its `@record` decorator would."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    seconds = int(time.time())
-    if isinstance(error, PeerError):  # torchrun calls the earliest one the root cause
-        seconds += 1
-    message = {
-        "message": describe_error(error, _REPORT_LENGTH),
-        "extraInfo": {"py_callstack": trace_of(error), "timestamp": f"{seconds}"},
-    }
-    with suppress(OSError), open(path, "w") as file:
-        json.dump({"message": message}, file)
-
-
 # The steps of leaving a job: the last word to the other ranks, and the end of the process group.
-
-
-def say_goodbye(job: Job, session: Session, error: BaseException | None, at_exit: bool) -> None:
-    """Tell the other ranks that this one leaves.
-
-    Args:
-        job: That it leaves.
-        session: The one of the job.
-        error: The exception that it is handling, or that has ended it, if the others do not know it.
-        at_exit: Whether the process is ending, so that its exit code tells whether it has failed.
-    """
-    monitor = job.monitor
-    reason = None if error is None else Failure.of(session.rank, error)
-    if monitor is None:
-        if reason and at_exit:
-            session.failures.announce(reason)
-    elif session.failures.known is None and at_exit:
-        monitor.close_at_exit(reason)
-    elif error is None:
-        monitor.close()
-    else:
-        job.interrupted = isinstance(error, KeyboardInterrupt)
-        monitor.depart(None if job.interrupted else reason)
-
-
-def destroy_group(job: Job, session: Session) -> None:
-    """Destroy the process group, if `setup()` made it and it is still there."""
-    if not job.owns_group or not dist.is_initialized() or not job.is_current():
-        return
-    failed = session.failures.known is not None
-    if failed and "nccl" in str(job.context.backend):
-        abort_group()  # destroying would wait for operations that cannot end
-    else:
-        # gloo's thread needs the GIL to drop the last tensor, but torch 2.6 keeps it to destroy the group here, and
-        # later versions where a DDP model ends that held the group
-        time.sleep(0.1 if torch.__version__ < "2.13" else 0.02)
-        dist.destroy_process_group()
-    cut(session.connections)  # a DDP model holds the group until the process has ended

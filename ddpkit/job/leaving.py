@@ -1,0 +1,100 @@
+"""Leave a job: tell the other ranks and torchrun how this one ends, and destroy the process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ..errors import PeerError, describe_error, trace_of
+from ..torch_internals import abort_group
+from .job import Job, Watch
+
+if TYPE_CHECKING:
+    from ..join.session import Session
+
+_REPORT_LENGTH = 100_000  # characters of a message in torchrun's report: a peer's holds its traceback
+
+
+def publish(error: BaseException, session: Session, monitor: Watch | None) -> None:
+    """Tell the other ranks that this one is failing, or which peer it fails for, unless they know."""
+    if session.failures.known is None:
+        failure = session.describe(error)
+        if monitor:
+            monitor.tell(failure)
+        session.failures.announce(failure)
+        session.failures.known = failure
+    session.failures.settled = True
+
+
+def ended_well(error: BaseException) -> bool:
+    """Say whether this is an exit that Python does not count as a failure: without a code, or with 0."""
+    if not isinstance(error, SystemExit):
+        return False
+    return error.code is None or (isinstance(error.code, int) and error.code == 0)
+
+
+def last_error() -> BaseException | None:
+    """Return the exception that nobody caught, which the interpreter keeps before it ends; None if there is none."""
+    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return error
+
+
+def fill_error_file(error: BaseException) -> None:
+    """Let torchrun show this error, as its `@record` decorator would."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    seconds = int(time.time())
+    if isinstance(error, PeerError):  # torchrun calls the earliest one the root cause
+        seconds += 1
+    message = {
+        "message": describe_error(error, _REPORT_LENGTH),
+        "extraInfo": {"py_callstack": trace_of(error), "timestamp": f"{seconds}"},
+    }
+    with suppress(OSError), open(path, "w") as file:
+        json.dump({"message": message}, file)
+
+
+def say_goodbye(job: Job, session: Session, error: BaseException | None, at_exit: bool) -> None:
+    """Tell the other ranks that this one leaves.
+
+    Args:
+        job: That it leaves.
+        session: The one of the job.
+        error: The exception that it is handling, or that has ended it, if the others do not know it.
+        at_exit: Whether the process is ending, so that its exit code tells whether it has failed.
+    """
+    monitor = job.monitor
+    reason = None if error is None else session.describe(error)
+    if monitor is None:
+        if reason and at_exit:
+            session.failures.announce(reason)
+    elif session.failures.known is None and at_exit:
+        monitor.close_at_exit(reason)
+    elif error is None:
+        monitor.close()
+    else:
+        job.interrupted = isinstance(error, KeyboardInterrupt)
+        monitor.depart(None if job.interrupted else reason)
+
+
+def destroy_group(job: Job, session: Session) -> None:
+    """Destroy the process group, if `setup()` made it and it is still there."""
+    if not job.owns_group or not dist.is_initialized() or not job.is_current():
+        return
+    failed = session.failures.known is not None
+    if failed and "nccl" in str(job.context.backend):
+        abort_group()  # destroying would wait for operations that cannot end
+    else:
+        # gloo's thread needs the GIL to drop the last tensor, but torch 2.6 keeps it to destroy the group here, and
+        # later versions where a DDP model ends that held the group
+        time.sleep(0.1 if torch.__version__ < "2.13" else 0.02)
+        dist.destroy_process_group()
+    session.cut_connections()  # a DDP model holds the group until the process has ended
