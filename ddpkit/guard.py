@@ -21,8 +21,8 @@ from .exact.gradients import LocalPass
 from .job import current_job, lifecycle
 from .job.job import ranks_of, subset_of
 from .join.causes import is_of_broken_collective
-from .join.store_values import parse
 from .parallel.gradient_exchange import GradientExchange, Gradients, all_finite, begin_exchange, parameters_of
+from .parsing import parse
 from .torch_internals import is_from_worker, is_of_broken_loader
 
 # Find a batch size for which the memory of every rank suffices.

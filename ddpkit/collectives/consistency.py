@@ -28,8 +28,8 @@ from torch import Tensor
 from ..errors import MismatchError, describe_error
 from ..job import current_job, lifecycle
 from ..job.job import Peers, group_of, ranks_of, subset_of
-from ..join.store_values import parse
 from ..launch import ranks
+from ..parsing import parse
 from .differences import explain_mismatch
 from .groups import control_device
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from ..job import current_job, lifecycle
 from ..job.job import Peers, ranks_of
 from ..join.sockets import sockets_beside
-from ..join.store_values import parse
 from ..launch import ranks
+from ..parsing import parse
 from ..torch_internals import gloo_address, is_mesh
 from .consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from .differences import name_ranks

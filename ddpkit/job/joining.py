@@ -25,8 +25,9 @@ from ..join.rendezvous import complete_launch, join, raise_if_orphaned
 from ..join.session import Session
 from ..join.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_beside, sockets_to
 from ..join.store import PortTaken, find_master, open_store, reachable, store_outlives_ranks
-from ..join.store_values import call_with_timeout, parse, without_prefixes
+from ..join.store_values import call_with_timeout, without_prefixes
 from ..launch.launch import Launch
+from ..parsing import parse
 from ..torch_internals import current_group, gloo_address, group_store, reference
 from . import current_job
 from .device import bind_device, choose_device, default_backend, identity

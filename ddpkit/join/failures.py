@@ -23,7 +23,8 @@ from ..errors import (
     printable,
     trace_of,
 )
-from .store_values import call_with_timeout, parse, refuse_text
+from ..parsing import parse, refuse_text
+from .store_values import call_with_timeout
 
 out_of_date: list[Callable[[str], bool]] = []  # say whether the job that wrote a notice has ended; `survive` adds one
 GRACE = 5.0  # seconds that a main thread has, where nobody asks for more

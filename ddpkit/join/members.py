@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, get_type_hints
 
 from ..launch.process_tree import ancestors, boot_id, own_birth, runs_since
-from .store_values import parse, refuse_text
+from ..parsing import parse, refuse_text
 
 MOST_RANKS = 1 << 20  # of which the store may tell: more come from a stranger
 

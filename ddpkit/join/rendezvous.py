@@ -20,10 +20,11 @@ import torch.distributed as dist
 from ..errors import LaunchError
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch
+from ..parsing import encode, refuse_text
 from .failures import Failure, Vacancy, first_failure, record_failure
 from .members import Member, Members, claim_key, monitor_key
 from .sockets import connect
-from .store_values import Pause, add, call_with_timeout, encode, refuse_text
+from .store_values import Pause, add, call_with_timeout
 
 # One start of a job in the store: who claims which rank, who its members are, and why it was given up.
 #

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import hmac
-import json
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
-from types import NoneType, UnionType
-from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from ..errors import LaunchError, printable
+from ..parsing import refuse_text
 
 # Polls that slow down, and calls that are given up after a time.
 
@@ -106,56 +102,7 @@ def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[],
     return results[0]
 
 
-_VALUE_BYTES = 8 << 20  # bytes that the store takes at once; it has more only if somebody appends
-
 _PIECE = 1 << 20  # characters of a long text under one key
-
-
-def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any], values: int = 1) -> dict[str, Any]:
-    """Read a JSON object that came from the store; its texts are printable.
-
-    Args:
-        text: Bytes that the store gave.
-        key: Their key, for the error.
-        *shapes: Name and type of each field, one mapping for each form that is right; `[int]` is a list of ints.
-        values: Number of values that the text may be as long as.
-
-    Raises:
-        LaunchError: If the text has none of these forms.
-    """
-    if len(text) > _VALUE_BYTES * values:
-        refuse_text(text, key)
-    try:
-        found = all_printable(json.loads(text))
-    except (ValueError, RecursionError):
-        refuse_text(text, key)
-    if not any(fits(found, shape) for shape in shapes):
-        refuse_text(text, key)
-    return dict(found)
-
-
-def sealed(secret: bytes, place: Sequence[object], fields: Mapping[str, Any]) -> str:
-    """Write fields as JSON, with a proof that who wrote them for this place knows a secret."""
-    return json.dumps({**fields, "proof": _proof(secret, place, fields)})
-
-
-def opened(
-    secret: bytes, place: Sequence[object], text: bytes | str, key: str, shape: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Read what `sealed()` wrote.
-
-    Raises:
-        LaunchError: If it has another form, or was written for another place, or without the secret.
-    """
-    found = parse(text, key, {**shape, "proof": str})
-    proof = found.pop("proof").encode(errors="replace")
-    if not hmac.compare_digest(proof, _proof(secret, place, found).encode()):
-        refuse_text(text, key)
-    return found
-
-
-def _proof(secret: bytes, place: Sequence[object], fields: Mapping[str, Any]) -> str:
-    return hmac.new(secret, json.dumps([place, fields]).encode(), "sha256").hexdigest()
 
 
 def read_text(store: dist.Store, key: str) -> str:
@@ -208,28 +155,6 @@ def _decode(data: bytes, key: str) -> str:
         refuse_text(data, key)
 
 
-def refuse_text(text: bytes | str, key: str) -> NoReturn:
-    """Raise `LaunchError`: no rank of this job wrote this text."""
-    shown = repr(text[:60])
-    if len(text) > 60:
-        shown += "…"
-    raise LaunchError(
-        f"The store holds {shown} under {key!r}, which no rank of this job wrote. "
-        "Does another program use this MASTER_ADDR and MASTER_PORT? Give each job a port of its own."
-    )
-
-
-def all_printable(value: Any) -> Any:
-    """Return a value that was JSON with all its texts printable."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, list):
-        return [all_printable(part) for part in value]
-    if isinstance(value, dict):
-        return {printable(name): all_printable(part) for name, part in value.items()}
-    return value
-
-
 def add(store: dist.Store, key: str, amount: int) -> int:
     """Add to a counter of the store and return the sum.
 
@@ -269,30 +194,3 @@ def _read_over_new_connection(store: dist.Store, key: str) -> bytes | None:
         return call_with_timeout(read, 10.0)
     except (AttributeError, OSError, RuntimeError, ValueError):
         return None
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value that was JSON has a type, or the form of a mapping from names to types, or of `[type]`."""
-    if isinstance(hint, dict):
-        if not isinstance(value, dict) or value.keys() != hint.keys():
-            return False
-        return all(fits(value[name], hint[name]) for name in hint)
-    if isinstance(hint, list):
-        return isinstance(value, list) and all(fits(each, hint[0]) for each in value)
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return any(fits(value, choice) for choice in args)
-    if origin is dict:
-        return isinstance(value, dict) and all(fits(each, args[1]) for each in value.values())
-    if origin is tuple and args[-1] is Ellipsis:
-        return fits(value, [args[0]])
-    if origin is tuple:
-        return isinstance(value, list) and len(value) == len(args) and all(map(fits, value, args))
-    if hint is None:
-        return type(value) is NoneType
-    return type(value) is hint  # a bool is no int
-
-
-def encode(**fields: Any) -> bytes:
-    """Write a message as a line. A `token`, if there is one, must be the first field."""
-    return json.dumps(fields, default=asdict).encode() + b"\n"

@@ -30,7 +30,8 @@ from ..join.rendezvous import Generation
 from ..join.session import Session
 from ..join.sockets import is_listening, probe
 from ..join.store import connect, host_on, reachable
-from ..join.store_values import Pause, call_with_timeout, opened, parse, sealed
+from ..join.store_values import Pause, call_with_timeout
+from ..parsing import opened, parse, sealed
 from .vacancy import Notice
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from ..errors import LaunchError
 from ..join import failures
 from ..join.sockets import is_listening
-from ..join.store_values import opened, parse, sealed
+from ..parsing import opened, parse, sealed
 
 
 def address_of(master: str) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from ..join.members import children_of, is_below, parent_of
 from ..join.sockets import Attempts, keep_alive, segments_received
-from ..join.store_values import encode
+from ..parsing import encode
 from .messages import Lines, Message, parse, shows_token
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE

@@ -22,7 +22,7 @@ import torch
 from ..errors import printable
 from ..join.failures import FAILURE, Failure
 from ..join.members import as_ranges, parent_of
-from ..join.store_values import all_printable, encode, fits
+from ..parsing import all_printable, encode, fits
 from .stop_agreement import REQUEST, StopDecision, StopRequest
 
 # What each rank is doing: its stack, since when it is there, and the picture of all ranks.

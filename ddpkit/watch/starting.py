@@ -13,7 +13,7 @@ from ..job.leaving import fill_error_file
 from ..join.members import Members, children_of, monitor_key, parent_of
 from ..join.session import Session
 from ..join.sockets import connect_to_monitor
-from ..join.store_values import parse
+from ..parsing import parse
 from .monitor import Monitor
 
 Listen = Callable[[], tuple[socket.socket, tuple[str, int]]]

@@ -28,7 +28,7 @@ from ddpkit.join.members import Member, children_of, monitor_key, parent_of
 from ddpkit.join.rendezvous import join
 from ddpkit.join.session import Session
 from ddpkit.join.sockets import listen
-from ddpkit.join.store_values import encode
+from ddpkit.parsing import encode
 from ddpkit.watch.connections import Connections
 
 _TIMEOUT = timedelta(minutes=5)

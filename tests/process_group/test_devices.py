@@ -7,7 +7,7 @@ import torch
 from conftest import on_ranks
 
 from ddpkit import LaunchError, get_rank
-from ddpkit.job import current_job
+from ddpkit.job import current_job, joining
 from ddpkit.job import device as devices
 from ddpkit.job.device import choose_device, default_backend, device_index, identity, is_same_device
 from ddpkit.launch import ranks
@@ -62,11 +62,11 @@ def agree(kinds: list[str], names: list[str], asked: str | None) -> Any:
     chosen = torch.device(kinds[get_rank()], 0)
     asked_device = torch.device(asked) if asked else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "choose_device", lambda *_: chosen)
-        patch.setattr(devices, "identity", lambda _: names[get_rank()])
+        patch.setattr(joining, "choose_device", lambda *_: chosen)
+        patch.setattr(joining, "identity", lambda _: names[get_rank()])
         try:
             session, launch = current_job.current_session(), ranks.current_launch()
-            return devices.choose_together(session, launch, asked_device, None)[0].type
+            return joining.choose_together(session, launch, asked_device, None)[0].type
         except LaunchError as error:
             return str(error)
 

@@ -16,7 +16,7 @@ from processes import ROOT, launch
 
 from ddpkit.join.failures import Failure
 from ddpkit.join.sockets import is_listening, is_loopback, listen
-from ddpkit.join.store_values import encode
+from ddpkit.parsing import encode
 from ddpkit.watch import connections as monitor_connections
 from ddpkit.watch.connections import Connections, Event
 from ddpkit.watch.messages import Message, parse

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpkit.join.failures import Failure
-from ddpkit.join.store_values import encode
+from ddpkit.parsing import encode
 from ddpkit.watch.messages import LONGEST, Lines, Message, Steps, parse, shows_token
 from ddpkit.watch.stop_agreement import StopDecision, StopRequest
 

@@ -11,7 +11,7 @@ from processes import free_port, platform_env, run
 import ddpkit
 from ddpkit.errors import printable
 from ddpkit.job import lifecycle
-from ddpkit.join.store_values import parse
+from ddpkit.parsing import parse
 from ddpkit.watch import messages as monitor_messages
 
 ODD = "\x1b]0;title\x07\x1b[31mred\x9b1m\r\x08"

@@ -165,8 +165,6 @@ def train_and_leave() -> None:
             make_step(net, optimizer)
             ddpkit.average_gradients(net)
             ddpkit.all_reduce_mean(1.0)
-            if ddpkit.get_world_size() > 1:
-                assert state_of_process()["hooks of optimizers"] != before["hooks of optimizers"]
         del model
         gc.collect()
     after = state_of_process()

@@ -29,8 +29,8 @@ from ...job.job import Context
 from ...job.launching import check_torch
 from ...job.lifecycle import distributed
 from ...join.members import usable_cores
-from ...join.store_values import parse, refuse_text
 from ...launch import ranks
+from ...parsing import parse, refuse_text
 from ..terminal import count, table
 from .report import Check, set_variables
 

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from ...collectives.differences import first_of, name_ranks
 from ...errors import LaunchError, describe_error
-from ...join.store_values import Pause, parse, refuse_text
+from ...join.store_values import Pause
 from ...launch.launch import Launch
+from ...parsing import parse, refuse_text
 from ..terminal import announce
 
 # Define the result of one check, and merge the results of many ranks.

@@ -19,9 +19,9 @@ from ...join.rendezvous import Generation
 from ...join.sockets import connect
 from ...join.store import connect as connect_to_store
 from ...join.store import wait_for_listener
-from ...join.store_values import encode
 from ...launch.detection import detect_launch
 from ...launch.process_tree import environment_of
+from ...parsing import encode
 from ...watch.messages import Activity, Lines, fold, parse
 from ..terminal import count
 
