@@ -36,7 +36,9 @@ Example:
     >>> ddpkit.teardown()
 """
 
-from .checkpoint.checkpointer import Checkpointer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .collectives.data_parallel import set_data_parallel
 from .collectives.ops import (
     all_gather,
@@ -62,9 +64,6 @@ from .errors import (
     PeerError,
     ReplicaMismatchError,
 )
-from .exact.gradients import MicroBatches, exact_gradients
-from .exact.loader import make_micro_batch_loader
-from .guard import StepGuard, find_batch_size
 from .job.current_job import get_data_parallel_rank, get_data_parallel_world_size, get_device, peer_errors
 from .job.job import Context
 from .job.lifecycle import distributed, setup, teardown
@@ -86,9 +85,15 @@ from .parallel.lr_scaling import ScalePlan, rule_for, scale_lr, warmup_factor
 from .parallel.models import unwrap_model
 from .parallel.replicas import check_replicas, sync_buffers
 from .parallel.wrap import clean_state_dict, wrap_model
-from .spawning.spawn import spawn
-from .stop import Stop, stopping
-from .survival.survive import Attempt, survive
+
+if TYPE_CHECKING:
+    from .checkpoint.checkpointer import Checkpointer
+    from .exact.gradients import MicroBatches, exact_gradients
+    from .exact.loader import make_micro_batch_loader
+    from .guard import StepGuard, find_batch_size
+    from .spawning.spawn import spawn
+    from .stop import Stop, stopping
+    from .survival.survive import Attempt, survive
 
 __version__ = "0.1.0"
 
@@ -178,6 +183,30 @@ __all__ = [
     "CheckpointError",
     "BadStepError",
 ]
+
+
+_LOADED_AT_USE = {  # by their names, what an ordinary script does not need; also above, for type checkers
+    "Checkpointer": "checkpoint.checkpointer",
+    "MicroBatches": "exact.gradients",
+    "exact_gradients": "exact.gradients",
+    "make_micro_batch_loader": "exact.loader",
+    "StepGuard": "guard",
+    "find_batch_size": "guard",
+    "spawn": "spawning.spawn",
+    "Stop": "stop",
+    "stopping": "stop",
+    "Attempt": "survival.survive",
+    "survive": "survival.survive",
+}
+
+if not TYPE_CHECKING:  # for which it would make every name right
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LOADED_AT_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f".{_LOADED_AT_USE[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:  # the rooms are for those who work on ddpkit: only these names stay what they are

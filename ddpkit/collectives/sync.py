@@ -15,7 +15,7 @@ from ..job import current_job, lifecycle
 from ..job.job import subset_of
 from ..join.failures import Failure
 from ..join.session import Ranks, Session
-from ..join.store_values import add
+from ..join.store import add
 from ..launch import ranks
 from .broadcast import UnshardedPickler, broadcast_bytes, check_copies
 from .groups import Group, peers_of

@@ -13,8 +13,7 @@ from ..errors import BarrierTimeoutError, DdpkitError, PeerError
 from ..launch import ranks
 from ..torch_internals import current_group
 from .device import choose_device, count_accelerators
-from .job import Job, Peers, ranks_of
-from .options import Options
+from .job import Job, Options, Peers, ranks_of
 
 if TYPE_CHECKING:
     from ..join.failures import Failure

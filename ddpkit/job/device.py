@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from .options import ChooseDevice, checked_device
+from .job import ChooseDevice, checked_device
 
 MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _CPU = torch.device("cpu")

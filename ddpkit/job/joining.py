@@ -24,16 +24,22 @@ from ..join.members import Member, Members, children_of, usable_cores
 from ..join.rendezvous import complete_launch, join, raise_if_orphaned
 from ..join.session import Session
 from ..join.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_beside, sockets_to
-from ..join.store import PortTaken, find_master, open_store, reachable, store_outlives_ranks
-from ..join.store_values import call_with_timeout, without_prefixes
+from ..join.store import (
+    PortTaken,
+    call_with_timeout,
+    find_master,
+    open_store,
+    reachable,
+    store_outlives_ranks,
+    without_prefixes,
+)
 from ..launch.launch import Launch
 from ..parsing import parse
 from ..torch_internals import current_group, gloo_address, group_store, reference
 from . import current_job
 from .device import bind_device, choose_device, default_backend, identity
-from .job import Job, context_of
+from .job import ChooseDevice, Job, Options, context_of
 from .launching import agent_of
-from .options import ChooseDevice, Options
 from .refusal import is_child_of_rank, refuse_job
 
 # Tell the ranks that wait for this process why it does not join.

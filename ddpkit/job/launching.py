@@ -13,7 +13,7 @@ from ..errors import LaunchError
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch, forgotten_launcher
 from ..launch.process_tree import Agent, find_agent, outer_launch, typed_in_terminal
-from .options import Options
+from .job import Options
 
 log = logging.getLogger(__name__)
 _OLDEST_TORCH = (2, 6)  # the first with torch.accelerator; also in pyproject.toml

@@ -27,10 +27,9 @@ from ..launch.launch import Launch
 from ..torch_internals import groups, in_autograd_thread
 from . import current_job
 from .device import bind_device, choose_device, is_same_device
-from .job import Context, Job, context_of
+from .job import ChooseDevice, Context, Job, Options, Origin, checked_options, checked_origin, context_of
 from .launching import checked_launch
 from .leaving import destroy_group, ended_well, fill_error_file, last_error, publish, say_goodbye
-from .options import ChooseDevice, Options, Origin, checked_options, checked_origin
 
 if TYPE_CHECKING:
     from ..join.session import Session

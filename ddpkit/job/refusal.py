@@ -15,7 +15,7 @@ from ..join.rendezvous import Generation, StartedByRank
 from ..join.store import connect, open_store, store_outlives_ranks, wait_for_listener
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch
-from .options import Origin
+from .job import Origin
 
 _HOST_STAYS = 5.0  # seconds, at most, in which the ranks read why rank 0 does not join
 _OPENING = 0.5  # seconds from when a store is opened until a job is in it

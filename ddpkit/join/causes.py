@@ -14,17 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..errors import (
-    BarrierTimeoutError,
-    DdpkitError,
-    MismatchError,
-    PeerError,
-    RankReturns,
-    message_of,
-)
+from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError, RankReturns, message_of
 from ..torch_internals import current_group, other_groups_were_made
 from .failures import Failure
-from .store_values import call_with_timeout
+from .store import call_with_timeout
 
 if TYPE_CHECKING:
     from .session import Ranks, Session
@@ -179,6 +172,3 @@ def _group_of(error: BaseException) -> Any:
         if frame.f_code.co_filename.endswith(_COLLECTIVES) and "group" in frame.f_locals:
             group = frame.f_locals["group"] or current_group()
     return group
-
-
-# The steps of leaving a job: the last word to the other ranks, and the end of the process group.

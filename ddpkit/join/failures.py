@@ -24,7 +24,7 @@ from ..errors import (
     trace_of,
 )
 from ..parsing import parse, refuse_text
-from .store_values import call_with_timeout
+from .store import call_with_timeout
 
 out_of_date: list[Callable[[str], bool]] = []  # say whether the job that wrote a notice has ended; `survive` adds one
 GRACE = 5.0  # seconds that a main thread has, where nobody asks for more

@@ -24,7 +24,7 @@ from ..parsing import encode, refuse_text
 from .failures import Failure, Vacancy, first_failure, record_failure
 from .members import Member, Members, claim_key, monitor_key
 from .sockets import connect
-from .store_values import Pause, add, call_with_timeout
+from .store import Pause, add, call_with_timeout
 
 # One start of a job in the store: who claims which rank, who its members are, and why it was given up.
 #

@@ -17,7 +17,7 @@ from ..parsing import parse, refuse_text
 from .causes import cause_of, lost_peer_of
 from .failures import Failure
 from .sockets import SETTLE, cut
-from .store_values import Pause, add, call_with_timeout, read_long, read_texts, write_long
+from .store import Pause, add, call_with_timeout, read_long, read_texts, write_long
 from .waits import StoreBarrier, UsedKeys, Waits, name_of
 
 _LINGER = 2.0  # seconds that the store's host stays for ranks that are still leaving

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..errors import BarrierTimeoutError, DdpkitError, PeerError
 from ..parsing import parse, refuse_text
 from .failures import FAILURE, Failure, Failures
-from .store_values import Pause, add, read_text
+from .store import Pause, add, read_text
 
 T = TypeVar("T")
 _CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time in which the monitor learns why a connection broke

@@ -29,8 +29,7 @@ from ..join.failures import Failure, Vacancy
 from ..join.rendezvous import Generation
 from ..join.session import Session
 from ..join.sockets import is_listening, probe
-from ..join.store import connect, host_on, reachable
-from ..join.store_values import Pause, call_with_timeout
+from ..join.store import Pause, call_with_timeout, connect, host_on, reachable
 from ..parsing import opened, parse, sealed
 from .vacancy import Notice
 

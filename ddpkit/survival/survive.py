@@ -22,13 +22,12 @@ from ..collectives.ops import broadcast
 from ..collectives.sync import barrier
 from ..errors import DdpkitError, LaunchError, PeerError, RankReturns
 from ..job import current_job, lifecycle
-from ..job.job import Context
+from ..job.job import ChooseDevice, Context, Options, Origin, checked_options
 from ..job.joining import hosted_store, offer_store
-from ..job.options import ChooseDevice, Options, Origin, checked_options
 from ..join.failures import Failure, Vacancy
 from ..join.rendezvous import StoreLost
 from ..join.sockets import is_listening
-from ..join.store_values import Question, call_with_timeout
+from ..join.store import Question, call_with_timeout
 from ..launch import ranks
 from ..watch import stop_agreement
 from ..watch.main_thread import undisturbed

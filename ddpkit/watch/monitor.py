@@ -36,7 +36,7 @@ from ..join.failures import GRACE, Failure
 from ..join.members import parent_of
 from ..join.session import Session
 from ..join.sockets import cut, send_exit_code
-from ..join.store_values import call_with_timeout
+from ..join.store import call_with_timeout
 from ..parsing import encode
 from .connections import Connections, Event
 from .main_thread import MainThread

@@ -17,7 +17,7 @@ from ddpkit import BarrierTimeoutError, MismatchError, PeerError, get_rank
 from ddpkit.collectives import sync
 from ddpkit.job import current_job
 from ddpkit.join import waits as store_barrier
-from ddpkit.join.store_values import add
+from ddpkit.join.store import add
 from ddpkit.join.waits import StoreBarrier
 
 

@@ -9,8 +9,8 @@ import pytest
 from processes import free_port, platform_env, run
 
 import ddpkit
+from ddpkit.job.job import Options
 from ddpkit.job.joining import check_open_files
-from ddpkit.job.options import Options
 from ddpkit.launch.launch import Launch
 
 

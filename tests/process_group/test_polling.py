@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from ddpkit.join.store_values import Question
+from ddpkit.join.store import Question
 
 
 def test_a_question_is_asked_again_until_it_was_answered_by_yes_once() -> None:

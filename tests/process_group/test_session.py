@@ -15,7 +15,7 @@ from ddpkit.join import session as session_module
 from ddpkit.join import waits as store_barrier
 from ddpkit.join.failures import Failure, record_failure
 from ddpkit.join.session import Session
-from ddpkit.join.store_values import read_texts
+from ddpkit.join.store import read_texts
 
 
 def on_threads(world_size: int, fn: Callable[[Session], Any]) -> tuple[list[Any], dist.TCPStore]:

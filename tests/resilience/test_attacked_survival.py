@@ -22,7 +22,7 @@ import ddpkit
 from ddpkit.checkpoint.files import to_bytes
 from ddpkit.checkpoint.leaves import digest_leaves
 from ddpkit.collectives.broadcast import broadcast_bytes
-from ddpkit.job.options import Options
+from ddpkit.job.job import Options
 from ddpkit.join.failures import Failure, record_failure
 from ddpkit.join.store import connect
 from ddpkit.survival.regrouping import Arrival, Refuge, host_store

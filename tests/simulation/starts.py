@@ -16,8 +16,7 @@ from world import Killed, Process, Task, World
 from ddpkit.errors import LaunchError
 from ddpkit.job import joining as startup
 from ddpkit.job import leaving
-from ddpkit.job.job import Job, context_of
-from ddpkit.job.options import Options
+from ddpkit.job.job import Job, Options, context_of
 from ddpkit.job.refusal import is_child_of_rank
 from ddpkit.join.session import Session
 from ddpkit.join.sockets import is_listening

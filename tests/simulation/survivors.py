@@ -16,11 +16,10 @@ from store import PrefixStore
 from world import Killed
 
 from ddpkit.job import joining as startup
-from ddpkit.job.job import Context, Job, context_of
-from ddpkit.job.options import Options
+from ddpkit.job.job import Context, Job, Options, context_of
 from ddpkit.join.causes import lost_peer_of
 from ddpkit.join.failures import Failure
-from ddpkit.join.store_values import without_prefixes
+from ddpkit.join.store import without_prefixes
 from ddpkit.launch.launch import Launch
 from ddpkit.survival import states as kept_states
 from ddpkit.survival import survive as survival

@@ -15,7 +15,7 @@ import torch
 
 from ...errors import LaunchError, PeerError
 from ...job.device import count_accelerators
-from ...job.options import checked_device
+from ...job.job import checked_device
 from ...join.members import usable_cores
 from ...launch.detection import detect_launch
 from ...spawning.spawn import spawn

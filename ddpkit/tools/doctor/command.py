@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 
 from ...errors import LaunchError
-from ...job.job import Context
+from ...job.job import Context, checked_backend, checked_device
 from ...job.joining import offer_store
 from ...job.launching import unnested_launch
 from ...job.lifecycle import distributed, exchange
-from ...job.options import checked_backend, checked_device
 from ...join.store import find_master, open_store, store_outlives_ranks
 from ...launch.launch import MPI_AND_SLURM, Launch
 from ...spawning.spawn import spawn

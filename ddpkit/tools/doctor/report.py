@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ...collectives.differences import first_of, name_ranks
 from ...errors import LaunchError, describe_error
-from ...join.store_values import Pause
+from ...join.store import Pause
 from ...launch.launch import Launch
 from ...parsing import parse, refuse_text
 from ..terminal import announce
