@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
 from math import isqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Sampler, get_worker_info
 
 from ..arguments import as_integer
@@ -26,10 +25,14 @@ from ..errors import DdpkitError
 from ..job.current_job import get_data_parallel_rank, get_data_parallel_world_size
 from .seeds import hash_seeds
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Positions = npt.NDArray[np.int64]
+    Order = Callable[[Positions], Positions]
+
 # Make random orders of [0, n): functions from positions to numbers, without a list of them.
 
-Positions = npt.NDArray[np.int64]
-Order = Callable[[Positions], Positions]
 
 # A permutation in memory up to here: 1 MB and 1.5 ms, and all orders equally likely.
 _IN_MEMORY = 2**17

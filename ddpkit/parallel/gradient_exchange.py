@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,9 +23,11 @@ from ..errors import MismatchError, describe_error
 from ..job import current_job, lifecycle
 from ..job.current_job import get_data_parallel_world_size
 from ..job.job import Peers, group_of, ranks_of
-from ..join.session import Session
 from ..torch_internals import is_sharded, untraced
 from .models import check_tensors, named_tensors, sharing_memory, unwrap_model, writable
+
+if TYPE_CHECKING:
+    from ..join.session import Session
 
 Modules = tuple[nn.Module | Tensor, ...]
 NamedTensors = Iterator[tuple[str, Tensor]]
