@@ -6,6 +6,7 @@ The picture is made from the source, and a test compares the two. An arrow that 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path, PurePath
@@ -29,10 +30,13 @@ def room_of(module: PurePath) -> str:
 
 
 def imports(module: PurePath) -> tuple[set[PurePath], set[str]]:
-    """Find the modules of ddpkit, and the packages from elsewhere, that a module imports anywhere in its text."""
+    """Find the modules of ddpkit, and the packages from elsewhere, that a module imports, also inside its functions.
+
+    What only type checkers see is left out.
+    """
     inside: set[PurePath] = set()
     outside: set[str] = set()
-    for node in ast.walk(tree_of(module)):
+    for node in _walk(tree_of(module)):
         if isinstance(node, ast.Import):
             outside |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -42,6 +46,15 @@ def imports(module: PurePath) -> tuple[set[PurePath], set[str]]:
             found = {place} if place in MODULES else {place / alias.name for alias in node.names}
             inside |= found & set(MODULES)
     return inside, outside
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and those in it, but for blocks that only type checkers see."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _walk(child)
 
 
 def arrows() -> dict[str, set[str]]:

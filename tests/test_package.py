@@ -54,7 +54,7 @@ import torch, ddpkit
 ddpkit.setup(device="cpu")
 data = torch.utils.data.TensorDataset(torch.ones(4, 2))
 model = ddpkit.wrap_model(torch.nn.Linear(2, 1))
-plan = ddpkit.ScalePlan(2, 0.1)
+plan = ddpkit.ScalePlan(2, 0.1, ddpkit.get_world_size())
 optimizer = torch.optim.SGD(model.parameters(), lr=plan.lr)
 saver = ddpkit.Checkpointer("runs")
 loader = ddpkit.make_loader(data, batch_size=2)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arguments import as_integer
 from ..data.loader import Batch, Loader, Loop, Seeds, check_options
-from ..data.samplers import DistributedSampler, Order
+from ..data.samplers import DistributedSampler
 from ..data.seeds import generators_kept, hash_seeds, seed_cpu
 from ..errors import DdpkitError
 from ..job import current_job
 from ..job.current_job import get_device
 from . import sum as exact_sum
 from .gradients import MicroBatches, describe_kernels
+
+if TYPE_CHECKING:
+    from ..data.samplers import Order
 
 _CALL = "make_micro_batch_loader()"
 
