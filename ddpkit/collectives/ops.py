@@ -117,7 +117,8 @@ def all_reduce(value: Any, op: Op = "sum", *, check: bool = True, group: Group |
         MismatchError: If structure, shape, dtype or `op` differ between ranks; the message lists what each rank passed.
             On the other ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        OverflowError: If a Python int, or the sum of 64-bit tensors, does not fit 64 bits.
+        OverflowError: If a Python int, or the sum of 64-bit tensors, does not fit 64 bits; if a Python int beyond 2^53
+            is to be compared: pass it as a tensor.
         TypeError: If `value` holds something else, such as a string.
         ValueError: If `op` is none of the four.
 
