@@ -48,7 +48,6 @@ from .collectives.ops import (
     all_reduce_mean,
     broadcast,
     gather_batch,
-    gather_exact,
 )
 from .collectives.sync import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
 from .data.loader import Loader, make_loader
@@ -65,6 +64,7 @@ from .errors import (
     PeerError,
     ReplicaMismatchError,
 )
+from .exact.gather import gather_exact
 from .exact.gradients import MicroBatches, exact_gradients
 from .exact.loader import make_micro_batch_loader
 from .guard import StepGuard, find_batch_size
