@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ddpkit
 from ddpkit.collectives import data_parallel, ops, sync
+from ddpkit.exact import gather
 
 project = "ddpkit"
 author = "The ddpkit authors"
@@ -79,7 +80,7 @@ import ddpkit
 from ddpkit import *
 """
 
-for module in (data_parallel, ops, sync):
+for module in (data_parallel, ops, sync, gather):
     module.Group = dist.ProcessGroup | DeviceMesh  # text in the source, which does not import meshes
 
 

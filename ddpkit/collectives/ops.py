@@ -10,7 +10,6 @@ from ..job import current_job
 from ..torch_internals import untraced
 from .broadcast import broadcast_value
 from .gather import gather_objects, gather_trees, join_trees
-from .gather_exact import gather_in_order
 from .groups import Group, peers_of
 from .reduce import reduce_tree
 
@@ -117,7 +116,8 @@ def all_reduce(value: Any, op: Op = "sum", *, check: bool = True, group: Group |
         MismatchError: If structure, shape, dtype or `op` differ between ranks; the message lists what each rank passed.
             On the other ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        OverflowError: If a Python int, or the sum of 64-bit tensors, does not fit 64 bits.
+        OverflowError: If a Python int, or the sum of 64-bit tensors, does not fit 64 bits; if a Python int beyond 2^53
+            is to be compared: pass it as a tensor.
         TypeError: If `value` holds something else, such as a string.
         ValueError: If `op` is none of the four.
 
@@ -270,39 +270,3 @@ def broadcast(value: T, src: int | None = None, *, check: bool = True, group: Gr
         {'run': '2024-05-01', 'lr': 0.1}
     """
     return broadcast_value(value, src, peers_of(group), check)  # type: ignore[no-any-return]
-
-
-@untraced
-def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None) -> T:
-    """Put the ranks' results for a dataset into its order, and make sure that each sample is there once. Collective.
-
-    Args:
-        values: This rank's results, one for each index: a tensor or NumPy array, by its first dimension, or a list. Or
-            several such columns, in a dict, namedtuple or dataclass. Same structure, kind, dtype and trailing shape on
-            every rank that has any; a rank without samples may pass an empty list.
-        indices: The samples' indices in the dataset, as ints: a list, range, tensor or array.
-        n: Length of the dataset.
-        group: As for `all_reduce_mean`; by default the data-parallel ranks.
-
-    Returns:
-        The n results in dataset order, equal on every rank, as `values` holds them: a tensor (on the device of its
-        part), array or list, or a dict of them.
-
-    Raises:
-        MismatchError: If structure, kind, dtype, trailing shape or n differ between ranks.
-        NotSetUpError: If several processes were launched but `setup()` was not called.
-        TypeError: If `values` are something else: a string, a set, or a tuple, which may be meant as columns or not.
-        ValueError: If the ranks' indices together are not exactly range(n), on every rank, naming what is missing,
-            repeated or out of range; if values and indices differ in length.
-
-    Example:
-        >>> gather_exact(["c", "a", "b"], [2, 0, 1], n=3)
-        ['a', 'b', 'c']
-
-        On two::
-
-            gather_exact({"loss": torch.tensor([1, 3])}, [0, 2], n=3)    # rank 0
-            gather_exact({"loss": torch.tensor([2])}, [1], n=3)    # rank 1; both get {"loss": tensor([1, 2, 3])}
-    """
-    peers = current_job.data_parallel() if group is None else peers_of(group)
-    return gather_in_order(values, indices, n, peers)  # type: ignore[no-any-return]

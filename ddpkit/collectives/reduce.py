@@ -39,7 +39,6 @@ from .tree import Leaf, Spec, concatenate, flatten, unflatten, walk
 
 _GREATEST = 2**63 - 1
 _LEAST = -(2**63)
-_BOOL, _INT, _FLOAT = 0, 1, 2
 
 
 def tensor_keys(flat: Tensor, op: str) -> Tensor:
@@ -62,33 +61,6 @@ def tensor_from_keys(keys: Tensor, dtype: torch.dtype, op: str) -> Tensor:
     return keys.to(dtype)
 
 
-def number_keys(numbers: list[float], op: str) -> list[int]:
-    """Turn Python numbers into three keys each: as a float, as an int (the least key if it is none), and its type."""
-    floats = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    int_keys = [_int_key(number, op) for number in numbers]
-    types = [_type_key(number) for number in numbers]
-    return [*tensor_keys(floats, op).tolist(), *int_keys, *types]
-
-
-def numbers_from_keys(keys: list[int], op: str) -> list[float]:
-    """Turn keys back into Python numbers. The result is an int where all ranks had ints, a bool where all had bools."""
-    count = len(keys) // 3
-    float_keys = torch.tensor(keys[:count], dtype=torch.int64, device="cpu")
-    floats = tensor_from_keys(float_keys, torch.float64, op).tolist()
-    int_keys = keys[count : 2 * count]
-    types = keys[2 * count :]
-    numbers: list[float] = []
-    for number, int_key, type_key in zip(floats, int_keys, types, strict=True):
-        integer = int_key ^ _flip(op)
-        if type_key == _FLOAT:
-            numbers.append(number)
-        elif type_key == _INT:
-            numbers.append(integer)
-        else:
-            numbers.append(bool(integer))
-    return numbers
-
-
 def _flip(op: str) -> int:
     """Return the mask that reverses the order of keys for "min", without the overflow of a minus sign."""
     return -1 if op == "min" else 0
@@ -97,20 +69,6 @@ def _flip(op: str) -> int:
 def _order_bits(bits: Tensor) -> Tensor:
     """Turn the bits of a float64 into an int64 of the same order, and back."""
     return bits ^ ((bits >> 63) & _GREATEST)
-
-
-def _int_key(number: float, op: str) -> int:
-    if not isinstance(number, int):
-        return _LEAST
-    return number ^ _flip(op)
-
-
-def _type_key(number: float) -> int:
-    if isinstance(number, bool):
-        return _BOOL
-    if isinstance(number, int):
-        return _INT
-    return _FLOAT
 
 
 # Pack values into a buffer of numbers that ranks can add or compare, and unpack the results.
@@ -122,6 +80,8 @@ def _type_key(number: float) -> int:
 Buffer = Tensor | NDArray[np.float64]
 EXTREMES = ("min", "max")
 _SLOTS_PER_NUMBER = 4
+_LARGEST_EXACT = 2**53  # of the ints that a float64 holds, all up to it
+_TYPES = (bool, int, float)
 _IN_HALVES = (torch.int64, torch.uint64)
 _LOW_HALF = 2**32 - 1
 _SMALLEST_FLOAT32 = torch.finfo(torch.float32).tiny
@@ -152,11 +112,12 @@ def pack_numbers(numbers: list[float], op: str, weighted: bool) -> Sequence[floa
     """Pack Python numbers.
 
     Added, they take four slots: the number if it is a float, 1 if it is an int, the high half and the low half of an
-    int. Under a weight all are floats. Compared, they take three keys.
+    int. Under a weight all are floats. Compared, they take two keys: of the number as a float, and of its type.
     """
     if op in EXTREMES:
-        _check_ints(numbers)
-        return number_keys(numbers, op)
+        _check_compared(numbers, op)
+        keys = tensor_keys(torch.tensor(numbers, dtype=torch.float64, device="cpu"), op)
+        return [*keys.tolist(), *map(_type_code, numbers)]
     no_ints = [0.0] * (3 * len(numbers))
     if set(map(type, numbers)) <= {float}:
         return numbers + no_ints
@@ -177,7 +138,9 @@ def unpack_numbers(buffer: list[Any], op: str, world_size: int, divisor: float) 
     The slots that hold floats are divided by `divisor`, for a sum, too: it takes back the scale.
     """
     if op in EXTREMES:
-        return numbers_from_keys(buffer, op)
+        keys, codes = torch.tensor(buffer, dtype=torch.int64, device="cpu").chunk(2)
+        extremes = tensor_from_keys(keys, torch.float64, op).tolist()
+        return [_TYPES[code](number) for number, code in zip(extremes, codes, strict=True)]
     count = len(buffer) // _SLOTS_PER_NUMBER
     floats = [total / divisor for total in buffer[:count]]
     ranks_with_int = buffer[count : 2 * count]
@@ -194,6 +157,13 @@ def unpack_numbers(buffer: list[Any], op: str, world_size: int, divisor: float) 
             result += from_floats
         results.append(result)
     return results
+
+
+def _type_code(number: float) -> int:
+    """Return a number that is greater for a wider type: an extreme of bools and ints is an int."""
+    if isinstance(number, float):
+        return 2
+    return 0 if isinstance(number, bool) else 1
 
 
 def pack(flat: Tensor, op: str, dtype: torch.dtype, weighted: bool) -> Tensor:
@@ -268,6 +238,15 @@ def _check_ints(numbers: list[float]) -> None:
     for number in numbers:
         if isinstance(number, int) and not -(2**63) <= number < 2**63:
             raise OverflowError(f"Ints must fit 64 bits to be combined exactly, got {number}. Pass it as a float.")
+
+
+def _check_compared(numbers: list[float], op: str) -> None:
+    for number in numbers:
+        if isinstance(number, int) and abs(number) > _LARGEST_EXACT:
+            raise OverflowError(
+                f"Ints beyond 2^53 are not compared, which as floats would be rounded, got {number} for {op!r}. "
+                "Subtract a common start from it, as from a time in nanoseconds, or pass torch.tensor(it)."
+            )
 
 
 def _join_halves(high: Tensor, low: Tensor) -> Tensor:

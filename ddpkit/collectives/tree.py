@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
-from collections import Counter, OrderedDict, UserDict, UserList, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -111,7 +110,6 @@ _REAL = {torch.from_numpy(np.zeros(0, dtype)).dtype for dtype in _NATIVE} | {tor
 _NUMBERS = {float, int, bool, np.float64}
 _TENSORS = {Tensor, nn.Parameter}
 _DICTS = {dict, OrderedDict, defaultdict, Counter}  # their values are all there is to them
-_BUILT_IN = (defaultdict, OrderedDict, dict, list, tuple, SimpleNamespace, object)
 
 
 class Leaf(NamedTuple):
@@ -217,40 +215,33 @@ def _child_path(path: str, kind: str, name: str) -> str:
 
 def take_apart(value: Any) -> Parts | None:
     """Take a container apart; return None for a value that is none."""
-    if isinstance(value, Enum):
-        return None
     if isinstance(value, dict):
         return _take_dict_apart(value)
     if isinstance(value, (list, tuple)):
         return _take_sequence_apart(value)
-    attributes = _attributes(value)
-    if attributes is None:
-        return None
-    return _take_object_apart(value, attributes)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _take_dataclass_apart(value)
+    return None
 
 
 def put_together(value: Any, children: list[Any]) -> Any:
     """Copy a container that was taken apart, with these children. Code of its class, which may refuse, is not run."""
-    if type(value) is list:
+    kind = type(value)
+    if kind is list:
         return children
-    if type(value) is dict:
-        copy = value.copy()
-        keys, _ = _sort_keys(*value)
-        copy.update(zip(keys, children, strict=True))
-        return copy
-    if _is_struct_sequence(value):
-        return type(value)(children)
-    built_in = _built_in(value)
-    if built_in is tuple:
-        return tuple.__new__(type(value), children)
-    made = built_in.__new__(type(value))
-    if built_in is list:
+    if isinstance(value, dict):
+        return _copy_dict(value, children)
+    if isinstance(value, list):
+        made = list.__new__(kind)
         list.extend(made, children)
-    elif isinstance(value, dict):
-        _fill_dict(made, value, children)
-    else:
-        for name, child in zip(_attributes(value) or (), children, strict=True):
-            object.__setattr__(made, name, child)  # also if it is frozen
+        return made
+    if hasattr(kind, "n_sequence_fields"):  # what torch.max and its kin return
+        return kind(children)
+    if isinstance(value, tuple):
+        return tuple.__new__(kind, children)
+    made = object.__new__(kind)
+    for field, child in zip(fields(value), children, strict=True):
+        object.__setattr__(made, field.name, child)  # also if it is frozen
     return made
 
 
@@ -340,6 +331,8 @@ def _flatten_other(value: Any, leaves: list[Any]) -> Leaf:
         return NUMBER
     if isinstance(value, Mapping):
         return Leaf(f"{name} (pass dict(it))")
+    if isinstance(value, SimpleNamespace):
+        return Leaf(f"{name} (pass vars(it))")
     if isinstance(value, Set):
         return Leaf(f"{name} (it has no order: pass a sorted list)")
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
@@ -348,32 +341,71 @@ def _flatten_other(value: Any, leaves: list[Any]) -> Leaf:
 
 
 def _take_dict_apart(value: dict[Any, Any]) -> Parts:
+    items, problem = value, ""
     if type(value) not in _DICTS:
-        problem = _explain_uncopyable_dict(value)
-        if problem:
-            return Parts("dict", (), [], problem)
-    keys, names = _sort_keys(*value)
-    return Parts("dict", names, [value[key] for key in keys])
+        items = dict(_built_in(value).items(value))
+        problem = _explain_hidden(value, items, "keys (pass dict(it))")
+    keys, names = _sort_keys(*items)
+    return Parts("dict", names, [items[key] for key in keys], problem)
 
 
 def _take_sequence_apart(value: list[Any] | tuple[Any, ...]) -> Parts:
-    kind = _kind_of_sequence(value)
-    if type(value) not in (list, tuple):
-        problem = _explain_uncopyable_sequence(value)
-        if problem:
-            return Parts(kind, (), [], problem)
+    kind = "list" if isinstance(value, list) else "tuple"
+    children = list(list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value))
     names = getattr(type(value), "_fields", None)
-    if not names:
-        names = map(str, range(len(value)))
-    return Parts(kind, tuple(names), list(value))
+    if names is not None:
+        kind = f"namedtuple {type(value).__name__}"
+    problem = ""
+    if isinstance(value, torch.Size):  # whose constructor takes nothing but ints
+        problem = "Size (pass list(it))"
+    elif type(value) not in (list, tuple):
+        problem = _explain_hidden(value, {}, "elements (pass list(it))")
+    return Parts(kind, tuple(names or map(str, range(len(children)))), children, problem)
 
 
-def _take_object_apart(value: Any, attributes: tuple[str, ...]) -> Parts:
-    kind = type(value).__name__
-    if is_dataclass(value):
-        kind = f"dataclass {kind}"
-    children = [getattr(value, name, None) for name in attributes]
-    return Parts(kind, attributes, children, _explain_uncopyable_object(value, attributes))
+def _take_dataclass_apart(value: Any) -> Parts:
+    names = tuple(field.name for field in fields(value))
+    children = {name: getattr(value, name, None) for name in names}
+    problem = _explain_hidden(value, children, "fields (pass its values alone, as a dict)")
+    return Parts(f"dataclass {type(value).__name__}", names, list(children.values()), problem)
+
+
+def _explain_hidden(value: Any, children: dict[Any, Any], where: str) -> str:
+    """Say which attributes a copy with other children would lack, or have wrong; "" if none."""
+    hidden = []
+    for name, attribute in getattr(value, "__dict__", {}).items():
+        is_child = attribute is None or children.get(name) is attribute  # some dicts keep keys as attributes, too
+        if not is_child and not isinstance(getattr(type(value), name, None), cached_property):
+            hidden.append(name)
+    if not hidden:
+        return ""
+    return f"{type(value).__name__}, with attributes {', '.join(hidden)} beside its {where}"
+
+
+def _built_in(value: dict[Any, Any]) -> Any:
+    """Return the class of Python's own that a dict is of."""
+    return next(kind for kind in (defaultdict, OrderedDict, dict) if isinstance(value, kind))
+
+
+def _copy_dict(value: dict[Any, Any], children: list[Any]) -> Any:
+    """Copy a dict with its class and order, and attributes that are its keys, too."""
+    built_in = _built_in(value)
+    made: Any = built_in.__new__(type(value))
+    order = list(built_in.keys(value))
+    keys, _ = _sort_keys(*order)
+    new = dict(zip(keys, children, strict=True))
+    for key in order:
+        built_in.__setitem__(made, key, new[key])
+    if isinstance(value, defaultdict):
+        made.default_factory = value.default_factory
+    attributes = getattr(value, "__dict__", {})
+    if attributes is value:
+        made.__dict__ = made
+        return made
+    for name, attribute in attributes.items():
+        if attribute is None or name in new:
+            object.__setattr__(made, name, new.get(name))
+    return made
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -385,128 +417,3 @@ def _sort_keys(*keys: Any) -> tuple[list[Any], tuple[str, ...]]:
         if name == following:
             raise TypeError(f"A dict has two keys that print as {name}, so ranks could pair them differently.")
     return in_order, names
-
-
-def _attributes(value: Any) -> tuple[str, ...] | None:
-    """List the attributes that make up an object; return None if that is not known of its type."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return tuple(field.name for field in fields(value))
-    if isinstance(value, SimpleNamespace):
-        return tuple(sorted(vars(value)))
-    if isinstance(value, (UserDict, UserList)):
-        return ("data",)
-    return None
-
-
-def _kind_of_sequence(value: list[Any] | tuple[Any, ...]) -> str:
-    if isinstance(value, list):
-        return "list"
-    if hasattr(type(value), "_fields"):
-        return f"namedtuple {type(value).__name__}"
-    return "tuple"
-
-
-def _is_struct_sequence(value: Any) -> bool:
-    """Return whether a value is of the kind of tuple that torch.max and its kin return."""
-    return hasattr(type(value), "n_sequence_fields")
-
-
-def _explain_uncopyable_dict(value: dict[Any, Any]) -> str:
-    """Say why a copy of a dict's subclass might not be right; "" if it is."""
-    items = dict(_built_in(value).items(value))
-    if not _iterates_over(value, items) or any(value[key] is not child for key, child in items.items()):
-        return f"{type(value).__name__}, which shows other values than it holds (pass dict(it))"
-    known = set()
-    for name, attribute in _state(value).items():
-        if attribute is None or items.get(name) is attribute:  # the class keeps keys as attributes, too
-            known.add(name)
-    return _explain_attributes(value, known, "keys")
-
-
-def _explain_uncopyable_sequence(value: Sequence[Any]) -> str:
-    """Say why a copy of a list's or tuple's subclass might not be right; "" if it is."""
-    name = type(value).__name__
-    if isinstance(value, tuple) and not _is_struct_sequence(value):
-        try:
-            tuple.__new__(type(value))
-        except TypeError:  # torch.Size
-            return f"{name} (pass list(it))"
-    elements = list(_built_in(value).__iter__(value))
-    if not _iterates_over(value, elements):
-        return f"{name}, which shows other values than it holds (pass list(it))"
-    return _explain_attributes(value, set(), "elements")
-
-
-def _explain_uncopyable_object(value: Any, attributes: tuple[str, ...]) -> str:
-    """Say why a copy of an object with other attributes might not be right; "" if it is."""
-    kind = type(value).__name__
-    for name in attributes:
-        if not hasattr(value, name):
-            return f"{kind}, whose {name} is not set"
-    problem = _explain_attributes(value, set(attributes), "fields")
-    if problem:
-        return problem
-    try:
-        _built_in(value).__new__(type(value))
-    except TypeError:
-        return f"{kind}, which cannot be copied (pass its values alone, as a dict)"
-    return ""
-
-
-def _explain_attributes(value: Any, known: set[str], parts: str) -> str:
-    """Say which attributes would be lost or wrong in a copy with other children; "" if none."""
-    hidden = sorted(_state(value).keys() - known)
-    if not hidden:
-        return ""
-    kind = type(value).__name__
-    return f"{kind}, whose attributes {', '.join(hidden)} are not its {parts} (pass its values alone, as a dict)"
-
-
-def _iterates_over(value: Any, items: Collection[Any]) -> bool:
-    """Return whether a loop over a container gives just these items: that of a subclass may be another, without end."""
-    found = list(islice(value, len(items) + 1))
-    if len(value) != len(items) or len(found) != len(items):
-        return False
-    return all(map(operator.is_, found, items))
-
-
-def _state(value: Any) -> dict[str, Any]:
-    """Collect an object's attributes, less those that its class computes anew."""
-    state = dict(getattr(value, "__dict__", {}))
-    for base in type(value).__mro__:
-        for slot in _slots(base):
-            if hasattr(value, slot):
-                state[slot] = getattr(value, slot)
-    for name in list(state):
-        if isinstance(getattr(type(value), name, None), cached_property):
-            del state[name]
-    return state
-
-
-def _slots(kind: type) -> set[str]:
-    """List the attributes that a class keeps in slots of its own."""
-    slots = kind.__dict__.get("__slots__", ())
-    if isinstance(slots, str):
-        slots = [slots]
-    return set(slots) - {"__dict__", "__weakref__"}
-
-
-def _built_in(value: Any) -> Any:
-    """Return the type of Python's own that holds the children, whatever a subclass has made of its methods."""
-    return next(kind for kind in _BUILT_IN if isinstance(value, kind))
-
-
-def _fill_dict(made: Any, value: dict[Any, Any], children: list[Any]) -> None:
-    """Put children into an empty dict of the class of `value`, in its order, with its attributes."""
-    keys, _ = _sort_keys(*value)
-    new = dict(zip(keys, children, strict=True))
-    built_in = _built_in(value)
-    for key in value:
-        built_in.__setitem__(made, key, new[key])
-    if isinstance(value, defaultdict):
-        made.default_factory = value.default_factory
-    if getattr(value, "__dict__", None) is value:
-        made.__dict__ = made
-        return
-    for name in _state(value):
-        object.__setattr__(made, name, new.get(name))

@@ -1,1 +1,1 @@
-"""Sums and gradients that do not depend on the number of ranks."""
+"""Results, sums and gradients that do not depend on the number of ranks."""

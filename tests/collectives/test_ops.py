@@ -9,7 +9,7 @@ import re
 import time
 import warnings
 import zlib
-from collections import Counter, OrderedDict, UserDict, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -88,9 +88,9 @@ def arrays(draw: Any, world: int) -> list[Any]:
 
 
 @cache  # hypothesis checks every strategy that is made
-def values(world: int) -> st.SearchStrategy[list[Any]]:
+def values(world: int, largest: int = 2**61) -> st.SearchStrategy[list[Any]]:
     """One value for each rank, all of one structure; dicts in an order of their own."""
-    number = st.one_of(st.booleans(), st.integers(-(2**61), 2**61), st.floats(-1e300, 1e300), st.just(math.nan))
+    number = st.one_of(st.booleans(), st.integers(-largest, largest), st.floats(-1e300, 1e300), st.just(math.nan))
     numbers = st.lists(number, min_size=world, max_size=world)
 
     def dicts(inner: list[list[Any]]) -> list[Any]:
@@ -112,7 +112,8 @@ def values(world: int) -> st.SearchStrategy[list[Any]]:
 
 @st.composite
 def cases(draw: Any, world: int) -> tuple[list[Any], str, list[Any]]:
-    each, op = draw(values(world)), draw(st.sampled_from(["mean", "mean", "sum", "min", "max"]))
+    op = draw(st.sampled_from(["mean", "mean", "sum", "min", "max"]))
+    each = draw(values(world, 2**53) if op in ("min", "max") else values(world))
     weights = (
         draw(st.lists(st.integers(0, 5), min_size=world, max_size=world))
         if op == "mean" and draw(st.booleans())
@@ -223,8 +224,8 @@ def check_case(case: tuple[list[Any], str, list[Any]], rank: int) -> list[Any]:
     return [flat(leaf) for _, leaf in sorted(leaves_of(got).items())]
 
 
-# the greatest is an int that no float holds, but a float among the numbers makes the result one
-MIXED = [False, 2**53 + 1, 0.0]
+# the greatest is the largest int that is compared, and a float among the numbers makes the result one
+MIXED = [False, 2**53, 0.0]
 
 
 def verdict_on(case: tuple[list[Any], str, list[Any]], rank: int) -> str:
@@ -381,7 +382,6 @@ def contained() -> dict[str, Any]:
         "mirror": Mirror({"deep": {"f1": float(rank)}}),
         "derived": Derived(float(rank)),
         "fixed": Fixed(float(rank)),
-        "user": UserDict(loss=rank),
     }
     sums = all_reduce(value)
     assert value["counter"] == Counter(a=rank, b=1) and value["mirror"].deep.f1 == rank
@@ -397,7 +397,7 @@ def test_containers_with_ways_of_their_own_hold_the_sums(world: int) -> None:
         assert got["output"].loss == got["output"]["loss"] == total
         assert got["mirror"].deep.f1 == got["mirror"]["deep"]["f1"] == total
         assert (got["derived"].first, got["derived"].made) == (total, [total])
-        assert got["fixed"] == (total, 2 * total) and got["user"] == {"loss": total}
+        assert got["fixed"] == (total, 2 * total)
 
 
 # --- one answer whatever the size -------------------------------------------------------------------------------------
@@ -688,7 +688,7 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
         r"Size \(pass list\(it\)\) at value\['a'\]",
     ),
     "enum": (lambda: all_reduce([last(Color.RED, 1)]), "TypeError", r"member of Color .*at value\[0\]"),
-    "attribute": (lambda: all_reduce(last(Sneaky(1.0), 1)), "TypeError", r"attributes twice are not .* at value\."),
+    "attribute": (lambda: all_reduce(last(Sneaky(1.0), 1)), "TypeError", r"attributes twice beside .* at value\."),
     "meta": (lambda: all_reduce([last(torch.ones(1, device="meta"), 1)]), "TypeError", r"meta .*at value\[0\]"),
     "None": (lambda: all_reduce_mean(last(None, 1.0)), "TypeError", r"object of type NoneType at value\."),
     "weight": (
@@ -699,7 +699,11 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
     "weight nan": (lambda: all_reduce_mean(1.0, last(math.nan, 1)), "ValueError", r"weight must be .*, got nan"),
     "weight type": (lambda: all_reduce_mean(1.0, last("3", 1)), "TypeError", r"weight must be a number, got str"),
     "huge": (lambda: all_reduce(last(2**64, 1)), "OverflowError", r"must fit 64 bits.*18446744073709551616"),
-    "huge max": (lambda: all_reduce(last(-(2**64), 1), "max"), "OverflowError", r"must fit 64 bits"),
+    "nanoseconds": (
+        lambda: all_reduce({"now": last(time.time_ns(), 1)}, "max"),
+        "OverflowError",
+        r"beyond 2\^53 .*'max'.*Subtract a common start.*torch.tensor\(it\)",
+    ),
     "op": (
         lambda: all_reduce(1.0, last("avg", "sum")),
         "ValueError",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from dataclasses import InitVar, dataclass, field, fields
@@ -219,11 +218,6 @@ class Labelled(dict[str, float]):
         self.total = total
 
 
-class Lower(dict[str, float]):
-    def __getitem__(self, key: str) -> float:
-        return 2 * super().__getitem__(key)
-
-
 class Scores(list[float]):
     def __init__(self, first: float, second: float) -> None:
         super().__init__([first, second])
@@ -234,18 +228,6 @@ class Twice(list[float]):
         return iter([x for x in super().__iter__() for _ in range(2)])
 
 
-class Endless(list[float]):
-    def __iter__(self) -> Any:
-        return itertools.cycle(super().__iter__())
-
-
-class Longer(tuple[float, ...]):
-    __slots__ = ()
-
-    def __len__(self) -> int:
-        return super().__len__() + 1
-
-
 class Backwards(namedtuple("Backwards", "x y")):
     __slots__ = ()
 
@@ -253,13 +235,12 @@ class Backwards(namedtuple("Backwards", "x y")):
         return reversed(tuple(super().__iter__()))
 
 
-class EndlessKeys(dict[str, float]):
-    def __iter__(self) -> Any:
-        return itertools.cycle(super().__iter__())
-
-
 class Noted(list[float]):
-    note = ""
+    @classmethod
+    def of(cls, *values: float) -> Noted:
+        noted = cls(values)
+        noted.note = "mine"  # type: ignore[attr-defined]
+        return noted
 
 
 class Fixed(namedtuple("Fixed", "x y")):
@@ -305,15 +286,6 @@ class Sneaky:
 
     def __post_init__(self) -> None:
         self.twice = 2 * self.x
-
-
-class Slotted:
-    __slots__ = ("hidden",)
-
-
-@dataclass
-class Partly(Slotted):
-    x: float
 
 
 class Color(IntEnum):
@@ -382,14 +354,14 @@ def test_objects_made_of_fields_come_back_as_they_are() -> None:
     got = doubled(derived)
     assert type(got) is Derived and (got.first, got.made, got.second) == (2.0, [4.0], 6.0)
     assert got.total == 8.0 and derived.made == [2.0]
-    user_dict, user_list = doubled([UserDict(loss=1.0), UserList([1.0])])
-    assert type(user_dict) is UserDict and user_dict == {"loss": 2.0}
-    assert type(user_list) is UserList and user_list == [2.0]
-    assert doubled(SimpleNamespace(b=1.0, a=[2.0])) == SimpleNamespace(b=2.0, a=[4.0])
+    unset = dict(walk(spec(Unset(1.0))))
+    assert str(unset["value.y"]) == "object of type NoneType"
 
 
-def test_the_keys_of_a_namespace_are_visited_in_one_order() -> None:
-    assert spec(SimpleNamespace(b=1, a=2.0)) == spec(SimpleNamespace(a=1, b=2.0))
+def test_what_a_subclass_holds_counts_not_what_it_shows() -> None:
+    twice, backwards = doubled([Twice([1.0, 2.0]), Backwards(1.0, 2.0)])
+    assert type(twice) is Twice and twice == [2.0, 4.0]
+    assert type(backwards) is Backwards and (backwards.x, backwards.y) == (2.0, 4.0)
 
 
 def test_numbers_come_back_as_plain_ones() -> None:
@@ -404,16 +376,12 @@ def test_tensors_with_a_name_for_their_type_come_back_plain() -> None:
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: Labelled({"a": 1.0}, 5.0), r"Labelled.*total.*are not its keys"),
-        (lambda: Lower(a=1.0), r"Lower.*other values than it holds"),
-        (lambda: EndlessKeys(a=1.0), r"EndlessKeys.*other values than it holds \(pass dict\(it\)\)"),
-        (lambda: Twice([1.0, 2.0]), r"Twice.*other values than it holds \(pass list\(it\)\)"),
-        (lambda: Endless([1.0, 2.0]), r"Endless.*other values than it holds"),
-        (lambda: Longer([1.0, 2.0]), r"Longer.*other values than it holds"),
-        (lambda: Backwards(1.0, 2.0), r"Backwards.*other values than it holds"),
-        (lambda: Sneaky(1.0), r"Sneaky.*twice.*are not its fields"),
-        (lambda: Unset(1.0), r"Unset.*y is not set"),
-        (lambda: Partly(1.0), None),
+        (lambda: Labelled({"a": 1.0}, 5.0), r"Labelled, with attributes total beside its keys \(pass dict\(it\)\)"),
+        (lambda: Noted.of(1.0), r"Noted, with attributes note beside its elements \(pass list\(it\)\)"),
+        (lambda: UserDict(loss=1.0), r"UserDict \(pass dict\(it\)\)"),
+        (lambda: UserList([1.0]), r"UserList \(pass list\(it\)\)"),
+        (lambda: SimpleNamespace(loss=1.0), r"SimpleNamespace \(pass vars\(it\)\)"),
+        (lambda: Sneaky(1.0), r"Sneaky, with attributes twice beside its fields \(pass its values alone, as a dict\)"),
         (lambda: MappingProxyType({"a": 1.0}), r"mappingproxy \(pass dict\(it\)\)"),
         (lambda: ChainMap({"a": 1.0}), r"ChainMap \(pass dict\(it\)\)"),
         (lambda: deque([1.0]), r"deque \(pass list\(it\)\)"),
@@ -438,13 +406,9 @@ def test_tensors_with_a_name_for_their_type_come_back_plain() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_would_come_back_wrong_is_refused_with_its_path(make: Any, words: str | None) -> None:
+def test_what_would_come_back_wrong_is_refused_with_its_path(make: Any, words: str) -> None:
     value = make()
     leaves: list[Any] = []
-    if words is None:  # an empty slot hides nothing
-        assert doubled(value).x == 2.0
-        value.hidden = 5.0
-        words = r"Partly.*hidden.*are not its fields"
     found = dict(walk(flatten({"ok": 1.0, "bad": [value]}, leaves)))["value['bad'][0]"]
     assert isinstance(found, Leaf) and not found.known and re.search(words, str(found)), str(found)
     assert leaves == [1.0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -10,22 +10,57 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..arguments import as_integer, plain_index
+from ..collectives.consistency import raise_everywhere
+from ..collectives.differences import explain_difference, name_ranks
+from ..collectives.gather import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
+from ..collectives.groups import Group, peers_of
+from ..collectives.tree import concatenate, flat_bytes, leaves_of, replace_leaves
 from ..errors import MismatchError
-from ..job.job import Peers, ranks_of
+from ..job import current_job
+from ..job.job import ranks_of
 from ..launch import ranks
-from .consistency import raise_everywhere
-from .differences import explain_difference, name_ranks
-from .gather import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
-from .tree import concatenate, flat_bytes, leaves_of, replace_leaves
+from ..torch_internals import untraced
 
+T = TypeVar("T")
 _INDICES_NAMED = 8  # samples that a message names
 # torch 2.6 cannot index tensors of other dtypes
 _INDEXED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _INDEXED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
-def gather_in_order(values: Any, indices: Any, n: Any, peers: Peers | None = None) -> Any:
-    """Put the ranks' values in the order of their indices, which must together be range(n). Collective."""
+@untraced
+def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None) -> T:
+    """Put the ranks' results for a dataset into its order, and make sure that each sample is there once. Collective.
+
+    Args:
+        values: This rank's results, one for each index: a tensor or NumPy array, by its first dimension, or a list. Or
+            several such columns, in a dict, namedtuple or dataclass. Same structure, kind, dtype and trailing shape on
+            every rank that has any; a rank without samples may pass an empty list.
+        indices: The samples' indices in the dataset, as ints: a list, range, tensor or array.
+        n: Length of the dataset.
+        group: As for `all_reduce_mean`; by default the data-parallel ranks.
+
+    Returns:
+        The n results in dataset order, equal on every rank, as `values` holds them: a tensor (on the device of its
+        part), array or list, or a dict of them.
+
+    Raises:
+        MismatchError: If structure, kind, dtype, trailing shape or n differ between ranks.
+        NotSetUpError: If several processes were launched but `setup()` was not called.
+        TypeError: If `values` are something else: a string, a set, or a tuple, which may be meant as columns or not.
+        ValueError: If the ranks' indices together are not exactly range(n), on every rank, naming what is missing,
+            repeated or out of range; if values and indices differ in length.
+
+    Example:
+        >>> gather_exact(["c", "a", "b"], [2, 0, 1], n=3)
+        ['a', 'b', 'c']
+
+        On two::
+
+            gather_exact({"loss": torch.tensor([1, 3])}, [0, 2], n=3)    # rank 0
+            gather_exact({"loss": torch.tensor([2])}, [1], n=3)    # rank 1; both get {"loss": tensor([1, 2, 3])}
+    """
+    peers = current_job.data_parallel() if group is None else peers_of(group)
     n = plain_index(n)
     call = f"gather_exact(n={n!r})"
     with raise_everywhere(call, peers):
@@ -40,20 +75,28 @@ def gather_in_order(values: Any, indices: Any, n: Any, peers: Peers | None = Non
     # a rank without samples may pass an empty list whatever the others have
     trees = {rank: tree for rank, (indices, tree) in gathered.items() if len(indices)}
     if not trees:
-        _, own_tree = gathered[ranks.get_rank()]
-        trees = {ranks.get_rank(): own_tree}
-    columns = {rank: _columns_of(tree) for rank, tree in trees.items()}
-    _check_kinds(call, columns)
+        own_rank = ranks.get_rank()
+        trees = {own_rank: gathered[own_rank][1]}
     like = trees.get(ranks.get_rank(), next(iter(trees.values())))
-    order = np.empty(n, np.int64)
-    order[np.concatenate([*by_rank.values()])] = np.arange(n)
-    results = []
-    for path in _columns_of(like):
-        result = _join([parts[path] for parts in columns.values()], order)
+    results = _join_columns(call, trees, np.argsort(np.concatenate([*by_rank.values()])))
+    for path, result in results.items():
         if isinstance(result, Tensor) and isinstance(own.get(path), Tensor):
-            result = result.to(own[path].device)
-        results.append(result)
-    return replace_leaves(like, _is_column, iter(results))
+            results[path] = result.to(own[path].device)
+    leaves = [results[path] for path in _columns_of(like)]
+    return replace_leaves(like, _is_column, iter(leaves))  # type: ignore[no-any-return]
+
+
+def _join_columns(call: str, trees: dict[int, Any], order: NDArray[np.int64]) -> dict[str, Any]:
+    """Join each column of the ranks' results, in the order given; refuse columns that differ in kind."""
+    columns = {rank: _columns_of(tree) for rank, tree in trees.items()}
+    kinds = {}
+    for rank, parts in columns.items():
+        kinds[rank] = {path: describe_column(part) for path, part in parts.items()}
+    difference = explain_difference(call, kinds)
+    if difference:
+        raise MismatchError(difference)
+    paths = next(iter(columns.values()))
+    return {path: _join([parts[path] for parts in columns.values()], order) for path in paths}
 
 
 def _columns_of(values: Any) -> dict[str, Any]:
@@ -123,16 +166,6 @@ def _explain_no_column(column: Any) -> str:
     if isinstance(column, (Tensor, np.ndarray)) and not column.ndim:
         return "a tensor without dimensions"
     return ""
-
-
-def _check_kinds(call: str, columns: dict[int, dict[str, Any]]) -> None:
-    """Check that ranks have columns of the same kinds under the same paths."""
-    kinds = {}
-    for rank, parts in columns.items():
-        kinds[rank] = {path: describe_column(part) for path, part in parts.items()}
-    difference = explain_difference(call, kinds)
-    if difference:
-        raise MismatchError(difference)
 
 
 def _join(parts: list[Any], order: NDArray[np.int64]) -> Any:
