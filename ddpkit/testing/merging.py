@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .messages import Answer
+from .pool import Answer
 
 _PHASES = ("setup", "call", "teardown")
 Reports = list[pytest.TestReport]  # of one rank, in their order
