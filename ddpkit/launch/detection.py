@@ -171,7 +171,10 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
     if all(name in env for name in PLATFORM.needs.values()):
         return _read_platform(env, mpi_or_slurm).launch()
     if mpi_or_slurm:
-        return _read_mpi_or_slurm(mpi_or_slurm, env).launch()
+        read = read_step if mpi_or_slurm is SLURM else _read_mpirun
+        reading = read(mpi_or_slurm, env)
+        reading.check_agreement(RANKS | LOCAL)  # a job script may set some of them itself
+        return reading.launch()
     if is_stripped_step(env):
         step = read_step(SLURM._replace(signs=("SLURM_PROCID", "SLURM_NTASKS")), env)
         step.wrong.append("a container must be given all of a task's SLURM_ variables")
@@ -179,7 +182,12 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
     platforms, names = hints.nodes(env)
     signs = tuple(dict.fromkeys([*names, *hints.processes(env)]))
     if signs:
-        return Reading(_unknown(platforms)._replace(signs=signs), env).launch()  # raises, for something is missing
+        launcher = PLATFORM._replace(signs=signs)
+        if platforms:
+            title = f"one of several nodes of {platforms[0].title}"
+            start = f"Start torchrun on each node: {platforms[0].command()}"
+            launcher = launcher._replace(title=title, start=start)
+        return Reading(launcher, env).launch()  # raises, for something is missing
     return _single(env)
 
 
@@ -193,12 +201,6 @@ def _find_mpi_or_slurm(env: Mapping[str, str]) -> Launcher | None:
     if found[0].kind == "pmi" and "MPI_LOCALRANKID" not in env:
         return found[-1]  # srun --mpi=pmi2 speaks PMI too
     return found[0]
-
-
-def _read_mpi_or_slurm(launcher: Launcher, env: Mapping[str, str]) -> Reading:
-    reading = read_step(launcher, env) if launcher.kind == "slurm" else _read_mpirun(launcher, env)
-    reading.check_agreement(RANKS | LOCAL)  # a job script may set some of them itself
-    return reading
 
 
 def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
@@ -228,13 +230,12 @@ def _compare_with(launcher: Launcher, reading: Reading) -> None:
     """Refuse fewer ranks than this launcher has started processes: some would claim the same one."""
     needs = {field: launcher.needs[field] for field in RANKS}
     started = Reading(launcher._replace(needs=needs, takes={}), reading.env)
-    for field in RANKS:
-        if field not in reading.values or field not in started.values:
-            return
-    too_few = reading.values["world_size"] < started.values["world_size"]
-    same_size = reading.values["world_size"] == started.values["world_size"]
-    same_rank = reading.values["rank"] == started.values["rank"]
-    if too_few or (same_size and not same_rank):
+    told, real = reading.values, started.values
+    if not RANKS.keys() <= told.keys() & real.keys():
+        return
+    too_few = told["world_size"] < real["world_size"]
+    same_size = told["world_size"] == real["world_size"]
+    if too_few or (same_size and told["rank"] != real["rank"]):
         ranks, processes = (f"{one.said('rank')}, {one.said('world_size')}" for one in (reading, started))
         reading.wrong.append(f"{ranks} contradict {processes} (does a job script export them? then unset them there)")
 
@@ -261,14 +262,6 @@ def _refuse_copies(reading: Reading, signs: list[str]) -> None:
         f"{reading.said('world_size')} contradicts {sign}: each of several processes would run alone (if this is "
         f"meant, unset {', '.join(signs)})"
     )
-
-
-def _unknown(platforms: list[hints.Nodes]) -> Launcher:
-    """Describe the launcher of a process that is told no rank, and how to start ranks there."""
-    if not platforms:
-        return PLATFORM
-    start = f"Start torchrun on each node: {platforms[0].command()}"
-    return PLATFORM._replace(title=f"one of several nodes of {platforms[0].title}", start=start)
 
 
 def _single(env: Mapping[str, str]) -> Launch:
