@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from operator import is_
+from operator import itemgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -148,13 +148,18 @@ class _Kept:
         self.name = name
         self._owner = owner
         self._space = space
-        self._keys = [key for key, value in [*space.items()] if _is_code(key, value)]
-        self._values = [*map(space.get, self._keys)]
+        keys = [key for key, value in [*space.items()] if _is_code(key, value)]
+        # twice what each has: itemgetter, which is quick, returns a tuple only for several keys
+        self._read = itemgetter("__doc__", "__doc__", *keys)
+        self._values = self._read(space)
 
     def is_changed(self) -> bool:
         """Return whether somebody else has replaced or deleted something."""
-        found = [*map(self._space.get, self._keys)]
-        if all(map(is_, found, self._values)):
+        try:
+            found = self._read(self._space)
+        except KeyError:
+            return True
+        if found == self._values:
             return False
         for value, old in zip(found, self._values, strict=True):
             if value is not old and not self._is_own(value) and not _is_hooked(value, old):
