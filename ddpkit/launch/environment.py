@@ -1,4 +1,4 @@
-"""Reading a launcher's variables: the values that they hold, and everything that is wrong with them."""
+"""Read what a launcher tells, and what is wrong with it; find signs of launchers that tell no rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 from ..errors import LaunchError
 from .launch import ALLOCATIONS, LOCAL, MASTER, RANKS, Launch, Launcher
 
-# Signs that this is one of several processes or nodes, from those who tell no rank that could be read.
-#
-# Platforms start a process on each node and leave the ranks there to torchrun. Where it is forgotten, each process
-# would believe to be alone.
+# Signs that this is one of several processes or nodes, where no rank is told that could be read. Platforms start a
+# process on each node and leave the ranks there to torchrun: where it is forgotten, each would believe to be alone.
 
 
 class Nodes(NamedTuple):
@@ -204,6 +202,8 @@ def _count(text: str) -> int:
         return sum(len(hosts) for hosts in found.values() if isinstance(hosts, list))
     return len(found) if isinstance(found, list) else 0
 
+
+# Reading what a launcher tells.
 
 _VARIABLE_LENGTH = 200  # characters of a variable in an error
 _BOUNDS = (  # a rank is below, a size at most

@@ -52,10 +52,9 @@ def forgotten_launcher(launch: Launch) -> str | None:
     return None
 
 
-# The table of launchers: which variable tells what under which of them. A new launcher is a new row.
-#
-# Its order is the order of belief, and the right one wherever launchers were seen inside each other: Open MPI or
-# hydra in an sbatch script, torchrun in srun.
+# The table of launchers: which variable tells what under which of them. A new launcher is a new row. Its order is the
+# order of belief, and the right one wherever launchers were seen inside each other: Open MPI or hydra in an sbatch
+# script, torchrun in srun.
 
 
 class Launcher(NamedTuple):
