@@ -92,7 +92,7 @@ class RankProcess:
             return None
 
     def read_stack(self) -> str:
-        """Ask the rank for its stack; return "" if it does not answer."""
+        """Ask the rank for its stack; say so if it does not answer."""
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(self.process.pid or 0, _STACK_SIGNAL)
         text = b""
@@ -103,7 +103,7 @@ class RankProcess:
                 break
             text += line
             patience = _STACK_GOES_ON
-        return text.decode(errors="replace")
+        return text.decode(errors="replace") or "  (no answer: stopped?)\n"
 
     def close(self) -> None:
         """Close the pipes."""

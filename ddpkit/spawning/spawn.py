@@ -184,13 +184,9 @@ def _results(ranks: list[_SpawnedRank], timeout: timedelta, end_together: bool) 
     errors = _wait_for_all(ranks, timeout, end_together)
     if errors and (end_together or len(errors) == len(ranks)):
         raise first_cause(errors)
-    unfinished = []
-    for process in ranks:
-        if not process.done:
-            stack = process.read_stack() or "  (no answer: stopped?)"
-            unfinished.append(f"rank {process.rank}:\n{stack}")
+    unfinished = [process for process in ranks if not process.done]
     if unfinished:
-        stacks = "\n".join(unfinished)
+        stacks = "\n".join(f"rank {process.rank}:\n{process.read_stack()}" for process in unfinished)
         raise TimeoutError(f"spawn() ended after {timeout}; not finished:\n{stacks}")
     return [process.error or process.result for process in ranks]
 

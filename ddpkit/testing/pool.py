@@ -301,8 +301,7 @@ class _WarmRank(RankProcess):
 
     def give_up(self, problem: str) -> None:
         """End a rank that has not come to an end, and note where it was."""
-        stack = _stack_of_test(self.read_stack())
-        self.answer.stack = stack or "  (no answer: stopped?)\n"
+        self.answer.stack = _stack_of_test(self.read_stack())
         self.answer.problem = problem
         self.process.kill()
 
