@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpkit.testing.warm_rank import PRELOADED
+from ddpkit.testing.pool import PRELOADED
 
 ROOT = Path(__file__).parents[1]
 _START = ROOT / "tests" / "start"

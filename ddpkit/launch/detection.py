@@ -1,4 +1,4 @@
-"""How this process was started: environment variables in, a frozen `Launch` out. No torch, and nothing is changed."""
+"""Detect how this process was started: environment variables in, a frozen `Launch` out. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import re
 from collections.abc import Mapping
 from itertools import product
 
-from . import environment as hints
-from .environment import Reading, derive_port, filled, meet_nobody, warn_of_allocation
+from .environment import (
+    Reading,
+    derive_port,
+    filled,
+    meet_nobody,
+    nodes,
+    number,
+    others,
+    processes,
+    warn_of_allocation,
+)
 from .launch import (
     ALLOCATIONS,
     FORGOTTEN,
@@ -24,9 +33,142 @@ from .launch import (
     Launcher,
 )
 
-# The place of a task in a Slurm step.
-#
-# Only the step's own variables tell it: SLURM_NTASKS and SLURM_JOB_NODELIST are the job's, and layouts may be uneven.
+
+def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
+    """Find out how this process was started, as far as environment variables tell.
+
+    Args:
+        env: The variables, by default this process's. An empty one counts as missing.
+
+    Returns:
+        The launch; of kind "single", rank 0 of 1, if nothing hints at a launcher.
+
+    Raises:
+        LaunchError: If the hints are incomplete or contradict each other. The message names everything that is missing
+            or wrong, what was found and what to do.
+
+    Example:
+        >>> launch = detect_launch({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"})
+        >>> launch.kind, launch.rank, launch.world_size, launch.local_rank
+        ('openmpi', 3, 4, None)
+        >>> detect_launch({}).kind
+        'single'
+    """
+    env = filled(os.environ if env is None else env)
+    for launcher in (TORCHRUN, SPAWN):  # a spawned rank may start torchrun; spawn() removes torchrun's variables
+        if launcher.signs[0] in env:
+            return Reading(launcher, env).launch()
+    mpi_or_slurm = _find_mpi_or_slurm(env)
+    if all(name in env for name in PLATFORM.needs.values()):
+        return _read_platform(env, mpi_or_slurm).launch()
+    if mpi_or_slurm:
+        read = read_step if mpi_or_slurm is SLURM else _read_mpirun
+        reading = read(mpi_or_slurm, env)
+        reading.check_agreement(RANKS | LOCAL)  # a job script may set some of them itself
+        return reading.launch()
+    if is_stripped_step(env):
+        step = read_step(SLURM._replace(signs=("SLURM_PROCID", "SLURM_NTASKS")), env)
+        step.wrong.append("a container must be given all of a task's SLURM_ variables")
+        return step.launch()  # raises
+    platforms, names = nodes(env)
+    signs = tuple(dict.fromkeys([*names, *processes(env)]))
+    if signs:
+        launcher = PLATFORM._replace(signs=signs)
+        if platforms:
+            title = f"one of several nodes of {platforms[0].title}"
+            start = f"Start torchrun on each node: {platforms[0].command()}"
+            launcher = launcher._replace(title=title, start=start)
+        return Reading(launcher, env).launch()  # raises, for something is missing
+    return _single(env)
+
+
+def _find_mpi_or_slurm(env: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher whose variables are there, the first in the order of belief."""
+    found = [launcher for launcher in MPI_AND_SLURM if any(sign in env for sign in launcher.signs)]
+    if found and found[0].kind == "submitit" and env.get("SUBMITIT_LOCAL_NTASKS") == "1":
+        found = found[1:]  # a lone task may start a launcher, which hands its variables on
+    if not found:
+        return None
+    if found[0].kind == "pmi" and "MPI_LOCALRANKID" not in env:
+        return found[-1]  # srun --mpi=pmi2 speaks PMI too
+    return found[0]
+
+
+def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
+    """Read the variables of a launcher that tells no address to meet at, though its user may (mpirun -x)."""
+    reading = Reading(launcher, env)
+    if reading.values.get("world_size") == 1:
+        meet_nobody(reading)
+        _refuse_copies(reading, _signs_around(reading))
+        return reading
+    absent = [name for name in MASTER.values() if name not in env]
+    if len(absent) == 1:
+        reading.missing += absent
+    return reading
+
+
+def _read_platform(env: Mapping[str, str], launcher: Launcher | None) -> Reading:
+    """Read RANK and its kin, which are complete."""
+    reading = Reading(PLATFORM, env)
+    if launcher:
+        _compare_with(launcher, reading)
+    if reading.values.get("world_size") == 1 and not reading.wrong:
+        _refuse_copies(reading, [*_signs_around(reading), *nodes(env)[1]])
+    return reading
+
+
+def _compare_with(launcher: Launcher, reading: Reading) -> None:
+    """Refuse fewer ranks than this launcher has started processes: some would claim the same one."""
+    needs = {field: launcher.needs[field] for field in RANKS}
+    started = Reading(launcher._replace(needs=needs, takes={}), reading.env)
+    told, real = reading.values, started.values
+    if not RANKS.keys() <= told.keys() & real.keys():
+        return
+    too_few = told["world_size"] < real["world_size"]
+    same_size = told["world_size"] == real["world_size"]
+    if too_few or (same_size and told["rank"] != real["rank"]):
+        said, counted = (f"{one.said('rank')}, {one.said('world_size')}" for one in (reading, started))
+        reading.wrong.append(f"{said} contradict {counted} (does a job script export them? then unset them there)")
+
+
+def _signs_around(reading: Reading) -> list[str]:
+    """Name the variables of launches of several processes in which this one of one process was started.
+
+    A Flux instance may span the tasks of a Slurm step, and a shell in a step is one of its tasks.
+    """
+    if reading.launcher.kind == "flux" or "SLURM_PTY_PORT" in reading.env:
+        return []
+    sizes = [launcher.needs["world_size"] for launcher in MPI_AND_SLURM]
+    several = [name for name in sizes if number(reading.env.get(name)) > 1]
+    return list(dict.fromkeys([*several, *others(reading.env)]))
+
+
+def _refuse_copies(reading: Reading, signs: list[str]) -> None:
+    """Refuse a launch of one process in each of several."""
+    if not signs:
+        return
+    sign = f"{signs[0]}={reading.env[signs[0]]}"
+    reading.evidence.append(sign)
+    reading.wrong.append(
+        f"{reading.said('world_size')} contradicts {sign}: each of several processes would run alone (if this is "
+        f"meant, unset {', '.join(signs)})"
+    )
+
+
+def _single(env: Mapping[str, str]) -> Launch:
+    evidence = [f"{name}={env[name]}" for name in (*RANKS.values(), *LOCAL.values()) if name in env]
+    ignored = [f"{name}={env[name]}" for name in MASTER.values() if name in env]
+    if ignored:
+        evidence.append(f"{', '.join(ignored)} ignored: nothing tells of other ranks")
+    warning = warn_of_allocation(env, *ALLOCATIONS)
+    if warning:
+        evidence.append(FORGOTTEN + warning)
+    evidence.append("no launcher: one process")
+    return Launch("single", 0, 1, 0, 1, 0, 1, evidence=tuple(evidence))
+
+
+# A Slurm step. Only its own variables tell the place of a task: SLURM_NTASKS and SLURM_JOB_NODELIST are the job's, and
+# layouts may be uneven.
 
 
 def read_step(launcher: Launcher, env: Mapping[str, str]) -> Reading:
@@ -55,7 +197,7 @@ def is_stripped_step(env: Mapping[str, str]) -> bool:
     A batch script has rank 0 and the job's number of tasks as well, but the job's id too and nothing of a step.
     """
     tasks = env.get("SLURM_NTASKS", env.get("SLURM_NPROCS"))
-    if "SLURM_PROCID" not in env or hints.number(tasks) < 2:
+    if "SLURM_PROCID" not in env or number(tasks) < 2:
         return False
     of_a_step = any(name.startswith("SLURM_STEP") for name in env)
     return of_a_step or env["SLURM_PROCID"] != "0" or "SLURM_JOB_ID" not in env
@@ -123,8 +265,8 @@ def _expand_numbers(text: str) -> list[str]:
     for item in text.split(","):
         low, _, high = item.partition("-")
         width = len(low)
-        for number in range(int(low), int(high or low) + 1):
-            numbers.append(f"{number:0{width}}")
+        for each in range(int(low), int(high or low) + 1):
+            numbers.append(f"{each:0{width}}")
     return numbers
 
 
@@ -138,146 +280,6 @@ def expand_counts(text: str) -> list[int]:
     if not re.fullmatch(f"{count}(?:,{count})*", text, re.ASCII):
         raise ValueError("not a list of counts")
     counts = []
-    for number, times in re.findall(count, text):
-        counts += [int(number)] * int(times or 1)
+    for each, times in re.findall(count, text):
+        counts += [int(each)] * int(times or 1)
     return counts
-
-
-def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
-    """Find out how this process was started, as far as environment variables tell.
-
-    Args:
-        env: The variables, by default this process's. An empty one counts as missing.
-
-    Returns:
-        The launch; of kind "single", rank 0 of 1, if nothing hints at a launcher.
-
-    Raises:
-        LaunchError: If the hints are incomplete or contradict each other. The message names everything that is missing
-            or wrong, what was found and what to do.
-
-    Example:
-        >>> launch = detect_launch({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"})
-        >>> launch.kind, launch.rank, launch.world_size, launch.local_rank
-        ('openmpi', 3, 4, None)
-        >>> detect_launch({}).kind
-        'single'
-    """
-    env = filled(os.environ if env is None else env)
-    for launcher in (TORCHRUN, SPAWN):  # a spawned rank may start torchrun; spawn() removes torchrun's variables
-        if launcher.signs[0] in env:
-            return Reading(launcher, env).launch()
-    mpi_or_slurm = _find_mpi_or_slurm(env)
-    if all(name in env for name in PLATFORM.needs.values()):
-        return _read_platform(env, mpi_or_slurm).launch()
-    if mpi_or_slurm:
-        return _read_mpi_or_slurm(mpi_or_slurm, env).launch()
-    if is_stripped_step(env):
-        step = read_step(SLURM._replace(signs=("SLURM_PROCID", "SLURM_NTASKS")), env)
-        step.wrong.append("a container must be given all of a task's SLURM_ variables")
-        return step.launch()  # raises
-    platforms, names = hints.nodes(env)
-    signs = tuple(dict.fromkeys([*names, *hints.processes(env)]))
-    if signs:
-        return Reading(_unknown(platforms)._replace(signs=signs), env).launch()  # raises, for something is missing
-    return _single(env)
-
-
-def _find_mpi_or_slurm(env: Mapping[str, str]) -> Launcher | None:
-    """Return the launcher whose variables are there, the first in the order of belief."""
-    found = [launcher for launcher in MPI_AND_SLURM if any(sign in env for sign in launcher.signs)]
-    if found and found[0].kind == "submitit" and env.get("SUBMITIT_LOCAL_NTASKS") == "1":
-        found = found[1:]  # a lone task may start a launcher, which hands its variables on
-    if not found:
-        return None
-    if found[0].kind == "pmi" and "MPI_LOCALRANKID" not in env:
-        return found[-1]  # srun --mpi=pmi2 speaks PMI too
-    return found[0]
-
-
-def _read_mpi_or_slurm(launcher: Launcher, env: Mapping[str, str]) -> Reading:
-    reading = read_step(launcher, env) if launcher.kind == "slurm" else _read_mpirun(launcher, env)
-    reading.check_agreement(RANKS | LOCAL)  # a job script may set some of them itself
-    return reading
-
-
-def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
-    """Read the variables of a launcher that tells no address to meet at, though its user may (mpirun -x)."""
-    reading = Reading(launcher, env)
-    if reading.values.get("world_size") == 1:
-        meet_nobody(reading)
-        _refuse_copies(reading, _signs_around(reading))
-        return reading
-    absent = [name for name in MASTER.values() if name not in env]
-    if len(absent) == 1:
-        reading.missing += absent
-    return reading
-
-
-def _read_platform(env: Mapping[str, str], launcher: Launcher | None) -> Reading:
-    """Read RANK and its kin, which are complete."""
-    reading = Reading(PLATFORM, env)
-    if launcher:
-        _compare_with(launcher, reading)
-    if reading.values.get("world_size") == 1 and not reading.wrong:
-        _refuse_copies(reading, [*_signs_around(reading), *hints.nodes(env)[1]])
-    return reading
-
-
-def _compare_with(launcher: Launcher, reading: Reading) -> None:
-    """Refuse fewer ranks than this launcher has started processes: some would claim the same one."""
-    needs = {field: launcher.needs[field] for field in RANKS}
-    started = Reading(launcher._replace(needs=needs, takes={}), reading.env)
-    for field in RANKS:
-        if field not in reading.values or field not in started.values:
-            return
-    too_few = reading.values["world_size"] < started.values["world_size"]
-    same_size = reading.values["world_size"] == started.values["world_size"]
-    same_rank = reading.values["rank"] == started.values["rank"]
-    if too_few or (same_size and not same_rank):
-        ranks, processes = (f"{one.said('rank')}, {one.said('world_size')}" for one in (reading, started))
-        reading.wrong.append(f"{ranks} contradict {processes} (does a job script export them? then unset them there)")
-
-
-def _signs_around(reading: Reading) -> list[str]:
-    """Name the variables of launches of several processes in which this one of one process was started.
-
-    A Flux instance may span the tasks of a Slurm step, and a shell in a step is one of its tasks.
-    """
-    if reading.launcher.kind == "flux" or "SLURM_PTY_PORT" in reading.env:
-        return []
-    sizes = [launcher.needs["world_size"] for launcher in MPI_AND_SLURM]
-    several = [name for name in sizes if hints.number(reading.env.get(name)) > 1]
-    return list(dict.fromkeys([*several, *hints.others(reading.env)]))
-
-
-def _refuse_copies(reading: Reading, signs: list[str]) -> None:
-    """Refuse a launch of one process in each of several."""
-    if not signs:
-        return
-    sign = f"{signs[0]}={reading.env[signs[0]]}"
-    reading.evidence.append(sign)
-    reading.wrong.append(
-        f"{reading.said('world_size')} contradicts {sign}: each of several processes would run alone (if this is "
-        f"meant, unset {', '.join(signs)})"
-    )
-
-
-def _unknown(platforms: list[hints.Nodes]) -> Launcher:
-    """Describe the launcher of a process that is told no rank, and how to start ranks there."""
-    if not platforms:
-        return PLATFORM
-    start = f"Start torchrun on each node: {platforms[0].command()}"
-    return PLATFORM._replace(title=f"one of several nodes of {platforms[0].title}", start=start)
-
-
-def _single(env: Mapping[str, str]) -> Launch:
-    evidence = [f"{name}={env[name]}" for name in (*RANKS.values(), *LOCAL.values()) if name in env]
-    ignored = [f"{name}={env[name]}" for name in MASTER.values() if name in env]
-    if ignored:
-        evidence.append(f"{', '.join(ignored)} ignored: nothing tells of other ranks")
-    warning = warn_of_allocation(env, *ALLOCATIONS)
-    if warning:
-        evidence.append(FORGOTTEN + warning)
-    evidence.append("no launcher: one process")
-    return Launch("single", 0, 1, 0, 1, 0, 1, evidence=tuple(evidence))

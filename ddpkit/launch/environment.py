@@ -1,4 +1,4 @@
-"""Reading a launcher's variables: the values that they hold, and everything that is wrong with them."""
+"""Read what a launcher tells, and what is wrong with it; find signs of launchers that tell no rank."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from ..errors import LaunchError
 from .launch import ALLOCATIONS, LOCAL, MASTER, RANKS, Launch, Launcher
 
-# Signs that this is one of several processes or nodes, from those who tell no rank that could be read.
-#
-# Platforms start a process on each node and leave the ranks there to torchrun. Where it is forgotten, each process
-# would believe to be alone.
+# Signs that this is one of several processes or nodes, where no rank is told that could be read. Platforms start a
+# process on each node and leave the ranks there to torchrun: where it is forgotten, each would believe to be alone.
 
 
 class Nodes(NamedTuple):
@@ -57,21 +57,10 @@ _PLATFORMS = (
     Nodes("a TPU slice", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
     Nodes("Kubeflow", "PET_NNODES", "PET_NODE_RANK"),
 )
-_ANY_RANK = ("RANK", "LOCAL_RANK", "PMIX_RANK")  # whatever it is
-_RANK_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # 1 is no hint
 _ABOVE_0 = (
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "GLOBAL_RANK",
-    "LWS_WORKER_INDEX",
-    "PALS_RANKID",
-    "ALPS_APP_PE",
-    "PBS_NODENUM",
-    "PBS_VNODENUM",
-    "VC_TASK_INDEX",
-    "SUBMITIT_LOCAL_LOCALID",
-    "FLUX_TASK_LOCAL_ID",
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "GLOBAL_RANK", "LWS_WORKER_INDEX"),
+    *("PALS_RANKID", "ALPS_APP_PE", "PBS_NODENUM", "PBS_VNODENUM", "VC_TASK_INDEX"),
+    *("SUBMITIT_LOCAL_LOCALID", "FLUX_TASK_LOCAL_ID"),
 )
 _PAIRS = {
     "JAX_PROCESS_ID": "JAX_NUM_PROCESSES",
@@ -93,9 +82,13 @@ _OF_PROCESSES = "(^|_)(WORLD|COMM|JOB|GLOBAL|CROSS|DIST|DDP|DP|TP|PP)(_|$)|MPI" 
 
 def processes(env: Mapping[str, str]) -> list[str]:
     """Name the variables that say that this is one of several processes."""
-    alone = _told_alone(env)
-    hints = [name for name in _ANY_RANK if name in env and name not in alone]
-    hints += [name for name in _RANK_SIZES if env.get(name, "1") != "1"]
+    hints = []
+    for name in ("RANK", "LOCAL_RANK"):
+        told_alone = env.get(name) == "0" and env.get("WORLD_SIZE") == "1"
+        if name in env and not told_alone:
+            hints.append(name)
+    hints += [name for name in ["PMIX_RANK"] if name in env]
+    hints += [name for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if env.get(name, "1") != "1"]
     hints += _above_0(env)
     for name in _ending(env, "RANK", "RANKID"):
         value = number(env[name], -1)
@@ -103,14 +96,13 @@ def processes(env: Mapping[str, str]) -> list[str]:
         is_node = name.upper().endswith("_NODE_RANK") and value > 0
         if is_local or is_node:
             hints.append(name)
-    hints += pairs(env)
-    return list(dict.fromkeys(hints))
+    return [*hints, *pairs(env)]
 
 
 def others(env: Mapping[str, str]) -> list[str]:
     """Name the variables that say that there are others beside a process that was told to be the only one."""
-    above = [*_above_0(env), *(name for name in ["PMIX_RANK"] if number(env.get(name)) > 0)]
-    return [*above, *pairs(env)]
+    pmix = [name for name in ["PMIX_RANK"] if number(env.get(name)) > 0]
+    return [*_above_0(env), *pmix, *pairs(env)]
 
 
 def _above_0(env: Mapping[str, str]) -> list[str]:
@@ -122,13 +114,6 @@ def _above_0(env: Mapping[str, str]) -> list[str]:
 
 def _ending(env: Mapping[str, str], *ends: str) -> list[str]:
     return [name for name in env if name.upper().endswith(ends)]
-
-
-def _told_alone(env: Mapping[str, str]) -> list[str]:
-    """Name the ranks that a process may be told although it is the only one."""
-    if env.get("WORLD_SIZE") != "1":
-        return []
-    return [name for name in ("RANK", "LOCAL_RANK") if env.get(name) == "0"]
 
 
 def pairs(env: Mapping[str, str]) -> list[str]:
@@ -174,17 +159,14 @@ def nodes(env: Mapping[str, str]) -> tuple[list[Nodes], list[str]]:
 def _numbered(env: Mapping[str, str]) -> Iterator[Nodes]:
     """Find pairs such as NODE_RANK beside NNODES, of whoever starts a process on each node."""
     known = [platform.number for platform in _PLATFORMS]
-    for rank in ("NODE_ID", "NODE_INDEX"):
-        for size in ("NNODES", "NUM_NODES", "NODE_COUNT"):
-            if _is_one_of_several(env, rank, size):
-                yield Nodes("a cluster", size, rank)
-    for rank in _ending(env, *_NODE_NUMBERS):
-        for size in _ending(env, *_NODE_COUNTS):
-            if number(env[size]) > 1 and size not in known:
-                yield Nodes("a cluster", size, rank)
-    for rank in ("HOST_INDEX", "INDEX"):
-        if rank in env and number(env.get("HOST_NUM")) > 1:
-            yield Nodes("a cluster", "HOST_NUM", rank)
+    for rank, size in product(("NODE_ID", "NODE_INDEX"), ("NNODES", "NUM_NODES", "NODE_COUNT")):
+        if _is_one_of_several(env, rank, size):
+            yield Nodes("a cluster", size, rank)
+    found = [*product(_ending(env, *_NODE_NUMBERS), _ending(env, *_NODE_COUNTS))]
+    found += [("HOST_INDEX", "HOST_NUM"), ("INDEX", "HOST_NUM")]
+    for rank, size in found:
+        if rank in env and number(env.get(size)) > 1 and size not in known:
+            yield Nodes("a cluster", size, rank)
 
 
 def _volcano(env: Mapping[str, str]) -> list[str]:
@@ -214,17 +196,14 @@ def _count(text: str) -> int:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return len(re.findall(r"[^\s,;]+", text))
-    if isinstance(found, list):
-        return len(found)
-    if not isinstance(found, dict):
-        return 0
-    if isinstance(found.get("hosts"), list):
-        return len(found["hosts"])
-    if isinstance(found.get("cluster"), dict):
-        tasks = found["cluster"].values()
-        return sum(len(hosts) for hosts in tasks if isinstance(hosts, list))
-    return 0
+    if isinstance(found, dict):
+        found = found.get("hosts") or found.get("cluster")
+    if isinstance(found, dict):
+        return sum(len(hosts) for hosts in found.values() if isinstance(hosts, list))
+    return len(found) if isinstance(found, list) else 0
 
+
+# Reading what a launcher tells.
 
 _VARIABLE_LENGTH = 200  # characters of a variable in an error
 _BOUNDS = (  # a rank is below, a size at most
@@ -256,15 +235,16 @@ class Reading:
         self.missing: list[str] = []
         self.wrong: list[str] = []
         self.evidence: list[str] = []
-        self._names = {}  # by field, that of its variable
+        self._names = {}  # by field, that of its variable: the first of alternatives that is set
         for field, alternatives in (launcher.needs | launcher.takes).items():
-            self._names[field] = _first_given(alternatives, env)
+            names = alternatives.split("|")
+            self._names[field] = next((name for name in names if name in env), names[0])
         for name in launcher.signs:
             if name in env and name not in self._names.values():
                 self.evidence.append(f"{name}={env[name]}")
         for field, name in self._names.items():
             if name in env or field in launcher.needs:
-                value = self.read(name, _PARSERS.get(field, _size))
+                value = self.read(name, partial(_parse, field))
                 if value is not None:
                     self.values[field] = value
 
@@ -354,11 +334,7 @@ class Reading:
 
 def filled(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that hold something; a rank of -1 is how many scripts say that they are not distributed."""
-    found = {}
-    for name, text in env.items():
-        stripped = text.strip()
-        if stripped:
-            found[name] = stripped
+    found = {name: text.strip() for name, text in env.items() if text.strip()}
     if found.get("WORLD_SIZE", "1") == "1":
         for name in ("RANK", "LOCAL_RANK"):
             if found.get(name) == "-1":
@@ -396,41 +372,16 @@ def derive_port(*parts: str) -> int:
     return 10_000 + zlib.crc32("\0".join(parts).encode()) % 19_500
 
 
-def _first_given(alternatives: str, env: Mapping[str, str]) -> str:
-    """Return the first of "NAME|OTHER" that is set, or the first."""
-    names = alternatives.split("|")
-    for name in names:
-        if name in env:
-            return name
-    return names[0]
-
-
-def _integer(text: str, least: int, most: int | None = None) -> int:
-    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-    if not re.fullmatch("[0-9]+", text):
+def _parse(field: str, text: str) -> Any:
+    """Return the value of a field of `Launch`; raise `ValueError` if the text is none."""
+    if field == "master_addr":
+        return text
+    least = 0 if field.endswith("rank") else 1
+    bounds = f"of at least {least}"
+    most = 1 << 62
+    if field == "master_port":
+        most = 65535
+        bounds = f"from {least} to {most}"
+    if not re.fullmatch("[0-9]+", text) or not least <= int(text) <= most:
         raise ValueError(f"not an integer {bounds}")
-    value = int(text)
-    if value < least or (most is not None and value > most):
-        raise ValueError(f"not an integer {bounds}")
-    return value
-
-
-def _rank(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _size(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _port(text: str) -> int:
-    return _integer(text, 1, 65535)
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {  # by field; the others are sizes
-    "rank": _rank,
-    "local_rank": _rank,
-    "node_rank": _rank,
-    "master_addr": str,
-    "master_port": _port,
-}
+    return int(text)

@@ -52,10 +52,9 @@ def forgotten_launcher(launch: Launch) -> str | None:
     return None
 
 
-# The table of launchers: which variable tells what under which of them. A new launcher is a new row.
-#
-# Its order is the order of belief, and the right one wherever launchers were seen inside each other: Open MPI or
-# hydra in an sbatch script, torchrun in srun.
+# The table of launchers: which variable tells what under which of them. A new launcher is a new row. Its order is the
+# order of belief, and the right one wherever launchers were seen inside each other: Open MPI or hydra in an sbatch
+# script, torchrun in srun.
 
 
 class Launcher(NamedTuple):
@@ -91,47 +90,26 @@ _PLACE = {"local_rank": "SLURM_LOCALID", "node_rank": "SLURM_NODEID"}
 
 
 def _mpi_row(kind: str, title: str, rank: str, world_size: str, **takes: str) -> Launcher:
-    return Launcher(kind, title, (rank, world_size), {"rank": rank, "world_size": world_size}, takes | MASTER)
+    """Describe a launcher that starts processes and tells each its rank, but not where to meet."""
+    needs = {"rank": rank, "world_size": world_size}
+    return Launcher(kind, title, (rank, world_size), needs, takes | MASTER)
+
+
+def _world_row(kind: str, title: str, prefix: str) -> Launcher:
+    """Describe one whose variables are called as Open MPI's are, after another prefix."""
+    names = {"local_rank": f"{prefix}LOCAL_RANK", "local_world_size": f"{prefix}LOCAL_SIZE"}
+    return _mpi_row(kind, title, f"{prefix}RANK", f"{prefix}SIZE", **names)
 
 
 SPAWN = Launcher("spawn", "a rank of ddpkit.spawn()", ("DDPKIT_SPAWN",), RANKS | LOCAL | MASTER, {})
 TORCHRUN = Launcher("torchrun", "a torchrun job", ("TORCHELASTIC_RUN_ID",), RANKS | LOCAL | MASTER, _GROUP)
 PLATFORM = Launcher("platform", "a distributed job", (), RANKS | MASTER, LOCAL | _NODES)
 SLURM = Launcher("slurm", "a Slurm step", ("SLURM_STEP_NUM_TASKS",), _TASK | _PLACE, MASTER)
-# they start processes and tell each its rank, but not where to meet
 MPI_AND_SLURM = (
-    _mpi_row(
-        "openmpi",
-        "an Open MPI job",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",  # NODE_RANK there is no number of a node
-    ),
-    _mpi_row(
-        "mvapich",
-        "an MVAPICH job",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _mpi_row(
-        "jsrun",
-        "a jsrun job",
-        "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_SIZE",
-        local_rank="JSM_NAMESPACE_LOCAL_RANK",
-        local_world_size="JSM_NAMESPACE_LOCAL_SIZE",
-    ),
-    _mpi_row(
-        "horovod",
-        "a Horovod job",
-        "HOROVOD_RANK",
-        "HOROVOD_SIZE",
-        local_rank="HOROVOD_LOCAL_RANK",
-        local_world_size="HOROVOD_LOCAL_SIZE",
-    ),
+    _world_row("openmpi", "an Open MPI job", "OMPI_COMM_WORLD_"),  # NODE_RANK there is no number of a node
+    _world_row("mvapich", "an MVAPICH job", "MV2_COMM_WORLD_"),
+    _world_row("jsrun", "a jsrun job", "JSM_NAMESPACE_"),
+    _world_row("horovod", "a Horovod job", "HOROVOD_"),
     _mpi_row(
         "submitit",
         "a job of submitit's LocalExecutor",

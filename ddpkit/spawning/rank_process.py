@@ -1,24 +1,32 @@
-"""Start a rank's process, ask for its stack, and describe its end: shared with `testing`."""
+"""Start a rank's process, call functions in it, ask for its stack, and describe its end: shared with `testing`."""
 
 from __future__ import annotations
 
 import faulthandler
+import importlib
+import io
 import multiprocessing
 import os
+import pickle
 import signal
+import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from multiprocessing import process as multiprocess
+from multiprocessing.connection import Connection, wait
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeVar
 
-from ..errors import PeerError
+from ..errors import PeerError, message_of, trace_of
+from ..job import lifecycle
+from ..job.leaving import ended_well
 
 R = TypeVar("R", bound="RankProcess")
 _STACK_SIGNAL = signal.SIGUSR2
-_STACK_POLLS = 100  # how often to look for a stack; a loaded machine may be slow to write it
-_STACK_PAUSE = 0.03  # seconds between two looks
+_STACK_BEGINS = 3.0  # seconds until a stack comes; a loaded machine may be slow
+_STACK_GOES_ON = 0.1  # seconds from one line to the next
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -43,23 +51,13 @@ def replace_environment(env: dict[str, str]) -> None:
     os.environ.update(env)
 
 
-def forget_start_method() -> None:
-    """Let a loader's workers start in the user's default way, not in the way this process did."""
-    multiprocessing.set_start_method(None, force=True)
-
-
-def write_stack_on_request(file: TextIO) -> None:
-    """Write the main thread's stack to an open file whenever the parent calls `RankProcess.read_stack`."""
-    faulthandler.register(_STACK_SIGNAL, file=file, all_threads=False)
-
-
 class RankProcess:
     """The process of one rank, and the pipe to it.
 
     Args:
         rank: The rank's number.
+        env: The environment variables of the process.
         preload: Modules that its forkserver imports.
-        stack_file: The file that the rank gives to `write_stack_on_request`.
         main: Called in the process, with the rank's end of the pipe.
         *args: More arguments for it.
     """
@@ -67,20 +65,21 @@ class RankProcess:
     def __init__(
         self,
         rank: int,
+        env: dict[str, str],
         preload: list[str],
-        stack_file: Path,
         main: Callable[..., None],
         *args: Any,
     ) -> None:
         self.rank = rank
-        self._stack_file = stack_file
-        stack_file.touch()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(preload)
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=main, args=(theirs, *args), name=f"rank {rank}")
+        self._stack, stack = context.Pipe(duplex=False)
+        everything = (stack, env, main, theirs, *args)
+        self.process = context.Process(target=_begin, args=everything, name=f"rank {rank}")
         self.process.start()
         theirs.close()
+        stack.close()
 
     def next_message(self) -> Any:
         """Receive a message, None if the rank has died."""
@@ -92,18 +91,32 @@ class RankProcess:
             return None
 
     def read_stack(self) -> str:
-        """Ask the rank for its stack; return "" if it does not answer."""
+        """Ask the rank for its stack; say so if it does not answer."""
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(self.process.pid or 0, _STACK_SIGNAL)
-        text = ""
-        before: str | None = None
-        for _ in range(_STACK_POLLS):  # it is written line by line
-            text = self._stack_file.read_text()
-            if text and text == before:
+        text = b""
+        patience = _STACK_BEGINS
+        while self._stack.poll(patience):
+            line = os.read(self._stack.fileno(), 1 << 16)
+            if not line:  # it has just ended
                 break
-            before = text
-            time.sleep(_STACK_PAUSE)
-        return text
+            text += line
+            patience = _STACK_GOES_ON
+        return text.decode(errors="replace") or "  (no answer: stopped?)\n"
+
+    def close(self) -> None:
+        """Close the pipes."""
+        self.pipe.close()
+        self._stack.close()
+
+
+def _begin(stack: Connection, env: dict[str, str], main: Callable[..., None], *args: Any) -> None:
+    """Begin as a rank: its own environment, the user's start method, and its stack when it is asked for."""
+    replace_environment(env)
+    # a loader's workers start in the user's default way, not in the way this process did
+    multiprocessing.set_start_method(None, force=True)
+    faulthandler.register(_STACK_SIGNAL, file=stack.fileno(), all_threads=False)
+    main(*args)
 
 
 def wait_for_messages(ranks: list[R], deadline: float) -> list[R]:
@@ -136,3 +149,131 @@ def first_cause(errors: Sequence[tuple[int, BaseException]]) -> BaseException:
 def _is_echo(entry: tuple[int, BaseException]) -> bool:
     rank, error = entry
     return isinstance(error, PeerError) and error.rank != rank
+
+
+# Functions, arguments and results are pickled by name, or else by value.
+
+
+def dump_call(caller: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Pickle a function with its arguments; `pickle.loads` gives both back.
+
+    Args:
+        caller: Name of the public function that sends them, for the error.
+        fn: The function.
+        args: Its arguments.
+
+    Raises:
+        TypeError: If they cannot be sent to another process.
+    """
+    try:
+        return dump((fn, args))
+    except Exception as error:
+        raise TypeError(
+            f"{caller}() cannot send {fn!r} and its arguments to other processes: "
+            f"{message_of(error)}. Put it at the top of a module and import it from there. "
+            "Lambdas, inner functions and what a notebook defines can be sent where cloudpickle "
+            "is installed: pip install cloudpickle."
+        ) from error
+
+
+def dump(value: Any) -> bytes:
+    """Pickle a value by name, or by value with cloudpickle where no other process can import it."""
+    data = io.BytesIO()
+    try:
+        # plain pickle copies tensors; multiprocessing's own would share them
+        _Pickler(data).dump(value)
+    except Exception:
+        with suppress(ImportError):
+            cloudpickle = importlib.import_module("cloudpickle")
+            return bytes(cloudpickle.dumps(value))
+        raise
+    return data.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Refuse names of a main program that other processes cannot import, as a notebook is."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, (type, FunctionType)) or obj.__module__ != "__main__":
+            return NotImplemented
+        if can_import(sys.modules["__main__"]):
+            return NotImplemented
+        where = "in a notebook, at a prompt or on stdin"
+        raise pickle.PicklingError(f"{obj.__qualname__} was defined {where}")
+
+
+def can_import(main: ModuleType) -> bool:
+    """Return whether another process can import the main program: a file or module, no notebook."""
+    if main.__spec__ is not None:
+        return True
+    file = getattr(main, "__file__", None)
+    if file is None:
+        return False
+    folder = getattr(multiprocess, "ORIGINAL_DIR", None) or ""
+    return os.path.exists(os.path.join(folder, file))
+
+
+class Reply(NamedTuple):
+    """The outcome of a call on a rank, on its way to the process that asked for it.
+
+    Attributes:
+        failed: True if the function raised.
+        pickled: The result or the exception; empty if the exception cannot be pickled.
+        error_type: The name of the exception's class.
+        message: The exception's text.
+        traceback: Its traceback.
+    """
+
+    failed: bool
+    pickled: bytes
+    error_type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+def call_and_reply(
+    call: bytes,
+    begin: Callable[[], None] = lambda: None,
+    may_exit: bool = True,
+) -> Reply:
+    """Call a function on this rank, and tell the other ranks if it fails.
+
+    Args:
+        call: The function and its arguments, by `dump_call`.
+        begin: Called before the function, when it has been imported.
+        may_exit: If true, `sys.exit(0)` is no failure, but ends the function without a result.
+    """
+    try:
+        fn, args = pickle.loads(call)
+        begin()
+        return Reply(False, dump(fn(*args)))
+    except BaseException as error:
+        if may_exit and ended_well(error):
+            return Reply(False, dump(None))
+        return _reply_of_failure(lifecycle.report(error))
+
+
+def _reply_of_failure(error: BaseException) -> Reply:
+    data = b""
+    with suppress(Exception, SystemExit):
+        data = dump(error)
+    return Reply(True, data, type(error).__name__, message_of(error), trace_of(error))
+
+
+def open_reply(rank: int, reply: Reply) -> tuple[BaseException | None, Any]:
+    """Return the error of a rank, or None and its result."""
+    host = socket.gethostname()
+    cause = PeerError(rank, host, reply.error_type, reply.message, reply.traceback)
+    try:
+        value = pickle.loads(reply.pickled)
+    except (Exception, SystemExit) as error:
+        if not reply.failed:
+            words = f"what it returned cannot be unpickled here: {message_of(error)}"
+            cause = PeerError(rank, host, type(error).__name__, words)
+        return cause, None
+    if not reply.failed:
+        return None, value
+    if not isinstance(value, Exception):  # SystemExit would end the caller
+        return cause, None
+    value.__cause__ = cause
+    return value, None

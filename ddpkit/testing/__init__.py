@@ -4,6 +4,73 @@ pytest loads `hooks`, which loads the rest when the first test asks for ranks. N
 ddpkit imports this room.
 """
 
-from .calls import on_ranks
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ..arguments import as_integer
 
 __all__ = ["on_ranks"]
+T = TypeVar("T")
+_FOREVER = 1e8  # seconds
+_NO_RUN = "on_ranks() needs a pytest run with ddpkit's plugin; outside of one use ddpkit.spawn()."
+
+
+def on_ranks(
+    fn: Callable[..., T],
+    nprocs: int,
+    *args: Any,
+    timeout: float = 60.0,
+    join: bool = True,
+    fresh: bool = False,
+) -> list[T]:
+    """Call `fn(*args)` on ranks that have called `setup()`, in a test that is not marked itself.
+
+    Args:
+        fn: A function that can be pickled: defined at the top of a module. Where cloudpickle is
+            installed also a lambda or an inner function.
+        nprocs: Number of ranks, at least 1.
+        *args: Passed to every rank as copies.
+        timeout: Bound on the call, in seconds; that of the process group is at least
+            `ranks_timeout`.
+        join: If true, the ranks have called `setup()`; else they find the environment of a launch.
+        fresh: If true, start new processes for it instead of using warm ones.
+
+    Returns:
+        The ranks' results, by rank.
+
+    Raises:
+        Exception: The exception of the rank that failed first, its rank and traceback in
+            `__cause__`, a `PeerError`.
+        PeerError: If a process died, or the exception cannot be pickled.
+        TimeoutError: If the time is up; the message holds every unfinished rank's stack.
+        TypeError: If `fn` or an argument cannot be sent to other processes.
+
+    Example::
+
+        def test_three_ranks_find_the_same_mean():
+            assert on_ranks(mean_of_the_data, 3) == [mean_of_the_data()] * 3
+    """
+    nprocs = as_integer(nprocs, "nprocs")
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < _FOREVER:
+        raise ValueError(f"timeout must be seconds above 0, got {timeout!r}.")
+    config = _config_of_this_run()
+    if config is None:
+        raise RuntimeError(_NO_RUN)
+    from .dispatch import call_on_ranks  # which needs pytest
+
+    return call_on_ranks(config, fn, nprocs, args, timeout, join, fresh)
+
+
+def _config_of_this_run() -> Any:
+    """Find the configuration of the run in this process.
+
+    The plugin's module has one name where it is installed and another in this repository.
+    """
+    for name in ("ddpkit_pytest", f"{__name__}.hooks"):
+        config = getattr(sys.modules.get(name), "current", None)
+        if config is not None:
+            return config
+    return None

@@ -11,11 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,26 +34,9 @@ _CODE = (FunctionType, BuiltinFunctionType, type, classmethod, staticmethod, pro
 _LIBRARIES = sys.stdlib_module_names - {"sys"} | {"ddpkit", "numpy", "torch"}
 
 
-@dataclass
-class _Beginning:
-    """The process before its first test."""
-
-    threads: int
-    arguments: list[str]
-
-
-_beginning = _Beginning(1, [])
-
-
-def remember() -> None:
-    """Take the present state as the one to which tests return."""
-    _beginning.threads = torch.get_num_threads()
-    _beginning.arguments = [*sys.argv]
-
-
-def reset() -> None:
-    """Give the next test the same beginning as the first."""
-    sys.argv[:] = _beginning.arguments
+def reset(arguments: list[str], threads: int) -> None:
+    """Give the next test the same beginning as the first: that of `sys.argv`, and of torch's threads."""
+    sys.argv[:] = arguments
     random.seed(_SEED)
     np.random.seed(_SEED)
     torch.manual_seed(_SEED)
@@ -65,57 +47,56 @@ def reset() -> None:
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
     if not dist.is_initialized():  # else setup() has chosen
-        torch.set_num_threads(_beginning.threads)
+        torch.set_num_threads(threads)
 
 
-@dataclass
-class Traces:
-    """The state that a test should leave as it was, as far as it is not reset."""
+class Traces(NamedTuple):
+    """The state that a test should leave as it was, as far as it is not reset.
 
-    threads: set[int]
-    children: set[str]
-    signals: dict[int, Any]
-    loggers: dict[str, tuple[Any, ...]]
-    groups: int
+    Attributes:
+        living: What should have ended, by its name: sets, and a number.
+        settings: What should be unchanged, by its name.
+    """
 
-    def compare(self, later: Traces) -> list[str]:
+    living: dict[str, Any]
+    settings: dict[str, Any]
+
+    def changes(self) -> list[str]:
         """Name the additions and changes since; threads and processes get a moment to end."""
         deadline = time.monotonic() + _THREADS_ENDING
-        while self._has_new_threads_or_children(later) and time.monotonic() <= deadline:
+        while True:
+            now = traces()
+            found = [name for name, had in self.living.items() if not now.living[name] <= had]
+            if not found or time.monotonic() > deadline:
+                break
             time.sleep(0.01)
-            later = traces()
-        found = []
-        if later.threads - self.threads:
-            found.append("a thread")
-        if later.children - self.children:
-            found.append("a child process")
-        if later.signals != self.signals:
-            found.append("a signal handler")
-        for name, settings in self.loggers.items():
-            if later.loggers.get(name) != settings:
-                found.append(f"settings of the logger {name}")
-        if later.groups > self.groups:
-            found.append("a process group")
+        for name, had in self.settings.items():
+            if now.settings.get(name) != had:
+                found.append(name)
         return found
-
-    def _has_new_threads_or_children(self, later: Traces) -> bool:
-        return bool(later.threads - self.threads or later.children - self.children)
 
 
 def traces() -> Traces:
     """Read the state that cannot be reset."""
-    signals: dict[int, Any] = {}
+    multiprocessing.active_children()  # collects those that have ended
+    living = {
+        "a thread": {thread.ident for thread in threading.enumerate()},
+        "a child process": {*child_processes()},
+        "a process group": len(groups()),
+    }
+    handlers = {}
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
         is_known = getattr(handler, "__module__", None) in _HANDLERS
-        signals[number] = signal.SIG_DFL if is_known else handler
-    return Traces(
-        _threads(),
-        _children(),
-        signals,
-        loggers=_loggers(),
-        groups=len(groups()),
-    )
+        handlers[number] = signal.SIG_DFL if is_known else handler
+    settings: dict[str, Any] = {"a signal handler": handlers}
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        # torch's change when parts of it are imported
+        if isinstance(logger, logging.Logger) and not logger.name.startswith("torch"):
+            lists = (*logger.handlers,), (*logger.filters,)
+            values = (logger.level, logger.disabled, logger.propagate, *lists)
+            settings[f"settings of the logger {logger.name}"] = values
+    return Traces(living, settings)
 
 
 class Originals:
@@ -145,44 +126,37 @@ class Originals:
 
     def _learn_module(self, name: str, module: ModuleType) -> None:
         package = name.partition(".")[0]
-        is_public = name.count(".") <= 1
-        if package == "ddpkit" or self._is_of_project(module):
-            self._keep(name, module, "")
-            self._keep_classes(name, module, "")
-        elif package in _LIBRARIES and is_public:
-            self._keep(name, module, package)
-            if package == "torch":
-                self._keep_classes(name, module, package)
-
-    def _is_of_project(self, module: ModuleType) -> bool:
         file = getattr(module, "__file__", None) or ""
-        return file.startswith(self._root) and "site-packages" not in file
-
-    def _keep(self, name: str, space: ModuleType | type, package: str) -> None:
-        self._kept[id(space)] = _Kept(name, package, vars(space))
-
-    def _keep_classes(self, name: str, module: ModuleType, package: str) -> None:
-        """Keep the classes that a module, or the package if one is given, defines itself."""
-        origin = package or name
-        for value in [*vars(module).values()]:
-            if issubclass(type(value), type) and value.__module__.startswith(origin):
-                self._keep(f"{name}.{value.__qualname__}", value, package)
+        is_of_project = file.startswith(self._root) and "site-packages" not in file
+        owner = package  # that may replace its own; "" for none
+        if package == "ddpkit" or is_of_project:
+            owner = ""
+        elif package not in _LIBRARIES or name.count(".") > 1:
+            return
+        self._kept[id(module)] = _Kept(name, owner, vars(module))
+        if owner not in ("", "torch"):
+            return
+        for value in [*vars(module).values()]:  # the classes that the module, or the owner, defines
+            if issubclass(type(value), type) and value.__module__.startswith(owner or name):
+                self._kept[id(value)] = _Kept(f"{name}.{value.__qualname__}", owner, vars(value))
 
 
 class _Kept:
     """The functions and classes of a module, or the methods of a class; quick to compare."""
 
-    def __init__(self, name: str, package: str, space: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, owner: str, space: Mapping[str, Any]) -> None:
         self.name = name
-        self._package = package  # that may replace its own; "" for none
+        self._owner = owner
         self._space = space
-        self._keys = [key for key, value in [*space.items()] if _is_code(key, value)]
-        self._remember()
+        keys = [key for key, value in [*space.items()] if _is_code(key, value)]
+        # twice what each has: itemgetter, which is quick, returns a tuple only for several keys
+        self._read = itemgetter("__doc__", "__doc__", *keys)
+        self._values = self._read(space)
 
     def is_changed(self) -> bool:
         """Return whether somebody else has replaced or deleted something."""
         try:
-            found = self._values_of(self._space)
+            found = self._read(self._space)
         except KeyError:
             return True
         if found == self._values:
@@ -190,19 +164,14 @@ class _Kept:
         for value, old in zip(found, self._values, strict=True):
             if value is not old and not self._is_own(value) and not _is_hooked(value, old):
                 return True
-        self._remember()
+        self._values = found
         return False
 
-    def _remember(self) -> None:
-        # twice what each has: itemgetter needs a key, and returns a tuple only for several
-        self._values_of = itemgetter("__doc__", "__doc__", *self._keys)
-        self._values = self._values_of(self._space)
-
     def _is_own(self, value: Any) -> bool:
-        """Return whether the package that may replace its own names has made this value."""
+        """Return whether the package that may replace its own has made this value."""
         function = getattr(value, "fget", value)
         maker = getattr(function, "__module__", None) or ""
-        return bool(self._package) and f"{maker}.".startswith(f"{self._package}.")
+        return bool(self._owner) and f"{maker}.".startswith(f"{self._owner}.")
 
 
 def _is_code(name: str, value: Any) -> bool:
@@ -216,27 +185,3 @@ def _is_code(name: str, value: Any) -> bool:
 def _is_hooked(value: Any, old: Any) -> bool:
     """Return whether torch has put its hooks around this `step`, as it does for each class of optimizers."""
     return bool(getattr(value, "hooked", False)) and getattr(value, "__wrapped__", None) is old
-
-
-def _threads() -> set[int]:
-    return {thread.ident or 0 for thread in threading.enumerate()}
-
-
-def _loggers() -> dict[str, tuple[Any, ...]]:
-    """Read the settings of loggers, but of torch's, which it changes when parts of it are imported."""
-    loggers: dict[str, logging.Logger] = {"root": logging.root}
-    for name, logger in logging.root.manager.loggerDict.items():
-        if isinstance(logger, logging.Logger) and not name.startswith("torch"):
-            loggers[name] = logger
-    settings = {}
-    for name, logger in loggers.items():
-        lists = (*logger.handlers,), (*logger.filters,)
-        settings[name] = (logger.level, logger.disabled, logger.propagate, *lists)
-    return settings
-
-
-def _children() -> set[str]:
-    multiprocessing.active_children()  # collects those that have ended
-    if sys.platform != "linux":
-        return {str(child.pid) for child in multiprocessing.active_children()}
-    return set(map(str, child_processes()))

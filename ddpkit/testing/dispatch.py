@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import shutil
+import socket
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from itertools import dropwhile
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
+from ..errors import PeerError
+from ..spawning.rank_process import dump_call, first_cause, open_reply
 from .merging import merge, merge_late
-from .messages import Answer, RunOptions, RunTest, Task, Warned
-from .pool import Pools
+from .pool import Answer, Pools
+from .rank import RunOptions, RunTest, Task, Warned
 
 # options that ranks do not take over: how tests are chosen and distributed, files that are written
 # once, and other plugins' work
@@ -51,7 +54,52 @@ def run_on_ranks(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
 
-def pools_of(config: pytest.Config) -> Pools:
+def call_on_ranks(
+    config: pytest.Config,
+    fn: Callable[..., Any],
+    nprocs: int,
+    args: tuple[Any, ...],
+    timeout: float,
+    join: bool,
+    fresh: bool,
+) -> list[Any]:
+    """Call a function on the ranks of this run; see `on_ranks`."""
+    # joining takes long on a loaded machine
+    patience = max(timeout, float(config.getini("ranks_timeout")))
+    task = Task(dump_call("on_ranks", fn, args), join, patience, os.getcwd(), sys.path, {})
+    answers = _pools_of(config).run(nprocs, task, timeout, fresh)
+    for answer in answers:
+        if answer.done is not None:
+            sys.stdout.write(answer.done.output)
+    return _results(answers, timeout)
+
+
+def _results(answers: list[Answer], timeout: float) -> list[Any]:
+    """Return the ranks' results, or raise the error of the first that failed."""
+    outcomes = [(answer.rank, *_outcome(answer)) for answer in answers if not answer.stack]
+    errors = [(rank, error) for rank, error, _ in outcomes if error is not None]
+    if errors:
+        raise first_cause(errors)
+    late = [f"rank {answer.rank}:\n{answer.stack}" for answer in answers if answer.stack]
+    if late:
+        stacks = "\n".join(late)
+        raise TimeoutError(f"on_ranks() ended after {timeout:g} s; not finished:\n{stacks}")
+    return [result for _, _, result in outcomes]
+
+
+def _outcome(answer: Answer) -> tuple[BaseException | None, Any]:
+    """Return the error of a rank, or None and its result."""
+    host = socket.gethostname()
+    done = answer.done
+    if done is None:
+        return PeerError(answer.rank, host, "lost", answer.problem), None
+    if isinstance(done.value, str):
+        rank = answer.rank if done.heard_of is None else done.heard_of
+        return PeerError(rank, host, "lost", "could not begin", done.value), None
+    return open_reply(answer.rank, done.value)
+
+
+def _pools_of(config: pytest.Config) -> Pools:
     """Return the ranks of this run; none has been started before the first test asks for them."""
     state = config.__dict__
     if "_ddpkit_pool" not in state:
@@ -67,21 +115,17 @@ def pools_of(config: pytest.Config) -> Pools:
 
 def _log_late(config: pytest.Config, report: pytest.TestReport) -> None:
     """Log a report of a test that ran before the present one."""
-    # a worker of xdist refuses the report of another test than that which it believes to run
-    workers = [plugin for plugin in config.pluginmanager.get_plugins() if _runs_by_index(plugin)]
-    before = [worker.item_index for worker in workers]
-    for worker in workers:
-        nodeids = [item.nodeid for item in worker.session.items]
-        worker.item_index = nodeids.index(report.nodeid)
-    try:
-        config.hook.pytest_runtest_logreport(report=report)
-    finally:
-        for worker, index in zip(workers, before, strict=True):
-            worker.item_index = index
-
-
-def _runs_by_index(plugin: Any) -> bool:
-    return type(plugin).__name__ == "WorkerInteractor" and hasattr(plugin, "item_index")
+    log = config.hook.pytest_runtest_logreport
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "WorkerInteractor":
+            # xdist's worker refuses the report of another test than that which it believes to run
+            worker: Any = plugin
+            before = worker.item_index
+            worker.item_index = [item.nodeid for item in worker.session.items].index(report.nodeid)
+            log(report=report)
+            worker.item_index = before
+            return
+    log(report=report)
 
 
 def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
@@ -97,18 +141,20 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
     if post_mortem or config.getoption("trace"):
         usual = _DEBUGGING
         limit = _DEBUGGING
-    folder = _folder(item)
+    name = re.sub(r"\W", "_", item.name)[:30]
+    folder = _temporary(config).mktemp(f"{name}-ranks")
     fresh = marker.kwargs.get("fresh", False)
     following = None if fresh else _next_on_these_ranks(item, nextitem)
     task = Task(
-        RunTest(item.path, item.nodeid, folder, post_mortem, _shared(item, following)),
+        RunTest(item.path, item.nodeid, folder, post_mortem, following),
         join=marker.kwargs.get("join", True),
         # one group serves all tests but the longest; joining takes long on a loaded machine
         timeout=max(limit, usual),
         folder=os.getcwd(),
         path=sys.path,
+        environment={},
     )
-    answers = pools_of(config).run(world_size, task, limit, fresh)
+    answers = _pools_of(config).run(world_size, task, limit, fresh)
     _end_run_if_asked(answers)
     _record_warnings(item, answers)
     reports = merge(item, answers)
@@ -117,32 +163,19 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
     return reports
 
 
-def _next_on_these_ranks(item: pytest.Item, nextitem: pytest.Item | None) -> pytest.Item | None:
-    """Return the next test of the same number of ranks, None if there is none or it has new ones."""
-    if nextitem is None:
-        return None
-    items = item.session.items
-    start = items.index(nextitem) if nextitem in items else len(items)
+def _next_on_these_ranks(item: pytest.Item, nextitem: pytest.Item | None) -> str | None:
+    """Name the next test of the same number of ranks, None if there is none or it has new ones."""
     world_size = _world_size(item)
-    for other in [nextitem, *items[start + 1 :]]:
+    for other in dropwhile(lambda other: other is not nextitem, item.session.items):
         marker = other.get_closest_marker("ranks")
         if marker is not None and _world_size(other) == world_size:
-            return None if marker.kwargs.get("fresh", False) else other
+            return None if marker.kwargs.get("fresh", False) else other.nodeid
     return None
 
 
 def _world_size(item: pytest.Item) -> int | None:
     call = getattr(item, "callspec", None)
     return None if call is None else call.params.get("world_size")
-
-
-def _shared(item: pytest.Item, following: pytest.Item | None) -> str | None:
-    """Name the smallest class or module that holds both tests, "" if only the session does."""
-    if following is None:
-        return None
-    others = following.listchain()
-    shared = [node.nodeid for node in item.listchain() if node in others and node.path == item.path]
-    return shared[-1] if shared else ""
 
 
 def _end_run_if_asked(answers: list[Answer]) -> None:
@@ -159,36 +192,19 @@ def _record_warnings(item: pytest.Item, answers: list[Answer]) -> None:
     for answer in answers:
         counts |= Counter(answer.warnings)
     for warned in counts.elements():
-        message = _warning(warned)
-        record = warnings.WarningMessage(message, type(message), warned.filename, warned.lineno)
-        item.ihook.pytest_warning_recorded.call_historic(
-            kwargs={
-                "warning_message": record,
-                "nodeid": item.nodeid,
-                "when": "runtest",
-                "location": None,
-            },
-        )
+        record = {"warning_message": _warning(warned), "nodeid": item.nodeid}
+        record |= {"when": "runtest", "location": None}
+        item.ihook.pytest_warning_recorded.call_historic(kwargs=record)
 
 
-def _warning(warned: Warned) -> Warning:
-    """Return a rank's warning, or another with its text if it cannot be made here."""
-    try:
-        message = pickle.loads(warned.pickled or b"")
-    except Exception:  # the class decides what it raises
-        message = None
-    if isinstance(message, Warning):
-        return message
-    return UserWarning(f"{warned.category}: {warned.text}")
-
-
-def _folder(item: pytest.Item) -> Path:
-    """Choose a name for the test's `tmp_path` that no other test of this run has."""
-    state = item.config.__dict__
-    number = state.get("_ddpkit_folders", 0) + 1
-    state["_ddpkit_folders"] = number
-    name = re.sub(r"\W", "_", item.name)[:30]
-    return _basetemp(item.config) / f"{name}-ranks{number}"
+def _warning(warned: Warned) -> warnings.WarningMessage:
+    """Return a rank's warning, as a UserWarning with its class's name if that is not known here."""
+    category = getattr(sys.modules.get(warned.module), warned.category, None)
+    text = warned.text
+    if not isinstance(category, type) or not issubclass(category, Warning):
+        category = UserWarning
+        text = f"{warned.category}: {text}"
+    return warnings.WarningMessage(text, category, warned.filename, warned.lineno)
 
 
 def _keeps_folder(config: pytest.Config, reports: list[pytest.TestReport]) -> bool:
@@ -199,9 +215,10 @@ def _keeps_folder(config: pytest.Config, reports: list[pytest.TestReport]) -> bo
     return bool(policy != "none")
 
 
-def _basetemp(config: pytest.Config) -> Path:
-    folder: Path = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-    return folder
+def _temporary(config: pytest.Config) -> pytest.TempPathFactory:
+    """Return the maker of this run's temporary folders."""
+    factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
+    return factory
 
 
 def _run_options(config: pytest.Config) -> RunOptions:
@@ -214,10 +231,15 @@ def _run_options(config: pytest.Config) -> RunOptions:
     return RunOptions(
         list(_arguments(config)),
         options,
-        basetemp=str(_basetemp(config) / "rank"),
-        streams=config.__dict__["_ddpkit_streams"],
+        basetemp=str(_temporary(config).getbasetemp() / "rank"),
+        streams=[_sendable(stream) for stream in config.__dict__["_ddpkit_streams"]],
         coverage=_coverage_settings(),
     )
+
+
+def _sendable(stream: int | None) -> Connection | None:
+    """Wrap a descriptor so that multiprocessing passes it on."""
+    return None if stream is None else Connection(os.dup(stream))
 
 
 def _arguments(config: pytest.Config) -> Iterator[str]:

@@ -45,10 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     setting = config.getini("ranks_timeout")
     try:
-        usable = 0 < float(setting) < _FOREVER
+        seconds = float(setting)
     except ValueError:
-        usable = False
-    if not usable:
+        seconds = 0.0
+    if not 0 < seconds < _FOREVER:
         raise pytest.UsageError(f"ranks_timeout must be seconds above 0, got {setting!r}.")
 
 
@@ -146,10 +146,9 @@ def _check(marker: pytest.Mark, name: str) -> None:
     if not marker.args or not all(type(size) is int and size > 0 for size in sizes):
         expected = "ranks() takes numbers of ranks, for example ranks(1, 2, 3)"
         raise pytest.UsageError(f"{name}: {expected}; got {marker}.")
-    unknown = marker.kwargs.keys() - _OPTIONS
+    unknown = sorted(marker.kwargs.keys() - _OPTIONS)
     if unknown:
-        expected = f"ranks() knows {sorted(_OPTIONS)}"
-        raise pytest.UsageError(f"{name}: {expected}, not {sorted(unknown)}.")
+        raise pytest.UsageError(f"{name}: ranks() knows {sorted(_OPTIONS)}, not {unknown}.")
     timeout = marker.kwargs.get("timeout", 1)
     if not isinstance(timeout, (int, float)) or not 0 < timeout < _FOREVER:
         expected = "ranks() takes a timeout in seconds above 0"

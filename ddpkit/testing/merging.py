@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from .messages import Answer
+from .pool import Answer
 
 _PHASES = ("setup", "call", "teardown")
+_AGREE = "others did not; all ranks must, or none."
 Reports = list[pytest.TestReport]  # of one rank, in their order
 ByRank = dict[int, pytest.TestReport]  # reports of the same thing
 
@@ -19,27 +20,54 @@ ByRank = dict[int, pytest.TestReport]  # reports of the same thing
 def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
     """Report a test as one, from its outcomes on all ranks."""
     ranks = [_reports(item, answer) for answer in answers]
-    _add_echoes(item, answers, ranks)
     _move_echoes(ranks)
     lost = [answer for answer in answers if answer.done is None]
-    if lost:
-        added = [report for phase in _PHASES for report in _merge_added(phase, ranks)]
-        return [*added, _merge_lost(item, lost, ranks)]
     merged: Reports = []
     for phase in _PHASES:
         added = _merge_added(phase, ranks)
-        report = _merge_phase(phase, ranks)
-        if report is None:
-            continue
+        reports = _of_phase(phase, ranks)
         failed_before = any(map(_has_failed, merged))
-        if failed_before and phase == "call":  # of ranks whose fixtures did not fail
+        if lost:
+            merged += added
             continue
+        if not reports or (failed_before and phase == "call"):  # of ranks whose fixtures did not fail
+            continue
+        report = _merge_alike(reports, ranks)
         if failed_before and report.failed and _is_echo(report):
             report.outcome = "passed"
             report.longrepr = None
         _fail_if_part_failed(report, added)
         merged += [*added, report]
+    if lost:
+        merged.append(_merge_lost(item, lost, ranks))
     return merged
+
+
+def merge_late(config: pytest.Config, by_rank: list[list[Any]]) -> Reports:
+    """Report as one each failure of fixtures at their end that ranks have sent after a test."""
+    ranks = [_read(config, sent) for sent in by_rank]
+    merged: Reports = []
+    for nodeid in dict.fromkeys(report.nodeid for reports in ranks for report in reports):
+        of_test = [[report for report in reports if report.nodeid == nodeid] for reports in ranks]
+        report = _merge_alike(_of_phase("teardown", of_test), of_test)
+        if not _is_echo(report):
+            merged.append(report)
+    return merged
+
+
+def _read(config: pytest.Config, sent: list[Any]) -> Reports:
+    read = config.hook.pytest_report_from_serializable
+    return [read(config=config, data=data) for data in sent]
+
+
+def _reports(item: pytest.Item, answer: Answer) -> Reports:
+    """Read the reports of one rank; one is made if it could not begin, or another's failure ended its part."""
+    done = answer.done
+    if done is None or not isinstance(done.value, str):
+        return _read(item.config, answer.reports)
+    report = _failure(item, "setup", done.value)
+    report.__dict__["ddpkit_echo"] = done.heard_of is not None
+    return [report]
 
 
 def _has_failed(report: pytest.TestReport) -> bool:
@@ -47,39 +75,9 @@ def _has_failed(report: pytest.TestReport) -> bool:
     return report.failed or hasattr(report, "wasxfail")
 
 
-def merge_late(config: pytest.Config, by_rank: list[list[Any]]) -> Reports:
-    """Report as one each failure of fixtures at their end that ranks have sent after a test."""
-    read = config.hook.pytest_report_from_serializable
-    ranks = [[read(config=config, data=data) for data in sent] for sent in by_rank]
-    merged: Reports = []
-    for nodeid in dict.fromkeys(report.nodeid for reports in ranks for report in reports):
-        of_test = [[report for report in reports if report.nodeid == nodeid] for reports in ranks]
-        report = _merge_phase("teardown", of_test)
-        if report is not None and not _is_echo(report):
-            merged.append(report)
-    return merged
-
-
-def _reports(item: pytest.Item, answer: Answer) -> Reports:
-    """Read the reports of one rank."""
-    done = answer.done
-    if done is not None and done.heard_of is not None:
-        return []
-    if done is not None and isinstance(done.value, str):  # it could not begin
-        return [_failure(item, "setup", done.value)]
-    read = item.config.hook.pytest_report_from_serializable
-    return [read(config=item.config, data=data) for data in answer.reports]
-
-
-def _add_echoes(item: pytest.Item, answers: list[Answer], ranks: list[Reports]) -> None:
-    """Report for ranks that another's failure kept from reporting, in the phase of that failure."""
-    phase = _first_failed_phase(ranks)
-    for answer in answers:
-        if answer.done is None or answer.done.heard_of is None:
-            continue
-        report = _failure(item, phase, answer.done.value)
-        report.ddpkit_echo = True  # type: ignore[attr-defined]
-        ranks[answer.rank] = [report]
+def _is_echo(report: pytest.TestReport) -> bool:
+    """Return whether the report only repeats the failure of another rank."""
+    return bool(getattr(report, "ddpkit_echo", False))
 
 
 def _move_echoes(ranks: list[Reports]) -> None:
@@ -94,13 +92,6 @@ def _move_echoes(ranks: list[Reports]) -> None:
             report.when = first
 
 
-def _first_failed_phase(ranks: list[Reports]) -> str:
-    for phase in _PHASES:
-        if any(report.failed for report in _of_phase(phase, ranks).values()):
-            return phase
-    return "call"
-
-
 def _of_phase(phase: str, ranks: list[Reports]) -> ByRank:
     """Find pytest's own report of a phase on each rank: it comes last, when the phase has ended."""
     found: ByRank = {}
@@ -111,8 +102,8 @@ def _of_phase(phase: str, ranks: list[Reports]) -> ByRank:
     return found
 
 
-def _added_in(phase: str, ranks: list[Reports]) -> list[ByRank]:
-    """Find the reports that plugins have added to a phase, such as those of subtests.
+def _merge_added(phase: str, ranks: list[Reports]) -> Reports:
+    """Report what plugins have added to a phase, such as subtests, each thing once.
 
     The first of ranks that bear one name are reports of the same thing, so are the second, and so on.
     """
@@ -123,47 +114,88 @@ def _added_in(phase: str, ranks: list[Reports]) -> list[ByRank]:
         for report in reports:
             if report.when != phase or report is own.get(rank):
                 continue
-            name = report.head_line
-            times[name] += 1
-            found.setdefault((name, times[name]), {})[rank] = report
-    return list(found.values())
-
-
-def _merge_phase(phase: str, ranks: list[Reports]) -> pytest.TestReport | None:
-    """Report one phase as the most important rank does; None if no rank came to it."""
-    reports = _of_phase(phase, ranks)
-    if not reports:
-        return None
-    chosen, report = _merge_alike(reports, len(ranks))
-    if report.failed and len(ranks) > 1:
-        _add_section(report, _title(chosen, ranks), _describe_others(chosen, ranks))
-    return report
-
-
-def _merge_added(phase: str, ranks: list[Reports]) -> Reports:
-    """Report what plugins have added to a phase, each thing once."""
+            times[report.head_line] += 1
+            key = report.head_line, times[report.head_line]
+            found.setdefault(key, {})[rank] = report
     merged: Reports = []
-    for reports in _added_in(phase, ranks):
-        chosen, report = _merge_alike(reports, len(ranks))
-        if report.failed and _is_echo(report):  # the rank that is the cause reports it
-            continue
-        if report.failed and len(ranks) > 1:
-            only_these = [[reports[rank]] if rank in reports else [] for rank in range(len(ranks))]
-            _add_section(report, _title(chosen, ranks), _describe_others(chosen, only_these))
-        merged.append(report)
+    for alike in found.values():
+        only_these = [[alike[rank]] if rank in alike else [] for rank in range(len(ranks))]
+        report = _merge_alike(alike, only_these)
+        if not report.failed or not _is_echo(report):  # else the rank that is the cause reports it
+            merged.append(report)
     return merged
 
 
-def _merge_alike(reports: ByRank, world_size: int) -> tuple[int, pytest.TestReport]:
-    """Choose the most important of several ranks' reports, and add to it what all must say."""
-    chosen = min(reports, key=lambda rank: _importance(reports[rank]))
-    report = reports[chosen]
-    report.duration = max(other.duration for other in reports.values())
-    report.sections = list(_sections(reports.items(), world_size))
-    report.user_properties = _user_properties(reports)
-    if report.skipped:
-        _fail_unless_agreed(report, reports)
-    return chosen, report
+def _merge_alike(alike: ByRank, ranks: list[Reports]) -> pytest.TestReport:
+    """Choose the most important of several ranks' reports of one thing, and add to it what all must say.
+
+    Args:
+        alike: The reports.
+        ranks: The reports by which the ranks that are not shown are described.
+    """
+    chosen = min(alike, key=lambda rank: _importance(alike[rank]))
+    report = alike[chosen]
+    report.duration = max(other.duration for other in alike.values())
+    report.sections = _sections(alike.items(), len(ranks))
+    properties = [entry for other in alike.values() for entry in other.user_properties]
+    report.user_properties = list({repr(entry): entry for entry in properties}.values())
+    disagreement = _disagreement(alike) if report.skipped else ""
+    if disagreement:
+        report.outcome = "failed"
+        report.longrepr = disagreement
+        report.__dict__.pop("wasxfail", None)
+    if report.failed and len(ranks) > 1:
+        others = [rank for rank in range(len(ranks)) if rank != chosen]
+        lines = [f"rank {rank}: {_describe(ranks[rank])}" for rank in others]
+        _add_section(report, f"That was rank {chosen} of {len(ranks)}", "\n".join(lines))
+    return report
+
+
+def _importance(report: pytest.TestReport) -> tuple[int, float]:
+    """Order reports: the smallest is the one to show."""
+    if report.skipped and hasattr(report, "wasxfail"):
+        order = 1
+    elif _passed_unexpectedly(report):
+        order = 3
+    elif report.failed:
+        order = 2 if _is_echo(report) else 0  # an echo of an expected failure is expected, too
+    else:
+        order = 4 if report.skipped else 5
+    return order, getattr(report, "ddpkit_time", 0.0)
+
+
+def _passed_unexpectedly(report: pytest.TestReport) -> bool:
+    return report.failed and report.longreprtext.startswith("[XPASS(strict)]")
+
+
+def _disagreement(alike: ByRank) -> str:
+    """Describe a skip, or a call of `pytest.xfail()`, that not all ranks share; "" if there is none."""
+    skipped = []
+    callers = []
+    expected = []  # to fail, also if they did not
+    for rank, report in alike.items():
+        if getattr(report, "ddpkit_called_xfail", False):
+            callers.append(rank)
+        if hasattr(report, "wasxfail") or _passed_unexpectedly(report):
+            expected.append(rank)
+        elif report.skipped:
+            skipped.append(rank)
+    if callers and len(expected) < len(alike):
+        reason = alike[callers[0]].__dict__["wasxfail"]
+        advice = "If any rank may fail, use @pytest.mark.xfail."
+        return f"Rank {callers[0]} called pytest.xfail() ({reason}) and {_AGREE} {advice}"
+    if 0 < len(skipped) < len(alike):
+        return f"Rank {skipped[0]} skipped the test and {_AGREE}"
+    return ""
+
+
+def _sections(reports: Iterable[tuple[int, pytest.TestReport]], world_size: int) -> list[tuple[str, str]]:
+    """Collect the output of reports with their ranks, the rank in its title where there are several."""
+    found = []
+    for rank, report in reports:
+        mark = f" (rank {rank})" if world_size > 1 else ""
+        found += [(f"{title}{mark}", text) for title, text in report.sections]
+    return found
 
 
 def _fail_if_part_failed(report: pytest.TestReport, added: Reports) -> None:
@@ -174,84 +206,6 @@ def _fail_if_part_failed(report: pytest.TestReport, added: Reports) -> None:
         report.longrepr = f"contains {failures} failed subtest{'s' if failures > 1 else ''}"
 
 
-def _user_properties(reports: ByRank) -> list[tuple[str, object]]:
-    """Collect what the ranks have recorded for files of results, the same thing once."""
-    found: dict[str, tuple[str, object]] = {}
-    for report in reports.values():
-        for entry in report.user_properties:
-            found.setdefault(repr(entry), entry)
-    return list(found.values())
-
-
-def _sections(
-    reports: Iterable[tuple[int, pytest.TestReport]],
-    world_size: int,
-) -> Iterator[tuple[str, str]]:
-    """Collect the output of reports with their ranks, the rank in its title where there are several."""
-    for rank, report in reports:
-        for title, text in report.sections:
-            if world_size > 1:
-                title = f"{title} (rank {rank})"
-            yield title, text
-
-
-def _fail_unless_agreed(report: pytest.TestReport, reports: ByRank) -> None:
-    """Make a skip, or a call of `pytest.xfail()`, that not all ranks share a failure."""
-    advice = "all ranks must, or none"
-    skipped = [rank for rank, other in reports.items() if _is_skip(other)]
-    if skipped and len(skipped) < len(reports):
-        report.outcome = "failed"
-        report.longrepr = f"Rank {skipped[0]} skipped the test and others did not; {advice}."
-    callers = [rank for rank, other in reports.items() if getattr(other, "ddpkit_called_xfail", False)]
-    if callers and not all(map(_expects_failure, reports.values())):
-        report.outcome = "failed"
-        report.longrepr = (
-            f"Rank {callers[0]} called pytest.xfail() ({reports[callers[0]].wasxfail}) and others did not; {advice}. "
-            "If any rank may fail, use @pytest.mark.xfail."
-        )
-    if report.failed and hasattr(report, "wasxfail"):
-        del report.wasxfail
-
-
-def _is_skip(report: pytest.TestReport) -> bool:
-    return report.skipped and not hasattr(report, "wasxfail")
-
-
-def _expects_failure(report: pytest.TestReport) -> bool:
-    """Return whether the rank was expected to fail, also if it did not."""
-    return hasattr(report, "wasxfail") or _passed_unexpectedly(report)
-
-
-def _passed_unexpectedly(report: pytest.TestReport) -> bool:
-    return report.failed and report.longreprtext.startswith("[XPASS(strict)]")
-
-
-def _importance(report: pytest.TestReport) -> tuple[int, float]:
-    """Order reports: the smallest is the one to show."""
-    when = getattr(report, "ddpkit_time", 0.0)
-    if report.skipped and hasattr(report, "wasxfail"):
-        return 1, when
-    if _passed_unexpectedly(report):
-        return 3, when
-    if report.failed:
-        # an echo of an expected failure is expected, too
-        return 2 if _is_echo(report) else 0, when
-    if report.skipped:
-        return 4, when
-    return 5, when
-
-
-def _is_echo(report: pytest.TestReport) -> bool:
-    """Return whether the report only repeats the failure of another rank."""
-    return bool(getattr(report, "ddpkit_echo", False))
-
-
-def _describe_others(chosen: int, ranks: list[Reports]) -> str:
-    """Describe the outcome on the ranks that are not shown, a line each."""
-    others = [rank for rank in range(len(ranks)) if rank != chosen]
-    return "\n".join(f"rank {rank}: {_describe(ranks[rank])}" for rank in others)
-
-
 def _describe(reports: Reports) -> str:
     """Describe the outcome on one rank, on one line."""
     if not reports:
@@ -260,17 +214,10 @@ def _describe(reports: Reports) -> str:
     if bad is None:
         return "passed"
     crash = getattr(bad.longrepr, "reprcrash", None)
-    if crash is None:
-        return f"{bad.outcome}: {_first_line(bad.longreprtext)}"
-    return f"{bad.outcome}: {crash.path}:{crash.lineno}: {_first_line(crash.message)}"
-
-
-def _title(chosen: int, ranks: list[Reports]) -> str:
-    return f"That was rank {chosen} of {len(ranks)}"
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0]
+    text = bad.longreprtext
+    if crash is not None:
+        text = f"{crash.path}:{crash.lineno}: {crash.message}"
+    return f"{bad.outcome}: {text.strip().splitlines()[0]}"
 
 
 def _add_section(report: pytest.TestReport, title: str, text: str) -> None:
@@ -283,11 +230,16 @@ def _add_section(report: pytest.TestReport, title: str, text: str) -> None:
 
 def _merge_lost(item: pytest.Item, lost: list[Answer], ranks: list[Reports]) -> pytest.TestReport:
     """Report a test in which ranks hung or died; a failure of another rank's own is shown first."""
-    report = _failure(item, "call", _describe_lost(lost, ranks))
+    lines = []
+    for answer in lost:
+        lines.append(f"Rank {answer.rank} of {len(ranks)} {answer.problem}.")
+        if answer.stack:
+            lines.append(f"It was here:\n{answer.stack}")
+    lines += [f"rank {rank}: {_describe(reports)}" for rank, reports in enumerate(ranks) if reports]
+    report = _failure(item, "call", "\n".join(lines))
     every = [(rank, report) for rank, reports in enumerate(ranks) for report in reports]
-    report.sections = list(_sections(every, len(ranks)))
-    own = [other for phase in _PHASES for other in _of_phase(phase, ranks).values()]
-    failed = [other for other in own if other.failed]
+    report.sections = _sections(every, len(ranks))
+    failed = [other for _, other in every if other.failed and type(other) is pytest.TestReport]
     first = min(failed, key=_importance, default=None)
     if first is None or _is_echo(first):
         return report
@@ -296,29 +248,9 @@ def _merge_lost(item: pytest.Item, lost: list[Answer], ranks: list[Reports]) -> 
     return first
 
 
-def _describe_lost(lost: list[Answer], ranks: list[Reports]) -> str:
-    lines = []
-    for answer in lost:
-        lines.append(f"Rank {answer.rank} of {len(ranks)} {answer.problem}.")
-        if answer.stack:
-            lines.append(f"It was here:\n{answer.stack}")
-    for rank, reports in enumerate(ranks):
-        if reports:
-            lines.append(f"rank {rank}: {_describe(reports)}")
-    return "\n".join(lines)
-
-
 def _failure(item: pytest.Item, phase: Any, text: str) -> pytest.TestReport:
     """Make the report of a failed phase from a text."""
     now = time.time()
     keywords: dict[str, Any] = dict.fromkeys(item.keywords, 1)
-    return pytest.TestReport(
-        item.nodeid,
-        item.location,
-        keywords,
-        "failed",
-        text,
-        phase,
-        start=now,
-        stop=now,
-    )
+    place = (item.nodeid, item.location, keywords)
+    return pytest.TestReport(*place, "failed", text, phase, start=now, stop=now)

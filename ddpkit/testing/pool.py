@@ -4,28 +4,56 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from ..join.store import host_on
-from ..spawning.rank_process import rank_environment, wait_for_messages
-from .messages import Answer, RunOptions, Task
-from .warm_rank import WarmRank
+from ..spawning.rank_process import RankProcess, describe_exit, rank_environment, wait_for_messages
+from .rank import Done, Leftovers, RunOptions, Task, Warned, main
 
+PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
 _STARTING = 300.0  # seconds to start, join and import the test, however loaded the machine is
 _SETTLING = 5.0  # seconds in which a rank cleans up after a test
 _AFTER_FAILURE = 10.0  # seconds that the other ranks get after the first failure
 _LEAVING = 20.0  # seconds in which ranks finalise their fixtures and leave
 _KEPT = 3  # pools that are kept warm
 _RANKS_VARIABLE = "DDPKIT_TESTING_RANKS"  # in the environment of ranks, and so of all that they start
+
+
+@dataclass
+class Answer:
+    """The outcome of a task on one rank.
+
+    Attributes:
+        rank: The rank's number.
+        done: The rank's own message; None if it did not come to an end.
+        problem: Why it did not, "" if it did.
+        stack: Its stack when its time was up.
+        reports: The reports of the test that it has made, in pytest's own form for sending.
+        warnings: The warnings of the test.
+    """
+
+    rank: int
+    done: Done | None = None
+    problem: str = ""
+    stack: str = ""
+    reports: list[Any] = field(default_factory=list)
+    warnings: list[Warned] = field(default_factory=list)
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether this rank has done its part, or will not."""
+        return self.done is not None or bool(self.problem)
+
+    @property
+    def failed(self) -> bool:
+        """Return whether this rank failed, hung or died."""
+        return self.done is None or self.done.failed
 
 
 class Pools:
@@ -43,8 +71,8 @@ class Pools:
     ) -> None:
         self._options = options
         self._report_late = report_late
-        self._pools: dict[int, Pool] = {}
-        self._leaving: list[Pool] = []
+        self._pools: dict[int, _Pool] = {}
+        self._leaving: list[_Pool] = []
 
     def run(self, world_size: int, task: Task, timeout: float, fresh: bool = False) -> list[Answer]:
         """Run a task on so many ranks.
@@ -58,7 +86,12 @@ class Pools:
         Returns:
             The outcome, by rank.
         """
-        pool = self._take(world_size, fresh)
+        pool = self._pools.pop(world_size, None)
+        if pool is not None and (fresh or not pool.is_clean()):
+            self._dismiss(pool)
+            pool = None
+        if pool is None:
+            pool = _Pool(world_size, self._options)
         try:
             answers = pool.run(task, timeout)
         except BaseException:  # Ctrl-C
@@ -68,132 +101,118 @@ class Pools:
         if fresh or any(answer.failed for answer in answers):
             self._dismiss(pool)
         else:
-            self._keep(world_size, pool)
+            self._pools[world_size] = pool
+        if len(self._pools) > _KEPT:  # the one goes that was not used for longest
+            self._dismiss(self._pools.pop(next(iter(self._pools))))
         return answers
 
     def close(self) -> None:
         """End all ranks and the processes that they have left."""
-        for pool in self._pools.values():
-            pool.dismiss()
-        for pool in [*self._pools.values(), *self._leaving]:
-            pool.end()
-            self._report_late(pool.take_late_reports())
-        self._pools.clear()
+        while self._pools:
+            _, pool = self._pools.popitem()
+            self._dismiss(pool)
+        for pool in self._leaving:
+            self._end(pool)
         self._leaving.clear()
 
-    def _take(self, world_size: int, fresh: bool) -> Pool:
-        """Return a warm pool that can be used again, else a new one."""
-        pool = self._pools.pop(world_size, None)
-        if pool is not None and not fresh and pool.ready():
-            return pool
-        if pool is not None:
-            self._dismiss(pool)
-        return Pool(world_size, self._options)
-
-    def _keep(self, world_size: int, pool: Pool) -> None:
-        """Keep a pool warm, and let the one go that was not used for longest if there are many."""
-        self._pools[world_size] = pool
-        if len(self._pools) > _KEPT:
-            oldest = next(iter(self._pools))
-            self._dismiss(self._pools.pop(oldest))
-
-    def _dismiss(self, pool: Pool) -> None:
+    def _dismiss(self, pool: _Pool) -> None:
+        """Let the ranks of a pool end while the next test runs."""
         pool.dismiss()
-        leaving = [*self._leaving, pool]
-        self._leaving = []
-        for other in leaving:
-            if other.gone():
-                self._report_late(other.take_late_reports())
-            else:
-                self._leaving.append(other)
+        self._leaving.append(pool)
+        gone = [other for other in self._leaving if not other.is_alive()]
+        for other in gone:
+            self._leaving.remove(other)
+            self._end(other)
+
+    def _end(self, pool: _Pool) -> None:
+        pool.end()
+        self._report_late(pool.take_late_reports())
 
 
-class Pool:
+class _Pool:
     """Warm ranks of one world size."""
 
     def __init__(self, world_size: int, options: RunOptions) -> None:
         self._mark = uuid.uuid4().hex
-        self._store: dist.TCPStore | None = None
-        self._joined = False
-        self._group_timeout = 0.0
-        self._settling = False
-        self._ranks: list[WarmRank] = []
-        for number in range(world_size):
-            first = {"RANK": str(number), "WORLD_SIZE": str(world_size), _RANKS_VARIABLE: self._mark}
-            self._ranks.append(WarmRank(number, os.environ | first, options))
-
-    def ready(self) -> bool:
-        """Return whether every rank has cleaned up after its last task and can be used again."""
-        if not self._settling:
-            return True
-        self._settling = False
-        deadline = time.monotonic() + _SETTLING
-        joined = set()
-        for rank in self._ranks:
-            leftovers = rank.receive_leftovers(deadline)
-            if leftovers is None or leftovers.traces:
-                return False
-            joined.add(leftovers.joined)
-        if len(joined) > 1:
-            return False
-        self._joined = self._joined and joined == {True}
-        return True
+        self._store = host_on("127.0.0.1")
+        self._group_timeout: float | None = None  # of the group that the ranks are in
+        self._ranks: list[_WarmRank] = []
+        for rank in range(world_size):
+            env = self._environment(rank, world_size)
+            self._ranks.append(_WarmRank(rank, env, options))
 
     def run(self, task: Task, timeout: float) -> list[Answer]:
         """Run a task on all ranks; `timeout` in seconds, from when all have begun."""
         former = self._store  # stays until the ranks have left its group, as they begin the task
-        store = self._store_for(task)
+        if not task.join or self._group_timeout != task.timeout:
+            self._store = host_on("127.0.0.1")
+        self._group_timeout = task.timeout if task.join else None
         for rank in self._ranks:
-            rank.send(replace(task, environment=self._environment(rank.rank, store.port)))
-        self._joined = task.join
-        self._group_timeout = task.timeout
+            rank.begin(task._replace(environment=self._environment(rank.rank, len(self._ranks))))
         self._wait_for_answers(timeout)
         del former
-        answers = [rank.answer for rank in self._ranks if rank.answer is not None]
+        answers = [rank.answer for rank in self._ranks]
         if not any(answer.failed for answer in answers):
-            self._settling = True
             for rank in self._ranks:  # only now: a rank may wait in a collective for one that is done
-                rank.request_leftovers()
+                rank.send("clean up")
         return answers
+
+    def is_clean(self) -> bool:
+        """Return whether every rank has cleaned up after its last task and can be used again."""
+        deadline = time.monotonic() + _SETTLING
+        while True:
+            waiting = [rank for rank in self._ranks if rank.leftovers is None]
+            if not waiting:
+                break
+            ready = wait_for_messages(waiting, deadline)
+            if not ready:
+                return False
+            for rank in ready:
+                rank.receive()
+        leftovers = [rank.leftovers for rank in self._ranks if rank.leftovers]
+        joined = {each.joined for each in leftovers}
+        if joined != {True}:
+            self._group_timeout = None
+        return len(joined) == 1 and not any(each.traces for each in leftovers)
 
     def dismiss(self) -> None:
         """Ask the ranks to finalise their fixtures and to end; those that hang are killed."""
         for rank in self._ranks:
-            rank.dismiss()
+            if rank.answer.done is None:
+                rank.process.kill()
+            rank.send(None)
 
-    def gone(self) -> bool:
-        """Return whether no process is left."""
-        if any(rank.process.is_alive() for rank in self._ranks):
-            return False
-        self.end()
-        return True
+    def is_alive(self) -> bool:
+        """Return whether a process is left."""
+        return any(rank.process.is_alive() for rank in self._ranks)
 
     def end(self) -> None:
         """Wait for the ranks to end after `dismiss()`, and kill those that do not."""
         deadline = time.monotonic() + _LEAVING
         for rank in self._ranks:
-            rank.wait_for_end(deadline)
+            while rank.process.is_alive() and wait_for_messages([rank], deadline):
+                rank.receive()
+            while rank.receive():  # what it has said at its end
+                pass
         self.kill()
 
     def take_late_reports(self) -> list[list[Any]]:
-        """Return what came of tests that had been reported before, by rank."""
-        return [rank.take_late_reports() for rank in self._ranks]
+        """Return what came of tests that had been reported before, by rank, each report once."""
+        taken = [rank.late_reports for rank in self._ranks]
+        for rank in self._ranks:
+            rank.late_reports = []
+        return taken
 
     def kill(self) -> None:
         """End the ranks and all that they have started, at once."""
         for rank in self._ranks:
-            rank.kill()
+            rank.process.kill()
+            rank.process.join()
+            rank.close()
         _kill_marked(self._mark)
 
-    def _store_for(self, task: Task) -> dist.TCPStore:
-        """Return the store of the group that is kept, or a new one if the task cannot use it."""
-        reuses_group = task.join and self._joined and self._group_timeout == task.timeout
-        if self._store is None or not reuses_group:
-            self._store = host_on("127.0.0.1")
-        return self._store
-
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
-        env = rank_environment(rank, len(self._ranks), port)
+    def _environment(self, rank: int, world_size: int) -> dict[str, str]:
+        env = rank_environment(rank, world_size, self._store.port)
         env = {key: text for key, text in env.items() if not key.startswith("PYTEST_CURRENT_")}
         return env | {_RANKS_VARIABLE: self._mark}
 
@@ -202,19 +221,18 @@ class Pool:
         deadline = time.monotonic() + _STARTING
         began = False
         while True:
-            waiting = [rank for rank in self._ranks if rank.answer is None]
+            waiting = [rank for rank in self._ranks if not rank.answer.is_known]
             if not waiting:
                 return
             ready = wait_for_messages(waiting, deadline)
             for rank in ready:
                 rank.receive()
-            self._lend_terminal()
             if any(rank.debugging for rank in self._ranks):
                 deadline = time.monotonic() + timeout
-            elif not began and all(rank.started or rank.answer for rank in self._ranks):
+            elif not began and all(rank.began or rank.answer.is_known for rank in self._ranks):
                 began = True
                 deadline = time.monotonic() + timeout
-            if any(rank.answer and rank.answer.failed for rank in ready):
+            if any(rank.answer.is_known and rank.answer.failed for rank in ready):
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
             if not ready and time.monotonic() >= deadline:
                 problem = f"did not come to begin within {_STARTING:g} s"
@@ -223,20 +241,83 @@ class Pool:
                 for rank in waiting:
                     rank.give_up(problem)
 
-    def _lend_terminal(self) -> None:
-        """Give the terminal to a debugger that wants it, one at a time."""
-        if any(rank.has_terminal for rank in self._ranks):
-            return
-        for rank in self._ranks:
-            if rank.debugging:
-                rank.lend_terminal()
-                return
+
+class _WarmRank(RankProcess):
+    """A process that runs one task after the other.
+
+    Attributes:
+        answer: The outcome of the present task, as far as it is known.
+        began: True once the test's own code runs.
+        debugging: True while a debugger wants or has the terminal.
+        leftovers: The state after the task, None until all ranks have done it and this one has cleaned up.
+        late_reports: Reports of tests that had been reported before.
+    """
+
+    def __init__(self, rank: int, env: dict[str, str], options: RunOptions) -> None:
+        super().__init__(rank, env, PRELOADED, main, options, rank)
+        self.process.name = f"warm rank {rank}"
+        self.answer = Answer(rank)
+        self.began = False
+        self.debugging = False
+        self.leftovers: Leftovers | None = None
+        self.late_reports: list[Any] = []
+
+    def send(self, message: object) -> None:
+        """Hand over a message; a rank that has died is noticed when it should answer."""
+        with suppress(OSError):
+            self.pipe.send(message)
+
+    def begin(self, task: Task) -> None:
+        """Hand over a task."""
+        self.answer = Answer(self.rank)
+        self.began = False
+        self.leftovers = None
+        self.send(task)
+
+    def receive(self) -> bool:
+        """Take in one message of the rank, or its death; return whether there was a message."""
+        message = self.next_message()
+        if message is None:
+            self.leftovers = Leftovers(False, ["its death"])
+            if not self.answer.is_known:
+                self.answer.problem = describe_exit(self.process).replace("killed", "was killed")
+            return False
+        kind, value = message
+        if kind == "report":
+            self.answer.reports.append(value)
+        elif kind == "late report":
+            self.late_reports.append(value)
+        elif kind == "warning":
+            self.answer.warnings.append(value)
+        elif kind == "began":
+            self.began = True
+        elif kind == "debugging":
+            self.debugging = value
+        elif kind == "done":
+            self.answer.done = value
+        elif kind == "leftovers":
+            self.leftovers = value
+        return True
+
+    def give_up(self, problem: str) -> None:
+        """End a rank that has not come to an end, and note where it was."""
+        self.answer.stack = _stack_of_test(self.read_stack())
+        self.answer.problem = problem
+        self.process.kill()
+
+
+def _stack_of_test(stack: str) -> str:
+    """Leave out the lines of a stack that belong to pytest and to the rank itself."""
+    lines = stack.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        if "/_pytest/" in line or "/ddpkit/testing/" in line:
+            own = lines[:number]
+            return "".join(own) if len(own) > 1 else stack
+    return stack
 
 
 def _kill_marked(mark: str) -> None:
     """Kill the processes that the ranks have left; where there is no /proc they are not found."""
-    if sys.platform != "linux":
-        return
     sign = f"{_RANKS_VARIABLE}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -2,58 +2,170 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
+import pdb
 import queue
 import sys
 import threading
+import time
 import traceback
+import warnings
+from collections.abc import Generator
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ..errors import DdpkitError, PeerError
-from ..job import lifecycle
+from ..job import current_job, lifecycle
 from ..signals import put_back_unused
-from ..spawning.pickling import call_and_reply
-from ..spawning.rank_process import forget_start_method, replace_environment, write_stack_on_request
+from ..spawning.rank_process import call_and_reply
 from ..watch import monitor, stop_agreement
 from . import cleaning
-from .items import Items, raise_failure_of_peer
-from .messages import Debugging, Done, Leftovers, RunOptions, RunTest, Started, Task
+
+# The messages between the test process and its ranks. A rank sends pairs: what kind of message it
+# is, and the message.
 
 
-def main(
-    connection: Connection,
-    options: RunOptions,
-    streams: list[int | None],
-    env: dict[str, str],
-    rank: int,
-    stack_file: str,
-) -> None:
+class RunOptions(NamedTuple):
+    """How to start the ranks of a run; the same for all.
+
+    Attributes:
+        arguments: pytest's command line in the ranks.
+        options: The values of pytest's options that the ranks take over.
+        basetemp: Below it the ranks keep their own temporary folders.
+        streams: Copies of this process's standard streams; None for a closed one.
+        coverage: Arguments for `coverage.Coverage` in a rank, None if coverage is not measured.
+    """
+
+    arguments: list[str]
+    options: dict[str, Any]
+    basetemp: str
+    streams: list[Connection | None]
+    coverage: dict[str, Any] | None
+
+
+class RunTest(NamedTuple):
+    """The work of a task that runs a collected test.
+
+    Attributes:
+        path: The file that holds the test.
+        nodeid: pytest's name of the test.
+        folder: Its `tmp_path`, on all ranks.
+        debug: Open the debugger where it fails.
+        following: The name of the next test on these ranks, None if there is none.
+    """
+
+    path: Path
+    nodeid: str
+    folder: Path
+    debug: bool
+    following: str | None
+
+
+class Task(NamedTuple):
+    """Work for all ranks of a pool.
+
+    Attributes:
+        work: A test to run, or a call by `dump_call`.
+        join: The ranks call `setup()` first.
+        timeout: Of the process group that is made for it, in seconds.
+        folder: The working directory.
+        path: `sys.path`.
+        environment: The environment variables to run under.
+    """
+
+    work: RunTest | bytes
+    join: bool
+    timeout: float
+    folder: str
+    path: list[str]
+    environment: dict[str, str]
+
+
+class Warned(NamedTuple):
+    """A warning that the rank's pytest has recorded in a test."""
+
+    module: str  # of its class
+    category: str
+    text: str
+    filename: str
+    lineno: int
+
+
+class Done(NamedTuple):
+    """The task has ended.
+
+    Attributes:
+        failed: True if this rank's part of it failed.
+        value: The reply of a call, None of a test; a text if it did not begin.
+        output: The text that a call has printed; a test's reports hold it themselves.
+        heard_of: The other rank that failed and so ended this one's part; `value` is then a text.
+        ended_run: The message and exit code of `pytest.exit()`, if the test has called it.
+    """
+
+    failed: bool
+    value: Any
+    output: str = ""
+    heard_of: int | None = None
+    ended_run: tuple[str, int | None] | None = None
+
+
+class Leftovers(NamedTuple):
+    """The state of a rank after a task, when all has been reset that can be.
+
+    Attributes:
+        joined: True if the rank is still in the group that it was given.
+        traces: Reasons not to use this process again, as phrases.
+    """
+
+    joined: bool
+    traces: list[str]
+
+
+def main(connection: Connection, options: RunOptions, rank: int) -> None:
     """Be a rank until the test process says that it is over, or has gone."""
-    replace_environment(env)
     os.environ.pop("PYTEST_ADDOPTS", None)
-    forget_start_method()
-    _take_streams(streams)
+    _take_streams(options.streams)
     gc.freeze()  # pytest collects garbage again and again, but not torch's modules
-    with open(stack_file, "w") as file:
-        write_stack_on_request(file)
-        coverage = _start_coverage(options.coverage)
-        arguments = [*options.arguments, f"--basetemp={options.basetemp}-{os.getpid()}"]
-        code = pytest.main(arguments, plugins=[RankPlugin(connection, options, rank)])
-        if coverage is not None:
-            coverage.stop()
-            coverage.save()
+    coverage = _start_coverage(options.coverage)
+    arguments = [*options.arguments, f"--basetemp={options.basetemp}-{os.getpid()}"]
+    code = pytest.main(arguments, plugins=[RankPlugin(connection, options, rank)])
+    if coverage is not None:
+        coverage.stop()
+        coverage.save()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(code))  # without waiting for threads that a test may have left
+
+
+def _take_streams(streams: list[Connection | None]) -> None:
+    """Take the test process's own streams, in place of those of the process that forked this."""
+    for number, stream in enumerate(streams):
+        source = os.open(os.devnull, os.O_RDWR) if stream is None else stream.fileno()
+        os.dup2(source, number)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
+
+
+def _start_coverage(settings: dict[str, Any] | None) -> Any:
+    if settings is None:
+        return None
+    import coverage
+
+    if coverage.Coverage.current() is not None:  # coverage looks after processes itself
+        return None
+    running = coverage.Coverage(data_suffix=True, **settings)
+    running.start()
+    return running
 
 
 class RankPlugin:
@@ -66,8 +178,15 @@ class RankPlugin:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._store_port: str | None = None  # of the store where the group that is kept was made
         self._group: object = None
-        self._capture: Any = None
-        self._originals = cleaning.Originals(Path())
+        self._terminal: int | None = None  # locked while this rank's debugger has the terminal
+        self._session: Any = None
+        self._items: dict[str, pytest.Item] = {}  # the tests that have been collected so far
+        self._last: pytest.Item | None = None
+        self._any_failed = False
+        self._problems: list[str] = []  # of collecting
+        self._folder = Path()
+        self._failing: BaseException | None = None
+        self._debug = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -90,64 +209,47 @@ class RankPlugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run the tasks that arrive, until nothing more comes."""
-        self._capture = session.config.pluginmanager.getplugin("capturemanager")
-        items = Items(session, self.borrow_terminal, self.return_terminal, self._send)
-        session.config.pluginmanager.register(items, "ddpkit items")
-        cleaning.remember()
+        self._session = session
+        self._arguments = [*sys.argv]
+        self._threads = torch.get_num_threads()
         self._originals = cleaning.Originals(session.config.rootpath)
         threading.Thread(target=self._listen, name="ddpkit testing", daemon=True).start()
         group_is_whole = False
         try:
-            group_is_whole = self._run_tasks(items)
+            group_is_whole = self._run_tasks()
         except PeerError:
             # a rank died between tests or after its part of one; the test process replaces all
             lifecycle.teardown()
         with suppress(PeerError):
-            items.finalise(group_is_whole)
+            self._end_fixtures(None, group_is_whole)
         lifecycle.teardown()
         return True
 
-    def pytest_enter_pdb(self) -> None:
-        """Wait for the terminal."""
-        self.borrow_terminal()
+    # Tasks, and what is cleaned up after them.
 
-    def pytest_leave_pdb(self) -> None:
-        """Give the terminal back."""
-        self.return_terminal()
-
-    def borrow_terminal(self) -> None:
-        """Wait until no other rank's debugger has the terminal."""
-        self._send(Debugging(True))
-        while not isinstance(self._inbox.get(), Debugging):
-            pass
-
-    def return_terminal(self) -> None:
-        """Let another rank's debugger have the terminal."""
-        self._send(Debugging(False))
-
-    def _run_tasks(self, items: Items) -> bool:
+    def _run_tasks(self) -> bool:
         """Run tasks, and return true if the ranks are still as they were before the last one."""
+        before: cleaning.Traces | None = None
         unharmed = True
         while True:
-            task = self._wait()
-            if task is None:
+            message = self._wait()
+            if message is None:
                 return unharmed
-            before = self._run(task, items)
-            if before is None:
-                lifecycle.teardown()  # the process will not be used again
-                unharmed = False
-            elif self._wait() is not None:  # all ranks have done it
-                leftovers = self._leftovers(task, before)
+            unharmed = False
+            if isinstance(message, Task):
+                before = self._run(message)
+                if before is None:
+                    lifecycle.teardown()  # the process will not be used again
+            elif before is not None:  # all ranks have done it
+                leftovers = self._leftovers(before)
                 unharmed = not leftovers.traces
-                self._send(leftovers)
-            else:
-                return False
+                self._send("leftovers", leftovers)
 
     def _wait(self) -> Any:
         """Wait for the test process, without log records: nobody asks about ranks that wait.
 
         Returns:
-            A `Task`; a `CleanUp` after one that this rank has done; None when all is over.
+            A `Task`; "clean up" after one that this rank has done; None when all is over.
         """
         logger = monitor.log
         logger.disabled = True
@@ -156,66 +258,70 @@ class RankPlugin:
         finally:
             logger.disabled = False
 
-    def _run(self, task: Task, items: Items) -> cleaning.Traces | None:
+    def _run(self, task: Task) -> cleaning.Traces | None:
         """Run a task and send its outcome; return the state before it, None if it failed."""
         try:
             self._prepare(task)
             before = cleaning.traces()
-            done = self._do(task, items)
+            done = self._do(task)
         except PeerError as error:  # between the parts of the test in which it would be reported
             # sent from here, where it is being handled and so is not raised again
-            self._send(Done(True, f"PeerError: {error}", heard_of=error.rank))
+            self._send("done", Done(True, f"PeerError: {error}", heard_of=error.rank))
             return None
         except Exception:  # it cannot join, for example
-            self._send(Done(True, traceback.format_exc()))
+            self._send("done", Done(True, traceback.format_exc()))
             return None
-        self._send(done)
+        self._send("done", done)
         return None if done.failed else before
 
     def _prepare(self, task: Task) -> None:
         """Give the task its environment, and join or leave the group as it asks."""
         os.chdir(task.folder)
         sys.path[:] = task.path
-        replace_environment(task.environment)
+        os.environ.clear()
+        os.environ.update(task.environment)
         port = os.environ["MASTER_PORT"] if task.join else None
         if self._store_port != port:
-            lifecycle.teardown()
-            self._store_port = None
-        cleaning.reset()
+            self._leave()
+        cleaning.reset(self._arguments, self._threads)
         if task.join and self._store_port is None:
             lifecycle.setup(timeout=timedelta(seconds=task.timeout))
             self._store_port = port
         self._group = dist.group.WORLD
 
-    def _do(self, task: Task, items: Items) -> Done:
+    def _leave(self) -> None:
+        lifecycle.teardown()
+        self._store_port = None
+
+    def _do(self, task: Task) -> Done:
         if isinstance(task.work, RunTest):
-            return items.run(task.work, self._begin)
-        self._capture.resume_global_capture()
-        reply = call_and_reply(task.work.pickled, self._begin, may_exit=False)
-        self._capture.suspend_global_capture()
-        output = "".join(self._capture.read_global_capture())
+            return self._run_test(task.work)
+        capture = self._session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
+        reply = call_and_reply(task.work, self._begin, may_exit=False)
+        capture.suspend_global_capture()
+        output = "".join(capture.read_global_capture())
         return Done(reply.failed, reply, output)
 
     def _begin(self) -> None:
-        """Note that the test's own code begins."""
+        """Note that the test's own code begins; from now on its time counts."""
         self._originals.learn()  # now that the test's modules have been imported
-        self._send(Started())
+        self._send("began", None)
 
-    def _leftovers(self, task: Task, before: cleaning.Traces) -> Leftovers:
+    def _leftovers(self, before: cleaning.Traces) -> Leftovers:
         """Leave the group if the task has or has stopped it, and describe all that the task has left behind."""
         joined = self._group is not None and dist.group.WORLD is self._group
         joined = joined and not stop_agreement.current().is_begun
         put_back_unused()  # they stay where the ranks have stopped
-        found = before.compare(cleaning.traces()) + self._originals.replaced()
-        if task.join and joined:
+        found = before.changes() + self._originals.replaced()
+        if joined:
             found += _try_group()
-        if not joined:
-            lifecycle.teardown()
-            self._store_port = None
+        else:
+            self._leave()
         return Leftovers(joined, found)
 
-    def _send(self, message: object) -> None:
-        self._connection.send(message)
+    def _send(self, kind: str, message: object) -> None:
+        self._connection.send((kind, message))
 
     def _listen(self) -> None:
         try:
@@ -224,12 +330,182 @@ class RankPlugin:
         except (EOFError, OSError):  # the test process has gone
             os._exit(1)
 
+    # One test, whose reports are sent at once, for the rank may not come to its end.
+
+    def _run_test(self, test: RunTest) -> Done:
+        self._folder = test.folder
+        self._debug = test.debug
+        self._any_failed = False
+        item = self._collect(test)
+        if item is None:
+            _raise_failure_of_peer()  # it may have interrupted the import
+            not_found = f"{test.nodeid} was not found in {test.path} on the ranks.\n"
+            return Done(True, "".join(self._problems) or not_found)
+        # those that were kept for another test than this one
+        self._end_fixtures(item, group_is_whole=True)
+        self._last = item
+        self._failing = None
+        self._begin()
+        following = None
+        if test.following is not None:
+            other_file = _Next.from_parent(self._session, name="next")
+            following = self._items.get(test.following, other_file)
+        try:
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+        except pytest.exit.Exception as error:
+            return Done(True, None, ended_run=(error.msg, error.returncode))
+        return Done(self._any_failed, None)
+
+    def _collect(self, test: RunTest) -> pytest.Item | None:
+        """Return a test, collecting its file if it is not known yet; None if it is not there."""
+        if test.nodeid not in self._items:
+            self._problems.clear()
+            for item in self._session.perform_collect([str(test.path)]):
+                self._items[item.nodeid] = item
+        return self._items.get(test.nodeid)
+
+    def _end_fixtures(self, following: pytest.Item | None, group_is_whole: bool) -> None:
+        """End the fixtures that the test before had and the following has not; send if they fail.
+
+        Args:
+            following: The next test, None if there is none.
+            group_is_whole: False if a test has failed, so that collectives fail as well.
+        """
+
+        def end() -> None:
+            self._session._setupstate.teardown_exact(following)
+
+        ending = pytest.CallInfo.from_call(end, "teardown")
+        if ending.excinfo is None or self._last is None:
+            return
+        if not group_is_whole and _needs_group(ending.excinfo.value):
+            return
+        self._failing = None
+        report = self._last.ihook.pytest_runtest_makereport(item=self._last, call=ending)
+        self._send_report("late report", report)
+
+    def _send_report(self, kind: str, report: pytest.TestReport) -> None:
+        """Send a report in pytest's own form for sending."""
+        config = self._session.config
+        data = config.hook.pytest_report_to_serializable(config=config, report=report)
+        self._send(kind, data)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item) -> bool:
+        """Run the test once, as pytest itself does.
+
+        A plugin that repeats tests cannot do it on one rank alone.
+        """
+        runner: Any = self._session.config.pluginmanager.getplugin("runner")
+        return bool(runner.pytest_runtest_protocol(item, nextitem))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self) -> Generator[None, object, object]:
+        """Tell the other ranks if this part fails; raise a peer's failure where it is the cause."""
+        try:
+            return (yield)
+        except (pytest.skip.Exception, pytest.xfail.Exception):
+            raise
+        except BaseException as error:
+            cause = lifecycle.report(error)
+            if cause is error or _is_partly_own(error):
+                self._failing = error
+                raise
+            self._failing = cause
+            raise cause from error
+
+    pytest_runtest_setup = pytest_runtest_call  # when fixtures fail
+    pytest_runtest_teardown = pytest_runtest_call  # when they fail at their end
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self,
+        item: pytest.Item,
+        call: pytest.CallInfo[Any],
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Note in each report what the test process cannot see; subtests copy it to their own."""
+        report = yield
+        error = None if call.excinfo is None else call.excinfo.value
+        report.__dict__.update(
+            ddpkit_time=time.monotonic(),
+            ddpkit_echo=isinstance(error, PeerError) or isinstance(self._failing, PeerError),
+            ddpkit_called_xfail=isinstance(error, pytest.xfail.Exception),
+        )
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Send a report, one of a phase or one that a plugin has added."""
+        self._any_failed |= report.failed or hasattr(report, "wasxfail")
+        self._send_report("report", report)
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
+        """Send a warning of a test; the test process has collected the files itself."""
+        kind = warning_message.category
+        text = str(warning_message.message)
+        place = (warning_message.filename, warning_message.lineno)
+        if when == "runtest":
+            self._send("warning", Warned(kind.__module__, kind.__name__, text, *place))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep the error that prevents a file from being collected."""
+        if report.failed:
+            self._problems.append(report.longreprtext + "\n")
+
+    @pytest.fixture
+    def tmp_path(self) -> Path:
+        """Return the test's folder, the same on all ranks."""
+        return self._folder
+
+    # Debuggers, of which one at a time has the terminal.
+
+    def pytest_enter_pdb(self) -> None:
+        """Wait until no other rank's debugger has the terminal."""
+        self._send("debugging", True)
+        self._terminal = os.open(f"{self._options.basetemp}-terminal", os.O_CREAT | os.O_WRONLY)
+        fcntl.flock(self._terminal, fcntl.LOCK_EX)
+
+    def pytest_leave_pdb(self) -> None:
+        """Let another rank's debugger have the terminal."""
+        if self._terminal is not None:
+            os.close(self._terminal)
+            self._terminal = None
+        self._send("debugging", False)
+
+    def pytest_exception_interact(
+        self,
+        call: pytest.CallInfo[Any],
+        report: Any,
+    ) -> None:
+        """Debug a failure where it happened, if the run is one with --pdb."""
+        if not self._debug or call.excinfo is None or isinstance(call.excinfo.value, PeerError):
+            return
+        self.pytest_enter_pdb()
+        capture = self._session.config.pluginmanager.getplugin("capturemanager")
+        capture.suspend(in_=True)
+        print(f"\n{report.longreprtext}\n>>> post-mortem on rank {self._rank}")
+        pdb.post_mortem(call.excinfo.tb)
+        capture.resume()
+        self.pytest_leave_pdb()
+
+
+class _Next(pytest.Item):
+    """A test of another file, given to pytest as the next, so that only the session's fixtures stay."""
+
+    def runtest(self) -> None:
+        raise NotImplementedError
+
+
+def _raise_failure_of_peer() -> None:
+    """Raise the failure of another rank, if one is known."""
+    with current_job.peer_errors():
+        pass
+
 
 def _try_group() -> list[str]:
     """Do a step together, which fails or hangs if the ranks are not together in their group."""
     number = torch.ones(1)
     try:
-        raise_failure_of_peer()
+        _raise_failure_of_peer()
         dist.all_reduce(number)
     except DdpkitError:
         return ["a failure in the group"]
@@ -240,25 +516,17 @@ def _try_group() -> list[str]:
     return []
 
 
-def _take_streams(streams: list[int | None]) -> None:
-    """Take the test process's own streams, in place of those of the process that forked this."""
-    for number, stream in enumerate(streams):
-        if stream is None:
-            stream = os.open(os.devnull, os.O_RDWR)
-        os.dup2(stream, number)
-        os.close(stream)
-    sys.stdin = os.fdopen(0, closefd=False)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
+def _needs_group(error: BaseException) -> bool:
+    """Return whether this may be an error only because a test has failed before."""
+    parts = getattr(error, "exceptions", None)  # of several fixtures
+    if parts is not None:
+        return all(_needs_group(part) for part in parts)
+    if isinstance(error, DdpkitError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("torch/distributed" in Path(frame.filename).as_posix() for frame in frames)
 
 
-def _start_coverage(settings: dict[str, Any] | None) -> Any:
-    if settings is None:
-        return None
-    import coverage
-
-    if coverage.Coverage.current() is not None:  # coverage looks after processes itself
-        return None
-    running = coverage.Coverage(data_suffix=True, **settings)
-    running.start()
-    return running
+def _is_partly_own(error: BaseException) -> bool:
+    """Return whether several fixtures failed, and one of them not by a peer's failure."""
+    return hasattr(error, "exceptions") and not _needs_group(error)
