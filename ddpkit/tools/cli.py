@@ -118,7 +118,8 @@ def _parser(words: Sequence[str]) -> _Parser:
 
 
 def _command(tool: str) -> Any:
-    return import_module(f".{tool}.command", __package__)
+    module = tool if tool == "where" else f"{tool}.command"
+    return import_module(f".{module}", __package__)
 
 
 def _discard_stdout() -> None:

@@ -1,7 +1,9 @@
-"""Write for terminals: aligned columns, colours where they are wanted, and progress on stderr."""
+"""Read flags and write for terminals: aligned columns, colours where they are wanted, progress on stderr."""
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -66,3 +68,14 @@ def count(number: int, noun: str) -> str:
 def announce(step: str) -> None:
     """Tell the person which step begins now, on stderr."""
     print(f"{step} ...", file=sys.stderr, flush=True)
+
+
+def positive_seconds(text: str) -> float:
+    """Read a flag that is a positive, finite number of seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
@@ -27,7 +26,7 @@ from ...job.options import checked_backend, checked_device
 from ...join.store import find_master, open_store, store_outlives_ranks
 from ...launch.launch import MPI_AND_SLURM, Launch
 from ...spawning.spawn import spawn
-from ..terminal import count
+from ..terminal import count, positive_seconds
 from . import machine_checks, network_checks
 from .guard import Guard
 from .report import MARK, Check, Report, attempt, worst
@@ -43,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     devices = "as setup(device=...) takes it, for example cpu (default: the accelerator)"
     meeting = "bound on the ranks' meeting (default 60)"
     add("--json", action="store_true", help="print one JSON object to stdout and nothing else")
-    add("--timeout", type=_seconds, default=60.0, metavar="SECONDS", help=meeting)
+    add("--timeout", type=positive_seconds, default=60.0, metavar="SECONDS", help=meeting)
     add("--backend", type=_checked_by(checked_backend), help=backends)
     add("--device", type=_checked_by(checked_device), help=devices)
 
@@ -270,16 +269,6 @@ def _is_a_task() -> bool:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         names.append("RANK")
     return any(os.environ.get(name, "0").strip() not in ("", "0") for name in names)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds
 
 
 def _checked_by(check: Callable[[str], object]) -> Callable[[str], str]:

@@ -12,22 +12,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 
-from ...errors import LaunchError
-from ...join.members import Members
-from ...join.rendezvous import Generation
-from ...join.sockets import connect
-from ...join.store import connect as connect_to_store
-from ...join.store import wait_for_listener
-from ...join.store_values import encode
-from ...launch.detection import detect_launch
-from ...launch.process_tree import environment_of
-from ...timing import BLOCKS, STEPS, Pace, Phase, find_slow_rank, milliseconds
-from ...watch.messages import Activity, Lines, fold, parse
-from ..terminal import count
-
-# Asking a running job what its ranks are doing, over the store where they have met and the watch of rank 0.
+from ..errors import LaunchError
+from ..join.members import Members
+from ..join.rendezvous import Generation
+from ..join.sockets import connect
+from ..join.store import connect as connect_to_store
+from ..join.store import wait_for_listener
+from ..join.store_values import encode
+from ..launch.detection import detect_launch
+from ..launch.process_tree import environment_of
+from ..watch.messages import Activity, Lines, fold, parse
+from .terminal import count, positive_seconds
 
 _STORE_SECONDS = 5.0  # in which the store must answer
 
@@ -39,12 +35,10 @@ class Answer:
     Attributes:
         members: The ranks of the job.
         activities: Of those that have answered.
-        paces: How long the last steps took, of all ranks or of none.
     """
 
     members: Members
     activities: list[Activity]
-    paces: list[Pace]
 
 
 def ask(address: str, port: int, seconds: float) -> Answer:
@@ -65,7 +59,6 @@ def ask(address: str, port: int, seconds: float) -> Answer:
             f"{members.nodes[members.runs[0].node]}; if that is here, the process may have ended."
         ) from None
     activities: dict[int, Activity] = {}
-    paces: dict[int, Pace] = {}
     lines = Lines()
     deadline = time.monotonic() + seconds
     with connection:
@@ -82,9 +75,7 @@ def ask(address: str, port: int, seconds: float) -> Answer:
                 message = parse(line, members.world_size)
                 if message is not None and message.activity is not None:
                     activities[message.activity.rank] = message.activity
-                if message is not None and message.pace is not None:
-                    paces[message.pace.rank] = message.pace
-    return Answer(members, list(activities.values()), list(paces.values()))
+    return Answer(members, list(activities.values()))
 
 
 def _find_members(address: str, port: int) -> Members:
@@ -118,45 +109,18 @@ def jobs_here(processes: Path = Path("/proc")) -> list[tuple[str, int]]:
     return sorted(jobs)
 
 
-# How long the ranks' last steps took, as a table.
-
-_MOST_ROWS = 8  # ranks that are shown one by one
-
-
-def describe_steps(paces: list[Pace]) -> list[str]:
-    """Write the phases of a step, of each rank or of the usual one and the one that waits least; and who is slow."""
-    if not paces:
-        return []
-    times = {f"rank {pace.rank}": pace.per_step() for pace in sorted(paces, key=lambda pace: pace.rank)}
-    seconds = median(sum(phases.values()) for phases in times.values())
-    lines = [f"each of the last {BLOCKS * STEPS} steps took {milliseconds(seconds)} ms"]
-    slow = find_slow_rank(paces)
-    if slow is not None:
-        lines[0] += f"; rank {slow.rank} {slow}"
-    if len(times) > _MOST_ROWS:
-        times = _shortened(times)
-    names = [phase.label for phase in Phase]
-    width = max(map(len, times))
-    lines.append(f"    {'ms':<{width}}  {'  '.join(f'{name:>9}' for name in names)}")
-    for rank, phases in times.items():
-        lines.append(f"    {rank:<{width}}  {'  '.join(f'{milliseconds(phases[name]):>9}' for name in names)}")
-    return lines
-
-
-def _shortened(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the median of all ranks, and the rank for which the others wait, if they do."""
-    names = next(iter(times.values()))
-    medians = {name: median(phases[name] for phases in times.values()) for name in names}
-    last = min(times, key=lambda rank: times[rank]["waiting"])
-    return {"median of the ranks": medians, f"{last}, which waits least": times[last]}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
     jobs = "its MASTER_ADDR:MASTER_PORT, which rank 0 logs when it has joined (default: the job on this machine)"
     add("--job", type=_address, metavar="HOST:PORT", help=jobs)
-    add("--timeout", type=_seconds, default=2.0, metavar="SECONDS", help="bound on the ranks' answers (default 2)")
+    add(
+        "--timeout",
+        type=positive_seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help="bound on the ranks' answers (default 2)",
+    )
     add("--json", action="store_true", help="print one JSON object to stdout and nothing else")
 
 
@@ -174,8 +138,7 @@ def run(args: argparse.Namespace) -> int:
         ranks = count(answer.members.world_size, "rank")
         nodes = count(len(answer.members.nodes), "node")
         print(f"{ranks} on {nodes}, at {time.strftime('%H:%M:%S')}, job {address}:{port}")
-        lines = [*fold(answer.activities, answer.members.world_size), *describe_steps(answer.paces)]
-        print("\n".join(lines))
+        print("\n".join(fold(answer.activities, answer.members.world_size)))
     return int(len(answer.activities) < answer.members.world_size)
 
 
@@ -196,8 +159,7 @@ def _only_job() -> tuple[str, int]:
 
 def _as_json(answer: Answer) -> dict[str, object]:
     ranks = [asdict(each) for each in sorted(answer.activities, key=lambda each: each.rank)]
-    steps = {pace.rank: pace.per_step() for pace in answer.paces}
-    return {"world_size": answer.members.world_size, "ranks": ranks, "seconds_per_step": steps}
+    return {"world_size": answer.members.world_size, "ranks": ranks}
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -205,10 +167,3 @@ def _address(text: str) -> tuple[str, int]:
     if found is None or int(found[2]) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
     return found[1], int(found[2])
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
-    return seconds
