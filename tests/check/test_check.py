@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import CLEAN, TORCHRUN, free_port, run
+from processes import CLEAN, free_port, platform_env, run
 
 from ddpkit.tools import cli
 from ddpkit.tools.check.command import find_all
@@ -249,14 +249,11 @@ def test_the_report_is_readable_and_names_line_evidence_and_fix(tmp_path: Path) 
     assert len(ended.output.splitlines()) < 24 and "\033" not in ended.output
 
 
-@pytest.mark.storm
-def test_inside_a_job_of_torchrun_rank_0_reports_for_all(tmp_path: Path) -> None:
-    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "ddpkit", "check", str(HERE / "wrong" / "layout_gan.py")]
-    env = {**CLEAN, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LATE)
-    assert done.returncode == 1
-    assert done.stdout.count("ddpkit check:") == 1
-    assert re.search(r"^wrong +gradients-not-averaged +\S*layout_gan.py:43$", done.stdout, re.MULTILINE), done.stdout
+def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in platform_env(0, 2, 1).items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["check", str(HERE / "wrong" / "layout_gan.py")]) == 2
+    assert "without a launcher" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_check_and_its_ranks(tmp_path: Path) -> None:

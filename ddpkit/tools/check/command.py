@@ -14,14 +14,13 @@ from typing import Any
 
 from ...errors import LaunchError
 from ...launch.detection import detect_launch
-from ...launch.launch import Launch
-from ..script.ranks import Body, Ranks, Script, environment, exit_when_terminated
+from ..script.ranks import Ranks, Script, environment, exit_when_terminated
 from ..terminal import count, paint
 from .findings import gradients, losses, metrics, order, random_numbers, samples, schedules, speed, writing
 from .findings.facts import SEVERITIES, Facts, Finding
 from .findings.parallelism import OF_REPLICAS, hold_parts
 from .rank import be_rank
-from .watch import Link, Outcome, RemoteRank, Watch, end, pass_on
+from .watch import Outcome, Watch
 
 # Print what was found, for people or as JSON.
 
@@ -168,34 +167,17 @@ def run(args: argparse.Namespace) -> int:
         launch = detect_launch()
     except LaunchError as error:
         return _refuse(str(error))
+    if launch.world_size > 1:
+        return _refuse("it starts ranks itself, -n of them: start it once, without a launcher.")
     if not args.module and not os.path.isfile(args.script):
         return _refuse(f"{args.script}: there is no such file.")
     if args.ranks < 2 or args.steps < 1 or args.timeout <= 0:
         return _refuse("-n must be at least 2, --steps at least 1, --timeout positive.")
     exit_when_terminated()
     script = Script(args.script, args.arguments, args.module)
-    body = partial(be_rank, script, args.steps)
-    if launch.kind == "single":
-        environments = {rank: environment(rank, args.ranks, args.device) for rank in range(args.ranks)}
-        with Ranks(body, environments, serves=True) as ranks:
-            return _report(args, Watch(ranks, args.timeout).run())
-    return _check_job(args, body, launch)
-
-
-def _check_job(args: argparse.Namespace, body: Body, launch: Launch) -> int:
-    """Check the job to which this process belongs: its child is the rank."""
-    if "MASTER_PORT" not in os.environ or "RANK" not in os.environ:
-        return _refuse("a job is checked where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as by torchrun.")
-    env = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    env.setdefault("OMP_NUM_THREADS", "1")
-    with Ranks(body, {launch.rank: env}, serves=False) as ranks:
-        link = Link(launch)  # after the fork, for it may have threads
-        if launch.rank:
-            return pass_on(ranks, link)
-        ranks.remote += [RemoteRank(rank, link) for rank in range(1, launch.world_size)]
-        code = _report(args, Watch(ranks, args.timeout).run())
-        end(link)
-        return code
+    environments = {rank: environment(rank, args.ranks, args.device) for rank in range(args.ranks)}
+    with Ranks(partial(be_rank, script, args.steps), environments) as ranks:
+        return _report(args, Watch(ranks, args.timeout).run())
 
 
 def _report(args: argparse.Namespace, outcome: Outcome) -> int:
