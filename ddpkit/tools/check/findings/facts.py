@@ -9,7 +9,7 @@ from typing import Any
 from ...script.recorder import Record
 from ..places import Place
 
-SEVERITIES = ("wrong", "suspicious", "slow")  # from bad to less bad
+SEVERITIES = ("wrong", "suspicious")
 SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
 
 

@@ -37,7 +37,6 @@ class Wrapped:
         thawed: Where parameters in it were unfrozen.
         cast: Where it was moved or converted.
         forwards: For each call with gradients since the last step, whether backward is to synchronise.
-        averaged: Where each backward began since the last step that averages gradients.
         pending: Whether a call has not been followed by backward.
         regroups: Whether the next call with gradients makes DDP's buckets anew, which the ranks do together.
     """
@@ -55,7 +54,6 @@ class Wrapped:
         self.thawed: Stack = []
         self.cast: Stack = []
         self.forwards: list[bool] = []
-        self.averaged: list[Stack] = []
         self.pending = False
         self.regroups = False
         self._will_regroup = bool(module.static_graph or not module.find_unused_parameters)
@@ -63,7 +61,6 @@ class Wrapped:
     def begin_backward(self) -> None:
         """Note a backward that averages gradients: after the first, DDP knows in which order they come."""
         self.pending = False
-        self.averaged.append(stack()[:1])
         if self._will_regroup:
             self._will_regroup = False
             self.regroups = True
@@ -143,7 +140,6 @@ class Modules:
         self.samples = 0
         for wrapped in self.wrapped.values():
             wrapped.forwards = []
-            wrapped.averaged = []
             wrapped.bypassed = []
 
     def will_synchronise(self) -> bool:

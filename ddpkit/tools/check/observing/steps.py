@@ -179,8 +179,7 @@ class Steps:
         given = sum(entry["given"] for entry in sums) ** 0.5
         norms = {"given": given, "backward": self._losses.norm}
         first = sums[0]
-        size = {"calls": len(sums), "numel": numel}
-        return {"ratio": ratio, "where": first["where"], "divides": first["divides"], **norms, **size}
+        return {"ratio": ratio, "where": first["where"], "divides": first["divides"], **norms}
 
     def _introduce(self, seen: _Seen) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""
@@ -266,7 +265,6 @@ def _describe(wrapped: Wrapped) -> dict[str, Any]:
         "taken_out": wrapped.taken_out,
         "unsynced": wrapped.unsynced,
         "forwards": wrapped.forwards[-8:],
-        "averaged": wrapped.averaged,
         "uses_all": not (wrapped.kept.find_unused_parameters or wrapped.kept.static_graph),
         "thawed": wrapped.thawed,
         "cast": wrapped.cast,
