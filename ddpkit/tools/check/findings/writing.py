@@ -1,4 +1,4 @@
-"""Find files that every rank writes, and states that are saved with the names of wrappers."""
+"""Find files that every rank writes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from .facts import Facts, Finding, place, places, say_ranks
 
 
 def find(facts: Facts) -> Iterator[Finding]:
-    """Look at files and saved states."""
-    yield from _find_same_files(facts)
-    yield from _find_prefixes(facts)
-
-
-def _find_same_files(facts: Facts) -> Iterator[Finding]:
+    """Find files that several ranks open for writing."""
     writers: dict[str, dict[int, Record]] = {}
     for rank, records in facts.of("file").items():
         for record in records:
@@ -34,19 +29,3 @@ def _find_same_files(facts: Facts) -> Iterator[Finding]:
         severity = "suspicious" if first["appends"] else "wrong"
         also = places(first["where"])[1:]
         yield Finding("same-file", severity, where, sorted(by_rank), evidence, why, fix, also)
-
-
-def _find_prefixes(facts: Facts) -> Iterator[Finding]:
-    done = set()
-    loaded = [record["keys"] for records in facts.of("wrapper loads").values() for record in records]
-    for rank, records in facts.of("saved").items():
-        for record in records:
-            where = place(record["where"])
-            if where in done or record["loads"] or record["keys"] in loaded:
-                continue
-            done.add(where)
-            evidence = f"{record['number']} saved tensors are called `{record['keys'][0]}` and so on"
-            why = "the file loads only into a model that is wrapped in the same way"
-            fix = "save the state of the module inside: `model.module.state_dict()`"
-            also = places(record["where"])[1:]
-            yield Finding("wrapper-prefix", "wrong", where, [rank], evidence, why, fix, also)
