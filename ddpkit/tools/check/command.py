@@ -16,7 +16,7 @@ from ...errors import LaunchError
 from ...launch.detection import detect_launch
 from ..script.ranks import Ranks, Script, environment, exit_when_terminated
 from ..terminal import count, paint
-from .findings import gradients, losses, metrics, order, random_numbers, samples, schedules, writing
+from .findings import gradients, losses, metrics, order, random_numbers, samples, writing
 from .findings.facts import SEVERITIES, Facts, Finding
 from .findings.parallelism import OF_REPLICAS, hold_parts
 from .rank import be_rank
@@ -105,7 +105,7 @@ def _finding_as_json(finding: Finding) -> dict[str, Any]:
 
 # Find everything that there is to be found in the records of a run.
 
-_SUBJECTS = (gradients, losses, samples, random_numbers, metrics, order, writing, schedules)
+_SUBJECTS = (gradients, losses, samples, random_numbers, metrics, order, writing)
 _FOLLOW = {  # what another finding explains
     "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
     "same-samples": ("same-random-numbers", "samples-repeated"),

@@ -188,18 +188,6 @@ def lines_that_scale_gradients() -> list[Place]:
     return found
 
 
-def calls_with(name: str, argument: str) -> list[Place]:
-    """List the lines of the script that call a method of this name with a variable whose name has this part."""
-    found = []
-    for file in own_files():
-        for node in ast.walk(syntax_of(file)):
-            if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != name:
-                continue
-            if any(argument in ast.unparse(part).lower() for part in node.args):
-                found.append(Place(os.path.abspath(file), node.lineno, ""))
-    return found
-
-
 def own_files() -> list[str]:
     """List the script's files that are loaded."""
     return _own_files(len(sys.modules))

@@ -244,18 +244,6 @@ def skips() -> list[Place]:
     return []
 
 
-def numbers_of_rounds() -> list[int]:
-    """List how many rounds the running loops over `range(n)` make, the outermost first."""
-    found = []
-    for frame in reversed(list(own_frames(sys._getframe(1)))):
-        for loop in loops_around(frame.f_code.co_filename, frame.f_lineno):
-            if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range":
-                bounds = [evaluate(argument, frame) for argument in loop.iter.args]
-                if bounds and all(isinstance(bound, int) for bound in bounds):
-                    found.append(len(range(*bounds)))
-    return found
-
-
 def bound_of_loop() -> int | None:
     """Return after how many rounds the loop ends that asks for a loader's batches, None if the loader decides."""
     for frame in own_frames(sys._getframe(1)):

@@ -22,7 +22,7 @@ from ..places import (
 )
 from .collectives import Collectives
 from .decisions import Decisions, Ending
-from .expressions import decisions, divides_by_ranks, numbers_of_rounds, skips
+from .expressions import decisions, divides_by_ranks, skips
 from .losses import Losses
 from .modules import Modules, Wrapped, inner_of, roots, variables
 from .patching import Function, after, before, guarded
@@ -131,7 +131,6 @@ class Steps:
             decisions=decisions(),
             skips=skips() if seen.steps == 1 else [],
             position=self.position(),
-            epochs=numbers_of_rounds() if seen.steps == 1 else [],
             optimizer=seen.number,
             number=seen.steps,
             where=stack(),
