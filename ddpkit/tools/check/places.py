@@ -170,24 +170,6 @@ def lines_that_set_item(key: str) -> list[Place]:
     return found
 
 
-def lines_that_scale_gradients() -> list[Place]:
-    """List the lines of the script that multiply gradients in place: `p.grad.mul_(x)`, `p.grad *= x` and the like."""
-    found = []
-    for file in own_files():
-        for node in ast.walk(syntax_of(file)):
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "attr", "")
-                operand = node.args[0] if name == "_foreach_mul_" and node.args else getattr(node.func, "value", None)
-                is_product = name in ("mul_", "_foreach_mul_")
-            elif isinstance(node, ast.AugAssign):
-                operand, is_product = node.target, isinstance(node.op, ast.Mult)
-            else:
-                continue
-            if is_product and operand is not None and "grad" in ast.unparse(operand):
-                found.append(Place(os.path.abspath(file), node.lineno, ""))
-    return found
-
-
 def own_files() -> list[str]:
     """List the script's files that are loaded."""
     return _own_files(len(sys.modules))

@@ -25,7 +25,7 @@ def find(facts: Facts) -> Iterator[Finding]:
         yield found
     yield from _find_divided_by_ranks(facts, rows)
     yield from _find_sums(facts, rows)
-    yield from list(_find_clipped(facts, rows)) or _find_clipped_by_hand(facts, rows)
+    yield from _find_clipped(facts, rows)
 
 
 def _by_line(losses: list[dict[str, Any]]) -> _Losses:
@@ -225,24 +225,4 @@ def _find_clipped(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
         fix = "average first, then clip: move this line behind the all-reduce, or outside of `no_sync()`"
         also = places(first["where"])[1:]
         yield Finding("clipped-before-averaging", "wrong", place(first["where"]), facts.ranks, evidence, why, fix, also)
-        return
-
-
-def _find_clipped_by_hand(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
-    """Find gradients that ranks give to a sum with one and the same norm, though backward left them with others."""
-    for (_, number), records in rows:
-        summed = [record["summed"] for record in records]
-        if not all(entry and entry["backward"] for entry in summed):
-            continue
-        clipped = [entry for entry in summed if entry["given"] < (1 - _EXACT) * entry["backward"]]
-        given = [entry["given"] for entry in clipped]
-        norms = [entry["backward"] for entry in clipped]
-        if len(clipped) < 2 or not _near(min(given), max(given)) or max(norms) < _UNEVEN * min(norms):
-            continue
-        said = " and ".join(f"{norm:.3g}" for norm in norms)
-        evidence = f"before optimizer step {number}, gradients of norm {said} are each cut to one of {given[0]:.3g}"
-        why = "each rank scales its share of the gradient by another factor; their mean is not the clipped gradient"
-        fix = "average first, then clip: move this line behind the all-reduce"
-        lines = [*places(rows[0][1][0]["scaling"]), *places(summed[0]["where"])]
-        yield Finding("clipped-before-averaging", "wrong", lines[0], facts.ranks, evidence, why, fix, lines[1:])
         return

@@ -14,7 +14,7 @@ from ...script.recorder import Recorder, hash_of, parameters_of, whole
 from ..places import Place, Stack, stack
 from .expressions import divides_by_ranks, dividing_lines, lines_divided_by_ranks
 from .modules import Modules
-from .patching import Function, after, before, guarded, replace
+from .patching import Function, before, guarded, replace
 
 _LOSSES = (
     "cross_entropy",
@@ -44,7 +44,6 @@ class Losses:
         self.divides = False
         self.divided: list[Place] = []
         self.by_ranks: list[Place] = []
-        self.norm: float | None = None  # of the gradients after the last backward, where no DDP averages them
 
     def install(self) -> None:
         """Begin."""
@@ -52,7 +51,6 @@ class Losses:
             replace(functional, name, self._observed)
         before(Tensor, "backward", self._begin_backward)
         before(torch.autograd, "backward", self._begin_backward)
-        after(Tensor, "backward", self._end_backward)
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
@@ -73,9 +71,6 @@ class Losses:
         self.divides = divides_by_ranks(4)
         self.divided = dividing_lines()
         self.by_ranks = lines_divided_by_ranks()
-
-    def _end_backward(self, *args: Any, **kwargs: Any) -> None:
-        self.norm = None if self._modules.wrapped else self._modules.norm_of_gradients()
 
     def _observed(self, original: Function) -> Function:
         watch = guarded(self._watch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import weakref
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ...script.recorder import Recorder, content, size_of, whole
+from ...script.recorder import Recorder, content, size_of
 from ..places import Stack, is_own, own_frames, place_of, stack
 from .patching import Function, after, before, guarded, replace
 
@@ -126,13 +125,6 @@ class Modules:
             return True
         called = [root for _, root in roots() if id(root) in self._called]
         return any(network is module for root in called for module in root.modules())
-
-    def norm_of_gradients(self) -> float:
-        """Return the norm of the gradients of all parameters that were seen, as far as these are whole."""
-        parameters = [ref() for ref, _ in self._parameters.values()]
-        gradients = [p.grad for p in parameters if isinstance(p, Tensor) and p.is_leaf and p.grad is not None]
-        plain = [g for g in map(whole, gradients) if g is not None and not g.is_sparse]
-        return math.hypot(*(float(torch.linalg.vector_norm(g, dtype=torch.float64)) for g in plain))
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""

@@ -16,7 +16,6 @@ from ..places import (
     Stack,
     assigning_lines,
     changing_lines,
-    lines_that_scale_gradients,
     lines_that_set_item,
     stack,
 )
@@ -141,7 +140,6 @@ class Steps:
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             rate_lines=lines_that_set_item("lr") if seen.steps == 1 else [],
-            scaling=lines_that_scale_gradients() if seen.steps == 1 else [],
             others=self._others(seen.steps, parameters),
             buffers=self._take_buffers(seen.steps),
             calls=self._modules.calls,
@@ -175,10 +173,8 @@ class Steps:
             return None
         square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in present)
         ratio = (sum(entry["square"] for entry in sums) / square) ** 0.5 if square else 0.0
-        given = sum(entry["given"] for entry in sums) ** 0.5
-        norms = {"given": given, "backward": self._losses.norm}
         first = sums[0]
-        return {"ratio": ratio, "where": first["where"], "divides": first["divides"], **norms}
+        return {"ratio": ratio, "where": first["where"], "divides": first["divides"]}
 
     def _introduce(self, seen: _Seen) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""
