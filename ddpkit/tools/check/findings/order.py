@@ -17,7 +17,7 @@ def find(facts: Facts) -> Iterator[Finding]:
     found = [uneven, _find_plateau(facts) or _find_decision(facts)]
     if uneven is None:
         found.append(_find_skipping(facts))
-    found.append(_find_other_keys(facts) or _find_sets(facts))
+    found.append(_find_other_keys(facts))
     if facts.parted and not any(found):
         found.append(_explain(facts, facts.parted))
     yield from filter(None, found)
@@ -93,20 +93,6 @@ def _find_other_keys(facts: Facts) -> Finding | None:
             fix = "go through the keys in one order: `for key in sorted(values):`"
             also = places(first[0]["where"])[1:]
             return Finding("collective-order", "wrong", Place(*line), facts.ranks, evidence, why, fix, also)
-    return None
-
-
-def _find_sets(facts: Facts) -> Finding | None:
-    """Find collectives in loops over sets, whose order is one by chance: the ranks here have a common hash."""
-    for record in facts.of("collective")[facts.ranks[0]]:
-        if not record.get("sets"):
-            continue
-        loop, *others = places(record["sets"])
-        evidence = f"{record['op']} is called in a loop over a set"
-        why = "each process of a real job goes through it in another order: it draws the hash of words by chance"
-        fix = "go through it in one order: `for name in sorted(names):`"
-        also = [*others, *places(record["where"])]
-        return Finding("collective-order", "wrong", loop, facts.ranks, evidence, why, fix, also)
     return None
 
 
