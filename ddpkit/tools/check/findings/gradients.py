@@ -189,9 +189,6 @@ def _cause(
         where = place(wrapped["unsynced"])
         condition = condition_of("no_sync", where) if where else None
         return condition or where, places(wrapped["unsynced"], step["where"]), why, fix
-    if wrapped["cast"]:
-        fix = "convert or move a copy, `copy.deepcopy(model.module)`; else wrap the model anew"
-        return place(wrapped["cast"]), places(wrapped["cast"], wrapped["made"]), why, fix
     if wrapped["unsynced"]:
         fix = "set the flag, or enter `no_sync()`, before forward: DDP looks at it there"
         return place(wrapped["unsynced"]), places(wrapped["unsynced"], step["where"]), why, fix

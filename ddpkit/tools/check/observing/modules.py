@@ -16,11 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...script.recorder import Recorder, content, size_of
 from ..places import Stack, is_own, own_frames, place_of, stack
-from .patching import Function, after, before, guarded, replace
+from .patching import Function, after, before, guarded
 
 _HERE = os.path.dirname(__file__)
 _MANY_CALLS = 16  # calls of networks that are kept for a step
-_CASTS = ("to", "double", "float", "half", "bfloat16", "cuda", "cpu")
 
 
 class Wrapped:
@@ -34,7 +33,6 @@ class Wrapped:
         bypassed: Where a module in it was called past it, since the last step.
         unsynced: Where the last thing happened that turned synchronisation off.
         thawed: Where parameters in it were unfrozen.
-        cast: Where it was moved or converted.
         forwards: For each call with gradients since the last step, whether backward is to synchronise.
         pending: Whether a call has not been followed by backward.
         regroups: Whether the next call with gradients makes DDP's buckets anew, which the ranks do together.
@@ -51,7 +49,6 @@ class Wrapped:
         self.bypassed: Stack = []
         self.unsynced: Stack = []
         self.thawed: Stack = []
-        self.cast: Stack = []
         self.forwards: list[bool] = []
         self.pending = False
         self.regroups = False
@@ -93,8 +90,6 @@ class Modules:
         before(DistributedDataParallel, "__getattr__", self._read)
         before(nn.Module, "requires_grad_", self._thawed)
         before(Tensor, "requires_grad_", self._tensor_thawed)
-        for name in _CASTS:
-            replace(nn.Module, name, self._casting)
 
     def made(self, parameter: Tensor) -> Stack:
         """Return where a parameter was given to a module, [] if that was not seen."""
@@ -195,21 +190,6 @@ class Modules:
                 if inner & parameters:
                     wrapped.thawed = places
 
-    def _casting(self, original: Any) -> Any:
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            old = _kinds(module) if self.wrapped else set()
-            result = original(module, *args, **kwargs)
-            if self.wrapped and _kinds(module) != old:
-                self._note_cast(module)
-            return result
-
-        return call
-
-    def _note_cast(self, module: nn.Module) -> None:
-        for wrapped in self.wrapped.values():
-            if not wrapped.cast and (id(module) in wrapped.inside or module is wrapped.ref()):
-                wrapped.cast = stack()
-
     def _entered(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
         wrapped = self._of(module)
@@ -266,10 +246,6 @@ def inner_of(module: DistributedDataParallel) -> nn.Module:
     inner = module._modules["module"]
     assert inner is not None
     return inner
-
-
-def _kinds(module: nn.Module) -> set[tuple[torch.dtype, torch.device]]:
-    return {(p.dtype, p.device) for p in module.parameters()}
 
 
 def _made_at() -> Stack:

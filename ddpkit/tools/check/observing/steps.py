@@ -262,7 +262,6 @@ def _describe(wrapped: Wrapped) -> dict[str, Any]:
         "forwards": wrapped.forwards[-8:],
         "uses_all": not (wrapped.kept.find_unused_parameters or wrapped.kept.static_graph),
         "thawed": wrapped.thawed,
-        "cast": wrapped.cast,
         "hooked": bool(getattr(wrapped.kept, "_comm_hooks", ())),
     }
 
