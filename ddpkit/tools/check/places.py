@@ -255,45 +255,12 @@ def _assigned(statement: ast.AST) -> set[str]:
     return {name for target in targets for name in _names_in(target)}
 
 
-_ORDERS = frozenset(["randperm", "permutation", "shuffle", "sample", "choice", "choices", "randint", "range", "arange"])
-_SIZES = frozenset(["ceil", "floor", "min", "max", "round"])
-
-
-def deciding_lines(function: Any, first: str) -> list[Place]:
-    """List the lines of a function of the script that loop, make an order or a size, or slice.
-
-    Args:
-        function: The function.
-        first: What comes first: "loop", "order" or "size".
-    """
+def definition(function: Any) -> list[Place]:
+    """Return where a function of the script is defined, [] if it is not the script's."""
     code = getattr(function, "__code__", None)
     if code is None or not is_own(code.co_filename):
         return []
-    found = []
-    for node in ast.walk(syntax_of(code.co_filename)):
-        if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
-            continue
-        if node.lineno <= code.co_firstlineno <= (node.end_lineno or 0):
-            found += [(_what_decides(child), getattr(child, "lineno", 0)) for child in ast.walk(node)]
-    decided = sorted({(what != first, line) for what, line in found if what})
-    file = os.path.abspath(code.co_filename)
-    lines = dict.fromkeys(line for _, line in decided)
-    return [Place(file, line, code.co_name) for line in lines]
-
-
-def _what_decides(node: ast.AST) -> str:
-    """Tell what a node of a sampler decides: "loop", "order", "size", "slice", or "" if nothing."""
-    if isinstance(node, ast.Call):
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if name in _ORDERS:
-            return "order"
-        return "size" if name in _SIZES else ""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod):
-        return "size"
-    if isinstance(node, ast.For):
-        return "loop"
-    is_slice = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
-    return "slice" if is_slice else ""
+    return [Place(os.path.abspath(code.co_filename), code.co_firstlineno, code.co_name)]
 
 
 def condition_of(word: str, place: Place) -> Place | None:

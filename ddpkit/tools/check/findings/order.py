@@ -151,8 +151,8 @@ def _uneven(facts: Facts, epoch: Record, batches: list[int]) -> Finding:
     evidence = f"{say_ranks(facts.ranks)} have {numbers} batches in an epoch"
     why = "the ranks that have more wait for ever, or meet the others in their next epoch: a hang to come"
     fix = "give all ranks as many: `DistributedSampler(dataset)`, or train in `with Join([model]):`"
-    where = place(epoch["sizes"]) or place(epoch["sampler_made"]) or place(epoch["made"])
-    also = places(epoch["sizes"], epoch["sampler_made"], epoch["made"], epoch["where"])
+    where = place(epoch["lines"]) or place(epoch["sampler_made"]) or place(epoch["made"])
+    also = places(epoch["lines"], epoch["sampler_made"], epoch["made"], epoch["where"])
     return Finding("batches-differ", "wrong", where, facts.ranks, evidence, why, fix, also)
 
 

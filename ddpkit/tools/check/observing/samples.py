@@ -17,7 +17,7 @@ from ....collectives.digest import digest
 from ....data.loader import Loader
 from ....data.streams import Stream
 from ...script.recorder import Recorder, content, rows, size_of
-from ..places import Place, Stack, deciding_lines, stack
+from ..places import Place, Stack, definition, stack
 from .decisions import Ending, untraced
 from .expressions import bound_of_loop, is_in_loop, mentions
 from .modules import Modules, is_own_object
@@ -175,8 +175,7 @@ class Samples:
             "made": known.made,
             "where": stack(),
             "sampler": type(sampler).__name__,
-            "lines": self._own_lines(loader, sampler),
-            "sizes": self._own_lines(loader, sampler, "size"),
+            "lines": _own_lines(loader, sampler),
             "iterable": isinstance(loader.dataset, IterableDataset),
             "sampler_made": self._made.get(sampler, []) if _is_weakly_known(sampler) else [],
             "has_epoch": hasattr(sampler, "set_epoch"),
@@ -191,16 +190,6 @@ class Samples:
             "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
             "workers": loader.num_workers,
         }
-
-    @staticmethod
-    def _own_lines(loader: Any, sampler: Any, first: str = "order") -> list[Place]:
-        """List the lines of the script's own sampler or stream that decide which samples come."""
-        if isinstance(loader.dataset, Stream):
-            return deciding_lines(getattr(type(loader.dataset.dataset), "shard", None), "slice")
-        if isinstance(loader.dataset, IterableDataset):
-            sampler = loader.dataset
-            first = "loop"
-        return deciding_lines(getattr(type(sampler), "__iter__", None), first)
 
     def _next(self, original: Function) -> Function:
         pause, note = guarded(self._windows.pause), guarded(self._note_batch)
@@ -286,6 +275,14 @@ class Samples:
                 drawn=drawn,
                 lines=draws.lines,
             )
+
+
+def _own_lines(loader: Any, sampler: Any) -> list[Place]:
+    """Return where the script decides which samples come: in its own sampler or stream."""
+    if isinstance(loader.dataset, Stream):
+        return definition(getattr(type(loader.dataset.dataset), "shard", None))
+    deciding = loader.dataset if isinstance(loader.dataset, IterableDataset) else sampler
+    return definition(getattr(type(deciding), "__iter__", None))
 
 
 def _is_weakly_known(value: Any) -> bool:
