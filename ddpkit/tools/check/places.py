@@ -263,26 +263,6 @@ def definition(function: Any) -> list[Place]:
     return [Place(os.path.abspath(code.co_filename), code.co_firstlineno, code.co_name)]
 
 
-def condition_of(word: str, place: Place) -> Place | None:
-    """Return the `if` in a function whose body has an attribute of this name, unless the line has it itself."""
-    for node in ast.walk(syntax_of(place.file)):
-        if isinstance(node, ast.FunctionDef | ast.Module) and _holds(node, place):
-            for statement in ast.walk(node):
-                if isinstance(statement, ast.If) and any(_has_attribute(part, word) for part in statement.body):
-                    return place._replace(line=statement.lineno)
-    return None
-
-
-def _holds(node: ast.FunctionDef | ast.Module, place: Place) -> bool:
-    if isinstance(node, ast.Module):
-        return place.function == "<module>"
-    return node.name == place.function and node.lineno <= place.line <= (node.end_lineno or 0)
-
-
-def _has_attribute(statement: ast.stmt, word: str) -> bool:
-    return any(getattr(node, "attr", "") == word for node in ast.walk(statement))
-
-
 def _first_line(node: ast.AST) -> int:
     return int(getattr(node, "lineno", 0))
 

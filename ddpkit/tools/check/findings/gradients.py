@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from ...script.recorder import Record
-from ..places import Place, condition_of, rank_condition
+from ..places import Place, rank_condition
 from .facts import Facts, Finding, all_equal, in_function_of, place, places, say_ranks
 
 _SOME_STEPS = 3  # after which a parameter without a gradient gets none
@@ -186,9 +186,7 @@ def _cause(
         return where, places(wrapped["bypassed"], wrapped["taken_out"]), why, fix
     if wrapped["unsynced"] and not all(wrapped["forwards"][-1:]):
         fix = "run forward and backward of the last micro-batch before `optimizer.step()` outside of `no_sync()`"
-        where = place(wrapped["unsynced"])
-        condition = condition_of("no_sync", where) if where else None
-        return condition or where, places(wrapped["unsynced"], step["where"]), why, fix
+        return place(wrapped["unsynced"]), places(wrapped["unsynced"], step["where"]), why, fix
     if wrapped["unsynced"]:
         fix = "set the flag, or enter `no_sync()`, before forward: DDP looks at it there"
         return place(wrapped["unsynced"]), places(wrapped["unsynced"], step["where"]), why, fix
