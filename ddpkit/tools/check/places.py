@@ -192,26 +192,6 @@ def rank_condition(place: Place) -> Place | None:
     return None
 
 
-def rank_conditions_of_names(place: Place) -> list[Place]:
-    """List the `if`s that ask for the rank around assignments to what the call on a line depends on.
-
-    It depends on the names in its arguments, and on those of the loops over these names.
-    """
-    tree = syntax_of(place.file)
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.lineno == place.line:
-            names |= {name for argument in node.args for name in _names_in(argument)}
-    for statement in enclosing(place.file, place.line):
-        if isinstance(statement, ast.For) and names & _names_in(statement.target):
-            names |= _names_in(statement.iter)
-    lines = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and any(names & _names_in(target) for target in node.targets):
-            lines.append(place._replace(line=node.lineno))
-    return list(dict.fromkeys(filter(None, map(rank_condition, lines))))
-
-
 def _names_in(node: ast.AST) -> set[str]:
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...script.recorder import Record
-from ..places import Place, rank_conditions_of_names
+from ..places import Place
 from .facts import Facts, Finding, all_equal, place, places, say_ranks
 
 _FEW_ROWS = 8  # samples of a stream, too few to be compared
@@ -241,10 +241,8 @@ def _find_other_epochs(facts: Facts, records: list[Record]) -> Finding | None:
     evidence = f"{say_ranks(facts.ranks)} tell their samplers that this is epoch {numbers}"
     why = "they shuffle in different orders, so that their shares overlap, and do not end together"
     fix = "let rank 0 tell the others where to begin: `dist.broadcast(start, src=0)`"
-    call = Place(*told[0]["where"][0])
-    conditions = rank_conditions_of_names(call)
-    where = next(iter(conditions), call)
-    return Finding("one-rank-decides", "wrong", where, facts.ranks, evidence, why, fix, [*conditions, call])
+    where = place(told[0]["where"])
+    return Finding("one-rank-decides", "wrong", where, facts.ranks, evidence, why, fix)
 
 
 def _shuffled_differently(facts: Facts, epoch: Record, missing: int, extra: int, total: int) -> Finding:
