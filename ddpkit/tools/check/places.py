@@ -110,34 +110,6 @@ def enclosing(file: str, line: int) -> list[ast.AST]:
     return sorted(found, key=_first_line)
 
 
-def assigning_lines(owner: type, field: str) -> list[Place]:
-    """List the lines of a class of the script that change a field in place or anew, but for its constructor."""
-    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
-    if file is None or not is_own(file):
-        return []
-    found = []
-    for node in ast.walk(syntax_of(file)):
-        if isinstance(node, ast.ClassDef) and node.name == owner.__name__:
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef) and method.name != "__init__":
-                    found += [(line, method.name) for line in _lines_that_set(method, field)]
-    return [Place(os.path.abspath(file), line, name) for line, name in found]
-
-
-def _lines_that_set(method: ast.FunctionDef, field: str) -> list[int]:
-    """Find `self.field = x`, `self.field += x` and `self.field.mul_(x)`; assignments come first."""
-    assigned = []
-    changed = []
-    for node in ast.walk(method):
-        if isinstance(node, ast.Assign | ast.AugAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(t, ast.Attribute | ast.Subscript) and f".{field}" in ast.unparse(t) for t in targets):
-                assigned.append(node.lineno)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith(f"self.{field}.") and _is_in_place(node):
-            changed.append(node.lineno)
-    return assigned + changed
-
-
 def _is_in_place(call: ast.Call) -> bool:
     name = getattr(call.func, "attr", "")
     return name.endswith("_") and not name.startswith("_")
@@ -153,20 +125,6 @@ def changing_lines(names: tuple[str, ...]) -> list[Place]:
                 receiver = ast.unparse(node.func.value).removesuffix(".data")
                 if receiver.endswith(ends):
                     found.append(Place(os.path.abspath(file), node.lineno, ""))
-    return found
-
-
-def lines_that_set_item(key: str) -> list[Place]:
-    """List the lines of the script that set an item of this name: `group["lr"] = x`."""
-    found = []
-    for file in own_files():
-        for node in ast.walk(syntax_of(file)):
-            if not isinstance(node, ast.Assign | ast.AugAssign):
-                continue
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            slices = [target.slice for target in targets if isinstance(target, ast.Subscript)]
-            if any(isinstance(part, ast.Constant) and part.value == key for part in slices):
-                found.append(Place(os.path.abspath(file), node.lineno, ""))
     return found
 
 

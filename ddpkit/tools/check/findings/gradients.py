@@ -324,7 +324,7 @@ def _find_states(facts: Facts, steps: list[Any]) -> Finding | None:
             continue
         loaded: list[Any] = next((record["loaded"] for record in records if record["loaded"]), [])
         if not loaded and not all_equal(rates):
-            loaded = _rates_set(facts, steps)
+            loaded = _rates_set(facts)
         condition = next(filter(None, map(rank_condition, places(loaded))), None)
         where = condition or place(loaded) or place(records[0]["where"])
         why = "equal gradients become different updates, and the replicas drift apart"
@@ -334,15 +334,14 @@ def _find_states(facts: Facts, steps: list[Any]) -> Finding | None:
     return None
 
 
-def _rates_set(facts: Facts, steps: list[Any]) -> list[Any]:
-    """Return where learning rates change on one rank alone: by a schedule that others do not step, or by hand."""
+def _rates_set(facts: Facts) -> list[Any]:
+    """Return where one rank alone steps a schedule."""
     stepped = facts.of("schedule step")
     calls = [Counter(tuple(record["where"][0]) for record in records) for records in stepped.values()]
     for line in dict.fromkeys(line for ranks in calls for line in ranks):
         if 0 in [ranks[line] for ranks in calls]:
             return [line]
-    lines: list[Any] = steps[0][1][0]["rate_lines"]
-    return lines
+    return []
 
 
 def _find_drift(facts: Facts, steps: list[Any]) -> Finding | None:
@@ -382,12 +381,11 @@ def _find_buffers(facts: Facts, steps: list[Any]) -> Finding | None:
             differing = [n for n in differing if f"{name}.{n}" not in by_hand]
             if not differing:
                 continue
-            lines: list[Any] = next((entry["lines"][n] for n in differing if entry["lines"][n]), [])
-            where = place(lines) or place(entry["ddp"]) or place(records[0]["where"])
+            where = place(entry["ddp"]) or place(records[0]["where"])
             evidence = f"buffer {_name_some(differing)}: different on {say_ranks(facts.ranks)} at step {number}"
             why = "the ranks evaluate different networks, and the one that is saved is rank 0's"
             fix = "leave `broadcast_buffers=True`, use SyncBatchNorm, or call `ddpkit.sync_buffers(model)`"
-            also = places(lines, entry["ddp"])
+            also = places(entry["ddp"])
             return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
     return None
 

@@ -12,11 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...script.recorder import Recorder, hash_of, parameters_of, sample, whole
 from ..places import (
-    Place,
     Stack,
-    assigning_lines,
     changing_lines,
-    lines_that_set_item,
     stack,
 )
 from .collectives import Collectives
@@ -139,7 +136,6 @@ class Steps:
             causes=[_describe(wrapped) for wrapped in self._modules.wrapped.values()],
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            rate_lines=lines_that_set_item("lr") if seen.steps == 1 else [],
             others=self._others(seen.steps, parameters),
             buffers=self._take_buffers(seen.steps),
             calls=self._modules.calls,
@@ -234,7 +230,6 @@ class Steps:
                     "hashes": {n: hash_of(b) for n, b in buffers.items()},
                     "sent": sent,
                     "ddp": made,
-                    "lines": {n: _changing_lines(root, n) for n in buffers},
                 }
         return found
 
@@ -244,12 +239,6 @@ class Steps:
             if module is not None and any(m is inner_of(module) for m in root.modules()):
                 return bool(module.broadcast_buffers), wrapped.made
         return False, []
-
-
-def _changing_lines(root: nn.Module, name: str) -> list[Place]:
-    """List the lines of the script that change a buffer, if the class that has it is the script's."""
-    owner, _, leaf = name.rpartition(".")
-    return assigning_lines(type(root.get_submodule(owner)), leaf)
 
 
 def _describe(wrapped: Wrapped) -> dict[str, Any]:
