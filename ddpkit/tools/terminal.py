@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 _COLOURS = {"red": 31, "green": 32, "yellow": 33, "bold": 1, "dim": 2}
+_WIDEST = 120  # columns
 
 
 def paint(text: str, colour: str) -> str:
@@ -52,6 +55,20 @@ def _aligned(cells: list[str], right: bool) -> list[str]:
 
 def _are_figures(cells: list[str]) -> bool:
     return all(cell.lstrip("-")[:1].isdigit() for cell in cells)
+
+
+def wrap(texts: Sequence[str], margin: int) -> list[str]:
+    """Break texts into lines that fit into the terminal beside a margin of so many columns."""
+    width = max(columns() - margin, 40)
+    lines = []
+    for text in texts:
+        lines += textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    return lines
+
+
+def columns() -> int:
+    """Return how many columns a report may take: of the terminal, else 100."""
+    return min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
 
 
 def count(number: int, noun: str) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
-import textwrap
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 from ...errors import LaunchError
 from ...launch.detection import detect_launch
 from ..script.ranks import Ranks, Script, environment, exit_when_terminated
-from ..terminal import count, paint
+from ..terminal import columns, count, paint, wrap
 from .findings import gradients, losses, metrics, order, random_numbers, samples, writing
 from .findings.facts import SEVERITIES, Facts, Finding
 from .findings.parallelism import OF_REPLICAS, hold_parts
@@ -27,7 +25,6 @@ from .watch import Outcome, Watch
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
 _COLOURS = {"wrong": "red", "suspicious": "yellow"}
 _MARGIN = " " * 12
-_WIDEST = 120
 
 
 def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
@@ -48,23 +45,14 @@ def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
 
 
 def _lines_of(finding: Finding) -> list[str]:
-    columns = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
     where = str(finding.where or "")
     head = f"{finding.severity:<12}{finding.kind}"
-    gap = " " * max(2, columns - len(head) - len(where))
+    gap = " " * max(2, columns() - len(head) - len(where))
     lines = [paint(head, _COLOURS[finding.severity]) + gap + where]
     texts = [finding.evidence, finding.why, f"fix: {finding.fix}"]
     if finding.also:
         texts.append("see also: " + ", ".join(map(str, finding.also)))
-    for text in texts:
-        lines += textwrap.wrap(
-            text,
-            columns,
-            initial_indent=_MARGIN,
-            subsequent_indent=_MARGIN,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+    lines += [_MARGIN + line for line in wrap(texts, len(_MARGIN))]
     return [*lines, ""]
 
 
