@@ -41,7 +41,7 @@ _TOOLS = {
         "troubleshooting",
     ),
     "bench": _Tool(
-        "measures collectives, metric reduction, barriers and steps, here or in a job",
+        "measures collectives and training steps, here or in a job",
         "python -m ddpkit bench --only collectives",
         "bench",
     ),
