@@ -41,7 +41,7 @@ _TOOLS = {
         "troubleshooting",
     ),
     "bench": _Tool(
-        "measures collectives, metric reduction, barriers and steps, here or in a job",
+        "measures collectives and training steps, here or in a job",
         "python -m ddpkit bench --only collectives",
         "bench",
     ),
@@ -118,7 +118,8 @@ def _parser(words: Sequence[str]) -> _Parser:
 
 
 def _command(tool: str) -> Any:
-    return import_module(f".{tool}.command", __package__)
+    module = tool if tool == "where" else f"{tool}.command"
+    return import_module(f".{module}", __package__)
 
 
 def _discard_stdout() -> None:

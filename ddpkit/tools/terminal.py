@@ -1,13 +1,18 @@
-"""Write for terminals: aligned columns, colours where they are wanted, and progress on stderr."""
+"""Read flags and write for terminals: aligned columns, colours where they are wanted, progress on stderr."""
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 _COLOURS = {"red": 31, "green": 32, "yellow": 33, "bold": 1, "dim": 2}
+_WIDEST = 120  # columns
 
 
 def paint(text: str, colour: str) -> str:
@@ -52,6 +57,20 @@ def _are_figures(cells: list[str]) -> bool:
     return all(cell.lstrip("-")[:1].isdigit() for cell in cells)
 
 
+def wrap(texts: Sequence[str], margin: int) -> list[str]:
+    """Break texts into lines that fit into the terminal beside a margin of so many columns."""
+    width = max(columns() - margin, 40)
+    lines = []
+    for text in texts:
+        lines += textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    return lines
+
+
+def columns() -> int:
+    """Return how many columns a report may take: of the terminal, else 100."""
+    return min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
+
+
 def count(number: int, noun: str) -> str:
     """Write a number with its noun, in the plural unless it is one.
 
@@ -66,3 +85,14 @@ def count(number: int, noun: str) -> str:
 def announce(step: str) -> None:
     """Tell the person which step begins now, on stderr."""
     print(f"{step} ...", file=sys.stderr, flush=True)
+
+
+def positive_seconds(text: str) -> float:
+    """Read a flag that is a positive, finite number of seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds

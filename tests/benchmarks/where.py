@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import ddpkit
 from ddpkit.errors import LaunchError
-from ddpkit.tools.where.command import ask
+from ddpkit.tools.where import ask
 
 
 def _free_port() -> int:

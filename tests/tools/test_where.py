@@ -24,7 +24,7 @@ from signals import stop_process
 import ddpkit
 from ddpkit.errors import LaunchError
 from ddpkit.join import members as monitor_tree
-from ddpkit.tools.where.command import Answer, ask, jobs_here
+from ddpkit.tools.where import Answer, ask, jobs_here
 from ddpkit.watch.messages import Activity, MainThreadWatcher, fold
 
 PATIENCE = 120.0  # seconds, which only a hang needs

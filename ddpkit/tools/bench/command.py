@@ -29,7 +29,7 @@ _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}  # the power of two
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    some_parts = f"some of {', '.join(PARTS)}"
+    some_parts = f"{' or '.join(PARTS)}"
     default_device = "an accelerator for each rank by default, if there are any"
     add("--ranks", type=int, nargs="+", metavar="N", help="to start, one job each (1 2 4 8)")
     add("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=some_parts)
@@ -93,7 +93,7 @@ def _start_jobs(args: argparse.Namespace) -> dict[str, Any]:
     plan = _plan(args, ranks)
     if "steps" not in plan.parts:
         if ranks == [1]:
-            raise BadFlag(f"--ranks 1: {', '.join(plan.parts)}: only with 2 ranks or more.")
+            raise BadFlag("--ranks 1: collectives: only with 2 ranks or more.")
         ranks = [n for n in ranks if n > 1]
     outcomes = [_spawn(n, part) for n, part in _jobs(ranks, plan)]
     return results.make_report(plan, outcomes)

@@ -1,4 +1,4 @@
-"""Measure on the ranks of one job: collectives, metric reduction, barriers and training steps."""
+"""Measure on the ranks of one job: collectives and training steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...collectives import ops, sync
+from ...collectives import ops
 from ...job.job import Context
 from ...job.lifecycle import distributed
 from ...parallel.wrap import wrap_model
@@ -152,8 +152,7 @@ def _synchronise(device: torch.device) -> None:
 
 # Define the settings of a measurement, and models for training steps.
 
-PARTS = ("collectives", "metrics", "barrier", "steps")
-METRICS = 32  # in the dict that is averaged
+PARTS = ("collectives", "steps")
 
 
 class BadFlag(ValueError):
@@ -179,45 +178,20 @@ class Plan:
     device: str | None
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model to make training steps with.
-
-    Attributes:
-        module: The model.
-        input_shape: The shape of one sample.
-    """
-
-    module: nn.Module
-    input_shape: tuple[int, ...]
-
-    def make_batch(self, samples: int) -> Tensor:
-        """Make random inputs, of shape (samples, *input_shape)."""
-        return torch.randn(samples, *self.input_shape)
+Model = tuple[nn.Module, tuple[int, ...]]  # and the shape of one sample
 
 
 def mlp() -> Model:
     """Make three linear layers."""
-    module = nn.Sequential(
-        nn.Linear(256, 512),
-        nn.ReLU(),
-        nn.Linear(512, 512),
-        nn.ReLU(),
-        nn.Linear(512, 10),
-    )
-    return Model(module, (256,))
+    layers = [nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
+    module = nn.Sequential(*layers)
+    return module, (256,)
 
 
 def transformer() -> Model:
     """Make an encoder of two layers, for sequences of 16 tokens."""
-    layer = nn.TransformerEncoderLayer(
-        128,
-        nhead=4,
-        dim_feedforward=512,
-        dropout=0.0,
-        batch_first=True,
-    )
-    return Model(nn.TransformerEncoder(layer, num_layers=2), (16, 128))
+    layer = nn.TransformerEncoderLayer(128, nhead=4, dim_feedforward=512, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, num_layers=2), (16, 128)
 
 
 MODELS: dict[str, Callable[[], Model]] = {"mlp": mlp, "transformer": transformer}
@@ -275,15 +249,9 @@ def _device_name(device: torch.device) -> str:
 
 def _cases(plan: Plan, job: Context) -> Iterator[Case]:
     """Make all that the plan asks for; one rank has nobody to talk to."""
-    if job.world_size > 1:
-        if "collectives" in plan.parts:
-            for size in plan.sizes:
-                yield from _collectives(size, job)
-        if "metrics" in plan.parts:
-            yield from _metrics(job)
-        if "barrier" in plan.parts:
-            yield _case(job, "barrier", "ddpkit.barrier", sync.barrier)
-            yield _case(job, "barrier", "torch.distributed.barrier", dist.barrier)
+    if job.world_size > 1 and "collectives" in plan.parts:
+        for size in plan.sizes:
+            yield from _collectives(size, job)
     if "steps" in plan.parts:
         for name in MODELS:
             yield from _steps(name, plan.batch_size, job)
@@ -333,39 +301,21 @@ def _first_in_torch(*names: str) -> Callable[..., object]:
     return function
 
 
-def _metrics(job: Context) -> Iterator[Case]:
-    """Make the mean of a dict of numbers, with ddpkit and by hand."""
-    metrics = {f"metric_{i}": float(i + job.rank) for i in range(METRICS)}
-
-    def with_ddpkit() -> None:
-        ops.all_reduce_mean(metrics)
-
-    def by_hand() -> dict[str, float]:
-        flat = torch.tensor(list(metrics.values()), device=job.device)
-        dist.all_reduce(flat)
-        means = (flat / job.world_size).tolist()
-        return dict(zip(metrics, means, strict=True))
-
-    yield _case(job, "metrics", "ddpkit.all_reduce_mean", with_ddpkit)
-    yield _case(job, "metrics", "by hand", by_hand)
-
-
 def _steps(name: str, batch_size: int, job: Context) -> Iterator[Case]:
     """Make training steps: with a batch per rank and with one for all, and one without DDP."""
-    model = MODELS[name]()
+    model, shape = MODELS[name]()
     ranks = job.world_size
-    parameters = sum(parameter.numel() for parameter in model.module.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def case(module: torch.nn.Module, way: str, mine: int, samples: int) -> Case:
-        step = make_step(module, model.make_batch(mine), job.device)
-        more = {"way": way, "samples": samples, "parameters": parameters}
-        return _case(job, "steps", name, step, **more)
+        step = make_step(module, torch.randn(mine, *shape), job.device)
+        return _case(job, "steps", name, step, way=way, samples=samples, parameters=parameters)
 
     if ranks == 1:
-        yield case(model.module.to(job.device), "ddp", batch_size, batch_size)
+        yield case(model.to(job.device), "ddp", batch_size, batch_size)
         return
-    wrapped = wrap_model(model.module)
-    alone = MODELS[name]().module.to(job.device)
+    alone = MODELS[name]()[0].to(job.device)
+    wrapped = wrap_model(model)
     share = batch_size // ranks
     if job.rank < batch_size % ranks:
         share += 1

@@ -10,7 +10,7 @@ import torch
 from ... import __version__
 from ...join.members import usable_cores
 from ..terminal import table
-from .measure import COLLECTIVES, METRICS, PARTS, Plan, bandwidths, summary
+from .measure import COLLECTIVES, PARTS, Plan, bandwidths, summary
 
 SCHEMA = 1  # of the report; raised when a key changes its meaning or goes away
 _BUSY = 0.2  # spread above which a time is hardly to be trusted
@@ -111,9 +111,8 @@ def _names(results: Iterable[Row]) -> list[str]:
 def _notes(plan: Plan, ranks: list[int], results: list[Row]) -> Iterator[str]:
     """Explain gaps and doubts in the figures."""
     yield "One CPU thread per rank. Times are those of the slowest rank."
-    between_ranks = [part for part in plan.parts if part != "steps"]
-    if ranks[0] == 1 and between_ranks:
-        yield f"Not on 1 rank, which has nobody to talk to: {', '.join(between_ranks)}."
+    if ranks[0] == 1 and "collectives" in plan.parts:
+        yield "Collectives are not measured on 1 rank, which has nobody to talk to."
     busy = sum(_spread(result) > _BUSY for result in results)
     if busy:
         some = f"{busy} of {len(results)} measurements vary by more than +-{_BUSY:.0%}"
@@ -142,8 +141,6 @@ def _tables(report: Row) -> Iterator[list[str]]:
     for result in report["results"]:
         parts[result["part"]].append(result)
     yield _collectives(parts["collectives"])
-    yield _pairs(f"mean of {METRICS} metrics", parts["metrics"])
-    yield _pairs("barrier", parts["barrier"])
     yield _steps(parts["steps"])
     yield _speed_ups("weak", "per rank", report)
     yield _speed_ups("strong", "in all", report)
@@ -160,16 +157,6 @@ def _collectives(results: list[Row]) -> list[str]:
 
 def _collective_order(result: Row) -> tuple[int, int, int]:
     return COLLECTIVES.index(result["name"]), result["ranks"], result["bytes"]
-
-
-def _pairs(title: str, results: list[Row]) -> list[str]:
-    """Compare ddpkit's way with the plain one, which comes last, on each number of ranks."""
-    plain = {result["ranks"]: result["seconds"] for result in results}
-    rows = []
-    for result in results:
-        ratio = result["seconds"] / plain[result["ranks"]]
-        rows.append([result["name"], result["ranks"], *_time(result), f"{ratio:.2f}"])
-    return table([title, "ranks", "time", "+-", "ratio"], rows)
 
 
 def _steps(results: list[Row]) -> list[str]:

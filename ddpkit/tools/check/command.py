@@ -5,30 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
-import textwrap
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from ...errors import LaunchError
 from ...launch.detection import detect_launch
-from ...launch.launch import Launch
-from ..script.ranks import Body, Ranks, Script, environment, exit_when_terminated
-from ..terminal import count, paint
-from .findings import gradients, losses, metrics, order, random_numbers, samples, schedules, speed, writing
-from .findings.facts import SEVERITIES, Facts, Finding
-from .findings.parallelism import OF_REPLICAS, hold_parts
+from ..script.ranks import Ranks, Script, environment, exit_when_terminated
+from ..terminal import columns, count, paint, wrap
+from .findings import gradients, losses, order, outputs, random_numbers, samples
+from .findings.facts import OF_REPLICAS, SEVERITIES, Facts, Finding, hold_parts
 from .rank import be_rank
-from .watch import Link, Outcome, RemoteRank, Watch, end, pass_on
+from .watch import Outcome, Watch
 
 # Print what was found, for people or as JSON.
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
-_COLOURS = {"wrong": "red", "suspicious": "yellow", "slow": "dim"}
+_COLOURS = {"wrong": "red", "suspicious": "yellow"}
 _MARGIN = " " * 12
-_WIDEST = 120
 
 
 def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
@@ -49,23 +44,14 @@ def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
 
 
 def _lines_of(finding: Finding) -> list[str]:
-    columns = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
     where = str(finding.where or "")
     head = f"{finding.severity:<12}{finding.kind}"
-    gap = " " * max(2, columns - len(head) - len(where))
+    gap = " " * max(2, columns() - len(head) - len(where))
     lines = [paint(head, _COLOURS[finding.severity]) + gap + where]
     texts = [finding.evidence, finding.why, f"fix: {finding.fix}"]
     if finding.also:
         texts.append("see also: " + ", ".join(map(str, finding.also)))
-    for text in texts:
-        lines += textwrap.wrap(
-            text,
-            columns,
-            initial_indent=_MARGIN,
-            subsequent_indent=_MARGIN,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+    lines += [_MARGIN + line for line in wrap(texts, len(_MARGIN))]
     return [*lines, ""]
 
 
@@ -106,7 +92,7 @@ def _finding_as_json(finding: Finding) -> dict[str, Any]:
 
 # Find everything that there is to be found in the records of a run.
 
-_SUBJECTS = (gradients, losses, samples, random_numbers, metrics, order, writing, schedules, speed)
+_SUBJECTS = (gradients, losses, samples, random_numbers, order, outputs)
 _FOLLOW = {  # what another finding explains
     "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
     "same-samples": ("same-random-numbers", "samples-repeated"),
@@ -115,7 +101,6 @@ _FOLLOW = {  # what another finding explains
         "replicas-drift",
         "clipped-before-averaging",
         "collective-order",
-        "exchanges-too-often",
     ),
     "replicas-differ-at-start": ("replicas-drift",),
     "one-rank-decides": ("collective-order",),
@@ -168,34 +153,17 @@ def run(args: argparse.Namespace) -> int:
         launch = detect_launch()
     except LaunchError as error:
         return _refuse(str(error))
+    if launch.world_size > 1:
+        return _refuse("it starts ranks itself, -n of them: start it once, without a launcher.")
     if not args.module and not os.path.isfile(args.script):
         return _refuse(f"{args.script}: there is no such file.")
     if args.ranks < 2 or args.steps < 1 or args.timeout <= 0:
         return _refuse("-n must be at least 2, --steps at least 1, --timeout positive.")
     exit_when_terminated()
     script = Script(args.script, args.arguments, args.module)
-    body = partial(be_rank, script, args.steps)
-    if launch.kind == "single":
-        environments = {rank: environment(rank, args.ranks, args.device) for rank in range(args.ranks)}
-        with Ranks(body, environments, serves=True) as ranks:
-            return _report(args, Watch(ranks, args.timeout).run())
-    return _check_job(args, body, launch)
-
-
-def _check_job(args: argparse.Namespace, body: Body, launch: Launch) -> int:
-    """Check the job to which this process belongs: its child is the rank."""
-    if "MASTER_PORT" not in os.environ or "RANK" not in os.environ:
-        return _refuse("a job is checked where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as by torchrun.")
-    env = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    env.setdefault("OMP_NUM_THREADS", "1")
-    with Ranks(body, {launch.rank: env}, serves=False) as ranks:
-        link = Link(launch)  # after the fork, for it may have threads
-        if launch.rank:
-            return pass_on(ranks, link)
-        ranks.remote += [RemoteRank(rank, link) for rank in range(1, launch.world_size)]
-        code = _report(args, Watch(ranks, args.timeout).run())
-        end(link)
-        return code
+    environments = {rank: environment(rank, args.ranks, args.device) for rank in range(args.ranks)}
+    with Ranks(partial(be_rank, script, args.steps), environments) as ranks:
+        return _report(args, Watch(ranks, args.timeout).run())
 
 
 def _report(args: argparse.Namespace, outcome: Outcome) -> int:

@@ -110,34 +110,6 @@ def enclosing(file: str, line: int) -> list[ast.AST]:
     return sorted(found, key=_first_line)
 
 
-def assigning_lines(owner: type, field: str) -> list[Place]:
-    """List the lines of a class of the script that change a field in place or anew, but for its constructor."""
-    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
-    if file is None or not is_own(file):
-        return []
-    found = []
-    for node in ast.walk(syntax_of(file)):
-        if isinstance(node, ast.ClassDef) and node.name == owner.__name__:
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef) and method.name != "__init__":
-                    found += [(line, method.name) for line in _lines_that_set(method, field)]
-    return [Place(os.path.abspath(file), line, name) for line, name in found]
-
-
-def _lines_that_set(method: ast.FunctionDef, field: str) -> list[int]:
-    """Find `self.field = x`, `self.field += x` and `self.field.mul_(x)`; assignments come first."""
-    assigned = []
-    changed = []
-    for node in ast.walk(method):
-        if isinstance(node, ast.Assign | ast.AugAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(t, ast.Attribute | ast.Subscript) and f".{field}" in ast.unparse(t) for t in targets):
-                assigned.append(node.lineno)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith(f"self.{field}.") and _is_in_place(node):
-            changed.append(node.lineno)
-    return assigned + changed
-
-
 def _is_in_place(call: ast.Call) -> bool:
     name = getattr(call.func, "attr", "")
     return name.endswith("_") and not name.startswith("_")
@@ -153,50 +125,6 @@ def changing_lines(names: tuple[str, ...]) -> list[Place]:
                 receiver = ast.unparse(node.func.value).removesuffix(".data")
                 if receiver.endswith(ends):
                     found.append(Place(os.path.abspath(file), node.lineno, ""))
-    return found
-
-
-def lines_that_set_item(key: str) -> list[Place]:
-    """List the lines of the script that set an item of this name: `group["lr"] = x`."""
-    found = []
-    for file in own_files():
-        for node in ast.walk(syntax_of(file)):
-            if not isinstance(node, ast.Assign | ast.AugAssign):
-                continue
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            slices = [target.slice for target in targets if isinstance(target, ast.Subscript)]
-            if any(isinstance(part, ast.Constant) and part.value == key for part in slices):
-                found.append(Place(os.path.abspath(file), node.lineno, ""))
-    return found
-
-
-def lines_that_scale_gradients() -> list[Place]:
-    """List the lines of the script that multiply gradients in place: `p.grad.mul_(x)`, `p.grad *= x` and the like."""
-    found = []
-    for file in own_files():
-        for node in ast.walk(syntax_of(file)):
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "attr", "")
-                operand = node.args[0] if name == "_foreach_mul_" and node.args else getattr(node.func, "value", None)
-                is_product = name in ("mul_", "_foreach_mul_")
-            elif isinstance(node, ast.AugAssign):
-                operand, is_product = node.target, isinstance(node.op, ast.Mult)
-            else:
-                continue
-            if is_product and operand is not None and "grad" in ast.unparse(operand):
-                found.append(Place(os.path.abspath(file), node.lineno, ""))
-    return found
-
-
-def calls_with(name: str, argument: str) -> list[Place]:
-    """List the lines of the script that call a method of this name with a variable whose name has this part."""
-    found = []
-    for file in own_files():
-        for node in ast.walk(syntax_of(file)):
-            if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != name:
-                continue
-            if any(argument in ast.unparse(part).lower() for part in node.args):
-                found.append(Place(os.path.abspath(file), node.lineno, ""))
     return found
 
 
@@ -220,26 +148,6 @@ def rank_condition(place: Place) -> Place | None:
         if isinstance(statement, ast.If) and asks_for_rank(statement.test):
             return place._replace(line=statement.lineno)
     return None
-
-
-def rank_conditions_of_names(place: Place) -> list[Place]:
-    """List the `if`s that ask for the rank around assignments to what the call on a line depends on.
-
-    It depends on the names in its arguments, and on those of the loops over these names.
-    """
-    tree = syntax_of(place.file)
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.lineno == place.line:
-            names |= {name for argument in node.args for name in _names_in(argument)}
-    for statement in enclosing(place.file, place.line):
-        if isinstance(statement, ast.For) and names & _names_in(statement.target):
-            names |= _names_in(statement.iter)
-    lines = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and any(names & _names_in(target) for target in node.targets):
-            lines.append(place._replace(line=node.lineno))
-    return list(dict.fromkeys(filter(None, map(rank_condition, lines))))
 
 
 def _names_in(node: ast.AST) -> set[str]:
@@ -285,65 +193,12 @@ def _assigned(statement: ast.AST) -> set[str]:
     return {name for target in targets for name in _names_in(target)}
 
 
-_ORDERS = frozenset(["randperm", "permutation", "shuffle", "sample", "choice", "choices", "randint", "range", "arange"])
-_SIZES = frozenset(["ceil", "floor", "min", "max", "round"])
-
-
-def deciding_lines(function: Any, first: str) -> list[Place]:
-    """List the lines of a function of the script that loop, make an order or a size, or slice.
-
-    Args:
-        function: The function.
-        first: What comes first: "loop", "order" or "size".
-    """
+def definition(function: Any) -> list[Place]:
+    """Return where a function of the script is defined, [] if it is not the script's."""
     code = getattr(function, "__code__", None)
     if code is None or not is_own(code.co_filename):
         return []
-    found = []
-    for node in ast.walk(syntax_of(code.co_filename)):
-        if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
-            continue
-        if node.lineno <= code.co_firstlineno <= (node.end_lineno or 0):
-            found += [(_what_decides(child), getattr(child, "lineno", 0)) for child in ast.walk(node)]
-    decided = sorted({(what != first, line) for what, line in found if what})
-    file = os.path.abspath(code.co_filename)
-    lines = dict.fromkeys(line for _, line in decided)
-    return [Place(file, line, code.co_name) for line in lines]
-
-
-def _what_decides(node: ast.AST) -> str:
-    """Tell what a node of a sampler decides: "loop", "order", "size", "slice", or "" if nothing."""
-    if isinstance(node, ast.Call):
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if name in _ORDERS:
-            return "order"
-        return "size" if name in _SIZES else ""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Mod):
-        return "size"
-    if isinstance(node, ast.For):
-        return "loop"
-    is_slice = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
-    return "slice" if is_slice else ""
-
-
-def condition_of(word: str, place: Place) -> Place | None:
-    """Return the `if` in a function whose body has an attribute of this name, unless the line has it itself."""
-    for node in ast.walk(syntax_of(place.file)):
-        if isinstance(node, ast.FunctionDef | ast.Module) and _holds(node, place):
-            for statement in ast.walk(node):
-                if isinstance(statement, ast.If) and any(_has_attribute(part, word) for part in statement.body):
-                    return place._replace(line=statement.lineno)
-    return None
-
-
-def _holds(node: ast.FunctionDef | ast.Module, place: Place) -> bool:
-    if isinstance(node, ast.Module):
-        return place.function == "<module>"
-    return node.name == place.function and node.lineno <= place.line <= (node.end_lineno or 0)
-
-
-def _has_attribute(statement: ast.stmt, word: str) -> bool:
-    return any(getattr(node, "attr", "") == word for node in ast.walk(statement))
+    return [Place(os.path.abspath(code.co_filename), code.co_firstlineno, code.co_name)]
 
 
 def _first_line(node: ast.AST) -> int:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 
-import torch.distributed as dist
-
-from ...launch.launch import Launch
 from ..script.ranks import Rank, Ranks
 from ..script.recorder import Record
 from .findings.facts import SCRIPT_END, Facts, Parting, say_ranks
@@ -131,7 +124,7 @@ class Watch:
     def __init__(self, ranks: Ranks, timeout: float) -> None:
         self._ranks = ranks
         self._timeout = timeout
-        self._order = Order([rank.number for rank in ranks.everywhere])
+        self._order = Order([rank.number for rank in ranks.all])
         self._finished: dict[int, Record] = {}
 
     def run(self) -> Outcome:
@@ -140,7 +133,7 @@ class Watch:
         deadline = begun + self._timeout
         last = begun + 1e9
         hanging = False
-        while len(self._finished) < len(self._ranks.everywhere):
+        while len(self._finished) < len(self._ranks.all):
             heard = False
             for rank, record in self._ranks.wait(_POLL):
                 heard = True
@@ -168,7 +161,7 @@ class Watch:
 
     def _waits_for_helpers(self) -> bool:
         """Return whether all ranks that make steps have made enough, and others help them which make none."""
-        running = [rank for rank in self._ranks.everywhere if rank.number not in self._finished]
+        running = [rank for rank in self._ranks.all if rank.number not in self._finished]
         are_done = [record.get("reason") == "steps" for record in self._finished.values()]
         return any(are_done) and all(are_done) and not any(map(_steps, running))
 
@@ -178,13 +171,13 @@ class Watch:
             self._finished.setdefault(rank.number, record)
 
     def _note_deaths(self) -> None:
-        for rank in self._ranks.everywhere:
+        for rank in self._ranks.all:
             if rank.ended is not None and rank.number not in self._finished:
                 self._finished[rank.number] = {"kind": "died", "how": rank.ended}
 
     def _outcome(self, hanging: bool, seconds: float) -> Outcome:
-        facts = Facts({rank.number: rank.records for rank in self._ranks.everywhere}, self._order.parted)
-        made = [_steps(rank) for rank in self._ranks.everywhere]
+        facts = Facts({rank.number: rank.records for rank in self._ranks.all}, self._order.parted)
+        made = [_steps(rank) for rank in self._ranks.all]
         steps = min(filter(None, made), default=0)
         trouble, details = self._describe_trouble(hanging, steps)
         failed = {r["name"]: r["error"] for records in facts.of("observer failed").values() for r in records}
@@ -192,7 +185,7 @@ class Watch:
 
     def _describe_trouble(self, hanging: bool, steps: int) -> tuple[str, list[str]]:
         for number, record in self._finished.items():
-            rank = next(rank for rank in self._ranks.everywhere if rank.number == number)
+            rank = next(rank for rank in self._ranks.all if rank.number == number)
             if record["kind"] == "died":
                 return f"rank {number} {record['how']} after {steps} optimizer steps", rank.tail()
             if record["kind"] == "spawns":
@@ -204,12 +197,12 @@ class Watch:
         if hanging and not self._order.parted and not self._waits_for_helpers():
             return self._describe_hanging()
         if not steps:
-            return "the script ended without a step of a torch optimizer", self._ranks.everywhere[0].tail()
+            return "the script ended without a step of a torch optimizer", self._ranks.all[0].tail()
         return "", []
 
     def _describe_hanging(self) -> tuple[str, list[str]]:
         """Tell which ranks go on, and at which lines."""
-        running = [rank for rank in self._ranks.everywhere if rank.number not in self._finished]
+        running = [rank for rank in self._ranks.all if rank.number not in self._finished]
         stacks = []
         for rank in running:
             stacks += [f"rank {rank.number}:", *rank.read_stack().splitlines()[1:7]]
@@ -227,88 +220,3 @@ def _has_failed(record: Record) -> bool:
 
 def _steps(rank: Rank) -> int:
     return sum(1 for record in rank.records if record["kind"] == "step" and record["optimizer"] == 0)
-
-
-# Take part in a real job: every process watches its own rank, and rank 0 hears of all of them over the store.
-
-_MEETING = timedelta(seconds=300)
-
-
-class Link:
-    """The connection of a job's processes: its own prefix in the job's store.
-
-    Args:
-        launch: This process's place; rank 0 hosts the store, unless torchrun's agent does.
-    """
-
-    def __init__(self, launch: Launch) -> None:
-        self.is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        hosts = launch.rank == 0 and not self.is_hosted
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=hosts, timeout=_MEETING, wait_for_workers=False)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = dist.PrefixStore(f"ddpkit/check/{attempt}", store)
-
-
-class RemoteRank(Rank):
-    """A rank that another process of the job watches."""
-
-    def __init__(self, number: int, link: Link) -> None:
-        self.number = number
-        self.records: list[Record] = []
-        self.ended: str | None = None
-        self._link = link
-        self._read = 0
-
-    def read(self) -> list[Record]:
-        """Read what the other process has passed on."""
-        new: list[Record] = []
-        store = self._link.store
-        while store.check([f"{self.number}/{self._read}"]):
-            new += json.loads(store.get(f"{self.number}/{self._read}"))
-            self._read += 1
-        for record in new:
-            if record["kind"] == "process ended":
-                self.ended = record["how"]
-        self.records += new
-        return new
-
-    def reap(self, wait: bool = False) -> None:
-        """Do nothing: the other process looks."""
-
-    def read_stack(self) -> str:
-        """Return nothing: the other process prints it."""
-        return ""
-
-    def tail(self) -> list[str]:
-        """Return nothing: the other process has the output."""
-        return []
-
-
-def pass_on(ranks: Ranks, link: Link) -> int:
-    """Pass this rank's records to rank 0 until that says that all is over; return 0, or 1 if that is lost."""
-    (rank,) = ranks.all
-    number = 0
-    has_ended = False
-    while True:
-        new = [record for _, record in ranks.wait(_POLL)]
-        if rank.ended is not None and not has_ended:
-            has_ended = True
-            new.append({"kind": "process ended", "step": 0, "how": rank.ended})
-            time.sleep(_POLL)
-        try:
-            if new:
-                link.store.set(f"{rank.number}/{number}", json.dumps(new))
-                number += 1
-            if link.store.check(["over"]):
-                return 0  # rank 0 tells the launcher
-        except dist.DistError:  # rank 0 has gone
-            return 1
-
-
-def end(link: Link) -> None:
-    """Tell all other processes that it is over, and let them leave before the store may go."""
-    with suppress(dist.DistError):
-        link.store.set("over", "")
-        if not link.is_hosted:
-            time.sleep(10 * _POLL)

@@ -8,32 +8,34 @@ so and does not join.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from ...errors import LaunchError
+from ...job.device import count_accelerators
 from ...job.job import Context, checked_backend, checked_device
 from ...job.joining import offer_store
 from ...job.launching import unnested_launch
-from ...job.lifecycle import distributed, exchange
+from ...job.lifecycle import distributed
 from ...join.store import find_master, open_store, store_outlives_ranks
 from ...launch.launch import MPI_AND_SLURM, Launch
 from ...spawning.spawn import spawn
-from ..terminal import count
+from ..terminal import count, positive_seconds
 from . import machine_checks, network_checks
-from .guard import Guard
-from .report import MARK, Check, Report, attempt, worst
+from .report import MARK, Check, Report, attempt, print_report, worst
 
 _NCCL_ENDS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 _MARK_WAIT = 5.0  # seconds in which rank 0 of a doctor's job marks its store
+_BEYOND_TIMEOUT = 20.0  # seconds beyond the time-out after which the process ends, wherever it stands
+_NOTICE = 5.0  # seconds from a launcher's signal to the report; torchrun kills after 30
+_POLL = 0.05  # seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     devices = "as setup(device=...) takes it, for example cpu (default: the accelerator)"
     meeting = "bound on the ranks' meeting (default 60)"
     add("--json", action="store_true", help="print one JSON object to stdout and nothing else")
-    add("--timeout", type=_seconds, default=60.0, metavar="SECONDS", help=meeting)
+    add("--timeout", type=positive_seconds, default=60.0, metavar="SECONDS", help=meeting)
     add("--backend", type=_checked_by(checked_backend), help=backends)
     add("--device", type=_checked_by(checked_device), help=devices)
 
@@ -59,14 +61,56 @@ def run(args: argparse.Namespace) -> int:
     if launch is not None and launch.world_size == 1 and launch.master_addr is None:
         job = None  # one process that nobody else can meet
     report = Report(job, args.timeout, first)
-    guard = Guard(report, args.json)
     ends_soon = launch is None and "TORCHELASTIC_RUN_ID" in os.environ  # refused under torchrun
-    with guard.checks():
+
+    def check() -> None:
         if job is not None:
             _check_job(report, job, args)
         elif not ends_soon:
             _check_machine(report, args)
-        return guard.print()
+
+    return _report_in_time(report, check, args.json)
+
+
+def _report_in_time(report: Report, check: Callable[[], None], as_json: bool) -> int:
+    """Run the checks in a thread, and print the report, alone on stdout, also if they never end; return the exit code.
+
+    Rank 0 outlives SIGTERM for a while: torchrun sends it when another rank ends with an error.
+    """
+    seconds = report.timeout + _BEYOND_TIMEOUT
+    deadline = time.monotonic() + seconds
+    reason = f"The check did not finish within {seconds:g} s."
+
+    def hurry(number: int, frame: object) -> None:
+        nonlocal deadline, reason
+        deadline = min(deadline, time.monotonic() + _NOTICE)
+        reason = "The check did not finish before the launcher's signal: another rank has failed."
+
+    def check_all() -> None:
+        try:
+            check()
+        except Exception as error:
+            report.fail(error)
+
+    if report.launch is not None and report.rank == 0:
+        signal.signal(signal.SIGTERM, hurry)
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # C++ code may print, too
+    try:
+        thread = threading.Thread(target=check_all, daemon=True)
+        thread.start()
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(_POLL)
+        sys.stdout.flush()
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+    if thread.is_alive():
+        report.fail(LaunchError(reason))
+        print_report(report, as_json)
+        os._exit(1)
+    return print_report(report, as_json)
 
 
 def read_launch() -> tuple[Launch | None, Check]:
@@ -122,9 +166,7 @@ def _check_here(report: Report, checks_ports: bool) -> None:
         report.add(attempt("ports", network_checks.ports, port, checks_ports))
     report.add(attempt("shm", machine_checks.shared_memory))
     report.add(attempt("cores", machine_checks.cores))
-    report.add(attempt("memory", machine_checks.memory))
     report.add(attempt("open files", machine_checks.open_files))
-    report.add(attempt("locked memory", machine_checks.locked_memory))
 
 
 def _check_machine(report: Report, args: argparse.Namespace) -> None:
@@ -162,18 +204,15 @@ def _devices_for_two(asked: str | None) -> tuple[str | None, str, list[str]]:
     Returns:
         The device as `setup()` takes it, words for it, and notes for the report.
     """
-    kind = None
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
+    kind = machine_checks.accelerator()
     if asked is not None:
         return asked, asked, []
-    if kind is None or kind.type == "mps":
+    if kind is None or kind == "mps":
         return None, "the CPU", []
-    if torch.accelerator.device_count() > 1:
+    if count_accelerators() > 1:
         return None, f"{kind}:0 and {kind}:1", []
     device = f"{kind}:0"
-    note = "one accelerator only: shared over gloo; NCCL needs one for each rank"
-    return device, device, [note]
+    return device, device, ["one accelerator only: shared over gloo; NCCL needs one for each rank"]
 
 
 def _check_job(report: Report, launch: Launch, args: argparse.Namespace) -> None:
@@ -203,9 +242,8 @@ def _meet(
         address = f"at {launch.master_addr}:{launch.master_port}"
     report.begin("master", f"opening the store {address}")
     store = _open_store(report, launch, hosts_store)
-    report.post(store)
     report.begin("join", f"waiting for {ranks} (at most {args.timeout:g} s)")
-    report.await_posts(store, launch.world_size)
+    report.share(store)
     for name in _NCCL_ENDS:  # NCCL would end the process before it can report
         os.environ.setdefault(name, "0")
     with distributed(
@@ -215,15 +253,15 @@ def _meet(
         watch=False,  # it, too, ends a process that is stuck
     ) as context:
         report.add(Check("join", "ok", f"{ranks} over {context.backend or 'no backend'}"))
-        _check_together(report, context)
+        _check_together(report, context, store)
 
 
-def _check_together(report: Report, context: Context) -> None:
+def _check_together(report: Report, context: Context, store: dist.Store) -> None:
     """Run the checks of the joined job, and share all results, so that all exit alike."""
     report.begin("ranks", "asking every rank where it is")
-    own_record = json.dumps(machine_checks.own_record(context))
-    report.records = machine_checks.read_records(exchange(own_record))
-    report.hosts = [record["host"] for record in report.records]
+    report.record |= {name: getattr(context, name) for name in ("node_rank", "local_rank")}
+    report.record["device"] = str(context.device)
+    report.share(store)
     report.add(machine_checks.roll_call(report.records))
     report.add(machine_checks.same_versions(report.records))
     report.begin("mean", "averaging numbers")
@@ -231,7 +269,7 @@ def _check_together(report: Report, context: Context) -> None:
     report.begin("latency", "timing a small collective")
     report.add(machine_checks.latency())
     report.begin("report", "gathering the ranks' findings")
-    report.take_peers(exchange(report.dump()))
+    report.share(store)
 
 
 def _open_store(report: Report, launch: Launch, hosts_store: bool) -> dist.Store:
@@ -270,16 +308,6 @@ def _is_a_task() -> bool:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         names.append("RANK")
     return any(os.environ.get(name, "0").strip() not in ("", "0") for name in names)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds
 
 
 def _checked_by(check: Callable[[str], object]) -> Callable[[str], str]:

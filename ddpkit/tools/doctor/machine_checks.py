@@ -1,21 +1,17 @@
-"""Check this machine: versions, devices, and the limits of the process."""
+"""Check this machine and the job: versions, devices, limits of the process, and what the ranks compute together."""
 
 from __future__ import annotations
 
 import os
-import platform
 import resource
 import shutil
-import socket
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 
@@ -25,36 +21,27 @@ from ...collectives.sync import barrier
 from ...errors import LaunchError
 from ...job.current_job import get_device
 from ...job.device import MASKS, choose_device, default_backend
-from ...job.job import Context
 from ...job.launching import check_torch
 from ...job.lifecycle import distributed
 from ...join.members import usable_cores
 from ...launch import ranks
-from ...parsing import parse, refuse_text
 from ..terminal import count, table
-from .report import Check, set_variables
+from .report import Check, installed
 
 _GIB = 1 << 30
-_KIB = 1 << 10
 _DRIVERS = {"/proc/driver/nvidia/version": "an NVIDIA", "/dev/kfd": "an AMD"}
 _GET_TORCH = "https://pytorch.org/get-started"
 _FEW_FILES = 1024
+_COLUMNS = ("rank", "host", "pid", "node_rank", "local_rank", "device")
+_WARM_UP = 10  # calls that are not counted
+_TIMED = 50  # calls that are
+_BLOCK = 1 << 18  # float32 elements, 1 MiB: they pass in packets of full size
+_SLOW_US = 20e3  # a small collective takes 100 to 1000 us, on several nodes up to a few times that
 
 
-def installed() -> dict[str, str]:
-    """List by name the versions that must be the same on every rank."""
-    found = {
-        "ddpkit": str(sys.modules["ddpkit"].__version__),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-    }
-    if torch.version.cuda:
-        found["CUDA"] = torch.version.cuda
-    if dist.is_available() and dist.is_nccl_available():
-        numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        found["NCCL"] = ".".join(map(str, numbers))
-    return found
+def set_variables(*names: str) -> str:
+    """Write those of these environment variables that are set, as "A=1, B=2"."""
+    return ", ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
 
 
 def versions() -> Check:
@@ -70,37 +57,43 @@ def versions() -> Check:
     return Check("versions", "ok", found)
 
 
+def accelerator() -> str | None:
+    """Return the kind of this machine's accelerators, None without any."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    return device.type if device else None
+
+
 def devices(look_inside: bool) -> Check:
     """List the accelerator that each local rank would get.
 
     Args:
         look_inside: Open each, and read its free memory.
     """
-    kind = None
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
+    kind = accelerator()
     if kind is None:
         return _no_accelerator()
-    module = getattr(torch, kind.type)
-    count = int(module.device_count())
+    module = getattr(torch, kind)
+    number = int(module.device_count())
     lines = []
     problems = []
-    for local_rank in range(count):
-        device = choose_device(None, local_rank, count)
-        line = f"local rank {local_rank} -> {device}"
+    for local_rank in range(number):
+        device = choose_device(None, local_rank, number)
+        inside = ""
         try:
             if look_inside:
-                line += _look_inside(module, device)
-            lines.append(line)
+                inside = _look_inside(module, device)
         except RuntimeError as error:
             problems.append(f"{device} cannot be used: {str(error).splitlines()[0]}")
+            continue
+        lines.append(f"local rank {local_rank} -> {device}{inside}")
     if problems:
-        remedy = "See with nvidia-smi whether another process fills the device or it needs a "
-        remedy += "reset; hide it with CUDA_VISIBLE_DEVICES."
+        remedy = "See with nvidia-smi whether another process fills the device or it needs a reset; "
+        remedy += "hide it with CUDA_VISIBLE_DEVICES."
         return Check("devices", "failed", "; ".join(problems), remedy, lines)
-    backend = default_backend(torch.device(kind.type, 0), shared=False)
-    hidden = set_variables(*MASKS) or "no device is hidden"
-    found = f"{count} x {kind.type}, backend {backend}; {hidden}"
+    backend = default_backend(torch.device(kind, 0), shared=False)
+    found = f"{number} x {kind}, backend {backend}; {set_variables(*MASKS) or 'no device is hidden'}"
     if any("in use" in line for line in lines):
         remedy = "See with nvidia-smi who uses it, or hide it with CUDA_VISIBLE_DEVICES."
         return Check("devices", "warning", found, remedy, lines)
@@ -112,25 +105,22 @@ def _no_accelerator() -> Check:
     drivers = [name for path, name in _DRIVERS.items() if Path(path).exists()]
     if not drivers:
         return Check("devices", "ok", found)
-    found += f", although {drivers[0]} driver is loaded"
     hidden = set_variables(*MASKS)
+    remedy = "Compare the driver with the versions above (nvidia-smi)."
     if not torch.version.cuda and not torch.version.hip:
-        build = f"install a build for the GPU from {_GET_TORCH}"
-        remedy = f"This torch is built for the CPU only: {build}."
+        remedy = f"This torch is built for the CPU only: install a build for the GPU from {_GET_TORCH}."
     elif hidden:
         remedy = f"Unset it to use them: {hidden}."
-    else:
-        remedy = "Compare the driver with the versions above (nvidia-smi)."
-    return Check("devices", "warning", found, remedy)
+    return Check("devices", "warning", f"{found}, although {drivers[0]} driver is loaded", remedy)
 
 
 def _look_inside(module: object, device: torch.device) -> str:
     """Open a device and write its name and, for CUDA, its free memory."""
-    name = getattr(module, "get_device_name", str)(device)
+    text = f" ({getattr(module, 'get_device_name', str)(device)})"
     if device.type != "cuda":
-        return f" ({name})"
+        return text
     free, total = torch.cuda.mem_get_info(device)
-    text = f" ({name}), {free / _GIB:.0f} of {total / _GIB:.0f} GiB free"
+    text += f", {free / _GIB:.0f} of {total / _GIB:.0f} GiB free"
     if free < 0.8 * total:
         text += ": in use by another process"
     return text
@@ -138,19 +128,15 @@ def _look_inside(module: object, device: torch.device) -> str:
 
 def shared_memory() -> Check:
     """Check /dev/shm, which carries batches from loader workers, and NCCL's messages on a node."""
-    if not Path("/dev/shm").is_dir():
-        return Check("shm", "skipped", "there is no /dev/shm on this system")
     usage = shutil.disk_usage("/dev/shm")
     found = f"/dev/shm: {usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
     if usage.free >= _GIB:
         return Check("shm", "ok", found)
-    found += ": loader workers may die with a bus error"
-    if usage.total >= _GIB:
-        remedy = "Delete what ended jobs left there (ls -l /dev/shm)."
-    else:
+    remedy = "Delete what ended jobs left there (ls -l /dev/shm)."
+    if usage.total < _GIB:
         remedy = "docker run --shm-size=8g (or --ipc=host); in Kubernetes mount an emptyDir of "
         remedy += "medium Memory at /dev/shm."
-    return Check("shm", "warning", found, remedy)
+    return Check("shm", "warning", f"{found}: loader workers may die with a bus error", remedy)
 
 
 def cores() -> Check:
@@ -161,9 +147,7 @@ def cores() -> Check:
     limit = f"{quota:g} by the cgroup" if quota else "no cgroup limit"
     threads = set_variables("OMP_NUM_THREADS", "MKL_NUM_THREADS")
     found = f"{usable} of {total} cores, {limit}; {threads or 'OMP_NUM_THREADS is not set'}"
-    if quota and quota < usable:
-        if threads:
-            return Check("cores", "ok", found)
+    if quota and quota < usable and not threads:
         remedy = f"Threads beyond {quota:g} only wait: set OMP_NUM_THREADS to "
         remedy += f"{max(1, int(quota))} / ranks on the node."
         return Check("cores", "warning", found, remedy)
@@ -173,70 +157,10 @@ def cores() -> Check:
     return Check("cores", "ok", found)
 
 
-def memory() -> Check:
-    """Check the memory of the machine and of the cgroup, and the kernel's kills for lack of it."""
-    free = _read_meminfo("MemAvailable")
-    total = _read_meminfo("MemTotal")
-    limit = memory_limit()
-    found = f"{free / _GIB:.0f} of {total / _GIB:.0f} GiB free"
-    if limit is not None and limit < total:
-        found += f"; the cgroup allows {limit / _GIB:.1f} GiB"
-    else:
-        found += "; no cgroup limit"
-    killed = oom_kills()
-    if killed:
-        found += f"; the kernel killed {killed} processes of this cgroup for it"
-        remedy = "A rank that ended with SIGKILL may be one of them: ask for more memory, or use "
-        return Check("memory", "warning", found, f"{remedy}fewer loader workers.")
-    if min(free, limit or free) < _GIB:
-        remedy = "A rank takes about 0.3 GiB before it loads anything: ask for more memory or "
-        return Check("memory", "warning", found, f"{remedy}start fewer ranks.")
-    return Check("memory", "ok", found)
-
-
-def _read_meminfo(name: str) -> int:
-    """Read a field of /proc/meminfo, in bytes."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        field, _, amount = line.partition(":")
-        if field == name:
-            return int(amount.split()[0]) * _KIB
-    raise KeyError(name)
-
-
-def open_files() -> Check:
-    """Check the limit of open files: each connection and each batch from a loader worker is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = _write_limit(soft)
-    if soft != hard:
-        found += f", may be raised to {_write_limit(hard)}"
-    if soft == resource.RLIM_INFINITY or soft >= _FEW_FILES:
-        return Check("open files", "ok", found)
-    enough = _write_limit(hard) if hard > soft else "65536"
-    remedy = f"ulimit -n {enough} in front of the launcher, or LimitNOFILE= of its service."
-    found += ': loaders fail with "Too many open files"'
-    return Check("open files", "warning", found, remedy)
-
-
-def locked_memory() -> Check:
-    """Check the limit of memory that is not swapped out, which InfiniBand needs."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = _write_limit(soft, _KIB)
-    cards = Path("/sys/class/infiniband")
-    if not cards.is_dir() or not any(cards.iterdir()):
-        found = f"{limit} KiB; it matters with InfiniBand only, and there is none"
-        return Check("locked memory", "ok", found)
-    if soft == resource.RLIM_INFINITY:
-        return Check("locked memory", "ok", "unlimited")
-    remedy = "ulimit -l unlimited in front of the launcher (docker run --ulimit memlock=-1; "
-    remedy += "LimitMEMLOCK= of slurmd)."
-    found = f"{limit} KiB: NCCL may not open InfiniBand"
-    return Check("locked memory", "warning", found, remedy)
-
-
 def cpu_quota() -> float | None:
     """Read how many cores the cgroups of this process give it, None without a limit."""
     limits = []
-    for folder in _cgroups("cpu"):
+    for folder in _cgroups():
         words = _words(folder / "cpu.max")
         if not words:  # the older kind
             words = _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
@@ -246,33 +170,12 @@ def cpu_quota() -> float | None:
     return min(limits, default=None)
 
 
-def memory_limit() -> int | None:
-    """Read how many bytes the cgroups of this process allow, None without a limit."""
-    limits = []
-    for folder in _cgroups("memory"):
-        words = _words(folder / "memory.max") + _words(folder / "memory.limit_in_bytes")
-        limits += [int(word) for word in words if word.isdigit()]
-    return min(limits, default=None)
-
-
-def oom_kills() -> int:
-    """Count the processes of this very cgroup that the kernel has killed for memory."""
-    folder = next(_cgroups("memory"), Path("/"))
-    words = _words(folder / "memory.events") + _words(folder / "memory.oom_control")
-    if "oom_kill" not in words:
-        return 0
-    return int(words[words.index("oom_kill") + 1])
-
-
-def _cgroups(controller: str) -> Iterator[Path]:
-    """List the folders of this process's cgroup and of those above it.
-
-    The older kind of cgroups has a tree for each controller.
-    """
+def _cgroups() -> Iterator[Path]:
+    """List the folders of this process's cgroup for cores, and of those above it."""
     mount = Path("/sys/fs/cgroup")
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
+        if controllers and "cpu" not in controllers.split(","):
             continue
         inner = mount / controllers / path.strip("/")
         for folder in (inner, *inner.parents):
@@ -281,29 +184,22 @@ def _cgroups(controller: str) -> Iterator[Path]:
 
 
 def _words(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    return path.read_text().split()
+    return path.read_text().split() if path.is_file() else []
 
 
-def _write_limit(value: int, unit: int = 1) -> str:
-    if value == resource.RLIM_INFINITY:
-        return "unlimited"
-    return str(value // unit)
+def open_files() -> Check:
+    """Check the limit of open files: each connection and each batch from a loader worker is one."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = ["unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in limits]
+    found = soft if soft == hard else f"{soft}, may be raised to {hard}"
+    if soft == "unlimited" or limits[0] >= _FEW_FILES:
+        return Check("open files", "ok", found)
+    enough = "65536" if soft == hard else hard
+    remedy = f"ulimit -n {enough} in front of the launcher, or LimitNOFILE= of its service."
+    return Check("open files", "warning", f'{found}: loaders fail with "Too many open files"', remedy)
 
 
-# Check a job on several ranks: values, latency, versions, and a record of each rank.
-
-_RECORD = {
-    **dict.fromkeys(("rank", "pid", "node_rank", "local_rank"), int),
-    **dict.fromkeys(("host", "device"), str),
-    "versions": dict[str, str],
-}
-_COLUMNS = ("rank", "host", "pid", "node_rank", "local_rank", "device")
-_WARM_UP = 10  # calls that are not counted
-_TIMED = 50  # calls that are
-_BLOCK = 1 << 18  # float32 elements, 1 MiB: they pass in packets of full size
-_SLOW = 20e-3  # seconds; a small collective takes 0.1 to 1 ms, on several nodes up to a few
+# Check a job on several ranks: values, latency, versions, and where each rank is.
 
 
 def two_ranks(backend: str | None, device: str | None, seconds: float) -> list[Check]:
@@ -324,8 +220,8 @@ def mean() -> Check:
     if number == expected and not wrong:
         found = f"the mean of the ranks' numbers is {number:g}, and that of 1 MiB is right"
         return Check("mean", "ok", found)
-    found = f"the mean of 0 to {world_size - 1} came out as {number:g}"
-    found += f", and {wrong} of {_BLOCK} elements of 1 MiB are wrong"
+    found = f"the mean of 0 to {world_size - 1} came out as {number:g}, "
+    found += f"and {wrong} of {_BLOCK} elements of 1 MiB are wrong"
     remedy = "Run again with --backend gloo: if that is right, the accelerators' links or their "
     remedy += "driver give wrong values."
     return Check("mean", "failed", found, remedy)
@@ -346,7 +242,7 @@ def latency() -> Check:
     reduce_us = slowest["all_reduce_us"]
     found = f"all-reduce of one number {reduce_us:.0f} us (median of {_TIMED}), "
     found += f"barrier {slowest['barrier_us']:.0f} us"
-    if reduce_us <= 1e6 * _SLOW:
+    if reduce_us <= _SLOW_US:
         return Check("latency", "ok", found, measured=slowest)
     remedy = "Are the cores busy with something else, or is the interface above the slow one?"
     return Check("latency", "warning", found, remedy, measured=slowest)
@@ -360,31 +256,6 @@ def _time_us(call: Callable[[], object]) -> float:
         call()
         seconds.append(time.perf_counter() - start)
     return round(1e6 * statistics.median(seconds[_WARM_UP:]), 1)
-
-
-def own_record(context: Context) -> dict[str, Any]:
-    """Describe this rank, for the others."""
-    return {
-        "rank": context.rank,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "node_rank": context.node_rank,
-        "local_rank": context.local_rank,
-        "device": str(context.device),
-        "versions": installed(),
-    }
-
-
-def read_records(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Read the records of all ranks; raise `LaunchError` if no rank wrote them."""
-    records = []
-    for rank, text in enumerate(texts):
-        key = f"record of rank {rank}"
-        record = parse(text, key, _RECORD)
-        if record["rank"] != rank:
-            refuse_text(text, key)
-        records.append(record)
-    return records
 
 
 def roll_call(records: list[dict[str, Any]]) -> Check:

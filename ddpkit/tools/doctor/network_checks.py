@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...join.sockets import LOOPBACKS
-from .report import Check, set_variables
+from .machine_checks import set_variables
+from .report import Check
 
 _DEFAULT_PORT = 29500  # torch's
 _SIOCGIFADDR = 0x8915
@@ -167,18 +168,7 @@ def ports(port: int | None, checks_if_free: bool) -> Check:
         is_meant = bool(text or port)
         status = "failed" if is_meant else "warning"
         return Check("ports", status, f"{found} is not free: {reason}", remedy)
-    return _compare_with_outgoing(number, f"{found} is free")
-
-
-def _compare_with_outgoing(port: int, found: str) -> Check:
-    """Warn of ports that the kernel may give to outgoing connections."""
-    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
-    low, high = map(int, text.split())
-    found += f"; outgoing connections take ports from {low} to {high}"
-    if not low <= port <= high:
-        return Check("ports", "ok", found)
-    remedy = f"Choose a port outside {low} to {high}: one of them may be taken at any moment."
-    return Check("ports", "warning", found, remedy)
+    return Check("ports", "ok", f"{found} is free")
 
 
 def _explain_not_free(port: int) -> str:

@@ -79,7 +79,7 @@ def run_once(script: Script, folder: Path, is_inside: bool, start: Start, limits
     """
     body = partial(be_rank, Setting(script, folder, is_inside, start.disturbance))
     environments = {rank: environment(rank, start.ranks, device) for rank in range(start.ranks)}
-    with Ranks(body, environments, serves=True) as ranks:
+    with Ranks(body, environments) as ranks:
         return _Follower(ranks, start, limits).run()
 
 

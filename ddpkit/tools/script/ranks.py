@@ -85,9 +85,7 @@ class Rank:
                 for descriptor in (rank.reader, rank._end):
                     os.close(descriptor)
             _take_over(env, output)
-            port = os.read(self._control, _CHUNK).decode()
-            if port:
-                os.environ["MASTER_PORT"] = port
+            os.environ["MASTER_PORT"] = os.read(self._control, _CHUNK).decode()
             code = body(self._records, self._control, stacks)
         finally:
             os._exit(code)
@@ -116,10 +114,10 @@ class Rank:
                 return
             time.sleep(0.01)
 
-    def begin(self, port: int | None) -> None:
-        """Let the script begin, whose ranks meet at a port of this process if there is one."""
+    def begin(self, port: int) -> None:
+        """Let the script begin, whose ranks meet at a port of this process."""
         with suppress(BrokenPipeError):
-            os.write(self._end, str(port or os.environ["MASTER_PORT"]).encode())
+            os.write(self._end, str(port).encode())
 
     def read_stack(self) -> str:
         """Ask for the stack of the main thread."""
@@ -203,26 +201,17 @@ class Ranks:
             records to; one that becomes readable when the process shall end; and one to write the stack of the main
             thread to when `STACK_SIGNAL` comes.
         environments: Of the ranks, by their number.
-        serves: Host the store in which the ranks meet.
 
     Attributes:
         all: The ranks of this machine.
-        remote: The ranks that other processes watch.
     """
 
-    def __init__(self, body: Body, environments: dict[int, dict[str, str]], serves: bool) -> None:
+    def __init__(self, body: Body, environments: dict[int, dict[str, str]]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ddpkit-ranks-"))  # no context, which a rank would end as well
         self._environments = environments
         self._body = body
-        self._serves = serves
         self._not_ours = set(child_processes())
         self.all: list[Rank] = []
-        self.remote: list[Rank] = []
-
-    @property
-    def everywhere(self) -> list[Rank]:
-        """List the ranks here and those of other processes of the job."""
-        return [*self.all, *self.remote]
 
     def __enter__(self) -> Ranks:
         _prctl(_SET_CHILD_SUBREAPER, 1)
@@ -233,12 +222,9 @@ class Ranks:
                 rank = Rank(number, self._folder)
                 rank.start(self._body, env, self.all)
                 self.all.append(rank)
-            port = None
-            if self._serves:  # only now, for it has threads
-                self._store = host_on("127.0.0.1")
-                port = self._store.port
+            self._store = host_on("127.0.0.1")  # only now, for it has threads
             for rank in self.all:
-                rank.begin(port)
+                rank.begin(self._store.port)
         except BaseException:
             self.__exit__()
             raise
@@ -258,7 +244,7 @@ class Ranks:
         running = {rank.reader: rank for rank in self.all if rank.ended is None}
         select.select([*running], [], [], seconds)
         time.sleep(_PAUSE)
-        for rank in [*running.values(), *self.remote]:
+        for rank in running.values():
             rank.reap()
             for record in rank.read():
                 yield rank, record

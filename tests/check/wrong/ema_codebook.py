@@ -33,7 +33,7 @@ class EuclideanCodebook(nn.Module):
         sums = onehot.T @ x
         self.cluster_size.lerp_(counts, 1 - self.decay)
         self.embed_avg.lerp_(sums, 1 - self.decay)
-        self.embed = self.embed_avg / self.cluster_size.clamp(min=1e-3).unsqueeze(1)  # <- replicas-drift
+        self.embed = self.embed_avg / self.cluster_size.clamp(min=1e-3).unsqueeze(1)
 
 
 class Codec(nn.Module):
@@ -52,7 +52,7 @@ torch.manual_seed(3)
 dataset = TensorDataset(torch.randn(192, 16))
 sampler = DistributedSampler(dataset)
 loader = DataLoader(dataset, batch_size=24, sampler=sampler)
-model = DDP(Codec(), broadcast_buffers=False)
+model = DDP(Codec(), broadcast_buffers=False)  # <- replicas-drift
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 for epoch in range(3):
     sampler.set_epoch(epoch)

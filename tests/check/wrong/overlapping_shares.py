@@ -15,11 +15,11 @@ class Measurements(IterableDataset):
     def __init__(self, number):
         self.values = torch.randn(number, 8, generator=torch.Generator().manual_seed(0))
 
-    def __iter__(self):
+    def __iter__(self):  # <- samples-repeated
         worker = get_worker_info()
         share = dist.get_rank() * worker.num_workers + worker.id
         shares = dist.get_world_size()
-        for i in range(share, len(self.values), shares):  # <- samples-repeated
+        for i in range(share, len(self.values), shares):
             yield self.values[i], self.values[i, :1] - self.values[i, 1:2]
 
 

@@ -25,9 +25,9 @@ class BatchSamplerShard:
     def __len__(self):
         return self.kept // self.batch_size // self.world_size
 
-    def __iter__(self):
+    def __iter__(self):  # <- samples-missing
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        indices = torch.randperm(self.kept, generator=generator)  # <- samples-missing
+        indices = torch.randperm(self.kept, generator=generator)
         mine = indices[self.rank :: self.world_size].tolist()
         for start in range(0, len(mine), self.batch_size):
             yield mine[start : start + self.batch_size]

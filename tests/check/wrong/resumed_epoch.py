@@ -22,7 +22,7 @@ def main(path):
     loader = DataLoader(data, 16, sampler=sampler)
     model = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 1))
     done = 0
-    if dist.get_rank() == 0:  # <- one-rank-decides
+    if dist.get_rank() == 0:
         torch.save({"model": model.state_dict(), "epochs": 3}, path)
         checkpoint = torch.load(path)
         model.load_state_dict(checkpoint["model"])
@@ -30,7 +30,7 @@ def main(path):
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(done, 12):
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch)  # <- one-rank-decides
         for x, y in loader:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()

@@ -28,9 +28,9 @@ for epoch in range(2):
     sampler.set_epoch(epoch)
     for batch_idx, (speech, text) in enumerate(dataloader):
         my_context = nullcontext
-        if batch_idx % accum_grad != 0:  # <- gradients-not-averaged
+        if batch_idx % accum_grad != 0:
             my_context = model.no_sync
-        with my_context():
+        with my_context():  # <- gradients-not-averaged
             loss = nn.functional.cross_entropy(model(speech), text)
             (loss / accum_grad).backward()
         if (batch_idx + 1) % accum_grad == 0:

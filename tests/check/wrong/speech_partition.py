@@ -18,9 +18,9 @@ class SingleCutSampler(Sampler):
         self.total, self.seed, self.epoch = len(data_source), seed, 0
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
-    def __iter__(self):
+    def __iter__(self):  # <- batches-differ
         order = torch.randperm(self.total, generator=torch.Generator().manual_seed(self.seed + self.epoch))
-        per_partition = ceil(self.total / self.world_size)  # <- batches-differ
+        per_partition = ceil(self.total / self.world_size)
         partition_start = self.rank * per_partition
         partition_end = min(partition_start + per_partition, self.total)
         yield from order[partition_start:partition_end].tolist()

@@ -20,8 +20,8 @@ class JsonLines(IterableDataset):
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
 
-    def __iter__(self):
-        for line in self.lines[self.rank :: self.world_size]:  # <- samples-repeated
+    def __iter__(self):  # <- samples-repeated
+        for line in self.lines[self.rank :: self.world_size]:
             record = json.loads(line)
             yield torch.tensor(record["x"]), torch.tensor(record["y"])
 

@@ -22,9 +22,9 @@ class Documents(IterableDataset):
         g = torch.Generator().manual_seed(self.seed + i)
         return torch.randint(0, 64, (17,), generator=g)
 
-    def __iter__(self):
+    def __iter__(self):  # <- same-samples
         order = torch.randperm(self.n_documents, generator=torch.Generator().manual_seed(self.epoch))
-        for i in order.tolist():  # <- same-samples
+        for i in order.tolist():
             tokens = self.read(i)
             yield tokens[:-1], tokens[1:]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...script.recorder import Record
 from ..places import Place
 
-SEVERITIES = ("wrong", "suspicious", "slow")  # from bad to less bad
+SEVERITIES = ("wrong", "suspicious")
 SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
 
 
@@ -25,7 +25,7 @@ class Finding:
         evidence: What was seen, in numbers.
         why: Why it matters.
         fix: The remedy, in a line of code.
-        also: More lines that belong to it; `where` is left out of them, and what comes twice.
+        also: More lines that belong to it.
     """
 
     kind: str
@@ -35,10 +35,7 @@ class Finding:
     evidence: str
     why: str
     fix: str
-    also: list[Place] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.also = [line for line in dict.fromkeys(self.also) if line != self.where]
+    also: list[Place]
 
 
 @dataclass
@@ -73,6 +70,21 @@ class Facts:
         """Return whether ranks take different numbers of micro-batches, whose gradients `exact_gradients` adds up."""
         epochs = [record for records in self.of("epoch").values() for record in records]
         return any(record["sampler"] == "MicroBatchSampler" for record in epochs)
+
+    def finding(
+        self,
+        kind: str,
+        evidence: str,
+        why: str,
+        fix: str,
+        *lines: Sequence[Any] | None,
+        severity: str = "wrong",
+        ranks: list[int] | None = None,
+    ) -> Finding:
+        """Make a finding at the nearest of some lines or stacks, of all ranks by default; the others belong to it."""
+        found = places(*lines)
+        where = found[0] if found else None
+        return Finding(kind, severity, where, ranks or self.ranks, evidence, why, fix, found[1:])
 
     def of(self, kind: str) -> dict[int, list[Record]]:
         """Select the records of one kind, by rank."""
@@ -116,8 +128,13 @@ def place(places: Sequence[Any]) -> Place | None:
 
 
 def places(*stacks: Sequence[Any] | None) -> list[Place]:
-    """List the lines of recorded stacks, each once."""
-    found = [Place(*entry) for entries in stacks for entry in entries or []]
+    """List the lines of recorded stacks, and single lines, each once."""
+    found: list[Place] = []
+    for stack in stacks:
+        if isinstance(stack, Place):
+            found.append(stack)
+        else:
+            found += [Place(*entry) for entry in stack or []]
     return list(dict.fromkeys(found))
 
 
@@ -148,3 +165,49 @@ def say_ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
+
+
+# Tell ranks that hold parts of one network from ranks that hold replicas of it.
+
+OF_REPLICAS = frozenset(
+    [
+        "gradients-not-averaged",
+        "replicas-differ-at-start",
+        "replicas-drift",
+        "same-samples",
+        "same-random-numbers",
+    ]
+)
+_COMPARED = 3  # steps at which all ranks must get the same inputs, if there are as many
+
+
+def hold_parts(facts: Facts) -> bool:
+    """Return whether the network is spread over the ranks by hand: in stages, or in parts of layers."""
+    steps = [record for records in facts.of("step").values() for record in records]
+    if any(record["causes"] for record in steps):  # a DDP, whose ranks are replicas
+        return False
+    return _are_stages(facts) or (_combine_in_forward(facts) and _begin_apart(facts) and _have_equal_inputs(facts))
+
+
+def _are_stages(facts: Facts) -> bool:
+    """Return whether tensors go from rank to rank in training, not only before."""
+    sending = [records for records in facts.of("point to point").values() if any(r["step"] for r in records)]
+    return len(sending) > 1
+
+
+def _combine_in_forward(facts: Facts) -> bool:
+    collectives = facts.of("collective").values()
+    return all(any(record.get("inside") for record in records) for records in collectives)
+
+
+def _begin_apart(facts: Facts) -> bool:
+    for (_, number), records in facts.rows("step", "optimizer", "number"):
+        if number == 1 and not all_equal([record["parameters"] for record in records]):
+            return True
+    return False
+
+
+def _have_equal_inputs(facts: Facts) -> bool:
+    rows = [records for _, records in facts.rows("step", "optimizer", "number")]
+    inputs = [[[call["input"] for call in record["calls"]] for record in records] for records in rows[:_COMPARED]]
+    return all(any(row[0]) and all_equal(row) for row in inputs)

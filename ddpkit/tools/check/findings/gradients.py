@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from ...script.recorder import Record
-from ..places import Place, condition_of, rank_condition
+from ..places import rank_condition
 from .facts import Facts, Finding, all_equal, in_function_of, place, places, say_ranks
 
 _SOME_STEPS = 3  # after which a parameter without a gradient gets none
@@ -142,11 +142,11 @@ def _unaveraged(
 ) -> Finding:
     table = {p["name"]: p for p in described[0]["parameters"]}
     parameters = [table[name] for name in differing]
-    where, also, why, fix = _cause(facts, step, described[0], parameters)
+    lines, why, fix = _cause(facts, step, described[0], parameters)
     largest = max(differing.values())
     names = _name_some(list(differing))
     evidence = f"{names}: at optimizer step {number} the gradients of {say_ranks(facts.ranks)} differ by {largest:.0%}"
-    return Finding("gradients-not-averaged", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return facts.finding("gradients-not-averaged", evidence, why, fix, *lines)
 
 
 def _name_some(names: list[str]) -> str:
@@ -156,66 +156,42 @@ def _name_some(names: list[str]) -> str:
 
 
 def _cause(
-    facts: Facts,
-    step: Record,
-    description: dict[str, Any],
-    parameters: list[dict[str, Any]],
-) -> tuple[Place | None, list[Place], str, str]:
-    """Find the line, more lines, the reason and the remedy."""
-    why = (
-        "each rank trains a model of its own; the one that is saved has seen 1/" + f"{facts.world_size} of the samples"
-    )
+    facts: Facts, step: Record, description: Record, parameters: list[Record]
+) -> tuple[list[Sequence[Any] | None], str, str]:
+    """Find the line and more lines, the reason and the remedy."""
+    share = f"1/{facts.world_size} of the samples"
+    why = f"each rank trains a model of its own; the one that is saved has seen {share}"
     part = "each rank trains these parameters on its own samples alone, and they drift apart"
     first = parameters[0]
+    at_step = step["where"]
     wrapped = next((cause for cause in step["causes"] if cause["made"] == first["ddp"]), None)
     if wrapped is None:
-        return _never_wrapped(step, description, parameters, part, why)
+        lines = [at_step, description["made"], first["made"]]
+        if len(parameters) < len(description["parameters"]):
+            return lines, part, "make them parameters of the module that DDP wraps, and use them in its `forward`"
+        if step["causes"]:
+            return lines, part, "wrap this network, too: `net = DistributedDataParallel(net)`"
+        fix = "wrap the model, `model = DistributedDataParallel(model)`, or average its gradients before the step"
+        return lines, why, fix
+    made, unsynced = wrapped["made"], wrapped["unsynced"]
+    if wrapped["thawed"] and not first["managed"]:
+        fix = "wrap the model anew after it is unfrozen: `model = DistributedDataParallel(model.module)`"
+        return [wrapped["thawed"], made], part, fix
     if not first["managed"]:
-        if wrapped["thawed"]:
-            fix = "wrap the model anew after it is unfrozen: `model = DistributedDataParallel(model.module)`"
-            return place(wrapped["thawed"]), places(wrapped["made"]), part, fix
-        where = in_function_of(first["made"], wrapped["made"])
         fix = "add all parameters before the model is wrapped: `model = DistributedDataParallel(net)` comes last"
-        return where, places(first["made"], wrapped["made"]), part, fix
-    if wrapped["bypassed"]:
-        called = place(wrapped["bypassed"])
-        where = called
+        return [in_function_of(first["made"], made), first["made"], made], part, fix
+    if called := place(wrapped["bypassed"]):
         if called not in places(wrapped["taken_out"]):
-            where = in_function_of(wrapped["taken_out"], wrapped["bypassed"]) or called
+            called = in_function_of(wrapped["taken_out"], wrapped["bypassed"])
         fix = "call the wrapped model, `model(x)`, not `model.module(x)` nor a method of it"
-        return where, places(wrapped["bypassed"], wrapped["taken_out"]), why, fix
-    if wrapped["unsynced"] and not all(wrapped["forwards"][-1:]):
+        return [called, wrapped["bypassed"], wrapped["taken_out"]], why, fix
+    if unsynced and not all(wrapped["forwards"][-1:]):
         fix = "run forward and backward of the last micro-batch before `optimizer.step()` outside of `no_sync()`"
-        where = place(wrapped["unsynced"])
-        condition = condition_of("no_sync", where) if where else None
-        return condition or where, places(wrapped["unsynced"], step["where"]), why, fix
-    if wrapped["cast"]:
-        fix = "convert or move a copy, `copy.deepcopy(model.module)`; else wrap the model anew"
-        return place(wrapped["cast"]), places(wrapped["cast"], wrapped["made"]), why, fix
-    if wrapped["unsynced"]:
-        fix = "set the flag, or enter `no_sync()`, before forward: DDP looks at it there"
-        return place(wrapped["unsynced"]), places(wrapped["unsynced"], step["where"]), why, fix
+        return [unsynced, at_step], why, fix
+    if unsynced:
+        return [unsynced, at_step], why, "set the flag, or enter `no_sync()`, before forward: DDP looks at it there"
     fix = "call `model(x)` of the wrapped model once for each `backward()`, and leave its gradients alone"
-    return place(step["where"]), places(wrapped["made"], wrapped["taken_out"]), why, fix
-
-
-def _never_wrapped(
-    step: Record,
-    description: dict[str, Any],
-    parameters: list[dict[str, Any]],
-    part: str,
-    why: str,
-) -> tuple[Place | None, list[Place], str, str]:
-    """Explain parameters that are in no DDP."""
-    lines = places(description["made"], parameters[0]["made"], step["where"])
-    if len(parameters) < len(description["parameters"]):
-        fix = "make them parameters of the module that DDP wraps, and use them in its `forward`"
-        return place(step["where"]), lines, part, fix
-    if step["causes"]:
-        fix = "wrap this network, too: `net = DistributedDataParallel(net)`"
-        return place(step["where"]), lines, part, fix
-    fix = "wrap the model, `model = DistributedDataParallel(model)`, or average its gradients before the step"
-    return place(step["where"]), lines, why, fix
+    return [at_step, made, wrapped["taken_out"]], why, fix
 
 
 def _find_without(facts: Facts, steps: list[Any]) -> Iterator[Finding]:
@@ -254,16 +230,14 @@ def _without(
 ) -> Finding:
     made = next(p["made"] for p in description["parameters"] if p["name"] == names[0])
     evidence = f"{_name_some(names)}: no gradient at any of {len(rows)} optimizer steps, on {say_ranks(facts.ranks)}"
+    lines = [in_function_of(made, description["made"]), made, description["made"]]
     if gathered:
         why = "what they compute goes into a collective, whose results carry no gradient: they never change"
         fix = "gather with gradients: `features = ddpkit.gather_batch(features)`"
-        also = places(gathered, made, description["made"])
-        return Finding("no-gradients", "wrong", place(gathered), facts.ranks, evidence, why, fix, also)
+        return facts.finding("no-gradients", evidence, why, fix, gathered, *lines)
     why = "the optimizer has them, and no loss depends on them: they never change"
     fix = "use what they compute in the loss; if they are not to be trained, `requires_grad_(False)`"
-    where = in_function_of(made, description["made"]) or place(description["made"])
-    also = places(made, description["made"])
-    return Finding("no-gradients", "suspicious", where, facts.ranks, evidence, why, fix, also)
+    return facts.finding("no-gradients", evidence, why, fix, *lines, severity="suspicious")
 
 
 def _find_different(facts: Facts, steps: list[Any], is_explained: bool) -> Iterator[Finding]:
@@ -310,9 +284,9 @@ def _started_different(facts: Facts, names: list[str], made: list[Any], optimize
     evidence = f"{_name_some(names)}: at the first optimizer step {say_ranks(facts.ranks)} hold different values"
     why = "equal gradients keep replicas apart that begin apart: there is no one model, and rank 0's is saved"
     fix = "send out rank 0's: `for t in model.state_dict().values(): dist.broadcast(t, src=0)`"
-    where = in_function_of(made, optimizer) or place(optimizer)
-    also = places(made, optimizer)
-    return Finding("replicas-differ-at-start", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return facts.finding(
+        "replicas-differ-at-start", evidence, why, fix, in_function_of(made, optimizer), made, optimizer
+    )
 
 
 def _find_states(facts: Facts, steps: list[Any]) -> Finding | None:
@@ -329,25 +303,22 @@ def _find_states(facts: Facts, steps: list[Any]) -> Finding | None:
             continue
         loaded: list[Any] = next((record["loaded"] for record in records if record["loaded"]), [])
         if not loaded and not all_equal(rates):
-            loaded = _rates_set(facts, steps)
+            loaded = _rates_set(facts)
         condition = next(filter(None, map(rank_condition, places(loaded))), None)
-        where = condition or place(loaded) or place(records[0]["where"])
         why = "equal gradients become different updates, and the replicas drift apart"
         fix = "load the optimizer's state, or set its learning rate, on every rank"
-        also = places(loaded, records[0]["where"])
-        return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
+        return facts.finding("replicas-drift", evidence, why, fix, condition, loaded, records[0]["where"])
     return None
 
 
-def _rates_set(facts: Facts, steps: list[Any]) -> list[Any]:
-    """Return where learning rates change on one rank alone: by a schedule that others do not step, or by hand."""
+def _rates_set(facts: Facts) -> list[Any]:
+    """Return where one rank alone steps a schedule."""
     stepped = facts.of("schedule step")
     calls = [Counter(tuple(record["where"][0]) for record in records) for records in stepped.values()]
     for line in dict.fromkeys(line for ranks in calls for line in ranks):
         if 0 in [ranks[line] for ranks in calls]:
             return [line]
-    lines: list[Any] = steps[0][1][0]["rate_lines"]
-    return lines
+    return []
 
 
 def _find_drift(facts: Facts, steps: list[Any]) -> Finding | None:
@@ -361,15 +332,12 @@ def _find_drift(facts: Facts, steps: list[Any]) -> Finding | None:
         if not differing or _are_averaged(steps, optimizer, number, described):
             continue
         first = next(r for (o, n), r in steps if (o, n) == (optimizer, 1))[0]
-        lines = places(first["changing"])
-        where = next(iter(lines), None) or place(first["where"])
         evidence = (
             f"{_name_some(differing)}: equal at first, different on {say_ranks(facts.ranks)} before step {number}"
         )
         why = "something changes the weights by a number that each rank has for itself; gradients were equal"
         fix = "reduce that number over ranks first: `dist.all_reduce(x, op=dist.ReduceOp.MAX)`"
-        also = [*lines, *places(first["where"])]
-        return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
+        return facts.finding("replicas-drift", evidence, why, fix, first["changing"], first["where"])
     return None
 
 
@@ -387,13 +355,10 @@ def _find_buffers(facts: Facts, steps: list[Any]) -> Finding | None:
             differing = [n for n in differing if f"{name}.{n}" not in by_hand]
             if not differing:
                 continue
-            lines: list[Any] = next((entry["lines"][n] for n in differing if entry["lines"][n]), [])
-            where = place(lines) or place(entry["ddp"]) or place(records[0]["where"])
             evidence = f"buffer {_name_some(differing)}: different on {say_ranks(facts.ranks)} at step {number}"
             why = "the ranks evaluate different networks, and the one that is saved is rank 0's"
             fix = "leave `broadcast_buffers=True`, use SyncBatchNorm, or call `ddpkit.sync_buffers(model)`"
-            also = places(lines, entry["ddp"])
-            return Finding("replicas-drift", "wrong", where, facts.ranks, evidence, why, fix, also)
+            return facts.finding("replicas-drift", evidence, why, fix, entry["ddp"] or records[0]["where"])
     return None
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...script.recorder import Record
-from ..places import Place
-from .facts import Facts, Finding, all_equal, place, places, say_ranks
+from .facts import Facts, Finding, all_equal, say_ranks
 
 _EXACT = 1e-3  # relative difference of numbers that are meant to be equal
 _UNEVEN = 1.02  # ratio of counts that are not
@@ -25,7 +24,7 @@ def find(facts: Facts) -> Iterator[Finding]:
         yield found
     yield from _find_divided_by_ranks(facts, rows)
     yield from _find_sums(facts, rows)
-    yield from list(_find_clipped(facts, rows)) or _find_clipped_by_hand(facts, rows)
+    yield from _find_clipped(facts, rows)
 
 
 def _by_line(losses: list[dict[str, Any]]) -> _Losses:
@@ -75,16 +74,12 @@ def _uneven(facts: Facts, step: Record, number: int, line: tuple[Any, ...], coun
     evidence = f"at optimizer step {number} means over {min(counts)} to {max(counts)} samples or tokens count as equals"
     why = "a sample in a small batch counts more than one in a large batch; the gradient is not that of their mean"
     fix = "divide the sum by the count of all: `n = ddpkit.all_reduce(n); (loss_sum * world_size / n).backward()`"
-    where = Place(*line) if line else None
-    where, also = _at_backward(step, where)
-    return Finding("wrong-divisor", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return facts.finding("wrong-divisor", evidence, why, fix, *_at_backward(step, line))
 
 
-def _at_backward(step: Record, loss: Place | None) -> tuple[Place | None, list[Place]]:
-    """Choose the line that divides: between the loss and backward."""
-    where = place(step["divided"]) or place(step["backward"]) or loss
-    also = [loss] if loss else []
-    return where, [*also, *places(step["divided"], step["backward"])]
+def _at_backward(step: Record, loss: Sequence[Any] = ()) -> list[Sequence[Any]]:
+    """List the lines that divide, between the loss and backward, and that of the loss."""
+    return [step["divided"], step["backward"], [loss] if loss else []]
 
 
 def _find_shorter_window(facts: Facts, rows: list[Any]) -> Finding | None:
@@ -105,8 +100,7 @@ def _find_shorter_window(facts: Facts, rows: list[Any]) -> Finding | None:
         evidence = f"{fewest} of {number} batches are accumulated at the end of an epoch, and divided by {number}"
         why = f"the last step of each epoch is {less:.0%} of what it should be"
         fix = "divide by the number of batches in this window: `loss / min(steps, len(loader) - start)`"
-        where, also = _at_backward(record, Place(*line[1:]) if line[1:] else None)
-        return Finding("wrong-divisor", "wrong", where, facts.ranks, evidence, why, fix, also)
+        return facts.finding("wrong-divisor", evidence, why, fix, *_at_backward(record, line[1:]))
     return None
 
 
@@ -133,9 +127,8 @@ def _find_divided_twice(facts: Facts, rows: list[Any]) -> Finding | None:
         return None
     why = f"DDP averages over ranks, so the gradient is 1/{facts.world_size} of that of the mean"
     fix = "multiply by the number of ranks: `loss = loss_sum / total * dist.get_world_size()`"
-    first = step["losses"][0]["where"]
-    where, also = _at_backward(step, place(first))
-    return Finding("wrong-divisor", "wrong", where, facts.ranks, evidence, why, fix, also)
+    first = step["losses"][0]["where"][:1]
+    return facts.finding("wrong-divisor", evidence, why, fix, *_at_backward(step, *first))
 
 
 def _find_divided_by_ranks(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
@@ -152,16 +145,11 @@ def _find_divided_by_ranks(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
     if not rows:
         return
     step = rows[0][1][0]
-    name = step["class_name"]
-    is_free = any(name.startswith(word) or name.endswith(word) for word in _SCALE_FREE)
     evidence = f"{say_ranks(facts.ranks)} divide their mean losses by {facts.world_size}, and DDP averages them again"
     why = f"the gradient is 1/{facts.world_size} of that of the mean, and shrinks with the number of ranks"
     fix = "leave the division out: DDP averages gradients over ranks"
-    lines = places(step["by_ranks"])
-    severity = "suspicious" if is_free else "wrong"
-    yield Finding(
-        "wrong-divisor", severity, lines[0], facts.ranks, evidence, why, fix, [*lines, *places(step["backward"])]
-    )
+    lines = [step["by_ranks"], step["backward"]]
+    yield facts.finding("wrong-divisor", evidence, why, fix, *lines, severity=_severity(step))
 
 
 def _find_sums(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
@@ -174,16 +162,18 @@ def _find_sums(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
             continue
         if _counts_travel(facts) or _are_one_mean([record["losses"] for record in records]):
             continue
-        name = records[0]["class_name"]
-        is_free = any(name.startswith(word) or name.endswith(word) for word in _SCALE_FREE)
         evidence = f"at optimizer step {number} the gradients are the sum of those of {say_ranks(facts.ranks)}"
         why = f"a step is {facts.world_size} times as long, and grows with the number of ranks"
         fix = "divide after the sum: `grad /= dist.get_world_size()`"
-        severity = "suspicious" if is_free else "wrong"
-        where = place(summed["where"])
-        also = places(summed["where"])[1:]
-        yield Finding("wrong-divisor", severity, where, facts.ranks, evidence, why, fix, also)
+        yield facts.finding("wrong-divisor", evidence, why, fix, summed["where"], severity=_severity(records[0]))
         return
+
+
+def _severity(step: Record) -> str:
+    """Judge a gradient that is wrong by a factor: optimizers that divide by its size hardly see it."""
+    name = step["class_name"]
+    is_free = name.startswith(_SCALE_FREE) or name.endswith(_SCALE_FREE)
+    return "suspicious" if is_free else "wrong"
 
 
 def _are_one_mean(by_rank: list[list[dict[str, Any]]]) -> bool:
@@ -223,26 +213,5 @@ def _find_clipped(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
             evidence = f"{say_ranks(facts.ranks)} look for infinities in gradients of norm {norms}, not yet averaged"
         why = "each rank scales its share of the gradient by another factor; their mean is not the clipped gradient"
         fix = "average first, then clip: move this line behind the all-reduce, or outside of `no_sync()`"
-        also = places(first["where"])[1:]
-        yield Finding("clipped-before-averaging", "wrong", place(first["where"]), facts.ranks, evidence, why, fix, also)
-        return
-
-
-def _find_clipped_by_hand(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
-    """Find gradients that ranks give to a sum with one and the same norm, though backward left them with others."""
-    for (_, number), records in rows:
-        summed = [record["summed"] for record in records]
-        if not all(entry and entry["backward"] for entry in summed):
-            continue
-        clipped = [entry for entry in summed if entry["given"] < (1 - _EXACT) * entry["backward"]]
-        given = [entry["given"] for entry in clipped]
-        norms = [entry["backward"] for entry in clipped]
-        if len(clipped) < 2 or not _near(min(given), max(given)) or max(norms) < _UNEVEN * min(norms):
-            continue
-        said = " and ".join(f"{norm:.3g}" for norm in norms)
-        evidence = f"before optimizer step {number}, gradients of norm {said} are each cut to one of {given[0]:.3g}"
-        why = "each rank scales its share of the gradient by another factor; their mean is not the clipped gradient"
-        fix = "average first, then clip: move this line behind the all-reduce"
-        lines = [*places(rows[0][1][0]["scaling"]), *places(summed[0]["where"])]
-        yield Finding("clipped-before-averaging", "wrong", lines[0], facts.ranks, evidence, why, fix, lines[1:])
+        yield facts.finding("clipped-before-averaging", evidence, why, fix, first["where"])
         return

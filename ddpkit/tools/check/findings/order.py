@@ -17,7 +17,7 @@ def find(facts: Facts) -> Iterator[Finding]:
     found = [uneven, _find_plateau(facts) or _find_decision(facts)]
     if uneven is None:
         found.append(_find_skipping(facts))
-    found.append(_find_other_keys(facts) or _find_sets(facts))
+    found.append(_find_other_keys(facts))
     if facts.parted and not any(found):
         found.append(_explain(facts, facts.parted))
     yield from filter(None, found)
@@ -33,7 +33,7 @@ def _find_decision(facts: Facts) -> Finding | None:
             evidence = f"{say_ranks(facts.ranks)} decide by numbers of their own: {numbers}"
             why = "one rank stops or saves when others do not: they wait for it, or rank 0's share decides for all"
             fix = "average the number over ranks before: `loss = ddpkit.all_reduce_mean(loss, weight=count)`"
-            return Finding("one-rank-decides", "wrong", where, facts.ranks, evidence, why, fix)
+            return facts.finding("one-rank-decides", evidence, why, fix, where)
     return None
 
 
@@ -65,8 +65,7 @@ def _find_skipping(facts: Facts) -> Finding | None:
         evidence = f"at optimizer step {number}, {say_ranks(facts.ranks)} are at batches {batches} of an epoch"
         why = "gradients of different steps are averaged, and at the end somebody waits in vain"
         fix = "let all ranks skip together: `skip = ddpkit.stop_together(skip)`"
-        lines = places(skips)
-        return Finding("one-rank-decides", "wrong", lines[0], facts.ranks, evidence, why, fix, lines[1:])
+        return facts.finding("one-rank-decides", evidence, why, fix, skips)
     return None
 
 
@@ -91,22 +90,7 @@ def _find_other_keys(facts: Facts) -> Finding | None:
             evidence = f"call {rows.index(row) + 1} of {first[0]['op']} here is for {said} on {say_ranks(facts.ranks)}"
             why = "what belongs to one key is added to what belongs to another, and nothing fails"
             fix = "go through the keys in one order: `for key in sorted(values):`"
-            also = places(first[0]["where"])[1:]
-            return Finding("collective-order", "wrong", Place(*line), facts.ranks, evidence, why, fix, also)
-    return None
-
-
-def _find_sets(facts: Facts) -> Finding | None:
-    """Find collectives in loops over sets, whose order is one by chance: the ranks here have a common hash."""
-    for record in facts.of("collective")[facts.ranks[0]]:
-        if not record.get("sets"):
-            continue
-        loop, *others = places(record["sets"])
-        evidence = f"{record['op']} is called in a loop over a set"
-        why = "each process of a real job goes through it in another order: it draws the hash of words by chance"
-        fix = "go through it in one order: `for name in sorted(names):`"
-        also = [*others, *places(record["where"])]
-        return Finding("collective-order", "wrong", loop, facts.ranks, evidence, why, fix, also)
+            return facts.finding("collective-order", evidence, why, fix, first[0]["where"])
     return None
 
 
@@ -165,9 +149,8 @@ def _uneven(facts: Facts, epoch: Record, batches: list[int]) -> Finding:
     evidence = f"{say_ranks(facts.ranks)} have {numbers} batches in an epoch"
     why = "the ranks that have more wait for ever, or meet the others in their next epoch: a hang to come"
     fix = "give all ranks as many: `DistributedSampler(dataset)`, or train in `with Join([model]):`"
-    where = place(epoch["sizes"]) or place(epoch["sampler_made"]) or place(epoch["made"])
-    also = places(epoch["sizes"], epoch["sampler_made"], epoch["made"], epoch["where"])
-    return Finding("batches-differ", "wrong", where, facts.ranks, evidence, why, fix, also)
+    lines = [epoch["lines"], epoch["sampler_made"], epoch["made"], epoch["where"]]
+    return facts.finding("batches-differ", evidence, why, fix, *lines)
 
 
 def _find_plateau(facts: Facts) -> Finding | None:
@@ -189,8 +172,7 @@ def _find_plateau(facts: Facts) -> Finding | None:
 def _about_plateau(facts: Facts, record: Record, evidence: str) -> Finding:
     why = "sooner or later the ranks lower their learning rates at different times, and the replicas drift apart"
     fix = "average the metric over ranks before: `schedule.step(ddpkit.all_reduce_mean(loss, weight=count))`"
-    where = place(record["where"])
-    return Finding("one-rank-decides", "wrong", where, facts.ranks, evidence, why, fix, places(record["where"])[1:])
+    return facts.finding("one-rank-decides", evidence, why, fix, record["where"])
 
 
 def _explain(facts: Facts, parting: Parting) -> Finding:
@@ -202,10 +184,9 @@ def _explain(facts: Facts, parting: Parting) -> Finding:
     guarded = [line for line in lines if rank_condition(line)]
     if not guarded and (left := _explain_by_loop(facts, parting, evidence, lines)):
         return left
-    where = next(iter(guarded or lines), None)
     why = "each waits for the other, or they mix what does not belong together"
     fix = "let all ranks call the same collectives in the same order: none under `if rank == 0:`"
-    return Finding("collective-order", "wrong", where, sorted(parting.ranks), evidence, why, fix, lines)
+    return facts.finding("collective-order", evidence, why, fix, guarded[:1], lines, ranks=sorted(parting.ranks))
 
 
 def _explain_by_loop(facts: Facts, parting: Parting, evidence: str, lines: list[Place]) -> Finding | None:
@@ -242,13 +223,13 @@ def _is_left(loop: Loop, line: Place, left: Record | None, ends: str) -> bool:
 def _left_early(facts: Facts, where: Place, evidence: str, lines: list[Place]) -> Finding:
     why = "one rank leaves the loop by something that it knows alone, and others wait for it"
     fix = "let all ranks leave together: `if ddpkit.stop_together(stop): break`"
-    return Finding("one-rank-decides", "wrong", where, facts.ranks, evidence, why, fix, lines)
+    return facts.finding("one-rank-decides", evidence, why, fix, where, lines)
 
 
 def _left_at_end(facts: Facts, where: Place, evidence: str, lines: list[Place]) -> Finding:
     why = "the loop has more rounds on one rank than on another, which waits for it or meets it elsewhere"
     fix = "give all ranks as many rounds, or train in `with Join([model]):`"
-    return Finding("batches-differ", "wrong", where, facts.ranks, evidence, why, fix, lines)
+    return facts.finding("batches-differ", evidence, why, fix, where, lines)
 
 
 def _say(rank: int, record: Record | None, ends: str = "") -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...script.recorder import Record
 from ..places import Place, is_shared_out
-from .facts import Facts, Finding, place, places, say_ranks
+from .facts import Facts, Finding, say_ranks
 
 _FEW = 8  # words: a choice that all ranks are to make alike takes as many
 _OWN = ("Generator ", "RandomState ")  # names of generators that the script has made
@@ -97,9 +97,7 @@ def _same(facts: Facts, evidence: str, lines: list[Any], kinds: list[str]) -> Fi
     fix = "after the model is made, seed each rank on its own: `torch.manual_seed(seed + rank)`"
     seeds = [r for r in facts.of("seeded")[facts.ranks[0]] if r["generator"] in kinds]
     seeded = seeds[-1]["where"] if seeds else []
-    where = place(lines) or place(seeded)
     if seeds and seeds[-1]["worker"]:
-        where = place(seeded)
+        lines = []
         fix = "leave the seeds of workers to torch, or derive them from its own: `torch.initial_seed() % 2**32`"
-    also = places(lines, seeded)
-    return Finding("same-random-numbers", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return facts.finding("same-random-numbers", evidence, why, fix, lines, seeded)

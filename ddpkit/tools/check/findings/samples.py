@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 from ...script.recorder import Record
-from ..places import Place, rank_conditions_of_names
-from .facts import Facts, Finding, all_equal, place, places, say_ranks
+from .facts import Facts, Finding, all_equal, say_ranks
 
 _FEW_ROWS = 8  # samples of a stream, too few to be compared
 _DISTINCT = 0.9  # share of a rank's samples that are no copies of each other
 _SHARED = 0.5  # share of a rank's samples that others have, too
-_CLOSE = 0.1  # share of a stream's samples that may be left out, as broken ones, or come again
 _COMPARED = 3  # batches that must be equal on all ranks, if there are as many
 _SHARE_OUT = "one share for each worker of each rank: `[rank * num_workers + id :: world_size * num_workers]`"
 
@@ -55,7 +53,7 @@ def _examine(facts: Facts, records: list[Record], number: int, trains: bool) -> 
         found = _find_repeated_batches(facts, records, contents)
         if trains:
             found = found or _find_shared(facts, records, number)
-        return found or _compare_with_length(facts, records, number)
+        return found
     if all(record.get("plan") is not None for record in records):
         return _examine_plans(facts, records, trains)
     return None
@@ -81,11 +79,11 @@ def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -
     draws = _draws(facts, first["loader"])
     if not (equal and equal >= min(number, _COMPARED)) and not (are_planned and number and draws):
         return None
-    where, also, fix = _cause_of_same(facts, first, draws, are_planned)
+    lines, fix = _cause_of_same(facts, first, draws, are_planned)
     batches = min(equal, number) or number
     evidence = f"the first {batches} batches are the same on {say_ranks(facts.ranks)}"
     why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
-    return Finding("same-samples", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return facts.finding("same-samples", evidence, why, fix, *lines)
 
 
 def _draws(facts: Facts, loader: str) -> dict[str, Any]:
@@ -99,22 +97,17 @@ def _draws(facts: Facts, loader: str) -> dict[str, Any]:
     return {}
 
 
-def _cause_of_same(
-    facts: Facts,
-    epoch: Record,
-    draws: dict[str, Any],
-    are_planned: bool,
-) -> tuple[Place | None, list[Place], str]:
-    made = places(epoch["sampler_made"], epoch["made"])
+def _cause_of_same(facts: Facts, epoch: Record, draws: Record, are_planned: bool) -> tuple[list[Any], str]:
+    made = [epoch["sampler_made"], epoch["made"]]
     if draws and not are_planned:
-        seeded = _seeded(facts, draws["kinds"])
-        fix = "give each rank a seed of its own: `seed + rank`"
-        return place(seeded or draws["lines"]), [*places(seeded), *places(draws["lines"]), *made], fix
+        return [
+            _seeded(facts, draws["kinds"]),
+            draws["lines"],
+            *made,
+        ], "give each rank a seed of its own: `seed + rank`"
     if epoch["lines"]:
-        fix = "let each rank take its share: `[rank::world_size]`"
-        return place(epoch["lines"]), [*places(epoch["lines"]), *made], fix
-    fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
-    return place(epoch["made"]), made, fix
+        return [epoch["lines"], *made], "let each rank take its share: `[rank::world_size]`"
+    return [epoch["made"], *made], "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
 
 
 def _seeded(facts: Facts, kinds: list[str]) -> list[Any]:
@@ -136,9 +129,7 @@ def _find_repeated_batches(facts: Facts, records: list[Record], contents: list[l
     evidence = f"{repeated} of the first {len(contents[0])} batches of rank 0 came before in the same epoch"
     why = f"each of the {epoch['workers']} workers reads all samples of its rank, so an epoch has them several times"
     fix = "share the samples out among workers, too: `get_worker_info().id` and `.num_workers`"
-    where = place(epoch["lines"]) or place(epoch["made"])
-    also = places(epoch["lines"], epoch["made"])
-    return Finding("samples-repeated", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return facts.finding("samples-repeated", evidence, why, fix, epoch["lines"], epoch["made"])
 
 
 def _find_shared(facts: Facts, records: list[Record], number: int) -> Finding | None:
@@ -159,57 +150,7 @@ def _find_shared(facts: Facts, records: list[Record], number: int) -> Finding | 
         return None
     evidence = f"{shared} of the first {len(common)} samples of an epoch come on several of {say_ranks(facts.ranks)}"
     why = "the ranks' shares overlap: some samples count several times, and others may never come"
-    where = place(epoch["lines"]) or place(epoch["made"])
-    also = places(epoch["lines"], epoch["made"])
-    return Finding("samples-repeated", "wrong", where, facts.ranks, evidence, why, _SHARE_OUT, also)
-
-
-def _compare_with_length(facts: Facts, records: list[Record], number: int) -> Finding | None:
-    """Find a stream of which the ranks read fewer or more samples in a whole epoch than its length.
-
-    The length may be that of the whole stream, or of one rank's part; and several ranks may read the
-    same part on purpose, as those do that share a model.
-    """
-    epoch = records[0]
-    ends = dict(facts.rows("epoch end", "loader", "number")).get((epoch["loader"], number), [])
-    lengths = [record["length"] for record in records]
-    if not ends or any(end["cut"] for end in ends) or None in lengths:
-        return None
-    bounds = [_samples_read(record, end["batches"]) for record, end in zip(records, ends, strict=True)]
-    least = sum(bound[0] for bound in bounds)
-    most = sum(bound[1] for bound in bounds)
-    length = max(lengths)
-    sharing = [n for n in range(1, facts.world_size) if facts.world_size % n == 0]  # of a model
-    for meant in (*(n * length for n in sharing), sum(lengths)):
-        if least <= (1 + _CLOSE) * meant and most >= (1 - _CLOSE) * meant:
-            return None
-    kind = "samples-repeated"
-    number_read = f"at least {least}"
-    why = "samples come several times in an epoch"
-    if most < length:
-        kind = "samples-missing"
-        number_read = f"at most {most}"
-        why = "samples come on no rank"
-    why += ", unless the length is wrong; then `len(loader)` is, and schedules that are made by it"
-    evidence = f"{say_ranks(facts.ranks)} read {number_read} samples in an epoch; the stream's length is {length}"
-    where = place(epoch["lines"]) or place(epoch["made"])
-    fix = _SHARE_OUT
-    if where is not None and where.function == "shard":
-        fix = "parts that together are the whole: `[index::num_shards]`"
-    also = places(epoch["lines"], epoch["made"])
-    return Finding(kind, "suspicious", where, facts.ranks, evidence, why, fix, also)
-
-
-def _samples_read(epoch: Record, batches: int) -> tuple[int, int]:
-    """Return the smallest and the largest number of samples that a rank's workers may have read.
-
-    The last batch of each worker may be short, or left out.
-    """
-    size = epoch["batch_size"]
-    readers = max(epoch["workers"], 1)
-    if epoch["drop_last"]:
-        return batches * size, batches * size + readers * (size - 1)
-    return batches * size - min(batches, readers) * (size - 1), batches * size
+    return facts.finding("samples-repeated", evidence, why, _SHARE_OUT, epoch["lines"], epoch["made"])
 
 
 def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding | None:
@@ -262,23 +203,18 @@ def _all_on_each(facts: Facts, epoch: Record, expected: set[int]) -> Finding:
     return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
 
 
-def _about_sampler(kind: str, facts: Facts, epoch: Record, evidence: str, why: str, fix: str) -> Finding:
-    """Make a finding about a sampler: its deciding lines if it is the script's, else where it was made."""
-    where = place(epoch["lines"]) or place(epoch["sampler_made"]) or place(epoch["made"])
-    also = places(epoch["lines"], epoch["sampler_made"], epoch["made"])
-    return Finding(kind, "wrong", where, facts.ranks, evidence, why, fix, also)
+def _about_sampler(
+    kind: str, facts: Facts, epoch: Record, evidence: str, why: str, fix: str, *lines: Sequence[Any]
+) -> Finding:
+    """Make a finding about a sampler: where it is defined if it is the script's, else where it was made."""
+    return facts.finding(kind, evidence, why, fix, *lines, epoch["lines"], epoch["sampler_made"], epoch["made"])
 
 
 def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
-    shuffled = _seeded(facts, ["shuffle"])
     evidence = f"{say_ranks(facts.ranks)} hold the same samples in different orders, and deal positions in them"
     why = "a position is another sample on each rank: some samples come twice, others never"
     fix = "leave the list in one order, or shuffle it with a seed that all ranks have: `random.Random(0).shuffle(x)`"
-    found = _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix)
-    if shuffled:
-        found.also = [*places(shuffled)[1:], *([found.where] if found.where else [])]
-        found.where = place(shuffled)
-    return found
+    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix, _seeded(facts, ["shuffle"]))
 
 
 def _find_other_epochs(facts: Facts, records: list[Record]) -> Finding | None:
@@ -290,10 +226,7 @@ def _find_other_epochs(facts: Facts, records: list[Record]) -> Finding | None:
     evidence = f"{say_ranks(facts.ranks)} tell their samplers that this is epoch {numbers}"
     why = "they shuffle in different orders, so that their shares overlap, and do not end together"
     fix = "let rank 0 tell the others where to begin: `dist.broadcast(start, src=0)`"
-    call = Place(*told[0]["where"][0])
-    conditions = rank_conditions_of_names(call)
-    where = next(iter(conditions), call)
-    return Finding("one-rank-decides", "wrong", where, facts.ranks, evidence, why, fix, [*conditions, call])
+    return facts.finding("one-rank-decides", evidence, why, fix, told[0]["where"])
 
 
 def _shuffled_differently(facts: Facts, epoch: Record, missing: int, extra: int, total: int) -> Finding:
@@ -318,9 +251,7 @@ def _padded(facts: Facts, epoch: Record, extra: int, total: int) -> Finding | No
     evidence = f"the evaluation counts {total + extra} samples of {total}: {extra} come twice"
     why = "the metric is not that of the data, and changes with the number of ranks"
     fix = "leave out what was repeated: `ddpkit.DistributedEvalSampler(dataset)`, or `gather_for_metrics`"
-    where = place(epoch["sampler_made"]) or place(reduced["where"])
-    also = places(epoch["sampler_made"], epoch["made"], reduced["where"])
-    return Finding("padding-counted", "wrong", where, facts.ranks, evidence, why, fix, also)
+    return facts.finding("padding-counted", evidence, why, fix, epoch["sampler_made"], reduced["where"], epoch["made"])
 
 
 def _combined(facts: Facts, epoch: Record) -> Record | None:
@@ -417,9 +348,7 @@ def _find_same_orders(facts: Facts, training: set[str], done: set[str]) -> Itera
         evidence = f"{seen} the same order of the {len(plan)} samples of rank 0: `set_epoch` is not called"
         why = "the same samples meet in the same batches, on the same rank, for ever"
         fix = "call `sampler.set_epoch(epoch)` at the head of each epoch"
-        where = place(first["where"])
-        also = places(first["sampler_made"], first["made"])
-        yield Finding("epoch-not-set", "wrong", where, facts.ranks, evidence, why, fix, also)
+        yield facts.finding("epoch-not-set", evidence, why, fix, first["where"], first["sampler_made"], first["made"])
 
 
 def _epochs_of_lines(facts: Facts, training: set[str]) -> list[list[Record]]:
@@ -460,6 +389,4 @@ def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
     evidence = f"at each of {min(len(rows), _COMPARED)} steps the inputs are the same on {say_ranks(facts.ranks)}"
     why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
     fix = "draw the samples of each rank with a seed of its own, or let each take its share: `[rank::world_size]`"
-    where = place(call["where"])
-    also = places(seeded, call["where"][1:])
-    yield Finding("same-samples", "wrong", where, facts.ranks, evidence, why, fix, also)
+    yield facts.finding("same-samples", evidence, why, fix, call["where"], seeded)

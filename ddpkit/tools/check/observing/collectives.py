@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 
 from ...script.recorder import Recorder
 from ..places import Stack, stack
-from .expressions import averages_gathered, cuts, divides_by_ranks, loop_keys, loops_over_sets
+from .expressions import averages_gathered, cuts, divides_by_ranks, loop_keys
 from .modules import Modules
 from .patching import Function, before, guarded, replace
 
@@ -87,7 +87,6 @@ class Collectives:
 
     def _observed(self, original: Function) -> Function:
         tell = guarded(self._tell)
-        square = guarded(_square_of_sum)
         reduced = guarded(self._note_reduced)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,24 +95,23 @@ class Collectives:
             self._depth += 1
             try:
                 tell(original.__name__, args, kwargs)
-                given = square(args, kwargs) if original.__name__ == "all_reduce" else None
                 result = original(*args, **kwargs)
-                if given is not None and result is None:
-                    reduced(given, args, kwargs)
+                if original.__name__ == "all_reduce" and result is None:
+                    reduced(args, kwargs)
                 return result
             finally:
                 self._depth -= 1
 
         return call
 
-    def _note_reduced(self, given: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the size of a sum, and of what this rank gave to it; they may be gradients."""
-        if len(self.sums) < _MANY:
+    def _note_reduced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the size of a sum; it may be of gradients."""
+        square = _square_of_sum(args, kwargs)
+        if square is not None and len(self.sums) < _MANY:
             self.sums.append(
                 {
                     "numel": _tensor_of(args, kwargs).numel(),
-                    "given": given,
-                    "square": _square_of_sum(args, kwargs),
+                    "square": square,
                     "where": stack()[:4],
                     "divides": divides_by_ranks(4),
                 }
@@ -156,7 +154,6 @@ class Collectives:
         fields["library"] = _library()
         fields["cuts"] = cuts()
         fields["keys"] = loop_keys()
-        fields["sets"] = loops_over_sets()
         fields["divides"] = divides_by_ranks()
         fields["averages"] = name == "all_gather" and averages_gathered()
         self._recorder.tell_collective(fields)

@@ -244,18 +244,6 @@ def skips() -> list[Place]:
     return []
 
 
-def numbers_of_rounds() -> list[int]:
-    """List how many rounds the running loops over `range(n)` make, the outermost first."""
-    found = []
-    for frame in reversed(list(own_frames(sys._getframe(1)))):
-        for loop in loops_around(frame.f_code.co_filename, frame.f_lineno):
-            if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range":
-                bounds = [evaluate(argument, frame) for argument in loop.iter.args]
-                if bounds and all(isinstance(bound, int) for bound in bounds):
-                    found.append(len(range(*bounds)))
-    return found
-
-
 def bound_of_loop() -> int | None:
     """Return after how many rounds the loop ends that asks for a loader's batches, None if the loader decides."""
     for frame in own_frames(sys._getframe(1)):
@@ -325,39 +313,6 @@ def loop_keys() -> list[str]:
             if isinstance(value, str | int):
                 found.append(repr(value))
     return found
-
-
-def loops_over_sets() -> list[Place]:
-    """List the running loops over sets that another process goes through in another order."""
-    found = []
-    for frame in own_frames(sys._getframe(1)):
-        for loop in loops_around(frame.f_code.co_filename, frame.f_lineno):
-            if isinstance(loop, ast.For) and _is_in_no_order(_set_of(loop.iter, frame)):
-                found.append(place_of(frame)._replace(line=loop.lineno))
-    return found
-
-
-def _set_of(node: ast.expr, frame: FrameType) -> Any:
-    """Return the set that an expression is, or the values of `set(values)` and `{a, b}`; None for anything else."""
-    if isinstance(node, ast.Set):
-        return frozenset(child.value for child in node.elts if isinstance(child, ast.Constant))
-    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("set", "frozenset") and len(node.args) == 1:
-        return evaluate(node.args[0], frame)
-    value = evaluate(node, frame)
-    return value if isinstance(value, set | frozenset) else None
-
-
-def _is_in_no_order(values: Any) -> bool:
-    """Return whether the order of values in a set hangs on a hash that each process draws, or on their addresses."""
-    if not isinstance(values, set | frozenset | list | tuple | dict) or len(values) < 2:
-        return False
-    is_random = os.environ.get("PYTHONHASHSEED", "random") == "random"
-    return any(is_random if isinstance(v, str | bytes) else _is_hashed_by_address(v) for v in list(values)[:8])
-
-
-def _is_hashed_by_address(value: Any) -> bool:
-    hashing: object = type(value).__hash__
-    return isinstance(value, torch.Tensor) or hashing is object.__hash__
 
 
 def awaits_stop_iteration() -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,10 +11,10 @@ from torch.nn import functional, utils
 from torch.optim import lr_scheduler
 
 from ...script.recorder import Recorder, hash_of, parameters_of, whole
-from ..places import Place, Stack, calls_with, stack
+from ..places import Place, Stack, stack
 from .expressions import divides_by_ranks, dividing_lines, lines_divided_by_ranks
 from .modules import Modules
-from .patching import Function, after, before, guarded, replace
+from .patching import Function, before, guarded, replace
 
 _LOSSES = (
     "cross_entropy",
@@ -47,7 +44,6 @@ class Losses:
         self.divides = False
         self.divided: list[Place] = []
         self.by_ranks: list[Place] = []
-        self.norm: float | None = None  # of the gradients after the last backward, where no DDP averages them
 
     def install(self) -> None:
         """Begin."""
@@ -55,7 +51,6 @@ class Losses:
             replace(functional, name, self._observed)
         before(Tensor, "backward", self._begin_backward)
         before(torch.autograd, "backward", self._begin_backward)
-        after(Tensor, "backward", self._end_backward)
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
@@ -76,9 +71,6 @@ class Losses:
         self.divides = divides_by_ranks(4)
         self.divided = dividing_lines()
         self.by_ranks = lines_divided_by_ranks()
-
-    def _end_backward(self, *args: Any, **kwargs: Any) -> None:
-        self.norm = None if self._modules.wrapped else self._modules.norm_of_gradients()
 
     def _observed(self, original: Function) -> Function:
         watch = guarded(self._watch)
@@ -162,9 +154,8 @@ class Scaling:
         self._recorder.tell("clip", does=does, gradients=hashes, norm=sum(n * n for n in norm) ** 0.5, where=stack())
 
 
-# Observe learning rate schedules: how long they are, how often they step, and what they are told.
+# Observe learning rate schedules: how often they step, and what they are told.
 
-_HORIZONS = ("T_max", "total_steps", "total_iters")
 _MANY_STEPS = 256  # steps of schedules that are told
 
 
@@ -178,67 +169,14 @@ class Schedules:
     def install(self) -> None:
         """Begin."""
         before(lr_scheduler.ReduceLROnPlateau, "step", self._plateau)
-        for name in dir(lr_scheduler):
-            schedule = getattr(lr_scheduler, name)
-            is_class = isinstance(schedule, type) and issubclass(schedule, lr_scheduler.LRScheduler)
-            if is_class and "__init__" in vars(schedule) and schedule is not lr_scheduler.LRScheduler:
-                after(schedule, "__init__", self._made)
-                before(schedule, "step", self._step)
+        before(lr_scheduler.LRScheduler, "step", self._step)
 
     def _plateau(self, schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
         places = stack()
         if places and metrics is not None:
             self._recorder.tell("plateau", value=float(metrics), where=places)
 
-    def _made(self, _: None, made: Any, *args: Any, **kwargs: Any) -> None:
-        length = _length_of(made)
-        places = stack()
-        if length and places:
-            prepared: list[Place] = calls_with("prepare", "sched") if "accelerate" in sys.modules else []
-            self._recorder.tell("schedule", name=type(made).__name__, length=length, where=places, prepared=prepared)
-
     def _step(self, schedule: Any, *args: Any, **kwargs: Any) -> None:
         if self._steps < _MANY_STEPS and (places := stack()):
             self._steps += 1
-            self._recorder.tell("schedule step", where=places[:1], name=type(schedule).__name__)
-
-
-def _length_of(schedule: Any) -> int:
-    """Return after how many steps a schedule is meant to end, 0 if that is not known."""
-    if getattr(schedule, "end_factor", 0.0) >= getattr(schedule, "start_factor", 1.0) or hasattr(schedule, "factor"):
-        return 0  # a warm-up, or a rate that is constant for a while
-    for name in _HORIZONS:
-        value = getattr(schedule, name, None)
-        if isinstance(value, int):
-            return value
-    found = [0]
-    for function in getattr(schedule, "lr_lambdas", ()):
-        found += [number for number in _numbers_in(function) if _ends_at(function, number)]
-    return max(found)
-
-
-def _numbers_in(function: Any) -> list[int]:
-    """List the whole numbers on which a function depends."""
-    numbers: list[int] = []
-    while isinstance(function, functools.partial):
-        numbers += [value for value in function.keywords.values() if isinstance(value, int)]
-        function = function.func
-    for cell in getattr(function, "__closure__", None) or ():
-        if isinstance(cell.cell_contents, int):
-            numbers.append(cell.cell_contents)
-    return numbers
-
-
-def _ends_at(function: Any, number: int) -> bool:
-    """Return whether a factor comes down until a step, and no further: not if that is the end of a warm-up."""
-    earlier, last = _value(function, number * 4 // 5), _value(function, number)
-    after = _value(function, 2 * number)
-    return last < earlier and not 0.0 <= after < last
-
-
-def _value(function: Any, step: int) -> float:
-    """Return a factor, not a number where there is none."""
-    try:
-        return float(function(step))
-    except (ArithmeticError, TypeError, ValueError, LookupError):
-        return math.nan
+            self._recorder.tell("schedule step", where=places[:1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import weakref
@@ -15,13 +14,12 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ...script.recorder import Recorder, content, size_of, whole
+from ...script.recorder import Recorder, content, size_of
 from ..places import Stack, is_own, own_frames, place_of, stack
-from .patching import Function, after, before, guarded, replace
+from .patching import Function, after, before, guarded
 
 _HERE = os.path.dirname(__file__)
 _MANY_CALLS = 16  # calls of networks that are kept for a step
-_CASTS = ("to", "double", "float", "half", "bfloat16", "cuda", "cpu")
 
 
 class Wrapped:
@@ -35,9 +33,7 @@ class Wrapped:
         bypassed: Where a module in it was called past it, since the last step.
         unsynced: Where the last thing happened that turned synchronisation off.
         thawed: Where parameters in it were unfrozen.
-        cast: Where it was moved or converted.
         forwards: For each call with gradients since the last step, whether backward is to synchronise.
-        averaged: Where each backward began since the last step that averages gradients.
         pending: Whether a call has not been followed by backward.
         regroups: Whether the next call with gradients makes DDP's buckets anew, which the ranks do together.
     """
@@ -53,9 +49,7 @@ class Wrapped:
         self.bypassed: Stack = []
         self.unsynced: Stack = []
         self.thawed: Stack = []
-        self.cast: Stack = []
         self.forwards: list[bool] = []
-        self.averaged: list[Stack] = []
         self.pending = False
         self.regroups = False
         self._will_regroup = bool(module.static_graph or not module.find_unused_parameters)
@@ -63,7 +57,6 @@ class Wrapped:
     def begin_backward(self) -> None:
         """Note a backward that averages gradients: after the first, DDP knows in which order they come."""
         self.pending = False
-        self.averaged.append(stack()[:1])
         if self._will_regroup:
             self._will_regroup = False
             self.regroups = True
@@ -97,8 +90,6 @@ class Modules:
         before(DistributedDataParallel, "__getattr__", self._read)
         before(nn.Module, "requires_grad_", self._thawed)
         before(Tensor, "requires_grad_", self._tensor_thawed)
-        for name in _CASTS:
-            replace(nn.Module, name, self._casting)
 
     def made(self, parameter: Tensor) -> Stack:
         """Return where a parameter was given to a module, [] if that was not seen."""
@@ -130,20 +121,12 @@ class Modules:
         called = [root for _, root in roots() if id(root) in self._called]
         return any(network is module for root in called for module in root.modules())
 
-    def norm_of_gradients(self) -> float:
-        """Return the norm of the gradients of all parameters that were seen, as far as these are whole."""
-        parameters = [ref() for ref, _ in self._parameters.values()]
-        gradients = [p.grad for p in parameters if isinstance(p, Tensor) and p.is_leaf and p.grad is not None]
-        plain = [g for g in map(whole, gradients) if g is not None and not g.is_sparse]
-        return math.hypot(*(float(torch.linalg.vector_norm(g, dtype=torch.float64)) for g in plain))
-
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
         self.calls = []
         self.samples = 0
         for wrapped in self.wrapped.values():
             wrapped.forwards = []
-            wrapped.averaged = []
             wrapped.bypassed = []
 
     def will_synchronise(self) -> bool:
@@ -207,21 +190,6 @@ class Modules:
                 if inner & parameters:
                     wrapped.thawed = places
 
-    def _casting(self, original: Any) -> Any:
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            old = _kinds(module) if self.wrapped else set()
-            result = original(module, *args, **kwargs)
-            if self.wrapped and _kinds(module) != old:
-                self._note_cast(module)
-            return result
-
-        return call
-
-    def _note_cast(self, module: nn.Module) -> None:
-        for wrapped in self.wrapped.values():
-            if not wrapped.cast and (id(module) in wrapped.inside or module is wrapped.ref()):
-                wrapped.cast = stack()
-
     def _entered(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
         wrapped = self._of(module)
@@ -278,10 +246,6 @@ def inner_of(module: DistributedDataParallel) -> nn.Module:
     inner = module._modules["module"]
     assert inner is not None
     return inner
-
-
-def _kinds(module: nn.Module) -> set[tuple[torch.dtype, torch.device]]:
-    return {(p.dtype, p.device) for p in module.parameters()}
 
 
 def _made_at() -> Stack:

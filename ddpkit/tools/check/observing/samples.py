@@ -17,7 +17,7 @@ from ....collectives.digest import digest
 from ....data.loader import Loader
 from ....data.streams import Stream
 from ...script.recorder import Recorder, content, rows, size_of
-from ..places import Place, Stack, deciding_lines, stack
+from ..places import Place, Stack, definition, stack
 from .decisions import Ending, untraced
 from .expressions import bound_of_loop, is_in_loop, mentions
 from .modules import Modules, is_own_object
@@ -148,7 +148,7 @@ class Samples:
         weakref.finalize(iterator, self._leave, known)
         if known.trains:
             self._ending.begin_epoch()
-        described = self._describe(loader, known, iterator)
+        described = self._describe(loader, known)
         if isinstance(loader.dataset, IterableDataset):
             self._recorder.tell("epoch", batches=None, **described)
             return
@@ -167,7 +167,7 @@ class Samples:
         """Count the calls of networks since the last step: those with gradients, and the samples of the others."""
         return len(self._modules.calls), self._modules.samples
 
-    def _describe(self, loader: Any, known: _Loader, iterator: Any) -> dict[str, Any]:
+    def _describe(self, loader: Any, known: _Loader) -> dict[str, Any]:
         sampler = _sampler_of(loader)
         return {
             "loader": known.key,
@@ -175,8 +175,7 @@ class Samples:
             "made": known.made,
             "where": stack(),
             "sampler": type(sampler).__name__,
-            "lines": self._own_lines(loader, sampler),
-            "sizes": self._own_lines(loader, sampler, "size"),
+            "lines": _own_lines(loader, sampler),
             "iterable": isinstance(loader.dataset, IterableDataset),
             "sampler_made": self._made.get(sampler, []) if _is_weakly_known(sampler) else [],
             "has_epoch": hasattr(sampler, "set_epoch"),
@@ -190,19 +189,7 @@ class Samples:
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
             "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
             "workers": loader.num_workers,
-            "length": _length_of_stream(loader),
-            "base_seed": int(iterator._base_seed) if loader.num_workers else None,
         }
-
-    @staticmethod
-    def _own_lines(loader: Any, sampler: Any, first: str = "order") -> list[Place]:
-        """List the lines of the script's own sampler or stream that decide which samples come."""
-        if isinstance(loader.dataset, Stream):
-            return deciding_lines(getattr(type(loader.dataset.dataset), "shard", None), "slice")
-        if isinstance(loader.dataset, IterableDataset):
-            sampler = loader.dataset
-            first = "loop"
-        return deciding_lines(getattr(type(sampler), "__iter__", None), first)
 
     def _next(self, original: Function) -> Function:
         pause, note = guarded(self._windows.pause), guarded(self._note_batch)
@@ -290,21 +277,16 @@ class Samples:
             )
 
 
+def _own_lines(loader: Any, sampler: Any) -> list[Place]:
+    """Return where the script decides which samples come: in its own sampler or stream."""
+    if isinstance(loader.dataset, Stream):
+        return definition(getattr(type(loader.dataset.dataset), "shard", None))
+    deciding = loader.dataset if isinstance(loader.dataset, IterableDataset) else sampler
+    return definition(getattr(type(deciding), "__iter__", None))
+
+
 def _is_weakly_known(value: Any) -> bool:
     return hasattr(value, "__weakref__") and hasattr(value, "__hash__") and value.__hash__ is not None
-
-
-def _length_of_stream(loader: Any) -> int | None:
-    """Return how many samples a stream says it has; None if it does not, or yields batches."""
-    stream = loader.dataset
-    if not isinstance(stream, IterableDataset) or loader.batch_size is None:
-        return None
-    if isinstance(stream, Stream):
-        stream = stream.dataset
-    try:
-        return len(stream)
-    except Exception:  # of the script's own code
-        return None
 
 
 def _sampler_of(loader: Any) -> Any:

@@ -12,17 +12,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...script.recorder import Recorder, hash_of, parameters_of, sample, whole
 from ..places import (
-    Place,
     Stack,
-    assigning_lines,
     changing_lines,
-    lines_that_scale_gradients,
-    lines_that_set_item,
     stack,
 )
 from .collectives import Collectives
 from .decisions import Decisions, Ending
-from .expressions import decisions, divides_by_ranks, numbers_of_rounds, skips
+from .expressions import decisions, divides_by_ranks, skips
 from .losses import Losses
 from .modules import Modules, Wrapped, inner_of, roots, variables
 from .patching import Function, after, before, guarded
@@ -131,7 +127,6 @@ class Steps:
             decisions=decisions(),
             skips=skips() if seen.steps == 1 else [],
             position=self.position(),
-            epochs=numbers_of_rounds() if seen.steps == 1 else [],
             optimizer=seen.number,
             number=seen.steps,
             where=stack(),
@@ -141,8 +136,6 @@ class Steps:
             causes=[_describe(wrapped) for wrapped in self._modules.wrapped.values()],
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            rate_lines=lines_that_set_item("lr") if seen.steps == 1 else [],
-            scaling=lines_that_scale_gradients() if seen.steps == 1 else [],
             others=self._others(seen.steps, parameters),
             buffers=self._take_buffers(seen.steps),
             calls=self._modules.calls,
@@ -176,11 +169,8 @@ class Steps:
             return None
         square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in present)
         ratio = (sum(entry["square"] for entry in sums) / square) ** 0.5 if square else 0.0
-        given = sum(entry["given"] for entry in sums) ** 0.5
-        norms = {"given": given, "backward": self._losses.norm}
         first = sums[0]
-        size = {"calls": len(sums), "numel": numel}
-        return {"ratio": ratio, "where": first["where"], "divides": first["divides"], **norms, **size}
+        return {"ratio": ratio, "where": first["where"], "divides": first["divides"]}
 
     def _introduce(self, seen: _Seen) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""
@@ -240,7 +230,6 @@ class Steps:
                     "hashes": {n: hash_of(b) for n, b in buffers.items()},
                     "sent": sent,
                     "ddp": made,
-                    "lines": {n: _changing_lines(root, n) for n in buffers},
                 }
         return found
 
@@ -252,12 +241,6 @@ class Steps:
         return False, []
 
 
-def _changing_lines(root: nn.Module, name: str) -> list[Place]:
-    """List the lines of the script that change a buffer, if the class that has it is the script's."""
-    owner, _, leaf = name.rpartition(".")
-    return assigning_lines(type(root.get_submodule(owner)), leaf)
-
-
 def _describe(wrapped: Wrapped) -> dict[str, Any]:
     """Describe what could keep a DDP from averaging the gradients of this step."""
     return {
@@ -266,10 +249,8 @@ def _describe(wrapped: Wrapped) -> dict[str, Any]:
         "taken_out": wrapped.taken_out,
         "unsynced": wrapped.unsynced,
         "forwards": wrapped.forwards[-8:],
-        "averaged": wrapped.averaged,
         "uses_all": not (wrapped.kept.find_unused_parameters or wrapped.kept.static_graph),
         "thawed": wrapped.thawed,
-        "cast": wrapped.cast,
         "hooked": bool(getattr(wrapped.kept, "_comm_hooks", ())),
     }
 

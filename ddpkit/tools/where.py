@@ -13,19 +13,17 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from ...errors import LaunchError
-from ...join.members import Members
-from ...join.rendezvous import Generation
-from ...join.sockets import connect
-from ...join.store import connect as connect_to_store
-from ...join.store import wait_for_listener
-from ...launch.detection import detect_launch
-from ...launch.process_tree import environment_of
-from ...parsing import encode
-from ...watch.messages import Activity, Lines, fold, parse
-from ..terminal import count
-
-# Asking a running job what its ranks are doing, over the store where they have met and the watch of rank 0.
+from ..errors import LaunchError
+from ..join.members import Members
+from ..join.rendezvous import Generation
+from ..join.sockets import connect
+from ..join.store import connect as connect_to_store
+from ..join.store import wait_for_listener
+from ..launch.detection import detect_launch
+from ..launch.process_tree import environment_of
+from ..parsing import encode
+from ..watch.messages import Activity, Lines, fold, parse
+from .terminal import count, positive_seconds
 
 _STORE_SECONDS = 5.0  # in which the store must answer
 
@@ -116,7 +114,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     jobs = "its MASTER_ADDR:MASTER_PORT, which rank 0 logs when it has joined (default: the job on this machine)"
     add("--job", type=_address, metavar="HOST:PORT", help=jobs)
-    add("--timeout", type=_seconds, default=2.0, metavar="SECONDS", help="bound on the ranks' answers (default 2)")
+    add(
+        "--timeout",
+        type=positive_seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help="bound on the ranks' answers (default 2)",
+    )
     add("--json", action="store_true", help="print one JSON object to stdout and nothing else")
 
 
@@ -163,10 +167,3 @@ def _address(text: str) -> tuple[str, int]:
     if found is None or int(found[2]) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
     return found[1], int(found[2])
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
-    return seconds

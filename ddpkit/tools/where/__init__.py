@@ -1,1 +1,0 @@
-"""The command `ddpkit where`: what each rank of a running job is doing."""
