@@ -13,6 +13,7 @@ from .facts import Facts, Finding, all_equal, say_ranks
 _FEW_ROWS = 8  # samples of a stream, too few to be compared
 _DISTINCT = 0.9  # share of a rank's samples that are no copies of each other
 _SHARED = 0.5  # share of a rank's samples that others have, too
+_CLOSE = 0.1  # share of a stream's samples that may be left out, as broken ones, or come again
 _COMPARED = 3  # batches that must be equal on all ranks, if there are as many
 _SHARE_OUT = "one share for each worker of each rank: `[rank * num_workers + id :: world_size * num_workers]`"
 
@@ -53,7 +54,7 @@ def _examine(facts: Facts, records: list[Record], number: int, trains: bool) -> 
         found = _find_repeated_batches(facts, records, contents)
         if trains:
             found = found or _find_shared(facts, records, number)
-        return found
+        return found or _compare_with_length(facts, records, number)
     if all(record.get("plan") is not None for record in records):
         return _examine_plans(facts, records, trains)
     return None
@@ -151,6 +152,54 @@ def _find_shared(facts: Facts, records: list[Record], number: int) -> Finding | 
     evidence = f"{shared} of the first {len(common)} samples of an epoch come on several of {say_ranks(facts.ranks)}"
     why = "the ranks' shares overlap: some samples count several times, and others may never come"
     return facts.finding("samples-repeated", evidence, why, _SHARE_OUT, epoch["lines"], epoch["made"])
+
+
+def _compare_with_length(facts: Facts, records: list[Record], number: int) -> Finding | None:
+    """Find a stream of which the ranks read fewer or more samples in a whole epoch than its length.
+
+    The length may be that of the whole stream, or of one rank's part; and several ranks may read the
+    same part on purpose, as those do that share a model.
+    """
+    epoch = records[0]
+    ends = dict(facts.rows("epoch end", "loader", "number")).get((epoch["loader"], number), [])
+    lengths = [record["length"] for record in records]
+    if not ends or any(end["cut"] for end in ends) or None in lengths:
+        return None
+    bounds = [_samples_read(record, end["batches"]) for record, end in zip(records, ends, strict=True)]
+    least = sum(bound[0] for bound in bounds)
+    most = sum(bound[1] for bound in bounds)
+    length = max(lengths)
+    sharing = [n for n in range(1, facts.world_size) if facts.world_size % n == 0]  # of a model
+    for meant in (*(n * length for n in sharing), sum(lengths)):
+        if least <= (1 + _CLOSE) * meant and most >= (1 - _CLOSE) * meant:
+            return None
+    kind = "samples-repeated"
+    number_read = f"at least {least}"
+    why = "samples come several times in an epoch"
+    if most < length:
+        kind = "samples-missing"
+        number_read = f"at most {most}"
+        why = "samples come on no rank"
+    why += ", unless the length is wrong; then `len(loader)` is, and schedules that are made by it"
+    evidence = f"{say_ranks(facts.ranks)} read {number_read} samples in an epoch; the stream's length is {length}"
+    where = place(epoch["lines"]) or place(epoch["made"])
+    fix = _SHARE_OUT
+    if where is not None and where.function == "shard":
+        fix = "parts that together are the whole: `[index::num_shards]`"
+    also = places(epoch["lines"], epoch["made"])
+    return Finding(kind, "suspicious", where, facts.ranks, evidence, why, fix, also)
+
+
+def _samples_read(epoch: Record, batches: int) -> tuple[int, int]:
+    """Return the smallest and the largest number of samples that a rank's workers may have read.
+
+    The last batch of each worker may be short, or left out.
+    """
+    size = epoch["batch_size"]
+    readers = max(epoch["workers"], 1)
+    if epoch["drop_last"]:
+        return batches * size, batches * size + readers * (size - 1)
+    return batches * size - min(batches, readers) * (size - 1), batches * size
 
 
 def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding | None:

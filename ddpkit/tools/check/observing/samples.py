@@ -148,7 +148,7 @@ class Samples:
         weakref.finalize(iterator, self._leave, known)
         if known.trains:
             self._ending.begin_epoch()
-        described = self._describe(loader, known)
+        described = self._describe(loader, known, iterator)
         if isinstance(loader.dataset, IterableDataset):
             self._recorder.tell("epoch", batches=None, **described)
             return
@@ -167,7 +167,7 @@ class Samples:
         """Count the calls of networks since the last step: those with gradients, and the samples of the others."""
         return len(self._modules.calls), self._modules.samples
 
-    def _describe(self, loader: Any, known: _Loader) -> dict[str, Any]:
+    def _describe(self, loader: Any, known: _Loader, iterator: Any) -> dict[str, Any]:
         sampler = _sampler_of(loader)
         return {
             "loader": known.key,
@@ -189,6 +189,8 @@ class Samples:
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
             "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
             "workers": loader.num_workers,
+            "length": _length_of_stream(loader),
+            "base_seed": int(iterator._base_seed) if loader.num_workers else None,
         }
 
     def _next(self, original: Function) -> Function:
@@ -287,6 +289,19 @@ def _own_lines(loader: Any, sampler: Any) -> list[Place]:
 
 def _is_weakly_known(value: Any) -> bool:
     return hasattr(value, "__weakref__") and hasattr(value, "__hash__") and value.__hash__ is not None
+
+
+def _length_of_stream(loader: Any) -> int | None:
+    """Return how many samples a stream says it has; None if it does not, or yields batches."""
+    stream = loader.dataset
+    if not isinstance(stream, IterableDataset) or loader.batch_size is None:
+        return None
+    if isinstance(stream, Stream):
+        stream = stream.dataset
+    try:
+        return len(stream)
+    except Exception:  # of the script's own code
+        return None
 
 
 def _sampler_of(loader: Any) -> Any:

@@ -1,0 +1,45 @@
+"""Train on a stream of readings that is shared out among processes and their loaders' workers.
+
+Each worker of each rank reads a run of its own, and these make up the whole.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+
+class SensorLog(IterableDataset):
+    def __init__(self, number):
+        self.values = torch.randn(number, 5, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return len(self.values)
+
+    def __iter__(self):
+        worker = get_worker_info()
+        share = len(self) // dist.get_world_size() // worker.num_workers
+        start = (dist.get_rank() * worker.num_workers + worker.id) * share
+        for i in range(start, start + share):
+            yield self.values[i], self.values[i].amax(0, keepdim=True)
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    loader = DataLoader(SensorLog(120), batch_size=15, num_workers=2)
+    model = DistributedDataParallel(nn.Linear(5, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for _ in range(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    if dist.get_rank() == 0:
+        print("bias", model.module.bias.item())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
