@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...script.recorder import Record
-from .facts import Facts, Finding, all_equal, say_ranks
+from .facts import Facts, Finding, all_equal, place, places, say_ranks
 
 _FEW_ROWS = 8  # samples of a stream, too few to be compared
 _DISTINCT = 0.9  # share of a rank's samples that are no copies of each other
