@@ -18,11 +18,11 @@ class SensorLog(IterableDataset):
     def __len__(self):
         return len(self.values)
 
-    def __iter__(self):
+    def __iter__(self):  # <- samples-missing
         worker = get_worker_info()
         share = len(self) // dist.get_world_size() // worker.num_workers
         start = (dist.get_rank() * worker.num_workers + worker.id) * share
-        for i in range(start, start + share // worker.num_workers):  # <- samples-missing
+        for i in range(start, start + share // worker.num_workers):
             yield self.values[i], self.values[i].amax(0, keepdim=True)
 
 

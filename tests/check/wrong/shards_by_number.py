@@ -20,9 +20,9 @@ class Shards(IterableDataset):
     def __len__(self):
         return 8 * len(self.seeds)
 
-    def shard(self, index, num_shards):
+    def shard(self, index, num_shards):  # <- samples-missing
         size = self.num_shards // num_shards
-        return Shards(self.seeds[index * size : (index + 1) * size])  # <- samples-missing
+        return Shards(self.seeds[index * size : (index + 1) * size])
 
     def __iter__(self):
         for seed in self.seeds:

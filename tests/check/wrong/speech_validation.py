@@ -19,8 +19,8 @@ class Utterances(IterableDataset):
     def __len__(self):
         return len(self.features)
 
-    def __iter__(self):
-        for i in torch.randperm(len(self.features)).tolist():  # <- samples-repeated
+    def __iter__(self):  # <- samples-repeated
+        for i in torch.randperm(len(self.features)).tolist():
             yield self.features[i]
 
 
