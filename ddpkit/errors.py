@@ -238,7 +238,7 @@ def _rebuild(cls: type[DdpkitError], args: tuple[Any, ...], state: dict[str, Any
     return error
 
 
-class RankReturns(DdpkitError):
+class RankRejoins(DdpkitError):
     """The ranks leave their job to begin anew, with a process that takes the place of a lost one."""
 
 

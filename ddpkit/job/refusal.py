@@ -91,16 +91,16 @@ def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
 
     Raises:
         StartedByRank: If this process is to be one of several ranks.
-        Vacancy: If that job goes on without the rank that this process was started to be.
+        JobContinues: If that job goes on without the rank that this process was started to be.
     """
     try:
         generation = _generation_in(_connect_anew(address, port, time.monotonic() + 2))
         starter = generation.starter() if generation else None
-        vacancy = generation.vacancy() if generation else None
+        continued = generation.continued() if generation else None
     except (OSError, RuntimeError):  # it is no store, or does not answer
         return False
-    if vacancy is not None and not vacancy.is_out_of_date:
-        raise vacancy
+    if continued is not None and not continued.is_out_of_date:
+        raise continued
     if starter and world_size > 1:
         raise StartedByRank(starter)
     return starter is not None

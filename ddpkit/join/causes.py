@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError, RankReturns, message_of
+from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError, RankRejoins, message_of
 from ..torch_internals import current_group, other_groups_were_made
 from .failures import Failure
 from .store import call_with_timeout
@@ -42,7 +42,7 @@ _IN_MODELS = {  # where collectives begin in C++, without a function of torch.di
 }
 _CHECK = os.path.join(_PACKAGE, "collectives", "consistency.py")  # with which each collective of ddpkit's begins
 _OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own
-_NOT_OURS = (PeerError, BarrierTimeoutError, RankReturns)  # errors by which other ranks end what this one does
+_NOT_OURS = (PeerError, BarrierTimeoutError, RankRejoins)  # errors by which other ranks end what this one does
 _BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
@@ -84,7 +84,7 @@ def lost_peer_of(error: BaseException, session: Session) -> DdpkitError | None:
     try:  # on another thread, for the store may belong to a process that is stopped
         session.failures.raise_if_known()
         cause = call_with_timeout(lambda: cause_of(error, session), math.inf, session.failures.raise_if_known)
-    except (PeerError, RankReturns) as known:
+    except (PeerError, RankRejoins) as known:
         return known
     if cause is None and is_of_broken_collective(error):  # several ranks are silent, and none of them is named
         return DdpkitError(f"a collective broke, and by which rank could not be told: {error}")

@@ -18,7 +18,7 @@ from ..errors import (
     DdpkitError,
     LaunchError,
     PeerError,
-    RankReturns,
+    RankRejoins,
     message_of,
     printable,
     trace_of,
@@ -26,28 +26,30 @@ from ..errors import (
 from ..parsing import parse, refuse_text
 from .store import call_with_timeout
 
-out_of_date: list[Callable[[str], bool]] = []  # say whether the job that wrote a notice has ended; `survive` adds one
+out_of_date: list[
+    Callable[[str], bool]
+] = []  # say whether the job that wrote a membership has ended; `survive` adds one
 GRACE = 5.0  # seconds that a main thread has, where nobody asks for more
 
 _TEXT_LENGTHS = {"host": 300, "type": 300, "message": MESSAGE_LENGTH, "traceback": TRACE_LENGTH + 10_000}
 
 
-class Vacancy(LaunchError):
+class JobContinues(LaunchError):
     """The job goes on without the rank that this process was started to be; `survive` takes its place.
 
     Args:
         message: The error's text.
-        notice: What the job says of itself, as JSON.
+        membership: What the job says of itself, as JSON.
     """
 
-    def __init__(self, message: str, notice: str) -> None:
+    def __init__(self, message: str, membership: str) -> None:
         super().__init__(message)
-        self.notice = notice
+        self.membership = membership
 
     @property
     def is_out_of_date(self) -> bool:
         """Return whether that job has ended, and this process was one of those that went on to the end."""
-        return any(is_of_ended_job(self.notice) for is_of_ended_job in out_of_date)
+        return any(is_of_ended_job(self.membership) for is_of_ended_job in out_of_date)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Failure:
         host: The host it ran on.
         type: Name of its exception's class, or a word for a failure without one, such as "lost".
         message: The exception's message.
-        traceback: Its formatted traceback, "" where there was none. Of a `Vacancy` the notice.
+        traceback: Its formatted traceback, "" where there was none. Of a `JobContinues` the membership.
     """
 
     rank: int
@@ -92,10 +94,10 @@ class Failure:
 
     def to_error(self) -> DdpkitError:
         """Make the exception that the other ranks raise."""
-        if self.type == Vacancy.__name__:
-            return Vacancy(self.message, self.traceback)
-        if self.type == RankReturns.__name__:
-            return RankReturns(self.message)
+        if self.type == JobContinues.__name__:
+            return JobContinues(self.message, self.traceback)
+        if self.type == RankRejoins.__name__:
+            return RankRejoins(self.message)
         if self.rank < 0:
             return LaunchError(self.message)
         return PeerError(self.rank, self.host, self.type, self.message, self.traceback)

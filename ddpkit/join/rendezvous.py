@@ -21,7 +21,7 @@ from ..errors import LaunchError
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 from ..parsing import encode, refuse_text
-from .failures import Failure, Vacancy, first_failure, record_failure
+from .failures import Failure, JobContinues, first_failure, record_failure
 from .members import Member, Members, claim_key, monitor_key
 from .sockets import connect
 from .store import Pause, add, call_with_timeout
@@ -155,11 +155,11 @@ class Generation:
             self.await_readers(readers, 2.0)
             raise failure.to_error()
 
-    def vacancy(self) -> Vacancy | None:
+    def continued(self) -> JobContinues | None:
         """Return the error by which this start was given up because the job goes on already, None if it was not."""
         failure = first_failure(self.store)
         error = failure.to_error() if failure else None
-        return error if isinstance(error, Vacancy) else None
+        return error if isinstance(error, JobContinues) else None
 
     def await_readers(self, readers: int, seconds: float) -> None:
         """Count this rank among those that have read why the job is off; wait until so many have, at most so long."""
@@ -339,10 +339,10 @@ def _claim_until_accepted(
             latest = Generation.latest(store)
             if latest and latest.number > seen:  # those before it belong to dead attempts
                 seen = latest.number
-                vacancy = latest.vacancy()
-                if vacancy is not None and not vacancy.is_out_of_date:
-                    raise vacancy
-                claimed = latest if vacancy is None and _claim(latest, me) else None
+                continued = latest.continued()
+                if continued is not None and not continued.is_out_of_date:
+                    raise continued
+                claimed = latest if continued is None and _claim(latest, me) else None
             members = _accepted(claimed, me) if claimed else None
             if claimed and members:
                 return claimed.store, members

@@ -25,13 +25,13 @@ import torch.distributed as dist
 from ..errors import LaunchError
 from ..job.joining import host_address
 from ..join import sockets
-from ..join.failures import Failure, Vacancy
+from ..join.failures import Failure, JobContinues
 from ..join.rendezvous import Generation
 from ..join.session import Session
 from ..join.sockets import is_listening, probe
 from ..join.store import Pause, call_with_timeout, connect, host_on, reachable
 from ..parsing import opened, parse, sealed
-from .vacancy import Notice
+from .membership import Membership
 
 log = logging.getLogger(__name__)
 _READING = 2.0  # seconds in which the others read an answer
@@ -42,12 +42,12 @@ _DECIDED = "decided"
 Address = tuple[str, int]
 
 
-class LeftBehind(LaunchError):
+class Evicted(LaunchError):
     """The others go on without this rank."""
 
 
 @dataclass(frozen=True)
-class Arrival:
+class Candidate:
     """What a member says when it asks to go on.
 
     Attributes:
@@ -66,7 +66,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Decision:
+class Quorum:
     """Who goes on, and from where.
 
     Attributes:
@@ -74,7 +74,7 @@ class Decision:
         members: In the order of their new ranks.
         addresses: Where their stores are, in the same order.
         leader: Who has decided, and hosts the store in which they meet.
-        seniority: The members, those that came last at the end.
+        joining_order: The members, those that came last at the end.
         steps: The committed steps from which all go on.
         source: A member that has the states of that step.
         behind: Those that have not.
@@ -85,34 +85,34 @@ class Decision:
     members: list[int]
     addresses: list[Address]
     leader: int
-    seniority: list[int]
+    joining_order: list[int]
     steps: int
     source: int
     behind: list[int]
     refusal: str = ""
 
 
-_ARRIVAL = {**get_type_hints(Arrival)}
-_DECISION = {**get_type_hints(Decision), "members": [int], "seniority": [int], "behind": [int], "addresses": [Address]}
+_CANDIDATE = {**get_type_hints(Candidate)}
+_QUORUM = {**get_type_hints(Quorum), "members": [int], "joining_order": [int], "behind": [int], "addresses": [Address]}
 
 
 def decide(
-    leader: int, seniority: Sequence[int], arrivals: Collection[Arrival], unknown: Collection[int], least: int
-) -> Decision:
+    leader: int, joining_order: Sequence[int], candidates: Collection[Candidate], unknown: Collection[int], least: int
+) -> Quorum:
     """Decide who goes on.
 
     Args:
         leader: Who decides.
-        seniority: The members until now, those that came last at the end.
-        arrivals: Of those that are there.
+        joining_order: The members until now, those that came last at the end.
+        candidates: Of those that are there.
         unknown: Members that have not come and may yet live, on the other side of a cut network.
         least: So many must go on.
     """
-    addresses = {arrival.member: arrival.address for arrival in arrivals}
+    addresses = {candidate.member: candidate.address for candidate in candidates}
     members = sorted(addresses)
-    whole = [arrival for arrival in arrivals if arrival.is_whole]
-    steps = max((arrival.steps for arrival in whole), default=0)
-    able = sorted(arrival.member for arrival in whole if arrival.steps == steps)
+    whole = [candidate for candidate in candidates if candidate.is_whole]
+    steps = max((candidate.steps for candidate in whole), default=0)
+    able = sorted(candidate.member for candidate in whole if candidate.steps == steps)
     refusal = ""
     if not able:
         refusal = "no rank that is left has the states of a whole step"
@@ -121,11 +121,11 @@ def decide(
     elif not _may_speak_for_all(members, unknown):
         refusal = f"members {sorted(unknown)} cannot be reached, and may go on without this rank"
     behind = [member for member in members if member not in able]
-    number = 1 + max(arrival.regroupings for arrival in arrivals)
+    number = 1 + max(candidate.regroupings for candidate in candidates)
     places = [addresses[member] for member in members]
-    order = [member for member in seniority if member in addresses]
+    order = [member for member in joining_order if member in addresses]
     order += [member for member in members if member not in order]
-    return Decision(number, members, places, leader, order, steps, able[0] if able else -1, behind, refusal)
+    return Quorum(number, members, places, leader, order, steps, able[0] if able else -1, behind, refusal)
 
 
 def _may_speak_for_all(members: Sequence[int], unknown: Collection[int]) -> bool:
@@ -135,7 +135,7 @@ def _may_speak_for_all(members: Sequence[int], unknown: Collection[int]) -> bool
     return members[0] < min(unknown)
 
 
-class Refuge:
+class Rendezvous:
     """Where the members of a job meet again when some are lost.
 
     Args:
@@ -153,9 +153,9 @@ class Refuge:
         self.member = member
         self._secret = secret
         self._size = size
-        self._seniority: list[int] = []  # the members, those that came last at the end
+        self._joining_order: list[int] = []  # the members, those that came last at the end
         self._patience = patience
-        self._pulse = _Pulse(patience)
+        self._heartbeat = _Heartbeat(patience)
         self._noted = 0  # absences, up to when the others have last done something with this member
         self._excused = 0  # those after which they have
         self._answered: set[str] = set()  # keys of answers that were given
@@ -164,34 +164,34 @@ class Refuge:
         self.addresses: dict[int, Address] = {member: self.address}
 
     @classmethod
-    def of_job(cls, session: Session, patience: float, secret: bytes) -> Refuge:
+    def of_job(cls, session: Session, patience: float, secret: bytes) -> Rendezvous:
         """Make one on each rank of a job. Collective."""
         one_node = len(set(session.nodes)) == 1
         host = "127.0.0.1" if one_node else host_address(session.store)
-        refuge = cls(session.rank, len(session.nodes), host, patience, secret)
-        everyone = session.exchange(json.dumps({"address": refuge.address}))
-        found = [parse(text, "refuge", {"address": Address})["address"] for text in everyone]
-        refuge.addresses = {rank: (host, port) for rank, (host, port) in enumerate(found)}
-        refuge._seniority = list(refuge.addresses)
-        return refuge
+        rendezvous = cls(session.rank, len(session.nodes), host, patience, secret)
+        everyone = session.exchange(json.dumps({"address": rendezvous.address}))
+        found = [parse(text, "rendezvous", {"address": Address})["address"] for text in everyone]
+        rendezvous.addresses = {rank: (host, port) for rank, (host, port) in enumerate(found)}
+        rendezvous._joining_order = list(rendezvous.addresses)
+        return rendezvous
 
     @classmethod
-    def beside(cls, member: int, notice: Notice, patience: float, secret: bytes) -> Refuge:
+    def beside(cls, member: int, membership: Membership, patience: float, secret: bytes) -> Rendezvous:
         """Make that of a process that is to take the place of a lost member."""
-        host = next((reachable(*address) for address in notice.addresses if is_listening(*address)), "")
+        host = next((reachable(*address) for address in membership.addresses if is_listening(*address)), "")
         if not host:
-            raise LaunchError(f"{notice} None of these can be reached now.")
-        refuge = cls(member, notice.size, host, patience, secret)
-        refuge.addresses |= dict(zip(notice.members, notice.addresses, strict=True))
-        return refuge
+            raise LaunchError(f"{membership} None of these can be reached now.")
+        rendezvous = cls(member, membership.size, host, patience, secret)
+        rendezvous.addresses |= dict(zip(membership.members, membership.addresses, strict=True))
+        return rendezvous
 
     def is_together(self) -> None:
         """Note that the others have done something with this member since this was last noted."""
-        self._excused, self._noted = self._noted, self._pulse.absences()
+        self._excused, self._noted = self._noted, self._heartbeat.absences()
 
     def close(self) -> None:
         """Let the others see that this member goes on no more."""
-        self._pulse.close()
+        self._heartbeat.close()
         del self._store
 
     def has_ended(self, member: int) -> bool:
@@ -216,8 +216,8 @@ class Refuge:
         return {member for member, answer in self._ask(set(members) - {self.member}).items() if answer}
 
     def regroup(
-        self, me: Arrival, members: Collection[int], least: int, gone: Collection[int]
-    ) -> tuple[Decision, dist.Store]:
+        self, me: Candidate, members: Collection[int], least: int, gone: Collection[int]
+    ) -> tuple[Quorum, dist.Store]:
         """Agree on who goes on.
 
         Args:
@@ -227,7 +227,7 @@ class Refuge:
             gone: Those who have said themselves that they do not.
 
         Returns:
-            The decision, and the store in which those who go on meet.
+            The quorum, and the store in which those who go on meet.
 
         Raises:
             LaunchError: If nobody goes on, or the others without this rank.
@@ -235,43 +235,43 @@ class Refuge:
         candidates = set(members) - set(gone)
         while True:
             there = self._reachable(candidates) | {self.member}
-            leader = next(member for member in self._seniority if member in there)
+            leader = next(member for member in self._joining_order if member in there)
             if leader == self.member:
                 return self._accept(self._lead(me, members, least, gone)), self._store
-            decision, store = self._follow(leader, me, self._patience + _LEADERS_PATIENCE)
-            if decision is not None:
-                return self._accept(decision), store
+            quorum, store = self._follow(leader, me, self._patience + _LEADERS_PATIENCE)
+            if quorum is not None:
+                return self._accept(quorum), store
             candidates.remove(leader)
 
     def arrived(self, lost: Collection[int]) -> list[int]:
         """Return those of some lost members in whose place a process has come to this one, and waits."""
         found = []
         for member in lost:
-            arrived = self._read_arrival(member)
+            arrived = self._read_candidate(member)
             if arrived is None:
                 continue
             if probe(*arrived[0].address) is False:
-                self._store.delete_key(_arrival_key(member))
+                self._store.delete_key(_candidate_key(member))
             else:
                 found.append(member)
         return found
 
-    def come_in(self, me: Arrival, notice: Notice, timeout: timedelta) -> tuple[Decision, dist.Store] | None:
+    def come_in(self, me: Candidate, membership: Membership, timeout: timedelta) -> tuple[Quorum, dist.Store] | None:
         """Wait until the members of a job let this process in.
 
         Returns:
-            The decision, and the store in which all meet; None if those have gone of which the notice tells.
+            The quorum, and the store in which all meet; None if those have gone of which the membership tells.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        for member in notice.members:
+        for member in membership.members:
             if probe(*self.addresses[member]):
-                decision, store = self._follow(member, me, max(0.0, deadline - time.monotonic()))
-                if decision is not None:
-                    return self._accept(decision), store
+                quorum, store = self._follow(member, me, max(0.0, deadline - time.monotonic()))
+                if quorum is not None:
+                    return self._accept(quorum), store
         return None
 
-    def _follow(self, leader: int, me: Arrival, seconds: float) -> tuple[Decision | None, dist.Store]:
-        """Wait for the decision of a member that may lead; None if it has ended or does not answer."""
+    def _follow(self, leader: int, me: Candidate, seconds: float) -> tuple[Quorum | None, dist.Store]:
+        """Wait for the quorum of a member that may lead; None if it has ended or does not answer."""
         try:  # on another thread, for the leader may be stopped, and its store not answer
             return call_with_timeout(
                 lambda: self._ask_leader(leader, me, seconds), seconds, lambda: self._check(leader)
@@ -279,16 +279,16 @@ class Refuge:
         except (RuntimeError, TimeoutError):  # the leader has ended, or is out of reach
             return None, self._store
 
-    def _ask_leader(self, leader: int, me: Arrival, seconds: float) -> tuple[Decision, dist.Store]:
+    def _ask_leader(self, leader: int, me: Candidate, seconds: float) -> tuple[Quorum, dist.Store]:
         deadline = time.monotonic() + seconds
         store = connect(*self.addresses[leader], timedelta(seconds=seconds))
         place = self.addresses[leader]
         if store.check([_DECIDED]):
-            last = self._read_decision(place, store, _DECIDED)
-            if self._seniority and last.regrouping > me.regroupings and self.address not in last.addresses:
+            last = self._read_quorum(place, store, _DECIDED)
+            if self._joining_order and last.regrouping > me.regroupings and self.address not in last.addresses:
                 return last, store  # it was made without this rank
         answer = f"answer/{uuid.uuid4().hex}"
-        key = _arrival_key(self.member)
+        key = _candidate_key(self.member)
         store.set(key, sealed(self._secret, [place, key], {**asdict(me), "answer": answer}))
         pause = Pause()
         next_probe = 0.0
@@ -299,98 +299,98 @@ class Refuge:
                 self._check(leader)
                 next_probe = time.monotonic() + _BETWEEN_PROBES
             pause()
-        decision = self._read_decision(place, store, answer)
+        quorum = self._read_quorum(place, store, answer)
         store.delete_key(answer)
-        return decision, store
+        return quorum, store
 
     def _check(self, leader: int) -> None:
         if self.has_ended(leader):
             raise RuntimeError(f"member {leader} has ended")
 
-    def _lead(self, me: Arrival, members: Collection[int], least: int, gone: Collection[int]) -> Decision:
+    def _lead(self, me: Candidate, members: Collection[int], least: int, gone: Collection[int]) -> Quorum:
         """Wait for those that live, and tell them who goes on."""
         deadline = time.monotonic() + self._patience
-        arrivals = {self.member: me}
+        candidates = {self.member: me}
         answers: dict[int, str] = {}
         ended = set(gone)
         next_probe = 0.0
         pause = Pause()
         while True:
             for member in set(range(self._size)) - {self.member}:
-                arrived = self._read_arrival(member)
+                arrived = self._read_candidate(member)
                 if arrived is None:
                     continue
-                arrival, answer = arrived
-                if member in set(members) - ended and arrival.address != self.addresses[member]:
+                candidate, answer = arrived
+                if member in set(members) - ended and candidate.address != self.addresses[member]:
                     continue  # another process of this number, which has lived on without the job
-                if arrival.address != self.addresses.get(member):  # it comes in the place of one that has ended
+                if candidate.address != self.addresses.get(member):  # it comes in the place of one that has ended
                     ended.discard(member)
-                    self._seniority = [other for other in self._seniority if other != member]
-                    self.addresses[member] = arrival.address
-                arrivals[member], answers[member] = arrival, answer
+                    self._joining_order = [other for other in self._joining_order if other != member]
+                    self.addresses[member] = candidate.address
+                candidates[member], answers[member] = candidate, answer
             if time.monotonic() >= next_probe:
-                others = (set(members) | arrivals.keys()) - ended - {self.member}
+                others = (set(members) | candidates.keys()) - ended - {self.member}
                 ended |= {member for member, answer in self._ask(others).items() if answer is False}
                 next_probe = time.monotonic() + _BETWEEN_PROBES
-            absent = set(members) - arrivals.keys() - ended
+            absent = set(members) - candidates.keys() - ended
             if not absent or time.monotonic() > deadline:
                 break
             pause()
-        present = [arrival for member, arrival in arrivals.items() if member not in ended]
-        was_away = self._pulse.absences() > self._excused
+        present = [candidate for member, candidate in candidates.items() if member not in ended]
+        was_away = self._heartbeat.absences() > self._excused
         unknown = absent | (ended if was_away else set())  # they may have gone on, and ended well
-        decision = decide(self.member, self._seniority, present, unknown, least)
-        self._write_decision(decision, _DECIDED)
+        quorum = decide(self.member, self._joining_order, present, unknown, least)
+        self._write_quorum(quorum, _DECIDED)
         for member, answer in answers.items():
-            self._store.delete_key(_arrival_key(member))
-            self._write_decision(decision, answer)
+            self._store.delete_key(_candidate_key(member))
+            self._write_quorum(quorum, answer)
         self._answered.update(answers.values())
-        if decision.refusal:  # by which this process ends
+        if quorum.refusal:  # by which this process ends
             self._wait_for_readers(list(answers.values()))
-        return decision
+        return quorum
 
     def _wait_for_readers(self, answers: list[str]) -> None:
         deadline = time.monotonic() + _READING
         while time.monotonic() < deadline and any(self._store.check([answer]) for answer in answers):
             time.sleep(0.01)
 
-    def _read_arrival(self, member: int) -> tuple[Arrival, str] | None:
+    def _read_candidate(self, member: int) -> tuple[Candidate, str] | None:
         """Return what has come under this number, and where it waits for an answer; delete what a stranger wrote."""
-        key = _arrival_key(member)
+        key = _candidate_key(member)
         if not self._store.check([key]):
             return None
         try:
-            found = opened(self._secret, [self.address, key], self._store.get(key), key, {**_ARRIVAL, "answer": str})
+            found = opened(self._secret, [self.address, key], self._store.get(key), key, {**_CANDIDATE, "answer": str})
             host, port = found.pop("address")
             answer = found.pop("answer")
-            arrival = Arrival(**found, address=(host, port))
-            if arrival.member == member and answer not in self._answered:  # else a stranger repeats it
-                return arrival, answer
+            candidate = Candidate(**found, address=(host, port))
+            if candidate.member == member and answer not in self._answered:  # else a stranger repeats it
+                return candidate, answer
         except LaunchError:
             log.warning("a process that does not know the secret of this job wants to go on in it as rank %d", member)
         self._store.delete_key(key)
         return None
 
-    def _write_decision(self, decision: Decision, key: str) -> None:
-        self._store.set(key, sealed(self._secret, [self.address, key], asdict(decision)))
+    def _write_quorum(self, quorum: Quorum, key: str) -> None:
+        self._store.set(key, sealed(self._secret, [self.address, key], asdict(quorum)))
 
-    def _read_decision(self, place: Address, store: dist.Store, key: str) -> Decision:
-        found = opened(self._secret, [place, key], store.get(key), key, _DECISION)
-        return Decision(**{**found, "addresses": [(host, port) for host, port in found["addresses"]]})
+    def _read_quorum(self, place: Address, store: dist.Store, key: str) -> Quorum:
+        found = opened(self._secret, [place, key], store.get(key), key, _QUORUM)
+        return Quorum(**{**found, "addresses": [(host, port) for host, port in found["addresses"]]})
 
-    def _accept(self, decision: Decision) -> Decision:
-        """Take over a decision by which this process goes on; raise `LaunchError` if it does not."""
-        if decision.refusal:
-            raise LaunchError(f"The ranks that are left cannot go on: {decision.refusal}.")
-        if self.address not in decision.addresses:
-            raise LeftBehind("The other ranks have gone on without this one, which they took for lost.")
-        self._seniority = decision.seniority
-        self.addresses |= dict(zip(decision.members, decision.addresses, strict=True))
-        return decision
+    def _accept(self, quorum: Quorum) -> Quorum:
+        """Take over a quorum by which this process goes on; raise `LaunchError` if it does not."""
+        if quorum.refusal:
+            raise LaunchError(f"The ranks that are left cannot go on: {quorum.refusal}.")
+        if self.address not in quorum.addresses:
+            raise Evicted("The other ranks have gone on without this one, which they took for lost.")
+        self._joining_order = quorum.joining_order
+        self.addresses |= dict(zip(quorum.members, quorum.addresses, strict=True))
+        return quorum
 
 
-def _arrival_key(member: int) -> str:
-    return f"arrival/{member}"
+def _candidate_key(member: int) -> str:
+    return f"candidate/{member}"
 
 
 def host_store(host: str, port: int | None = None) -> dist.TCPStore:
@@ -413,7 +413,7 @@ def _inherited() -> set[int]:
     return everywhere
 
 
-class _Pulse(threading.Thread):
+class _Heartbeat(threading.Thread):
     """Notices that this process was stopped for so long that the others may have gone on without it.
 
     Args:
@@ -421,7 +421,7 @@ class _Pulse(threading.Thread):
     """
 
     def __init__(self, patience: float) -> None:
-        super().__init__(name="ddpkit pulse", daemon=True)
+        super().__init__(name="ddpkit heartbeat", daemon=True)
         self._patience = patience
         self._absences = 0
         self._last = time.monotonic()
@@ -452,14 +452,14 @@ _BETWEEN_CALLS = 1.0  # seconds, at the address where the job began
 _PATIENCE = timedelta(seconds=5)  # for the store there
 
 
-class Door(threading.Thread):
+class Admission(threading.Thread):
     """The thread by which a rank lets others in, in a job that has lost some.
 
     Args:
-        notice: What to tell them.
+        membership: What to tell them.
         tells: Whether this process tells it, where the job began.
         is_at_master: Whether it is on the host where that was, and can open a store there.
-        refuge: Where they come to; None if they come to another rank.
+        rendezvous: Where they come to; None if they come to another rank.
         on_arrival: Called with the ranks that have come, at last.
         store: The one there, if this process hosts it already.
 
@@ -469,18 +469,18 @@ class Door(threading.Thread):
 
     def __init__(
         self,
-        notice: Notice,
+        membership: Membership,
         tells: bool,
         is_at_master: bool,
-        refuge: Refuge | None,
+        rendezvous: Rendezvous | None,
         on_arrival: Callable[[list[int]], None],
         store: dist.Store | None,
     ) -> None:
-        super().__init__(name="ddpkit door", daemon=True)
-        self._notice = notice
+        super().__init__(name="ddpkit admission", daemon=True)
+        self._membership = membership
         self._tells = tells
         self._is_at_master = is_at_master
-        self._refuge = refuge
+        self._rendezvous = rendezvous
         self._on_arrival = on_arrival
         self.store = store
         self._has_told = False
@@ -495,8 +495,8 @@ class Door(threading.Thread):
             with suppress(OSError, RuntimeError):  # what does not answer now may later
                 if self._tells and time.monotonic() >= next_call:
                     next_call = time.monotonic() + _BETWEEN_CALLS
-                    self._tell_at(*self._notice.master_address)
-                arrived = self._refuge.arrived(self._notice.vacant) if self._refuge else []
+                    self._tell_at(*self._membership.master_address)
+                arrived = self._rendezvous.arrived(self._membership.open_ranks) if self._rendezvous else []
                 if arrived:
                     self._let_in(arrived)
                     break
@@ -507,7 +507,7 @@ class Door(threading.Thread):
                 self._on_arrival(arrived)
 
     def _is_needed(self) -> bool:
-        return bool(self._notice.vacant) or (self._tells and not self._has_told)
+        return bool(self._membership.open_ranks) or (self._tells and not self._has_told)
 
     def close(self) -> dist.Store | None:
         """Let nobody in any more; return the store. The thread may take a moment to end."""
@@ -517,31 +517,31 @@ class Door(threading.Thread):
         return store
 
     def _tell_at(self, host: str, port: int) -> None:
-        """Refuse each start of a job there by the notice: in our own store, or in that of a new rank 0."""
+        """Refuse each start of a job there by the membership: in our own store, or in that of a new rank 0."""
         if self._has_told:
             return
         if self.store is None and is_listening(host, port):
-            _refuse_start(connect(host, port, _PATIENCE), self._notice)
+            _refuse_start(connect(host, port, _PATIENCE), self._membership)
         elif self.store is not None or self._is_at_master:
             with self._acting:
                 if self._over.is_set():
                     return
                 self.store = self.store or host_store(host, port)
-                Generation.refuse(self.store, _failure(self._notice))
+                Generation.refuse(self.store, _failure(self._membership))
                 self._has_told = True
 
 
-def _refuse_start(store: dist.Store, notice: Notice) -> None:
+def _refuse_start(store: dist.Store, membership: Membership) -> None:
     """Refuse a start of which a new rank 0 hosts the store, unless it is complete: then it is another job."""
     latest = Generation.latest(store)
     if latest is None or latest.is_complete():
         return
-    former = latest.vacancy()
-    if former is not None and former.notice == notice.to_json():
+    former = latest.continued()
+    if former is not None and former.membership == membership.to_json():
         return
     generation = latest if former is None else Generation.new(store)
-    generation.give_up(_failure(notice))
+    generation.give_up(_failure(membership))
 
 
-def _failure(notice: Notice) -> Failure:
-    return Failure(-1, socket.gethostname(), Vacancy.__name__, str(notice), notice.to_json())
+def _failure(membership: Membership) -> Failure:
+    return Failure(-1, socket.gethostname(), JobContinues.__name__, str(membership), membership.to_json())

@@ -22,7 +22,7 @@ from ..job import current_job, lifecycle
 from ..launch.ranks import get_rank
 from ..parallel.models import unwrap_model
 from ..parallel.wrap import release_models
-from .regrouping import Decision
+from .regrouping import Quorum
 
 _CALL = "survive()"
 _MOST_TIMES = 16  # bytes that the states of another rank may have, for each of this one's: its optimizer may be new
@@ -96,27 +96,27 @@ class KeptStates:
         self._loaders.append(loader)
 
     @torch.no_grad()
-    def put_back(self, decision: Decision, member: int) -> None:
+    def put_back(self, quorum: Quorum, member: int) -> None:
         """Give all who go on the states of the step from which they do. Collective."""
         for module in self._modules:
             module.zero_grad(set_to_none=True)
         release_models(self._modules)
-        if member not in decision.behind:
+        if member not in quorum.behind:
             for buffer, kept in zip(self._live_buffers(), self._buffers, strict=True):
                 buffer.copy_(kept)
             for state, saved in zip(self._small, self._copies, strict=True):
                 state.load_state_dict(copy.deepcopy(saved))
         set_rng_state(self._random)
         mine = [[state.state_dict() for state in self._states], self._positions]
-        states, positions = share_data(mine, decision.members.index(decision.source))
-        if member == decision.source:
+        states, positions = share_data(mine, quorum.members.index(quorum.source))
+        if member == quorum.source:
             return
         self.is_whole = False
         for state, saved in zip(self._states, states, strict=True):
             state.load_state_dict(saved)
         self._positions = positions
         self._copy()
-        self.steps = decision.steps
+        self.steps = quorum.steps
         self.is_whole = True
 
     def close(self) -> None:

@@ -20,20 +20,20 @@ from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_e
 from ..collectives.groups import control_device
 from ..collectives.ops import broadcast
 from ..collectives.sync import barrier
-from ..errors import DdpkitError, LaunchError, PeerError, RankReturns
+from ..errors import DdpkitError, LaunchError, PeerError, RankRejoins
 from ..job import current_job, lifecycle
 from ..job.job import ChooseDevice, Context, Options, Origin, checked_options
 from ..job.joining import hosted_store, offer_store
-from ..join.failures import Failure, Vacancy
+from ..join.failures import Failure, JobContinues
 from ..join.rendezvous import StoreLost
 from ..join.sockets import is_listening
 from ..join.store import Question, call_with_timeout
 from ..launch import ranks
 from ..watch import stop_agreement
 from ..watch.main_thread import undisturbed
-from .regrouping import Arrival, Decision, Door, LeftBehind, Refuge
+from .membership import Membership, address_of, remember_ended
+from .regrouping import Admission, Candidate, Evicted, Quorum, Rendezvous
 from .states import KeptStates, Resumable
-from .vacancy import Notice, address_of, remember_ended
 
 log = logging.getLogger(__name__)
 _ANSWERING = 1.0  # seconds within which a store answers whose host runs and can be reached
@@ -234,15 +234,15 @@ class _Survivors:
         self._least = least
         self._patience = patience.total_seconds()
         self._regroupings = 0
-        self._refuge: Refuge | None = None
-        self._door: Door | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._admission: Admission | None = None
         self._store: dist.Store | None = None  # where the job began, if this process hosts it
         self._members: list[int] = []
         self._size = 1  # number of members at the beginning
         self._master: str | None = None  # where the job began
         self._master_host = ""
         self._resumed_at: int | None = None  # the step, where nobody was missing after the last loss
-        self._returning: RankReturns | None = None  # what a rank that is alone has to do at its next commit
+        self._returning: RankRejoins | None = None  # what a rank that is alone has to do at its next commit
 
     def enter(self, timeout: timedelta, **options: Any) -> None:
         """Join the job that begins, or one that goes on without this rank."""
@@ -251,17 +251,17 @@ class _Survivors:
             try:
                 self.begin(lifecycle.setup(timeout=timeout, **options))
                 return
-            except Vacancy as vacancy:
+            except JobContinues as continued:
                 if time.monotonic() > deadline:
                     raise
-                notice = Notice.from_json(vacancy.notice)
+                membership = Membership.from_json(continued.membership)
             except StoreLost as lost:  # of a rank that has ended, too, or of a job that goes on elsewhere
                 if time.monotonic() > deadline:
                     raise
                 log.warning("trying to join again: %s", lost)
                 continue
             # only now, when the error has gone, by which the store would stay open that a new rank 0 has opened
-            if self.take_place(notice, checked_options(timeout=timeout, watch=True, origin=Origin(), **options)):
+            if self.take_place(membership, checked_options(timeout=timeout, watch=True, origin=Origin(), **options)):
                 return
 
     def begin(self, context: Context) -> None:
@@ -278,46 +278,46 @@ class _Survivors:
         self.kept.is_whole = True
         if lifecycle.joined():
             self._secret = agree_on_secret()
-            self._refuge = Refuge.of_job(current_job.current_session(), self._patience, self._secret)
+            self._rendezvous = Rendezvous.of_job(current_job.current_session(), self._patience, self._secret)
             self._master = context.master
             self._store = hosted_store(context.master)
-            self._master_host = self._refuge.addresses[0][0]
+            self._master_host = self._rendezvous.addresses[0][0]
             current_job.hold_failures(True)  # until an attempt is entered
 
-    def take_place(self, notice: Notice, asked: Options) -> bool:
-        """Come in as one of the ranks that a running job has lost; return False if the notice is out of date."""
+    def take_place(self, membership: Membership, asked: Options) -> bool:
+        """Come in as one of the ranks that a running job has lost; return False if the membership is out of date."""
         launch = ranks.current_launch()
-        if launch.world_size != notice.size or notice.is_alive(launch.rank):
-            raise LaunchError(f"This process was started as rank {launch.rank} of {launch.world_size}. {notice}")
+        if launch.world_size != membership.size or membership.is_alive(launch.rank):
+            raise LaunchError(f"This process was started as rank {launch.rank} of {launch.world_size}. {membership}")
         self._secret = _given_secret()
-        if not notice.is_of_job(self._secret):
+        if not membership.is_of_job(self._secret):
             raise LaunchError(
-                f"{notice} But it lets in only who knows its {_SECRET}: start all ranks, and those that take the place "
+                f"{membership} But it lets in only who knows its {_SECRET}: start all ranks, and those that take the place "
                 "of lost ones, with this environment variable set to one long random text."
             )
-        if launch.rank not in notice.vacant:  # the others have not noticed yet that it has ended
+        if launch.rank not in membership.open_ranks:  # the others have not noticed yet that it has ended
             time.sleep(_NOTICING)
             return False
         self._asked = asked
-        self._size = notice.size
-        self._master, self._master_host = notice.master, notice.master_host
-        self._regroupings = notice.regrouping
+        self._size = membership.size
+        self._master, self._master_host = membership.master, membership.master_host
+        self._regroupings = membership.regrouping
         self.kept.is_whole = False
-        self._refuge = Refuge.beside(launch.rank, notice, self._patience, self._secret)
-        found = self._refuge.come_in(self._arrival(), notice, asked.timeout)
+        self._rendezvous = Rendezvous.beside(launch.rank, membership, self._patience, self._secret)
+        found = self._rendezvous.come_in(self._candidate(), membership, asked.timeout)
         if found is None:
             self._close_refuge()
-            if not is_listening(*notice.master_address):
-                raise LaunchError(f"{notice} But they have ended, or cannot be reached.")
+            if not is_listening(*membership.master_address):
+                raise LaunchError(f"{membership} But they have ended, or cannot be reached.")
             return False
-        decision, store = found
-        self._members = decision.members
+        quorum, store = found
+        self._members = quorum.members
         try:
-            self._join(decision, store)
+            self._join(quorum, store)
         except RuntimeError as error:
             try:
                 self.go_on(error)
-            except LeftBehind as reason:  # this rank was there for no step yet, and can come again
+            except Evicted as reason:  # this rank was there for no step yet, and can come again
                 log.warning("trying to join again: %s", reason)
                 self._close_refuge()
                 return False
@@ -326,15 +326,15 @@ class _Survivors:
     def commit(self) -> None:
         """Keep the present states."""
         self.kept.commit()
-        if self._refuge is not None:
-            self._refuge.is_together()
+        if self._rendezvous is not None:
+            self._rendezvous.is_together()
         if self._returning is not None:
             raise self._returning
 
     def go_on(self, lost: RuntimeError) -> None:
         """Join those who are left, until nobody is lost meanwhile, and let all have the same states."""
-        assert self._refuge is not None
-        self._close_door()
+        assert self._rendezvous is not None
+        self._close_admission()
         begun = time.monotonic()
         stop = stop_agreement.current()
         request = stop.request if stop.decision is None else stop.decision.request
@@ -345,50 +345,50 @@ class _Survivors:
         tried: list[int] = []  # in vain; once more is right if one of them is stopped
         while True:
             lifecycle.leave_to_rejoin()
-            decision, store = self._refuge.regroup(self._arrival(), members, self._least, gone)
-            self._check_progress(decision, lost)
+            quorum, store = self._rendezvous.regroup(self._candidate(), members, self._least, gone)
+            self._check_progress(quorum, lost)
             try:
-                self._join(decision, store)
+                self._join(quorum, store)
                 break
             except RuntimeError:
-                if decision.members == tried and not any(map(self._refuge.has_ended, tried)):
+                if quorum.members == tried and not any(map(self._rendezvous.has_ended, tried)):
                     raise
-                tried = decision.members
+                tried = quorum.members
             members = sorted({*members, *tried})
             gone = []  # a new process may have come in such a place
-        self._members = decision.members
+        self._members = quorum.members
         if request is not None:
             stop_agreement.ask(request)
-        if decision.leader == self._refuge.member:
+        if quorum.leader == self._rendezvous.member:
             took = time.monotonic() - begun
-            news = f"{len(self._members)} of {self._size} ranks go on from step {decision.steps}, after {took:.1f} s"
-            if decision.members[-1] >= len(decision.members):  # numbers are others than at the beginning
-                news += f" (at the beginning ranks {', '.join(map(str, decision.members))})"
+            news = f"{len(self._members)} of {self._size} ranks go on from step {quorum.steps}, after {took:.1f} s"
+            if quorum.members[-1] >= len(quorum.members):  # numbers are others than at the beginning
+                news += f" (at the beginning ranks {', '.join(map(str, quorum.members))})"
             log.warning("%s: %s", news, str(lost).partition("\n")[0])
 
-    def _check_progress(self, decision: Decision, lost: RuntimeError) -> None:
+    def _check_progress(self, quorum: Quorum, lost: RuntimeError) -> None:
         """Raise what was taken for a loss if it comes again at the same step, and nobody is missing: it is a bug."""
-        if decision.members != self._members or isinstance(lost, RankReturns):
+        if quorum.members != self._members or isinstance(lost, RankRejoins):
             self._resumed_at = None
-        elif decision.steps == self._resumed_at:
+        elif quorum.steps == self._resumed_at:
             raise lost
         else:
-            self._resumed_at = decision.steps
+            self._resumed_at = quorum.steps
 
-    def _arrival(self) -> Arrival:
-        assert self._refuge is not None
-        refuge, kept = self._refuge, self.kept
-        return Arrival(refuge.member, self._regroupings, kept.steps, kept.is_whole, refuge.address)
+    def _candidate(self) -> Candidate:
+        assert self._rendezvous is not None
+        rendezvous, kept = self._rendezvous, self.kept
+        return Candidate(rendezvous.member, self._regroupings, kept.steps, kept.is_whole, rendezvous.address)
 
-    def _join(self, decision: Decision, store: dist.Store) -> None:
+    def _join(self, quorum: Quorum, store: dist.Store) -> None:
         """Join those who go on, in a part of the leader's store, and take the states from one of them."""
-        assert self._refuge is not None
-        self._regroupings = decision.regrouping
-        store = dist.PrefixStore(f"job {decision.regrouping}", store)
-        refuge = self._refuge
-        members = decision.members
-        host = members.index(decision.leader)
-        needed = members if decision.leader == refuge.member else [decision.leader]
+        assert self._rendezvous is not None
+        self._regroupings = quorum.regrouping
+        store = dist.PrefixStore(f"job {quorum.regrouping}", store)
+        rendezvous = self._rendezvous
+        members = quorum.members
+        host = members.index(quorum.leader)
+        needed = members if quorum.leader == rendezvous.member else [quorum.leader]
         is_joining = True
         has_given_up = Question(lambda: store.check([_GIVEN_UP]), _ANSWERING)
 
@@ -397,11 +397,11 @@ class _Survivors:
                 return ""
             if has_given_up.is_yes():
                 return "another has given up"
-            found = ", ".join(f"member {member} has ended" for member in needed if refuge.has_ended(member))
+            found = ", ".join(f"member {member} has ended" for member in needed if rendezvous.has_ended(member))
             # asking takes time, in which all may have joined; the watch tells of one that has ended after that
             return found if is_joining else ""
 
-        rank = members.index(refuge.member)
+        rank = members.index(rendezvous.member)
         try:
             self.context = lifecycle.rejoin(self._asked, store, rank, len(members), host, lost)
         except BaseException:
@@ -409,56 +409,58 @@ class _Survivors:
                 call_with_timeout(lambda: store.set(_GIVEN_UP, ""), _ANSWERING)
             raise
         is_joining = False
-        check_members(self._secret, f"{decision.regrouping}")
-        self.kept.put_back(decision, refuge.member)
+        check_members(self._secret, f"{quorum.regrouping}")
+        self.kept.put_back(quorum, rendezvous.member)
         current_job.hold_failures(True)  # until the next attempt is entered
-        self._open_door(decision)
+        self._open_admission(quorum)
 
-    def _open_door(self, decision: Decision) -> None:
+    def _open_admission(self, quorum: Quorum) -> None:
         """Let processes come in the place of those that are lost, if the others know where the job began."""
-        assert self._refuge is not None
+        assert self._rendezvous is not None
         if self._master is None:
             return
-        me = self._refuge.member
-        hosts = {member: host for member, (host, _) in zip(decision.members, decision.addresses, strict=True)}
+        me = self._rendezvous.member
+        hosts = {member: host for member, (host, _) in zip(quorum.members, quorum.addresses, strict=True)}
         self._master_host = hosts.get(0, self._master_host)
         there = [member for member, host in hosts.items() if host == self._master_host]
-        opens = there[0] if there else decision.leader
+        opens = there[0] if there else quorum.leader
         if me != opens:
             self._store = None  # the other opens one at the same address
-        if me not in (opens, decision.leader):
+        if me not in (opens, quorum.leader):
             return
         places = (self._master, self._master_host)
-        addresses = [self._refuge.addresses[member] for member in decision.seniority]
-        notice = Notice(*places, self._size, decision.regrouping, decision.seniority, addresses).sealed(self._secret)
-        refuge = self._refuge if me == decision.leader else None
-        self._door = Door(notice, me == opens, bool(there), refuge, self._interrupt_for, self._store)
+        addresses = [self._rendezvous.addresses[member] for member in quorum.joining_order]
+        membership = Membership(*places, self._size, quorum.regrouping, quorum.joining_order, addresses).sealed(
+            self._secret
+        )
+        rendezvous = self._rendezvous if me == quorum.leader else None
+        self._admission = Admission(membership, me == opens, bool(there), rendezvous, self._interrupt_for, self._store)
 
     def _interrupt_for(self, arrived: list[int]) -> None:
         """Interrupt all ranks, so that they meet again, and those who have come with them."""
-        returning = RankReturns(f"rank {', '.join(map(str, arrived))} comes back, in a new process")
+        returning = RankRejoins(f"rank {', '.join(map(str, arrived))} comes back, in a new process")
         if not current_job.interrupt(Failure.of(-1, returning)):
             self._returning = returning
 
-    def _close_door(self) -> None:
-        if self._door is not None:
-            self._store = self._door.close()  # it stays open, for somebody may be asking there
-        self._door = self._returning = None
+    def _close_admission(self) -> None:
+        if self._admission is not None:
+            self._store = self._admission.close()  # it stays open, for somebody may be asking there
+        self._admission = self._returning = None
 
     def remember_end(self) -> None:
         """Remember that the job has ended well: what is still told of it is out of date."""
-        if self._refuge is not None:
-            remember_ended(self._refuge.addresses[member] for member in self._members)
+        if self._rendezvous is not None:
+            remember_ended(self._rendezvous.addresses[member] for member in self._members)
 
     def _close_refuge(self) -> None:
-        if self._refuge is not None:
-            self._refuge.close()
-            self._refuge = None
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; after an error the others hear of it, and that this rank does not go on."""
         self.kept.close()
-        self._close_door()
+        self._close_admission()
         if error is not None:
             self._close_refuge()
             lifecycle.report(error)

@@ -25,7 +25,7 @@ from ddpkit.collectives.broadcast import broadcast_bytes
 from ddpkit.job.job import Options
 from ddpkit.join.failures import Failure, record_failure
 from ddpkit.join.store import connect
-from ddpkit.survival.regrouping import Arrival, Refuge, host_store
+from ddpkit.survival.regrouping import Candidate, Rendezvous, host_store
 from ddpkit.survival.states import KeptStates, share_data
 from ddpkit.survival.survive import _Survivors, check_members
 
@@ -65,7 +65,7 @@ def train(folder: str) -> None:
         with attempt as context:
             survivors = attempt._survivors
             if context.world_size == 3 and context.rank == 0:
-                found = {"addresses": survivors._refuge.addresses}  # which a scan of the ports tells, too
+                found = {"addresses": survivors._rendezvous.addresses}  # which a scan of the ports tells, too
                 Path(folder, "found.tmp").write_text(json.dumps(found))
                 Path(folder, "found.tmp").rename(f"{folder}/found")
             model = ddpkit.wrap_model(net)
@@ -90,10 +90,10 @@ def take_a_place(folder: str, port: int) -> None:
     mine = _place(addresses, folder)
     job = connect("127.0.0.1", port, SOON)
     record_failure(dist.PrefixStore("ddpkit/1", job), Failure(1, "vm", "ValueError", "", ""))
-    refuge = mine._refuge
-    assert refuge is not None
-    arrival = Arrival(1, 0, 1_000_000, True, refuge.address)
-    decision, store = refuge._follow(0, arrival, 20.0)
+    rendezvous = mine._rendezvous
+    assert rendezvous is not None
+    candidate = Candidate(1, 0, 1_000_000, True, rendezvous.address)
+    decision, store = rendezvous._follow(0, candidate, 20.0)
     Path(folder, "answered").write_text(str(decision))
     if decision is not None:
         mine._asked = Options(timeout=SOON)
@@ -107,8 +107,10 @@ def _place(addresses: dict[str, Any], folder: str) -> _Survivors:
     kept._states = [Code(folder), Code(folder)]
     mine = _Survivors(kept, 1, timedelta(seconds=10))
     mine._secret = GUESS
-    mine._refuge = Refuge(1, 3, "127.0.0.1", 10.0, GUESS)
-    mine._refuge.addresses |= {int(member): (host, port) for member, (host, port) in addresses.items() if member != "1"}
+    mine._rendezvous = Rendezvous(1, 3, "127.0.0.1", 10.0, GUESS)
+    mine._rendezvous.addresses |= {
+        int(member): (host, port) for member, (host, port) in addresses.items() if member != "1"
+    }
     return mine
 
 
@@ -190,22 +192,22 @@ def test_on_one_node_the_store_of_a_rank_listens_on_loopback_alone() -> None:
 
 def test_an_arrival_counts_once_and_only_where_it_was_meant() -> None:
     secret = b"the secret of this job"
-    leader, follower, other = (Refuge(member, 3, "127.0.0.1", 1.0, secret) for member in range(3))
+    leader, follower, other = (Rendezvous(member, 3, "127.0.0.1", 1.0, secret) for member in range(3))
     refuges = [leader, follower, other]
-    for refuge in refuges:
-        refuge.addresses = {each.member: each.address for each in refuges}
-        refuge._seniority = [0, 1, 2]
-    me = Arrival(1, 0, 7, True, follower.address)
+    for rendezvous in refuges:
+        rendezvous.addresses = {each.member: each.address for each in refuges}
+        rendezvous._joining_order = [0, 1, 2]
+    me = Candidate(1, 0, 7, True, follower.address)
     with ThreadPoolExecutor() as threads:
         asking = threads.submit(follower._follow, 0, me, 20.0)
-        while not leader._store.check(["arrival/1"]):
+        while not leader._store.check(["candidate/1"]):
             assert not asking.done()
-        copied = leader._store.get("arrival/1")
-        decision = leader._lead(Arrival(0, 0, 7, True, leader.address), [0, 1], 1, [])
+        copied = leader._store.get("candidate/1")
+        decision = leader._lead(Candidate(0, 0, 7, True, leader.address), [0, 1], 1, [])
         assert asking.result()[0] == decision
-    for refuge in (leader, other):
-        refuge._store.set("arrival/1", copied)
-        assert refuge._read_arrival(1) is None
-        assert not refuge._store.check(["arrival/1"])
-    for refuge in refuges:
-        refuge.close()
+    for rendezvous in (leader, other):
+        rendezvous._store.set("candidate/1", copied)
+        assert rendezvous._read_candidate(1) is None
+        assert not rendezvous._store.check(["candidate/1"])
+    for rendezvous in refuges:
+        rendezvous.close()

@@ -21,7 +21,7 @@ from processes import ROOT, Ended, free_port, launch, platform_env, run
 from torch import nn
 
 import ddpkit
-from ddpkit.survival.regrouping import Arrival, Refuge, decide
+from ddpkit.survival.regrouping import Candidate, Rendezvous, decide
 
 SAMPLES = 120
 BATCH = 2
@@ -98,15 +98,15 @@ def train(
         if (step, f"stop in {point}") in mine:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    former = Refuge.regroup
+    former = Rendezvous.regroup
 
-    def regroup(self: Refuge, *args: Any) -> Any:
+    def regroup(self: Rendezvous, *args: Any) -> Any:
         found = former(self, *args)
         if any(point == "joining" for _, point in mine):
             die()
         return found
 
-    Refuge.regroup = regroup  # type: ignore[method-assign]
+    Rendezvous.regroup = regroup  # type: ignore[method-assign]
     optimizer.register_step_pre_hook(lambda *_: at(step, "optimizer"))
     count, models = Count(), []
     for attempts, attempt in enumerate(ddpkit.survive(net, optimizer, count, min_ranks=min_ranks, **options), 1):
@@ -447,13 +447,13 @@ def test_the_job_ends_where_too_few_are_left(tmp_path: Path) -> None:
         assert "The ranks that are left cannot go on: 2 ranks are left, and at least 3 were asked for." in e.output
 
 
-def arrival(member: int, steps: int = 7, is_whole: bool = True, regroupings: int = 0) -> Arrival:
-    return Arrival(member, regroupings, steps, is_whole, ("here", member))
+def candidate(member: int, steps: int = 7, is_whole: bool = True, regroupings: int = 0) -> Candidate:
+    return Candidate(member, regroupings, steps, is_whole, ("here", member))
 
 
 def test_all_go_on_from_the_last_whole_step_that_one_of_them_has() -> None:
-    arrivals = [arrival(3, 8), arrival(1, 7), arrival(0, 8, is_whole=False), arrival(4, 8, regroupings=2)]
-    decision = decide(0, range(5), arrivals, [], 1)
+    candidates = [candidate(3, 8), candidate(1, 7), candidate(0, 8, is_whole=False), candidate(4, 8, regroupings=2)]
+    decision = decide(0, range(5), candidates, [], 1)
     assert (decision.members, decision.steps, decision.source, decision.behind) == ([0, 1, 3, 4], 8, 3, [0, 1])
     assert (decision.regrouping, decision.refusal) == (3, "")
 
@@ -465,14 +465,14 @@ def test_all_go_on_from_the_last_whole_step_that_one_of_them_has() -> None:
 def test_of_a_network_that_was_cut_one_part_at_most_goes_on(
     there: list[int], unknown: list[int], goes_on: bool
 ) -> None:
-    assert (decide(there[0], range(5), [arrival(member) for member in there], unknown, 1).refusal == "") == goes_on
+    assert (decide(there[0], range(5), [candidate(member) for member in there], unknown, 1).refusal == "") == goes_on
     if goes_on:
-        assert decide(unknown[0], range(5), [arrival(member) for member in unknown], there, 1).refusal
+        assert decide(unknown[0], range(5), [candidate(member) for member in unknown], there, 1).refusal
 
 
 def test_nobody_goes_on_from_the_middle_of_a_step() -> None:
-    arrivals = [arrival(0, is_whole=False), arrival(1, is_whole=False)]
-    assert "states of a whole step" in decide(0, range(5), arrivals, [], 1).refusal
+    candidates = [candidate(0, is_whole=False), candidate(1, is_whole=False)]
+    assert "states of a whole step" in decide(0, range(5), candidates, [], 1).refusal
 
 
 def test_what_cannot_be_kept_is_refused() -> None:

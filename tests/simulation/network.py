@@ -304,7 +304,7 @@ class Socket(Descriptor):
         self.changed()
 
     def cut(self) -> None:
-        """Notice, after a while, that nothing passes any more."""
+        """Membership, after a while, that nothing passes any more."""
         self.world.at(self.world.now + self._dead_link + self.world.random.random(), self._break)
 
 

@@ -28,8 +28,8 @@ from ddpkit.job import joining as startup
 from ddpkit.job import refusal as declining
 from ddpkit.join import causes, session, sockets
 from ddpkit.join import members as member
-from ddpkit.survival import regrouping, vacancy
-from ddpkit.survival import regrouping as door
+from ddpkit.survival import membership, regrouping
+from ddpkit.survival import regrouping as admission
 from ddpkit.watch import connections, main_thread, monitor, starting
 
 _NEVER = float("inf")
@@ -301,7 +301,7 @@ class MainThread(main_thread.MainThread):
 
 
 class _Ended:
-    """What `vacancy` keeps in mind in each process."""
+    """What `membership` keeps in mind in each process."""
 
     def update(self, addresses: Any) -> None:
         running().addresses.update(addresses)
@@ -391,10 +391,10 @@ def put_in_place() -> None:
     connections.segments_received = Socket.segments_received
     connections.Attempts = Attempts
     session.os = _os
-    for thread in (monitor.Monitor, regrouping._Pulse, door.Door):
+    for thread in (monitor.Monitor, regrouping._Heartbeat, admission.Admission):
         thread.start, thread.join, thread.is_alive = _start, _Thread.join, _Thread.is_alive
-    regrouping.connect = door.connect = declining.connect = connect_to_store
-    vacancy._ended = _Ended()
+    regrouping.connect = admission.connect = declining.connect = connect_to_store
+    membership._ended = _Ended()
     declining.wait_for_listener = _wait_for_listener
     regrouping.reachable = lambda host, port: host if host == "127.0.0.1" else _hostname()
     regrouping.host_address = lambda _: _hostname()

@@ -72,10 +72,10 @@ def let_both_halves_go_on() -> None:
 def excuse_an_absence_at_a_commit() -> None:
     """A rank takes a step that it commits after an absence for a sign that the others are still there. It was so."""
 
-    def is_together(self: regrouping.Refuge) -> None:
-        self._excused = self._pulse.absences()
+    def is_together(self: regrouping.Rendezvous) -> None:
+        self._excused = self._heartbeat.absences()
 
-    regrouping.Refuge.is_together = is_together
+    regrouping.Rendezvous.is_together = is_together
 
 
 def keep_states_that_others_have_not() -> None:
@@ -95,7 +95,7 @@ def let_the_host_of_the_store_leave_first() -> None:
 
 def take_each_notice_for_an_old_one() -> None:
     """A process that comes to a running job believes that it was there before."""
-    failures.Vacancy.is_out_of_date = property(lambda self: True)
+    failures.JobContinues.is_out_of_date = property(lambda self: True)
 
 
 def end_a_connection_that_is_silent_for_a_moment() -> None:

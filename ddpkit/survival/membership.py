@@ -20,7 +20,7 @@ def address_of(master: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
-class Notice:
+class Membership:
     """What a job that goes on without some of its ranks says of itself.
 
     Attributes:
@@ -42,23 +42,23 @@ class Notice:
     proof: str = ""
 
     @classmethod
-    def from_json(cls, text: str) -> Notice:
-        """Read a notice; raise `LaunchError` if it is none."""
-        found = parse(text, "notice", _FORM)
+    def from_json(cls, text: str) -> Membership:
+        """Read a membership; raise `LaunchError` if it is none."""
+        found = parse(text, "membership", _FORM)
         return cls(**{**found, "addresses": [(host, port) for host, port in found["addresses"]]})
 
     def to_json(self) -> str:
         """Write it for the store."""
         return json.dumps(asdict(self))
 
-    def sealed(self, secret: bytes) -> Notice:
+    def sealed(self, secret: bytes) -> Membership:
         """Return it with a proof for those who know the secret of the job."""
-        return Notice.from_json(sealed(secret, _PLACE, self._fields()))
+        return Membership.from_json(sealed(secret, _PLACE, self._fields()))
 
     def is_of_job(self, secret: bytes) -> bool:
         """Return whether a process wrote it that knows this secret."""
         try:
-            opened(secret, _PLACE, self.to_json(), "notice", _FIELDS)
+            opened(secret, _PLACE, self.to_json(), "membership", _FIELDS)
         except LaunchError:
             return False
         return True
@@ -74,7 +74,7 @@ class Notice:
         return address_of(self.master)
 
     @property
-    def vacant(self) -> list[int]:
+    def open_ranks(self) -> list[int]:
         """Return the ranks whose place may be taken."""
         return sorted(set(range(self.size)) - set(self.members))
 
@@ -84,9 +84,9 @@ class Notice:
 
     def __str__(self) -> str:
         text = f"The job at {self.master} goes on with {len(self.members)} of its {self.size} ranks."
-        if not self.vacant:
+        if not self.open_ranks:
             return text
-        ranks = ", ".join(map(str, self.vacant))
+        ranks = ", ".join(map(str, self.open_ranks))
         return f"{text} A process that calls ddpkit.survive() may take the place of a lost one: {ranks}."
 
 
@@ -99,14 +99,14 @@ def remember_ended(addresses: Iterable[tuple[str, int]]) -> None:
     _ended.update(addresses)
 
 
-_FORM = {**get_type_hints(Notice), "members": [int], "addresses": [tuple[str, int]]}
+_FORM = {**get_type_hints(Membership), "members": [int], "addresses": [tuple[str, int]]}
 _FIELDS = {name: form for name, form in _FORM.items() if name != "proof"}
-_PLACE = ["notice"]
+_PLACE = ["membership"]
 
 
-def _is_of_ended_job(notice: str) -> bool:
+def _is_of_ended_job(membership: str) -> bool:
     """Return whether that job has ended, and this process was one of those that went on to the end."""
-    return not _ended.isdisjoint(Notice.from_json(notice).addresses)
+    return not _ended.isdisjoint(Membership.from_json(membership).addresses)
 
 
 failures.out_of_date.append(_is_of_ended_job)
