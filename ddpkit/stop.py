@@ -45,7 +45,7 @@ def stopping(
             passed over for another 30 s, since launchers signal ranks as soon as the first one has ended (Ctrl-C, 2 s).
 
     Raises:
-        NotSetUpError: If there are several ranks without the monitor, which `setup(watch=True)` starts.
+        NotSetUpError: If there are several ranks without the watch, which `setup(watch=True)` starts.
         ValueError: If a signal cannot be handled, or this is not the main thread, where Python handles signals.
 
     Example:

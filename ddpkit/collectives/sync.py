@@ -95,7 +95,7 @@ def main_process_first(local: bool = False) -> Iterator[None]:
     """Run a block on rank 0 first, then on the others: to prepare what the others find. Collective.
 
     The block itself may hold no collective. The others wait on the store, so slow work trips no time-out of a
-    collective: they wait for up to a day, and less only if the first rank raises, which all then do, or if the monitor
+    collective: they wait for up to a day, and less only if the first rank raises, which all then do, or if the watch
     (`setup(watch=True)`) sees it die.
 
     Args:
@@ -130,7 +130,7 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run `fn` on rank 0 and give its value to every rank. Collective.
 
     `fn` itself may hold no collective. The others wait on the store, so slow work trips no time-out of a collective:
-    for up to a day, and less only if rank 0 raises, or if the monitor (`setup(watch=True)`) sees it die. When all ranks
+    for up to a day, and less only if rank 0 raises, or if the watch (`setup(watch=True)`) sees it die. When all ranks
     are there the value goes through the process group.
 
     Args:

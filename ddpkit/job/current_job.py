@@ -35,13 +35,13 @@ def has_job() -> bool:
 
 def is_watched() -> bool:
     """Return whether this process hears of what happens on other ranks while it computes."""
-    return job is not None and job.monitor is not None
+    return job is not None and job.watch is not None
 
 
 def watch() -> Any:
     """Return this process's watch; call it only where `is_watched()` is true."""
     assert job is not None
-    return job.monitor
+    return job.watch
 
 
 def current_session() -> Session:
@@ -93,8 +93,8 @@ def interrupt(failure: Failure) -> bool:
         return False
     if current.session.failures.known is None:
         current.session.failures.known = failure
-        if current.monitor is not None:
-            current.monitor.wake()
+        if current.watch is not None:
+            current.watch.wake()
     return True
 
 

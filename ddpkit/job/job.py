@@ -252,7 +252,7 @@ def context_of(launch: Launch, device: torch.device, backend: str | None = None,
 
 
 class Watch(Protocol):
-    """What the core asks of the watch, an optional room: see `ddpkit.watch.monitor.Monitor`."""
+    """What the core asks of the watch, an optional room: see `ddpkit.watch.thread.WatchThread`."""
 
     def wake(self) -> None:
         """Look at once at what this process has changed."""
@@ -283,7 +283,7 @@ class Job:
         context: Where this process stands in it.
         group: Returns the process group that it belongs to, as long as that lives; one process has none.
         session: Where its ranks meet; one process has none.
-        monitor: The watch, by which it hears of failures.
+        watch: The watch, by which it hears of failures.
         control: The device on which small control messages travel, if that is not the CPU.
         owns_group: Whether `setup()` made the group.
         hosts_store: Whether this process hosts the store.
@@ -304,7 +304,7 @@ class Job:
     context: Context
     group: Callable[[], Any] = no_group
     session: Session | None = None
-    monitor: Watch | None = None
+    watch: Watch | None = None
     control: torch.device | None = None
     owns_group: bool = False
     hosts_store: bool = False

@@ -1,4 +1,4 @@
-"""The steps of joining a job: the launch, the store, the members, the monitor, the device, the process group."""
+"""The steps of joining a job: the launch, the store, the members, the watch, the device, the process group."""
 
 from __future__ import annotations
 
@@ -184,13 +184,13 @@ def _open_store(
 
 
 def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Session, Members, socket.socket | None]:
-    """Learn who the members are; return them and, on rank 0, the socket on which its monitor listens."""
+    """Learn who the members are; return them and, on rank 0, the socket on which its watch listens."""
     launch = job.launch
     timeout = job.asked.timeout
     listener = None
     address = None
     if job.asked.watch and launch.rank == 0:
-        listener, address = _listen_for_monitors(launch, opened)
+        listener, address = _listen_for_watches(launch, opened)
     run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
     me = Member(launch.rank, launch.world_size, run_id, store_outlives_ranks(launch), job.asked.watch, address)
     try:
@@ -212,8 +212,8 @@ def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Ses
     return session, members, listener
 
 
-def _listen_for_monitors(launch: Launch, opened: OpenStore) -> tuple[socket.socket, tuple[str, int]]:
-    """Open the socket on which the monitor of rank 0 listens, where only those who must can reach it."""
+def _listen_for_watches(launch: Launch, opened: OpenStore) -> tuple[socket.socket, tuple[str, int]]:
+    """Open the socket on which the watch of rank 0 listens, where only those who must can reach it."""
     address, port = opened.address, opened.port
     if address is None:
         address, port = _address_of(opened.store)
@@ -225,10 +225,10 @@ def _start_watch(
     job: Job, session: Session, members: Members, listener: socket.socket | None, opened: OpenStore
 ) -> None:
     """Start the watch, unless rank 0 has none."""
-    if members.monitor_address is not None:
-        listens = partial(_listen_for_monitors, job.launch, opened)
-        job.monitor = current_job.start_watch(session, members, job.asked.timeout, listener, listens)
-        session.monitor = weakref.ref(job.monitor)
+    if members.watch_address is not None:
+        listens = partial(_listen_for_watches, job.launch, opened)
+        job.watch = current_job.start_watch(session, members, job.asked.timeout, listener, listens)
+        session.watch = weakref.ref(job.watch)
 
 
 def _address_of(store: dist.Store) -> tuple[str | None, int | None]:

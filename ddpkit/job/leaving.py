@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _REPORT_LENGTH = 100_000  # characters of a message in torchrun's report: a peer's holds its traceback
 
 
-def publish(error: BaseException, session: Session, monitor: Watch | None) -> None:
+def publish(error: BaseException, session: Session, watch: Watch | None) -> None:
     """Tell the other ranks that this one is failing, or which peer it fails for, unless they know."""
     if session.failures.known is None:
         failure = session.describe(error)
-        if monitor:
-            monitor.tell(failure)
+        if watch:
+            watch.tell(failure)
         session.failures.announce(failure)
         session.failures.known = failure
     session.failures.settled = True
@@ -71,18 +71,18 @@ def say_goodbye(job: Job, session: Session, error: BaseException | None, at_exit
         error: The exception that it is handling, or that has ended it, if the others do not know it.
         at_exit: Whether the process is ending, so that its exit code tells whether it has failed.
     """
-    monitor = job.monitor
+    watch = job.watch
     reason = None if error is None else session.describe(error)
-    if monitor is None:
+    if watch is None:
         if reason and at_exit:
             session.failures.announce(reason)
     elif session.failures.known is None and at_exit:
-        monitor.close_at_exit(reason)
+        watch.close_at_exit(reason)
     elif error is None:
-        monitor.close()
+        watch.close()
     else:
         job.interrupted = isinstance(error, KeyboardInterrupt)
-        monitor.depart(None if job.interrupted else reason)
+        watch.depart(None if job.interrupted else reason)
 
 
 def destroy_group(job: Job, session: Session) -> None:

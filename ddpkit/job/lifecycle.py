@@ -300,8 +300,8 @@ def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: b
     say_goodbye(job, session, None if failed else error, at_exit)
     destroy_group(job, session)  # before lingering: it frees ranks stuck with us
     session.leave(lingers and job.hosts_store)
-    if job.monitor and at_exit:
-        job.monitor.hand_over()
+    if job.watch and at_exit:
+        job.watch.hand_over()
 
 
 def _put_hook_back(job: Job) -> None:
@@ -359,8 +359,8 @@ def _finish_departed(job: Job, session: Session, error: BaseException | None) ->
     if session.failures.known is not None:
         error = None
     say_goodbye(job, session, error, at_exit=error is not None or not job.interrupted)
-    if job.monitor:
-        job.monitor.hand_over()
+    if job.watch:
+        job.watch.hand_over()
 
 
 def _close_departed() -> None:
@@ -373,8 +373,8 @@ def _close_departed() -> None:
     if job is None:
         return
     _remove_exit_hooks(job)
-    if job.monitor and job.own_session():
-        job.monitor.close()
+    if job.watch and job.own_session():
+        job.watch.close()
 
 
 def _at_child_exit() -> None:
@@ -387,7 +387,7 @@ def _at_child_exit() -> None:
     job, _departed = _departed, None
     session = None if job is None else job.own_session()
     if job and session and error and not ended_well(error):
-        publish(error, session, job.monitor)
+        publish(error, session, job.watch)
 
 
 @contextmanager
@@ -551,7 +551,7 @@ def report(error: BaseException) -> BaseException:
     """Tell the peers that this rank is failing; return the error to show, which is a peer's if that was the cause."""
     try:
         return _report(error)
-    except DdpkitError as heard:  # raised meanwhile by the monitor, which does so once
+    except DdpkitError as heard:  # raised meanwhile by the watch, which does so once
         return _report(heard)
 
 
@@ -561,7 +561,7 @@ def _report(error: BaseException) -> BaseException:
     job = current_job.job
     if job is not None and job.session is not None and job.session.is_own:
         error = job.session.cause_of(error) or error
-        publish(error, job.session, job.monitor)
+        publish(error, job.session, job.watch)
     fill_error_file(error)
     return error
 

@@ -26,9 +26,7 @@ from ..errors import (
 from ..parsing import parse, refuse_text
 from .store import call_with_timeout
 
-out_of_date: list[
-    Callable[[str], bool]
-] = []  # say whether the job that wrote a membership has ended; `survive` adds one
+out_of_date: list[Callable[[str], bool]] = []  # say if the job of a membership has ended; `survive` adds one
 GRACE = 5.0  # seconds that a main thread has, where nobody asks for more
 
 _TEXT_LENGTHS = {"host": 300, "type": 300, "message": MESSAGE_LENGTH, "traceback": TRACE_LENGTH + 10_000}
@@ -121,7 +119,7 @@ def first_failure(store: dist.Store) -> Failure | None:
 class Failures:
     """What this rank knows of the first failure of its job, and of ranks that have left.
 
-    The monitor's thread writes it, and the main thread.
+    The watch's thread writes it, and the main thread.
 
     Attributes:
         known: The first failure, as far as this rank has heard of one.
@@ -163,7 +161,7 @@ class Failures:
             failure = first_failure(self._store)
             if failure and failure.rank not in range(-1, len(self._hosts)):
                 refuse_text(failure.to_json(), "failure")
-            if self.known is None:  # still: the monitor may have heard of one meanwhile
+            if self.known is None:  # still: the watch may have heard of one meanwhile
                 self.known = failure
         return self.known
 
@@ -199,7 +197,7 @@ class Failures:
                 self.raise_if_known()
             except DdpkitError as error:
                 return error
-            except RuntimeError:  # the store has gone too: only the monitor can tell
+            except RuntimeError:  # the store has gone too: only the watch can tell
                 store_answers = False
             orphan = self.orphan()
             if orphan:

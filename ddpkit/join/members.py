@@ -59,8 +59,8 @@ class Member:
         world_size: Number of ranks in the job, as its environment says.
         run_id: Identity of the run, if its environment names one.
         store_outlives_ranks: Whether torchrun or spawn hosts the store, so that it outlives a restart of the ranks.
-        watch: Whether it has a monitor.
-        monitor_address: Where rank 0's monitor listens.
+        watch: Whether it has a watch.
+        watch_address: Where rank 0's watch listens.
         host: The name of its machine.
         machine: Identity of the machine, its network and its process numbers.
         pid: Number of the process.
@@ -74,7 +74,7 @@ class Member:
     run_id: str | None
     store_outlives_ranks: bool
     watch: bool = True
-    monitor_address: tuple[str, int] | None = None
+    watch_address: tuple[str, int] | None = None
     host: str = field(default_factory=socket.gethostname)
     machine: tuple[str, ...] = field(default_factory=_machine)
     pid: int = field(default_factory=os.getpid)
@@ -151,13 +151,13 @@ class Members:
 
     Attributes:
         token: Secret of this start of the job.
-        monitor_address: Where rank 0's monitor listens.
+        watch_address: Where rank 0's watch listens.
         nodes: The host name of each node.
         runs: All ranks, in order.
     """
 
     token: str
-    monitor_address: tuple[str, int] | None
+    watch_address: tuple[str, int] | None
     nodes: tuple[str, ...]
     runs: tuple[Run, ...]
 
@@ -174,13 +174,13 @@ class Members:
                 run = run._replace(ranks=runs.pop().ranks + 1)
             runs.append(run)
         first = claims[0]
-        return cls(first.nonce, first.monitor_address, tuple(node[0] for node in numbers), tuple(runs))
+        return cls(first.nonce, first.watch_address, tuple(node[0] for node in numbers), tuple(runs))
 
     @classmethod
     def from_json(cls, text: bytes | str, key: str) -> Members:
         """Read the description that stands in the store under this key."""
         fields = parse(text, key, _MEMBERS)
-        address = fields["monitor_address"] and tuple(fields["monitor_address"])
+        address = fields["watch_address"] and tuple(fields["watch_address"])
         runs = tuple(Run(*run) for run in fields["runs"])
         for node, ranks, _ in runs:
             if ranks < 1 or node not in range(len(fields["nodes"])):
@@ -243,6 +243,6 @@ def is_below(rank: int, top: int) -> bool:
     return rank == top
 
 
-def monitor_key(rank: int) -> str:
-    """Return the key under which a rank other than rank 0 says where its monitor listens."""
-    return f"monitor/{rank}"
+def watch_key(rank: int) -> str:
+    """Return the key under which a rank other than rank 0 says where its watch listens."""
+    return f"watch/{rank}"

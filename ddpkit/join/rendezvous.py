@@ -22,7 +22,7 @@ from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 from ..parsing import encode, refuse_text
 from .failures import Failure, JobContinues, first_failure, record_failure
-from .members import Member, Members, claim_key, monitor_key
+from .members import Member, Members, claim_key, watch_key
 from .sockets import connect
 from .store import Pause, add, call_with_timeout
 
@@ -141,8 +141,8 @@ class Generation:
         """Write down why this job cannot be, as `fail()`."""
         record_failure(self.store, failure)
         self._count_change()
-        if self.is_complete():  # only their monitors can tell those who have joined
-            _tell_monitor(self.members(), failure)
+        if self.is_complete():  # only their watches can tell those who have joined
+            _tell_watch(self.members(), failure)
 
     def raise_if_failed(self, readers: int = 0) -> None:
         """Raise the reason why this job cannot be, if there is one.
@@ -185,7 +185,7 @@ class Generation:
             return list(self.store.list_keys())
         names = ["claims", "arrived", "left"]
         for rank in range(self.members().world_size):
-            names += [claim_key(rank), _claimant_key(rank), monitor_key(rank), f"group//cpu//0/{rank}"]
+            names += [claim_key(rank), _claimant_key(rank), watch_key(rank), f"group//cpu//0/{rank}"]
         names.append("members")
         return names
 
@@ -195,12 +195,12 @@ def _claimant_key(number: int) -> str:
     return f"claimant/{number}"
 
 
-def _tell_monitor(members: Members, failure: Failure) -> None:
-    """Tell the monitor of rank 0, which passes it on, why the job cannot go on."""
-    if members.monitor_address is None:
+def _tell_watch(members: Members, failure: Failure) -> None:
+    """Tell the watch of rank 0, which passes it on, why the job cannot go on."""
+    if members.watch_address is None:
         return
     line = encode(token=members.token, failure=failure)
-    with suppress(OSError), connect(*members.monitor_address, 2) as connection:
+    with suppress(OSError), connect(*members.watch_address, 2) as connection:
         connection.sendall(line)
 
 
@@ -308,7 +308,7 @@ def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: tim
         pause()
     members = Members.of([claims[rank] for rank in range(me.world_size)])
     generation.publish(members)
-    generation.raise_if_failed(readers)  # of somebody who came too early to see the members, and to tell the monitor
+    generation.raise_if_failed(readers)  # of somebody who came too early to see the members, and to tell the watch
     _delete_former(store, generation.number - 1)
     return generation.store, members
 

@@ -1,4 +1,4 @@
-"""Connections: those of the monitor, which are kept alive, and those of gloo's group, cut when the job has failed.
+"""Connections: those of the watch, which are kept alive, and those of gloo's group, cut when the job has failed.
 
 A collective of gloo's waits for its peers and cannot be called off; destroying the group waits for it, and a DDP model
 keeps the group until the process has ended. A connection that is cut ends the collective, at both ends. What is just
@@ -31,7 +31,7 @@ _SEGMENTS = slice(140, 144)  # where Linux's struct tcp_info has tcpi_segs_in
 
 
 def listen(address: str, one_node: bool) -> tuple[socket.socket, tuple[str, int]]:
-    """Open the listener to which the monitors of other ranks connect; return it and its address.
+    """Open the listener to which the watches of other ranks connect; return it and its address.
 
     On one node it listens on the loopback interface, which nobody else reaches. On several it listens on the interface
     of `address` alone, and on all of them only if that is a name, so that the interface is not known.
@@ -101,8 +101,8 @@ def is_loopback(address: str | None) -> bool:
         return False
 
 
-def connect_to_monitor(rank: int, address: tuple[str, int], timeout: float) -> socket.socket:
-    """Connect to the monitor of a rank; raise `LaunchError` if it cannot be reached."""
+def connect_to_watch(rank: int, address: tuple[str, int], timeout: float) -> socket.socket:
+    """Connect to the watch of a rank; raise `LaunchError` if it cannot be reached."""
     host, port = address
     try:
         return connect(host, port, timeout)

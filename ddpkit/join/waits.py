@@ -18,10 +18,10 @@ from .failures import FAILURE, Failure, Failures
 from .store import Pause, add, read_text
 
 T = TypeVar("T")
-_CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time in which the monitor learns why a connection broke
+_CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time in which the watch learns why a connection broke
 
 
-def _no_monitor() -> None:
+def _no_watch() -> None:
     return None
 
 
@@ -36,7 +36,7 @@ class Waits:
 
     Attributes:
         store_host: The rank that hosts the store, if one does.
-        monitor: Returns the thread that can ask the other ranks, as long as there is one; a weak reference to it.
+        watch: Returns the thread that can ask the other ranks, as long as there is one; a weak reference to it.
     """
 
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], orphaned: Callable[[], str]) -> None:
@@ -45,7 +45,7 @@ class Waits:
         self.hosts = hosts
         self.store_host = 0
         self.failures = Failures(store, rank, hosts, orphaned)
-        self.monitor: Callable[[], Any] = _no_monitor
+        self.watch: Callable[[], Any] = _no_watch
         self._deadlines: dict[int, float] = {}  # of the wait that each thread is in
 
     @property
@@ -59,9 +59,9 @@ class Waits:
 
     def show_ranks(self) -> None:
         """Let rank 0 log what the ranks are doing, where a wait has been too long."""
-        monitor = self.monitor()
-        if monitor is not None:
-            monitor.show_ranks()
+        watch = self.watch()
+        if watch is not None:
+            watch.show_ranks()
 
     def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
         """Poll until `ready()` is not None and return that; raise a peer's failure; let `late()` decide after that."""
@@ -87,7 +87,7 @@ class Waits:
 
     @contextmanager
     def bounded(self, timeout: timedelta) -> Iterator[None]:
-        """Let the monitor end a wait in which the store itself does not answer; raise `PeerError` for a lost store."""
+        """Let the watch end a wait in which the store itself does not answer; raise `PeerError` for a lost store."""
         try:
             with self._deadline(timeout):
                 yield

@@ -292,8 +292,8 @@ class _Survivors:
         self._secret = _given_secret()
         if not membership.is_of_job(self._secret):
             raise LaunchError(
-                f"{membership} But it lets in only who knows its {_SECRET}: start all ranks, and those that take the place "
-                "of lost ones, with this environment variable set to one long random text."
+                f"{membership} But it lets in only who knows its {_SECRET}: start all ranks, and those that take the "
+                "place of lost ones, with this environment variable set to one long random text."
             )
         if launch.rank not in membership.open_ranks:  # the others have not noticed yet that it has ended
             time.sleep(_NOTICING)

@@ -27,7 +27,7 @@ from ..errors import DdpkitError, PeerError
 from ..job import current_job, lifecycle
 from ..signals import put_back_unused
 from ..spawning.rank_process import call_and_reply
-from ..watch import monitor, stop_agreement
+from ..watch import stop_agreement, thread
 from . import cleaning
 
 # The messages between the test process and its ranks. A rank sends pairs: what kind of message it
@@ -251,7 +251,7 @@ class RankPlugin:
         Returns:
             A `Task`; "clean up" after one that this rank has done; None when all is over.
         """
-        logger = monitor.log
+        logger = thread.log
         logger.disabled = True
         try:
             return self._inbox.get()

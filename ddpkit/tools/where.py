@@ -48,12 +48,12 @@ def ask(address: str, port: int, seconds: float) -> Answer:
         LaunchError: If no job runs there, it has no watch, or rank 0's cannot be reached from here.
     """
     members = _find_members(address, port)
-    if members.monitor_address is None:
+    if members.watch_address is None:
         raise LaunchError("The job runs without the watch, setup(watch=False), so its ranks cannot be asked.")
     try:
-        connection = connect(*members.monitor_address, seconds)
+        connection = connect(*members.watch_address, seconds)
     except OSError as error:
-        host, number = members.monitor_address
+        host, number = members.watch_address
         raise LaunchError(
             f"The watch of rank 0 at {host}:{number} cannot be reached from here: {error}. Ask on the node of rank 0, "
             f"{members.nodes[members.runs[0].node]}; if that is here, the process may have ended."

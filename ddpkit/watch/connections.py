@@ -1,4 +1,4 @@
-"""The connections of the monitor: a tree with rank 0 at its top, open to its ranks and shut to everybody else.
+"""The connections of the watch: a tree with rank 0 at its top, open to its ranks and shut to everybody else.
 
 Nothing here blocks, so that no peer, slow, stopped or hostile, keeps the others from being heard. A stranger, which is
 a connection that has not shown the token in its first line, has little time and memory, and nothing that it sends is
@@ -317,7 +317,7 @@ class Connections:
         except Exception:
             if connection.rank is not None:
                 raise
-            self._drop(connection)  # no stranger shall end the monitor
+            self._drop(connection)  # no stranger shall end the watch
             return []
 
     def _read(self, connection: _Connection) -> list[Event]:

@@ -1,4 +1,4 @@
-"""The messages of the monitor: one JSON object a line, believed only after every field of it was checked."""
+"""The messages of the watch: one JSON object a line, believed only after every field of it was checked."""
 
 from __future__ import annotations
 

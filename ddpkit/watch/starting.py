@@ -10,18 +10,18 @@ from datetime import timedelta
 from ..errors import LaunchError
 from ..job import current_job
 from ..job.leaving import fill_error_file
-from ..join.members import Members, children_of, monitor_key, parent_of
+from ..join.members import Members, children_of, parent_of, watch_key
 from ..join.session import Session
-from ..join.sockets import connect_to_monitor
+from ..join.sockets import connect_to_watch
 from ..parsing import parse
-from .monitor import Monitor
+from .thread import WatchThread
 
 Listen = Callable[[], tuple[socket.socket, tuple[str, int]]]
 
 
 def start_watch(
     session: Session, members: Members, timeout: timedelta, listener: socket.socket | None, listen: Listen
-) -> Monitor:
+) -> WatchThread:
     """Connect this rank to those below it, then to the one above it.
 
     Args:
@@ -35,28 +35,28 @@ def start_watch(
     with session.bounded(timeout):
         if rank > 0 and children_of(rank, members.world_size):
             listener, address = listen()
-            session.store.set(monitor_key(rank), json.dumps({"address": address}))
-        monitor = Monitor(session, members.token, listener, fill_error_file)
-        monitor.wait_for_children(timeout)
+            session.store.set(watch_key(rank), json.dumps({"address": address}))
+        watch = WatchThread(session, members.token, listener, fill_error_file)
+        watch.wait_for_children(timeout)
         if rank > 0:
-            monitor.connect(_connect_to_parent(session, members, timeout))
-    return monitor
+            watch.connect(_connect_to_parent(session, members, timeout))
+    return watch
 
 
 def _connect_to_parent(session: Session, members: Members, timeout: timedelta) -> socket.socket:
     parent = parent_of(session.rank)
-    address = members.monitor_address
+    address = members.watch_address
     if parent > 0 or address is None:
-        address = _monitor_address(session, parent, timeout)
+        address = _watch_address(session, parent, timeout)
     try:
-        return connect_to_monitor(parent, address, timeout.total_seconds())
+        return connect_to_watch(parent, address, timeout.total_seconds())
     except LaunchError as error:  # it may have ended because another rank failed
         raise session.find_cause(host=parent) or error from None
 
 
-def _monitor_address(session: Session, rank: int, timeout: timedelta) -> tuple[str, int]:
-    """Wait until a rank other than rank 0 has said where its monitor listens."""
-    key = monitor_key(rank)
+def _watch_address(session: Session, rank: int, timeout: timedelta) -> tuple[str, int]:
+    """Wait until a rank other than rank 0 has said where its watch listens."""
+    key = watch_key(rank)
 
     def is_there() -> bool | None:
         return session.store.check([key]) or None

@@ -58,7 +58,7 @@ class StopDecision:
 
 
 class StopAgreement:
-    """What a rank knows of the step at which all stop. Its main thread counts; the monitor's thread does the rest.
+    """What a rank knows of the step at which all stop. Its main thread counts; the watch's thread does the rest.
 
     Args:
         world_size: Number of ranks in the job.
@@ -96,7 +96,7 @@ class StopAgreement:
         """Return whether this rank has counted the step at which all stop."""
         return self.decision is not None and self._steps >= self.decision.step
 
-    # The monitor's thread
+    # The watch's thread
 
     def answer(self) -> int:
         """Return the number of steps so far; no more is begun before the decision."""

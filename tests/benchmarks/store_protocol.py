@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpkit.join.failures import Failure
-from ddpkit.join.members import Member, children_of, monitor_key, parent_of
+from ddpkit.join.members import Member, children_of, parent_of, watch_key
 from ddpkit.join.rendezvous import join
 from ddpkit.join.session import Session
 from ddpkit.join.sockets import listen
@@ -65,12 +65,12 @@ def _watch(session: Session, ranks: int, token: str) -> Connections:
     listener = None
     if children_of(rank, ranks):
         listener, (_, port) = listen("127.0.0.1", one_node=True)
-        store.set(monitor_key(rank), f"{port}")
+        store.set(watch_key(rank), f"{port}")
     connections = Connections(rank, ranks, token, listener, print)
     while not connections.full.is_set():
         connections.poll(1.0)
     if rank > 0:
-        port = int(store.get(monitor_key(parent_of(rank))))
+        port = int(store.get(watch_key(parent_of(rank))))
         connections.connect(socket.create_connection(("127.0.0.1", port)))
     return connections
 

@@ -25,7 +25,7 @@ def measure(seconds: float, watch: bool, busy: bool) -> tuple[float, float]:
     """This rank's shares of a core: the watch's thread, and the whole process."""
     with ddpkit.distributed(watch=watch):
         ddpkit.barrier()
-        threads = [thread for thread in threading.enumerate() if thread.name == "ddpkit monitor"]
+        threads = [thread for thread in threading.enumerate() if thread.name == "ddpkit watch"]
         start, ran, used = time.perf_counter(), sum(map(on_core, threads)), time.process_time()
         while (left := start + seconds - time.perf_counter()) > 0:
             if busy:

@@ -272,7 +272,7 @@ RUNS = {
 def test_members_that_are_not_of_this_job_is_refused(runs: list[list[int]]) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.add("ddpkit/generation", 1)
-    members = {"token": "a", "monitor_address": None, "nodes": ["one", "two"], "runs": runs}
+    members = {"token": "a", "watch_address": None, "nodes": ["one", "two"], "runs": runs}
     dist.PrefixStore("ddpkit/1", server).set("members", json.dumps(members))
     with pytest.raises(ddpkit.LaunchError, match="'members', which no rank"):
         join(server, Member(1, 2, None, False), timedelta(seconds=60))

@@ -133,7 +133,7 @@ def test_a_failure_that_becomes_known_while_the_ranks_are_asked_what_they_do_is_
         if session.rank == 0:
             failure = Failure(1, "host1", "SystemExit", "it ended with exit code 1", "")
             asking = SimpleNamespace(show_ranks=lambda: record_failure(session.store, failure))
-            session.monitor = lambda: asking
+            session.watch = lambda: asking
             session.meet("x/1", timedelta(milliseconds=10))
 
     (error, _), _ = on_threads(2, meet)

@@ -37,8 +37,8 @@ class Door:
     def __init__(self) -> None:
         text = current_job.current_session().store.get("members")
         members = Members.from_json(text, "members")
-        assert members.monitor_address is not None
-        self.address, self.token = members.monitor_address, members.token
+        assert members.watch_address is not None
+        self.address, self.token = members.watch_address, members.token
 
     def enter(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=5)

@@ -30,7 +30,7 @@ from ddpkit.join import causes, session, sockets
 from ddpkit.join import members as member
 from ddpkit.survival import membership, regrouping
 from ddpkit.survival import regrouping as admission
-from ddpkit.watch import connections, main_thread, monitor, starting
+from ddpkit.watch import connections, main_thread, starting, thread
 
 _NEVER = float("inf")
 
@@ -204,7 +204,7 @@ def _connect(host: str, port: int, timeout: float) -> Socket:
     return _Now.network.connect((host, port), timeout)
 
 
-def _connect_to_monitor(rank: int, address: tuple[str, int], timeout: float) -> Socket:
+def _connect_to_watch(rank: int, address: tuple[str, int], timeout: float) -> Socket:
     try:
         return _Now.network.connect(address, timeout)
     except OSError as error:
@@ -382,17 +382,17 @@ def put_in_place() -> None:
     main_thread.random = SimpleNamespace(SystemRandom=lambda: _Now.world.random)
     main_thread.threading = SimpleNamespace(main_thread=_current_thread, current_thread=_current_thread)
     member.Member.is_alive = _is_alive
-    monitor.MainThread = MainThread
-    monitor.MainThreadWatcher = monitor.Picture = _NoWatcher
-    monitor.os = _os
-    monitor.send_exit_code = _send_exit_code
-    monitor._log = lambda *_: None
+    thread.MainThread = MainThread
+    thread.MainThreadWatcher = thread.Picture = _NoWatcher
+    thread.os = _os
+    thread.send_exit_code = _send_exit_code
+    thread._log = lambda *_: None
     connections.keep_alive = Socket.keep_alive
     connections.segments_received = Socket.segments_received
     connections.Attempts = Attempts
     session.os = _os
-    for thread in (monitor.Monitor, regrouping._Heartbeat, admission.Admission):
-        thread.start, thread.join, thread.is_alive = _start, _Thread.join, _Thread.is_alive
+    for kind in (thread.WatchThread, regrouping._Heartbeat, regrouping.Admission):
+        kind.start, kind.join, kind.is_alive = _start, _Thread.join, _Thread.is_alive
     regrouping.connect = admission.connect = declining.connect = connect_to_store
     membership._ended = _Ended()
     declining.wait_for_listener = _wait_for_listener
@@ -401,7 +401,7 @@ def put_in_place() -> None:
     regrouping.sockets = SimpleNamespace(sockets_on=lambda _: set(), sockets_to=lambda _: set())
     regrouping.host_on = lambda host: HostedStore(host, 0)
     startup.Member = _claim
-    starting.connect_to_monitor = _connect_to_monitor
+    starting.connect_to_watch = _connect_to_watch
     startup.reachable = lambda *_: _hostname()
     startup.connections_to = lambda store: {store.cut}
     startup.current_group = lambda: None

@@ -237,7 +237,7 @@ def stopping(world: World) -> list[str]:
         session = job.session
         assert session is not None
         group = start.group_of(session, mine.token)
-        agreement = session.monitor().stop_agreement
+        agreement = session.watch().stop_agreement
         for _ in range(steps):
             number, must_wait = agreement.next_step()
             if must_wait and agreement.decision is None:
@@ -251,7 +251,7 @@ def stopping(world: World) -> list[str]:
         session.meet(session.count("end"))
 
     def ask(mine: Rank) -> None:
-        monitor = None if mine.session is None else mine.session.monitor()
+        monitor = None if mine.session is None else mine.session.watch()
         if monitor is not None and monitor.stop_agreement.request is None:
             monitor.stop_agreement.request = StopRequest(mine.rank, "here", "asks", 15)
             if not mine.process.is_dead:

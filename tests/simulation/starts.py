@@ -239,7 +239,7 @@ def report(job: Job, error: BaseException) -> BaseException:
     session = job.session
     assert session is not None
     cause = session.cause_of(error) or error
-    leaving.publish(cause, session, job.monitor)
+    leaving.publish(cause, session, job.watch)
     return cause
 
 

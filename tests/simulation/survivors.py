@@ -124,7 +124,7 @@ class Survivor:
             return False
         if session.failures.known is None:
             session.failures.known = failure
-            self.job.monitor.wake()
+            self.job.watch.wake()
         return True
 
     def leave(self) -> None:

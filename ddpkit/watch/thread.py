@@ -57,7 +57,7 @@ _ANSWERS = 1.0  # seconds in which the ranks answer what they are doing
 _LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
 
 
-class Monitor(threading.Thread):
+class WatchThread(threading.Thread):
     """The thread by which this rank hears of failures.
 
     What each rank does that hears of another:
@@ -80,7 +80,7 @@ class Monitor(threading.Thread):
     def __init__(
         self, session: Session, token: str, listener: socket.socket | None, before_kill: Callable[[DdpkitError], None]
     ) -> None:
-        super().__init__(name="ddpkit monitor", daemon=True)
+        super().__init__(name="ddpkit watch", daemon=True)
         self._session = session
         self._failures = session.failures
         self._before_kill = before_kill
@@ -152,7 +152,7 @@ class Monitor(threading.Thread):
         self._main_thread.close()
 
     def run(self) -> None:
-        """Listen until the monitor is closed; if that fails, the rank does."""
+        """Listen until the watch is closed; if that fails, the rank does."""
         try:
             while not self._closing:
                 self._listen()
