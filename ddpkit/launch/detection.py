@@ -1,4 +1,4 @@
-"""Detect how this process was started: environment variables in, a frozen `Launch` out. Nothing is changed."""
+"""Detect how this process was started: environment variables in, a frozen `Launch` out."""
 
 from __future__ import annotations
 
@@ -7,17 +7,8 @@ import re
 from collections.abc import Mapping
 from itertools import product
 
-from .environment import (
-    Reading,
-    derive_port,
-    filled,
-    meet_nobody,
-    nodes,
-    number,
-    others,
-    processes,
-    warn_of_allocation,
-)
+from . import environment
+from .environment import Reading, derive_port, filled, meet_nobody, warn_of_allocation
 from .launch import (
     ALLOCATIONS,
     FORGOTTEN,
@@ -70,8 +61,8 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
         step = read_step(SLURM._replace(signs=("SLURM_PROCID", "SLURM_NTASKS")), env)
         step.wrong.append("a container must be given all of a task's SLURM_ variables")
         return step.launch()  # raises
-    platforms, names = nodes(env)
-    signs = tuple(dict.fromkeys([*names, *processes(env)]))
+    platforms, names = environment.nodes(env)
+    signs = tuple(dict.fromkeys([*names, *environment.processes(env)]))
     if signs:
         launcher = PLATFORM._replace(signs=signs)
         if platforms:
@@ -113,7 +104,7 @@ def _read_platform(env: Mapping[str, str], launcher: Launcher | None) -> Reading
     if launcher:
         _compare_with(launcher, reading)
     if reading.values.get("world_size") == 1 and not reading.wrong:
-        _refuse_copies(reading, [*_signs_around(reading), *nodes(env)[1]])
+        _refuse_copies(reading, [*_signs_around(reading), *environment.nodes(env)[1]])
     return reading
 
 
@@ -127,8 +118,9 @@ def _compare_with(launcher: Launcher, reading: Reading) -> None:
     too_few = told["world_size"] < real["world_size"]
     same_size = told["world_size"] == real["world_size"]
     if too_few or (same_size and told["rank"] != real["rank"]):
-        said, counted = (f"{one.said('rank')}, {one.said('world_size')}" for one in (reading, started))
-        reading.wrong.append(f"{said} contradict {counted} (does a job script export them? then unset them there)")
+        said, counted = [f"{each.said('rank')}, {each.said('world_size')}" for each in (reading, started)]
+        advice = "does a job script export them? then unset them there"
+        reading.wrong.append(f"{said} contradict {counted} ({advice})")
 
 
 def _signs_around(reading: Reading) -> list[str]:
@@ -139,8 +131,8 @@ def _signs_around(reading: Reading) -> list[str]:
     if reading.launcher.kind == "flux" or "SLURM_PTY_PORT" in reading.env:
         return []
     sizes = [launcher.needs["world_size"] for launcher in MPI_AND_SLURM]
-    several = [name for name in sizes if number(reading.env.get(name)) > 1]
-    return list(dict.fromkeys([*several, *others(reading.env)]))
+    several = [name for name in sizes if environment.number(reading.env.get(name)) > 1]
+    return list(dict.fromkeys([*several, *environment.others(reading.env)]))
 
 
 def _refuse_copies(reading: Reading, signs: list[str]) -> None:
@@ -167,8 +159,8 @@ def _single(env: Mapping[str, str]) -> Launch:
     return Launch("single", 0, 1, 0, 1, 0, 1, evidence=tuple(evidence))
 
 
-# A Slurm step. Only its own variables tell the place of a task: SLURM_NTASKS and SLURM_JOB_NODELIST are the job's, and
-# layouts may be uneven.
+# A Slurm step. Only its own variables tell the place of a task: SLURM_NTASKS and
+# SLURM_JOB_NODELIST are the job's, and layouts may be uneven.
 
 
 def read_step(launcher: Launcher, env: Mapping[str, str]) -> Reading:
@@ -197,7 +189,7 @@ def is_stripped_step(env: Mapping[str, str]) -> bool:
     A batch script has rank 0 and the job's number of tasks as well, but the job's id too and nothing of a step.
     """
     tasks = env.get("SLURM_NTASKS", env.get("SLURM_NPROCS"))
-    if "SLURM_PROCID" not in env or number(tasks) < 2:
+    if "SLURM_PROCID" not in env or environment.number(tasks) < 2:
         return False
     of_a_step = any(name.startswith("SLURM_STEP") for name in env)
     return of_a_step or env["SLURM_PROCID"] != "0" or "SLURM_JOB_ID" not in env

@@ -1,4 +1,4 @@
-"""Read what a launcher tells, and what is wrong with it; find signs of launchers that tell no rank."""
+"""Read what a launcher tells, and find signs of launchers that tell no rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from ..errors import LaunchError
 from .launch import ALLOCATIONS, LOCAL, MASTER, RANKS, Launch, Launcher
 
-# Signs that this is one of several processes or nodes, where no rank is told that could be read. Platforms start a
-# process on each node and leave the ranks there to torchrun: where it is forgotten, each would believe to be alone.
+# Signs that this is one of several processes or nodes, where no rank is told that could be read.
+# Platforms start a process on each node and leave the ranks there to torchrun: where it is
+# forgotten, each would believe to be alone.
 
 
 class Nodes(NamedTuple):

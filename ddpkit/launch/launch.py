@@ -52,9 +52,9 @@ def forgotten_launcher(launch: Launch) -> str | None:
     return None
 
 
-# The table of launchers: which variable tells what under which of them. A new launcher is a new row. Its order is the
-# order of belief, and the right one wherever launchers were seen inside each other: Open MPI or hydra in an sbatch
-# script, torchrun in srun.
+# The table of launchers: which variable tells what under which of them. A new launcher is a new
+# row. Its order is the order of belief, and the right one wherever launchers were seen inside each
+# other: Open MPI or hydra in an sbatch script, torchrun in srun.
 
 
 class Launcher(NamedTuple):
@@ -106,7 +106,8 @@ TORCHRUN = Launcher("torchrun", "a torchrun job", ("TORCHELASTIC_RUN_ID",), RANK
 PLATFORM = Launcher("platform", "a distributed job", (), RANKS | MASTER, LOCAL | _NODES)
 SLURM = Launcher("slurm", "a Slurm step", ("SLURM_STEP_NUM_TASKS",), _TASK | _PLACE, MASTER)
 MPI_AND_SLURM = (
-    _world_row("openmpi", "an Open MPI job", "OMPI_COMM_WORLD_"),  # NODE_RANK there is no number of a node
+    # whose NODE_RANK is no number of a node
+    _world_row("openmpi", "an Open MPI job", "OMPI_COMM_WORLD_"),
     _world_row("mvapich", "an MVAPICH job", "MV2_COMM_WORLD_"),
     _world_row("jsrun", "a jsrun job", "JSM_NAMESPACE_"),
     _world_row("horovod", "a Horovod job", "HOROVOD_"),

@@ -1,4 +1,7 @@
-"""Start a rank's process, call functions in it, ask for its stack, and describe its end: shared with `testing`."""
+"""Start the process of a rank, call functions in it, and describe its stack and its end.
+
+Shared with `testing`.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +114,7 @@ class RankProcess:
 
 
 def _begin(stack: Connection, env: dict[str, str], main: Callable[..., None], *args: Any) -> None:
-    """Begin as a rank: its own environment, the user's start method, and its stack when it is asked for."""
+    """Begin as a rank: take its environment, and write its stack when it is asked for."""
     replace_environment(env)
     # a loader's workers start in the user's default way, not in the way this process did
     multiprocessing.set_start_method(None, force=True)

@@ -186,7 +186,7 @@ def _results(ranks: list[_SpawnedRank], timeout: timedelta, end_together: bool) 
         raise first_cause(errors)
     unfinished = [process for process in ranks if not process.done]
     if unfinished:
-        stacks = "\n".join(f"rank {process.rank}:\n{process.read_stack()}" for process in unfinished)
+        stacks = "\n".join(f"rank {each.rank}:\n{each.read_stack()}" for each in unfinished)
         raise TimeoutError(f"spawn() ended after {timeout}; not finished:\n{stacks}")
     return [process.error or process.result for process in ranks]
 
@@ -254,7 +254,7 @@ def _copied_output() -> Iterator[dict[int, Connection]]:
             reader, writers[number] = Pipe(duplex=False)
             outputs[reader] = stream
     ended, end = Pipe(duplex=False)
-    copier = threading.Thread(target=_copy, args=(outputs, ended), name="ddpkit output", daemon=True)
+    copier = threading.Thread(target=_copy, args=(outputs, ended), daemon=True)
     copier.start()
     try:
         yield writers
@@ -293,7 +293,8 @@ def _redirect(writers: dict[int, Connection]) -> None:
         writer.close()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True, write_through=False)  # by lines also under python -u
+            # by lines also under python -u
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 # The log records of ranks, which come to the handlers of the process that launched them.
@@ -343,7 +344,8 @@ class _Forwarder(logging.Handler):
             if not _has_handler(logger):
                 logger.addHandler(self)
                 self._loggers.append(logger)
-        os.register_at_fork(after_in_child=self.uninstall)  # a loader's worker must not write to the pipe
+        # a loader's worker must not write to the pipe
+        os.register_at_fork(after_in_child=self.uninstall)
 
     def uninstall(self) -> None:
         """Send no more: later records are for this process alone."""
@@ -364,4 +366,5 @@ class _Forwarder(logging.Handler):
         fields = vars(record) | self._place | {"msg": record.getMessage()}
         if record.exc_info and not record.exc_text:
             fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
-        return {name: value for name, value in fields.items() if isinstance(value, (str, int, float))}
+        plain = (str, int, float)
+        return {name: value for name, value in fields.items() if isinstance(value, plain)}

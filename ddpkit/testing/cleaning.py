@@ -35,7 +35,7 @@ _LIBRARIES = sys.stdlib_module_names - {"sys"} | {"ddpkit", "numpy", "torch"}
 
 
 def reset(arguments: list[str], threads: int) -> None:
-    """Give the next test the same beginning as the first: that of `sys.argv`, and of torch's threads."""
+    """Give the next test the same beginning as the first, with these arguments and threads."""
     sys.argv[:] = arguments
     random.seed(_SEED)
     np.random.seed(_SEED)

@@ -66,7 +66,7 @@ def call_on_ranks(
     """Call a function on the ranks of this run; see `on_ranks`."""
     # joining takes long on a loaded machine
     patience = max(timeout, float(config.getini("ranks_timeout")))
-    task = Task(dump_call("on_ranks", fn, args), join, patience, os.getcwd(), sys.path, {})
+    task = Task(dump_call("on_ranks", fn, args), join, patience, os.getcwd(), sys.path)
     answers = _pools_of(config).run(nprocs, task, timeout, fresh)
     for answer in answers:
         if answer.done is not None:
@@ -131,16 +131,12 @@ def _log_late(config: pytest.Config, report: pytest.TestReport) -> None:
 def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
     """Run a test on its ranks and return its reports."""
     config = item.config
-    marker = item.get_closest_marker("ranks")
-    assert marker is not None
-    world_size = _world_size(item)
-    assert world_size is not None
+    marker: Any = item.get_closest_marker("ranks")
     usual = float(config.getini("ranks_timeout"))
     limit = float(marker.kwargs.get("timeout", usual))
     post_mortem = bool(config.getoption("usepdb"))
     if post_mortem or config.getoption("trace"):
-        usual = _DEBUGGING
-        limit = _DEBUGGING
+        usual = limit = _DEBUGGING
     name = re.sub(r"\W", "_", item.name)[:30]
     folder = _temporary(config).mktemp(f"{name}-ranks")
     fresh = marker.kwargs.get("fresh", False)
@@ -152,13 +148,17 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
         timeout=max(limit, usual),
         folder=os.getcwd(),
         path=sys.path,
-        environment={},
     )
-    answers = _pools_of(config).run(world_size, task, limit, fresh)
-    _end_run_if_asked(answers)
+    answers = _pools_of(config).run(_world_size(item), task, limit, fresh)
+    for answer in answers:
+        if answer.done is not None and answer.done.ended_run is not None:  # by pytest.exit()
+            message, code = answer.done.ended_run
+            pytest.exit(f"{message} (rank {answer.rank} of {len(answers)})", returncode=code)
     _record_warnings(item, answers)
     reports = merge(item, answers)
-    if not _keeps_folder(config, reports):
+    policy = config.getini("tmp_path_retention_policy")
+    all_passed = all(report.passed for report in reports)
+    if policy == "none" or (policy == "failed" and all_passed):
         shutil.rmtree(folder, ignore_errors=True)
     return reports
 
@@ -173,17 +173,10 @@ def _next_on_these_ranks(item: pytest.Item, nextitem: pytest.Item | None) -> str
     return None
 
 
-def _world_size(item: pytest.Item) -> int | None:
-    call = getattr(item, "callspec", None)
-    return None if call is None else call.params.get("world_size")
-
-
-def _end_run_if_asked(answers: list[Answer]) -> None:
-    """Call `pytest.exit()` here if the test has called it on a rank."""
-    for answer in answers:
-        if answer.done is not None and answer.done.ended_run is not None:
-            message, code = answer.done.ended_run
-            pytest.exit(f"{message} (rank {answer.rank} of {len(answers)})", returncode=code)
+def _world_size(item: pytest.Item) -> int:
+    """Return the number of ranks of a test, 0 if it has none."""
+    params: dict[str, int] = getattr(getattr(item, "callspec", None), "params", {})
+    return params.get("world_size", 0)
 
 
 def _record_warnings(item: pytest.Item, answers: list[Answer]) -> None:
@@ -205,14 +198,6 @@ def _warning(warned: Warned) -> warnings.WarningMessage:
         category = UserWarning
         text = f"{warned.category}: {text}"
     return warnings.WarningMessage(text, category, warned.filename, warned.lineno)
-
-
-def _keeps_folder(config: pytest.Config, reports: list[pytest.TestReport]) -> bool:
-    """Return whether pytest's settings keep the test's folder."""
-    policy = config.getini("tmp_path_retention_policy")
-    if policy == "failed":
-        return any(not report.passed for report in reports)
-    return bool(policy != "none")
 
 
 def _temporary(config: pytest.Config) -> pytest.TempPathFactory:

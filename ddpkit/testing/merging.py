@@ -30,7 +30,8 @@ def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
         if lost:
             merged += added
             continue
-        if not reports or (failed_before and phase == "call"):  # of ranks whose fixtures did not fail
+        # a call is that of ranks whose fixtures did not fail
+        if not reports or (failed_before and phase == "call"):
             continue
         report = _merge_alike(reports, ranks)
         if failed_before and report.failed and _is_echo(report):
@@ -61,7 +62,7 @@ def _read(config: pytest.Config, sent: list[Any]) -> Reports:
 
 
 def _reports(item: pytest.Item, answer: Answer) -> Reports:
-    """Read the reports of one rank; one is made if it could not begin, or another's failure ended its part."""
+    """Read the reports of one rank, or make one if it could not begin, or a peer's failure ended it."""
     done = answer.done
     if done is None or not isinstance(done.value, str):
         return _read(item.config, answer.reports)
@@ -127,7 +128,7 @@ def _merge_added(phase: str, ranks: list[Reports]) -> Reports:
 
 
 def _merge_alike(alike: ByRank, ranks: list[Reports]) -> pytest.TestReport:
-    """Choose the most important of several ranks' reports of one thing, and add to it what all must say.
+    """Choose the most important of several ranks' reports of one thing, and add what all must say.
 
     Args:
         alike: The reports.
@@ -169,7 +170,7 @@ def _passed_unexpectedly(report: pytest.TestReport) -> bool:
 
 
 def _disagreement(alike: ByRank) -> str:
-    """Describe a skip, or a call of `pytest.xfail()`, that not all ranks share; "" if there is none."""
+    """Describe a skip, or a call of `pytest.xfail()`, that not all ranks share; "" if none is."""
     skipped = []
     callers = []
     expected = []  # to fail, also if they did not
@@ -189,8 +190,11 @@ def _disagreement(alike: ByRank) -> str:
     return ""
 
 
-def _sections(reports: Iterable[tuple[int, pytest.TestReport]], world_size: int) -> list[tuple[str, str]]:
-    """Collect the output of reports with their ranks, the rank in its title where there are several."""
+def _sections(
+    reports: Iterable[tuple[int, pytest.TestReport]],
+    world_size: int,
+) -> list[tuple[str, str]]:
+    """Collect the output of reports by rank, the rank in its title where there are several."""
     found = []
     for rank, report in reports:
         mark = f" (rank {rank})" if world_size > 1 else ""

@@ -148,7 +148,7 @@ class _Pool:
             self._store = host_on("127.0.0.1")
         self._group_timeout = task.timeout if task.join else None
         for rank in self._ranks:
-            rank.begin(task._replace(environment=self._environment(rank.rank, len(self._ranks))))
+            rank.begin(task, self._environment(rank.rank, len(self._ranks)))
         self._wait_for_answers(timeout)
         del former
         answers = [rank.answer for rank in self._ranks]
@@ -249,7 +249,7 @@ class _WarmRank(RankProcess):
         answer: The outcome of the present task, as far as it is known.
         began: True once the test's own code runs.
         debugging: True while a debugger wants or has the terminal.
-        leftovers: The state after the task, None until all ranks have done it and this one has cleaned up.
+        leftovers: The state after the task, None until this rank has cleaned up.
         late_reports: Reports of tests that had been reported before.
     """
 
@@ -267,12 +267,12 @@ class _WarmRank(RankProcess):
         with suppress(OSError):
             self.pipe.send(message)
 
-    def begin(self, task: Task) -> None:
-        """Hand over a task."""
+    def begin(self, task: Task, env: dict[str, str]) -> None:
+        """Hand over a task, and the environment variables to run it under."""
         self.answer = Answer(self.rank)
         self.began = False
         self.leftovers = None
-        self.send(task)
+        self.send((task, env))
 
     def receive(self) -> bool:
         """Take in one message of the rank, or its death; return whether there was a message."""

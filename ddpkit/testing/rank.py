@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ..errors import DdpkitError, PeerError
 from ..job import current_job, lifecycle
 from ..signals import put_back_unused
-from ..spawning.rank_process import call_and_reply
+from ..spawning.rank_process import call_and_reply, replace_environment
 from ..watch import stop_agreement, thread
 from . import cleaning
 
@@ -79,7 +79,6 @@ class Task(NamedTuple):
         timeout: Of the process group that is made for it, in seconds.
         folder: The working directory.
         path: `sys.path`.
-        environment: The environment variables to run under.
     """
 
     work: RunTest | bytes
@@ -87,7 +86,6 @@ class Task(NamedTuple):
     timeout: float
     folder: str
     path: list[str]
-    environment: dict[str, str]
 
 
 class Warned(NamedTuple):
@@ -236,8 +234,8 @@ class RankPlugin:
             if message is None:
                 return unharmed
             unharmed = False
-            if isinstance(message, Task):
-                before = self._run(message)
+            if message != "clean up":
+                before = self._run(*message)
                 if before is None:
                     lifecycle.teardown()  # the process will not be used again
             elif before is not None:  # all ranks have done it
@@ -249,7 +247,8 @@ class RankPlugin:
         """Wait for the test process, without log records: nobody asks about ranks that wait.
 
         Returns:
-            A `Task`; "clean up" after one that this rank has done; None when all is over.
+            A `Task` and its environment variables; "clean up" when all ranks have done it; None
+            when all is over.
         """
         logger = thread.log
         logger.disabled = True
@@ -258,10 +257,10 @@ class RankPlugin:
         finally:
             logger.disabled = False
 
-    def _run(self, task: Task) -> cleaning.Traces | None:
+    def _run(self, task: Task, env: dict[str, str]) -> cleaning.Traces | None:
         """Run a task and send its outcome; return the state before it, None if it failed."""
         try:
-            self._prepare(task)
+            self._prepare(task, env)
             before = cleaning.traces()
             done = self._do(task)
         except PeerError as error:  # between the parts of the test in which it would be reported
@@ -274,12 +273,11 @@ class RankPlugin:
         self._send("done", done)
         return None if done.failed else before
 
-    def _prepare(self, task: Task) -> None:
+    def _prepare(self, task: Task, env: dict[str, str]) -> None:
         """Give the task its environment, and join or leave the group as it asks."""
         os.chdir(task.folder)
         sys.path[:] = task.path
-        os.environ.clear()
-        os.environ.update(task.environment)
+        replace_environment(env)
         port = os.environ["MASTER_PORT"] if task.join else None
         if self._store_port != port:
             self._leave()
@@ -489,7 +487,7 @@ class RankPlugin:
 
 
 class _Next(pytest.Item):
-    """A test of another file, given to pytest as the next, so that only the session's fixtures stay."""
+    """A test of another file, given to pytest as the next: only the session's fixtures stay."""
 
     def runtest(self) -> None:
         raise NotImplementedError
