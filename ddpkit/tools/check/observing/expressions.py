@@ -213,24 +213,6 @@ def saving_decisions(file: str) -> dict[int, ast.If]:
     return found
 
 
-def decisions() -> list[dict[str, Any]]:
-    """List the `if`s before the present line, in the loop around it, that end it or save; and what they compare.
-
-    Others come after the step, when their numbers may have changed.
-    """
-    for frame in own_frames(sys._getframe(1)):
-        line = frame.f_lineno
-        loops = loops_around(frame.f_code.co_filename, line)
-        if not loops:
-            continue
-        found = []
-        for statement in decisions_around(frame.f_code.co_filename, line):
-            if loops[-1].lineno <= statement.lineno < line and (values := fractions(statement.test, frame)):
-                found.append({"where": place_of(frame)._replace(line=statement.lineno), "values": values})
-        return found
-    return []
-
-
 def skips() -> list[Place]:
     """List the `if`s by which the innermost running loop leaves out a batch."""
     for frame in own_frames(sys._getframe(1)):

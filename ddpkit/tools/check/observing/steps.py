@@ -18,7 +18,7 @@ from ..places import (
 )
 from .collectives import Collectives
 from .decisions import Decisions, Ending
-from .expressions import decisions, divides_by_ranks, skips
+from .expressions import divides_by_ranks, skips
 from .losses import Losses
 from .modules import Modules, Wrapped, inner_of, roots, variables
 from .patching import Function, after, before, guarded
@@ -124,7 +124,6 @@ class Steps:
         gradients = [_whole_gradient(p) for p in parameters]
         self._recorder.tell(
             "step",
-            decisions=decisions(),
             skips=skips() if seen.steps == 1 else [],
             position=self.position(),
             optimizer=seen.number,
