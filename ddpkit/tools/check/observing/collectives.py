@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 
 from ...script.recorder import Recorder
 from ..places import Stack, stack
-from .expressions import averages_gathered, cuts, divides_by_ranks, loop_keys
+from .expressions import cuts, divides_by_ranks, loop_keys
 from .modules import Modules
 from .patching import Function, before, guarded, replace
 
@@ -155,7 +155,6 @@ class Collectives:
         fields["cuts"] = cuts()
         fields["keys"] = loop_keys()
         fields["divides"] = divides_by_ranks()
-        fields["averages"] = name == "all_gather" and averages_gathered()
         self._recorder.tell_collective(fields)
 
 

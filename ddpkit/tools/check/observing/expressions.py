@@ -82,28 +82,6 @@ def _divides(frame: FrameType, nodes: list[ast.AST]) -> bool:
     return False
 
 
-def averages_gathered() -> bool:
-    """Return whether the function that gathers tensors into a list takes the mean of that list afterwards."""
-    frame = next(own_frames(sys._getframe(1)), None)
-    if frame is None:
-        return False
-    code = frame.f_code
-    nodes = _nodes_of(code.co_filename, code.co_name, code.co_firstlineno)
-    names: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Call) and node.lineno == frame.f_lineno and "gather" in ast.unparse(node.func):
-            names |= {argument.id for argument in node.args[:1] if isinstance(argument, ast.Name)}
-    return any(_is_mean_of(node, names) for node in nodes if getattr(node, "lineno", 0) > frame.f_lineno)
-
-
-def _is_mean_of(node: ast.AST, names: set[str]) -> bool:
-    """Return whether a node is `f(names).mean()`, `mean(names)` or `sum(names) / n`."""
-    is_mean = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mean")
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        is_mean = "sum(" in ast.unparse(node.left)
-    return is_mean and any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
-
-
 def dividing_lines() -> list[Place]:
     """List the lines of the function that calls backward which divide a loss."""
     frame = next(own_frames(sys._getframe(1)), None)
