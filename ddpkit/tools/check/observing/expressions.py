@@ -157,16 +157,6 @@ def evaluate(node: ast.AST | None, frame: FrameType) -> Any:
     return None
 
 
-def is_in_loop() -> bool:
-    """Return whether the running functions will come here again: a loop is around the present line of one."""
-    for number, frame in enumerate(own_frames(sys._getframe(1))):
-        line = frame.f_lineno
-        loops = loops_around(frame.f_code.co_filename, line)
-        if any(number or isinstance(loop, ast.While) or loop.lineno != line for loop in loops):
-            return True
-    return False
-
-
 @cache
 def decisions_around(file: str, line: int) -> list[ast.If]:
     """List the `if`s in the loops around a line that have consequences."""
