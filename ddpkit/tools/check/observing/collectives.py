@@ -149,7 +149,6 @@ class Collectives:
         if "gather" in name:
             sent = args[1:] if name in _INTO_FIRST else args
             fields["names"] = _names_in((*sent, *kwargs.values()))
-        fields["inside"] = self._modules.is_calling
         fields["samples"] = self._modules.samples
         fields["library"] = _library()
         fields["cuts"] = cuts()

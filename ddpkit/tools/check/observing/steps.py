@@ -242,14 +242,11 @@ class Steps:
 
 def _describe(wrapped: Wrapped) -> dict[str, Any]:
     """Describe what could keep a DDP from averaging the gradients of this step."""
+    told = {name: getattr(wrapped, name) for name in ("made", "bypassed", "taken_out", "unsynced", "thawed")}
     return {
-        "made": wrapped.made,
-        "bypassed": wrapped.bypassed,
-        "taken_out": wrapped.taken_out,
-        "unsynced": wrapped.unsynced,
+        **told,
         "forwards": wrapped.forwards[-8:],
         "uses_all": not (wrapped.kept.find_unused_parameters or wrapped.kept.static_graph),
-        "thawed": wrapped.thawed,
         "hooked": bool(getattr(wrapped.kept, "_comm_hooks", ())),
     }
 
