@@ -148,7 +148,6 @@ class Steps:
             random=self._windows.close(),
             loaded=self._loaded,
             changing=changing_lines(tuple(seen.names)) if seen.steps == 1 else [],
-            cut=self._ending.was_cut,
         )
 
     def _without_gradient(self, parameters: list[Tensor], seen: _Seen) -> dict[str, Stack]:
