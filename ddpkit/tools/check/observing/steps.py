@@ -13,7 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...script.recorder import Recorder, hash_of, parameters_of, sample, whole
 from ..places import (
     Stack,
-    changing_lines,
     stack,
 )
 from .collectives import Collectives
@@ -147,7 +146,6 @@ class Steps:
             class_name=type(optimizer).__name__,
             random=self._windows.close(),
             loaded=self._loaded,
-            changing=changing_lines(tuple(seen.names)) if seen.steps == 1 else [],
         )
 
     def _without_gradient(self, parameters: list[Tensor], seen: _Seen) -> dict[str, Stack]:
