@@ -110,24 +110,6 @@ def enclosing(file: str, line: int) -> list[ast.AST]:
     return sorted(found, key=_first_line)
 
 
-def _is_in_place(call: ast.Call) -> bool:
-    name = getattr(call.func, "attr", "")
-    return name.endswith("_") and not name.startswith("_")
-
-
-def changing_lines(names: tuple[str, ...]) -> list[Place]:
-    """List the lines of the script that change parameters in place, by the ends of their names."""
-    found = []
-    ends = tuple("." + ".".join(name.split(".")[-2:]) for name in names if "." in name)
-    for file in own_files():
-        for node in ast.walk(syntax_of(file)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_in_place(node):
-                receiver = ast.unparse(node.func.value).removesuffix(".data")
-                if receiver.endswith(ends):
-                    found.append(Place(os.path.abspath(file), node.lineno, ""))
-    return found
-
-
 def own_files() -> list[str]:
     """List the script's files that are loaded."""
     return _own_files(len(sys.modules))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import sys
 from types import TracebackType
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..script.ranks import STACK_SIGNAL, Script, describe, run_script, use_gloo_without_gpus
+from ..script.ranks import Script, describe, run_script, use_gloo_without_gpus
 from ..script.recorder import Recorder
 from .observing.collectives import Collectives
 from .observing.decisions import Ending
@@ -24,24 +23,19 @@ from .observing.steps import Steps
 from .places import is_own, place_of, stack
 
 
-def be_rank(script: Script, steps: int, records: int, control: int, stacks: int) -> int:
+def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int:
     """Run the script as the main program of this process, and wait for the end.
 
     Args:
         script: The script.
         steps: The optimiser steps of an epoch.
-        records: The descriptor to write records to.
+        recorder: Tells what is observed.
         control: The descriptor that becomes readable when the process shall end.
-        stacks: The descriptor to write the stack to, when the process is asked for it.
     """
-    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
-    recorder = Recorder(records)
     ending = Ending(recorder, steps, control)
     observe(recorder, ending)
     code, failure = run_script(script)
     recorder.tell("end", code=code, error=describe(failure), where=_places(failure))
-    if failure is not None:
-        sys.excepthook(type(failure), failure, failure.__traceback__)
     sys.stdout.flush()
     sys.stderr.flush()
     ending.wait("end")

@@ -18,20 +18,13 @@ from typing import Any
 from ..script.ranks import Script, exit_when_terminated
 from ..terminal import announce, count, paint
 from .rank import KINDS
-from .runs import Alignment, Limits, Run
+from .runs import Limits, Run
 from .trials import FOLDER, Options, Rehearsal, Trial, UnfitScriptError
 
 # Print how the trials went, for people or as JSON.
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
 _FEWEST = 2  # starts that begin anew, of which a single one may have had no checkpoint yet
-_DESCRIPTIONS = {
-    "kill": "rank {rank} was killed",
-    "kill-all": "all ranks were killed",
-    "terminate": "rank {rank} got SIGTERM",
-    "terminate-all": "all ranks got SIGTERM",
-    "pause": "rank {rank} was stopped for 2 s",
-}
 
 
 def title(script: str, ranks: Sequence[int], seed: int) -> str:
@@ -60,9 +53,8 @@ def render_trial(trial: Trial) -> str:
     """Write how a trial went."""
     verdict = paint("wrong", "red") if trial.wrong else paint("ok   ", "green")
     lines = []
-    for position, run in enumerate(trial.runs):
-        alignment = trial.alignments[position] if trial.alignments else None
-        lines.append(f"{count(run.start.ranks, 'rank'):<8} {_describe(run, alignment)}")
+    for run in trial.runs:
+        lines.append(f"{count(run.start.ranks, 'rank'):<8} {_describe(run)}")
     lines += [paint(text, "red") for text in trial.wrong]
     if not trial.wrong:
         lines.append(_describe_files(trial))
@@ -71,32 +63,25 @@ def render_trial(trial: Trial) -> str:
     return f"trial {trial.number:<4}{verdict}   " + f"\n{margin}".join(lines)
 
 
-def _describe(run: Run, alignment: Alignment | None) -> str:
-    parts = []
-    if alignment is None:
-        parts.append(count(len(run.steps), "step"))
-    elif alignment.stretches:
-        parts.append("steps " + ", ".join(f"{stretch.first}-{stretch.last}" for stretch in alignment.stretches))
-    else:
-        parts.append("no step")
+def _describe(run: Run) -> str:
+    """Say which steps a start has made, and what happened to it: the event, where that is not a step."""
+    text = count(len(run.steps), "step")
+    if run.alignment:
+        stretches = ", ".join(f"{stretch.first}-{stretch.last}" for stretch in run.alignment.stretches)
+        text = f"steps {stretches}" if stretches else "no step"
     disturbance = run.start.disturbance
-    if disturbance is not None and run.is_disturbed:
-        parts.append(_DESCRIPTIONS[disturbance.kind].format(rank=disturbance.rank) + _describe_moment(run))
-        if disturbance.kind != "pause":
-            parts.append(f"all had ended {run.waited:.1f} s later")
-    elif disturbance is not None:
-        parts.append("it ended before it was disturbed")
-    return "; ".join(parts)
-
-
-def _describe_moment(run: Run) -> str:
-    """Say between which events the disturbance came, where that is not between two steps."""
-    disturbance = run.start.disturbance
-    if disturbance is None or not run.disturbed:
-        return ""
-    if disturbance.delay:
-        return f" {disturbance.delay:.2f} s after '{run.disturbed}'"
-    return f" before '{run.disturbed}'"
+    if disturbance is None:
+        return text
+    if not run.is_disturbed:
+        return f"{text}; it ended before it was disturbed"
+    text += f"; {KINDS[disturbance.kind].format(rank=disturbance.rank)}"
+    if run.disturbed and disturbance.delay:
+        text += f" {disturbance.delay:.2f} s after '{run.disturbed}'"
+    elif run.disturbed:
+        text += f" before '{run.disturbed}'"
+    if disturbance.kind != "pause":
+        text += f"; all had ended {run.waited:.1f} s later"
+    return text
 
 
 def _describe_files(trial: Trial) -> str:
@@ -134,8 +119,9 @@ def _tally(rehearsal: Rehearsal, number: int, wrong: int) -> str:
 
 def never_resumes(trials: list[Trial]) -> bool:
     """Return whether starts were needed after the first ones, and each began anew."""
-    again = [alignment for trial in trials for alignment in trial.alignments[1:] if alignment.stretches]
-    return len(again) >= _FEWEST and all(alignment.stretches[0].first == 1 for alignment in again)
+    runs = [run for trial in trials for run in trial.runs[1:]]
+    first = [run.alignment.stretches[0].first for run in runs if run.alignment and run.alignment.stretches]
+    return len(first) >= _FEWEST and set(first) == {1}
 
 
 def as_json(script: str, seed: int, rehearsal: Rehearsal, trials: list[Trial]) -> str:
@@ -155,15 +141,17 @@ def as_json(script: str, seed: int, rehearsal: Rehearsal, trials: list[Trial]) -
 
 def _trial_as_json(trial: Trial) -> dict[str, Any]:
     runs = []
-    for position, run in enumerate(trial.runs):
-        alignment = trial.alignments[position] if trial.alignments else None
+    for run in trial.runs:
+        steps: Any = len(run.steps)
+        if run.alignment:
+            steps = [[stretch.first, stretch.last] for stretch in run.alignment.stretches]
         runs.append(
             {
                 "ranks": run.start.ranks,
                 "disturbance": asdict(run.start.disturbance) if run.start.disturbance else None,
                 "is_disturbed": run.is_disturbed,
                 "event": run.disturbed,
-                "steps": [[s.first, s.last] for s in alignment.stretches] if alignment else len(run.steps),
+                "steps": steps,
                 "ends": run.ends,
                 "waited": round(run.waited, 3),
             }

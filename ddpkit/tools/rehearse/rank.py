@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import functools
 import os
 import random
@@ -25,17 +24,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...collectives.tree import flat_bytes, is_dense
-from ..script.ranks import STACK_SIGNAL, Script, describe, run_script, use_gloo_without_gpus
+from ..script.ranks import Script, describe, run_script, use_gloo_without_gpus
 from ..script.recorder import Record, Recorder, parameters_of, whole
 
 # Draw the disturbances of a trial from its seed.
 
-KINDS = {
-    "kill": "SIGKILL to one rank",
-    "kill-all": "SIGKILL to all ranks at once, as when the power fails",
-    "terminate": "SIGTERM to one rank",
-    "terminate-all": "SIGTERM to all ranks, as schedulers do before they end a job",
-    "pause": "one rank is stopped for some seconds, and goes on",
+KINDS = {  # and what is said of it
+    "kill": "rank {rank} was killed",
+    "kill-all": "all ranks were killed",
+    "terminate": "rank {rank} got SIGTERM",
+    "terminate-all": "all ranks got SIGTERM",
+    "pause": "rank {rank} was stopped for 2 s",
 }
 _TWICE = 0.3  # share of the trials that are disturbed a second time
 _AT_CHANGES = 0.5  # share of the disturbances that come when a file is changed
@@ -131,49 +130,37 @@ _CHANGES = {
 _KILLED = 60.0  # seconds in which a process is killed by its parent
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How a rank runs.
+def be_rank(
+    script: Script,
+    folder: Path,
+    is_inside: bool,
+    disturbance: Disturbance | None,
+    recorder: Recorder,
+    control: int,
+) -> int:
+    """Run the script as the main program of this process, to its end.
 
-    Attributes:
+    Args:
         script: The script.
         folder: The folder in which it saves.
         is_inside: Whether it runs in that folder.
         disturbance: What will happen to the ranks; None for nothing.
-    """
-
-    script: Script
-    folder: Path
-    is_inside: bool
-    disturbance: Disturbance | None
-
-
-def be_rank(setting: Setting, records: int, control: int, stacks: int) -> int:
-    """Run the script as the main program of this process, to its end.
-
-    Args:
-        setting: How.
-        records: The descriptor to write records to.
+        recorder: Tells what the script does.
         control: Not read.
-        stacks: The descriptor to write the stack to, when the process is asked for it.
 
     Returns:
         The exit code.
     """
-    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
-    recorder = Recorder(records)
-    if setting.is_inside:
-        os.chdir(setting.folder)
+    if is_inside:
+        os.chdir(folder)
     use_gloo_without_gpus()
-    events = Events(recorder, setting.disturbance)
-    Changes(events, setting.folder).install()
+    events = Events(recorder, disturbance)
+    Changes(events, folder).install()
     inputs = Inputs()
     inputs.install()
-    Steps(recorder, events, inputs).install()
+    observe_steps(recorder, events, inputs)
     events.note("start")
-    code, failure = run_script(setting.script)
-    if failure is not None:
-        sys.excepthook(type(failure), failure, failure.__traceback__)
+    code, failure = run_script(script)
     _leave()
     events.note("end")
     recorder.tell("end", error=describe(failure))
@@ -325,37 +312,24 @@ class Inputs:
             self._depth -= 1
 
 
-class Steps:
-    """Tells the weights after each step of an optimizer, by some of their elements.
-
-    Args:
-        recorder: Tells them.
-        events: Counts the steps, too.
-        inputs: Knows the samples of a step.
-    """
-
-    def __init__(self, recorder: Recorder, events: Events, inputs: Inputs) -> None:
-        self._recorder = recorder
-        self._events = events
-        self._inputs = inputs
-
-    def install(self) -> None:
-        """Begin."""
-        register_optimizer_step_post_hook(self._stepped)
+def observe_steps(recorder: Recorder, events: Events, inputs: Inputs) -> None:
+    """Tell the weights after each step of an optimizer, by some of their elements, and the samples that it saw."""
 
     @torch.no_grad()
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._recorder.is_main:
+    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not recorder.is_main:
             return
-        self._recorder.tell(
+        recorder.tell(
             "step",
             optimizer=_describe(optimizer),
             weights=_some_elements(optimizer),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            inputs=self._inputs.total,
+            inputs=inputs.total,
         )
-        self._inputs.total = None
-        self._events.note("step")
+        inputs.total = None
+        events.note("step")
+
+    register_optimizer_step_post_hook(stepped)
 
 
 def _describe(optimizer: Optimizer) -> str:

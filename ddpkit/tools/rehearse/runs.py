@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..script.ranks import Rank, Ranks, Script, environment
 from ..script.recorder import Record
-from .rank import RankEvents, Setting, Start, be_rank
+from .rank import RankEvents, Start, be_rank
 
 _POLL = 0.05  # seconds
 _PAUSE = 2.0  # seconds for which a rank is stopped
@@ -38,6 +38,7 @@ class Run:
         waited: Seconds from the disturbance, or from the first end if there was none, to the end of the last rank.
         hanging: The stacks of the ranks that did not end by themselves.
         output: The last lines of a rank that failed.
+        alignment: How its steps follow the undisturbed run's; None if they cannot be compared.
     """
 
     start: Start
@@ -51,6 +52,7 @@ class Run:
     waited: float = 0.0
     hanging: list[str] = field(default_factory=list)
     output: list[str] = field(default_factory=list)
+    alignment: Alignment | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def run_once(script: Script, folder: Path, is_inside: bool, start: Start, limits
         limits: How long to wait.
         device: "cpu" hides the GPUs.
     """
-    body = partial(be_rank, Setting(script, folder, is_inside, start.disturbance))
+    body = partial(be_rank, script, folder, is_inside, start.disturbance)
     environments = {rank: environment(rank, start.ranks, device) for rank in range(start.ranks)}
     with Ranks(body, environments) as ranks:
         return _Follower(ranks, start, limits).run()

@@ -16,7 +16,7 @@ from ...collectives.tree import flat_bytes
 from ..script.ranks import Script
 from ..terminal import count
 from .rank import Start, plan_trial
-from .runs import Alignment, Limits, Reference, Run, run_once
+from .runs import Limits, Reference, Run, run_once
 
 # Compare the tensors in the files of two folders.
 
@@ -158,7 +158,6 @@ class Trial:
     Attributes:
         number: Counted from 1.
         runs: The starts of the script.
-        alignments: How the steps of each follow the undisturbed run's; [] if they cannot be compared.
         difference: Of the files at the end.
         wrong: What was wrong, nothing if it ended like the undisturbed run.
         notes: What is worth knowing.
@@ -166,7 +165,6 @@ class Trial:
 
     number: int
     runs: list[Run]
-    alignments: list[Alignment]
     difference: Difference
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -238,7 +236,8 @@ class Rehearsal:
             runs.append(self._run(start, name, is_again=bool(runs)))
             if self._is_complete(runs[-1]):
                 break
-        trial = Trial(number, runs, self._align(runs), compare_files(self._path("undisturbed"), self._path(name)))
+        self._align(runs)
+        trial = Trial(number, runs, compare_files(self._path("undisturbed"), self._path(name)))
         self._check_ends(trial)
         self._check_steps(trial)
         self._check_files(trial)
@@ -302,14 +301,13 @@ class Rehearsal:
         stretches = self.reference.follow(run).stretches
         return bool(stretches) and stretches[-1].last == self.length
 
-    def _align(self, runs: list[Run]) -> list[Alignment]:
-        alignments: list[Alignment] = []
+    def _align(self, runs: list[Run]) -> None:
+        """Find the steps of each start among those of the undisturbed run."""
         made = 0
         for run in runs if self.reference else []:
             assert self.reference is not None
-            alignments.append(self.reference.follow(run, made))
-            made = max([made, *(stretch.last for stretch in alignments[-1].stretches)])
-        return alignments
+            run.alignment = self.reference.follow(run, made)
+            made = max([made, *(stretch.last for stretch in run.alignment.stretches)])
 
     def _check_ends(self, trial: Trial) -> None:
         """Check how the processes ended."""
@@ -329,7 +327,7 @@ class Rehearsal:
     def _check_steps(self, trial: Trial) -> None:
         """Check whether each step was made, and as in the undisturbed run."""
         made = 0
-        for alignment in trial.alignments:
+        for alignment in filter(None, [run.alignment for run in trial.runs]):
             for stretch in alignment.stretches:
                 if stretch.first > made + 1:
                     trial.wrong.append(f"steps {made + 1} to {stretch.first - 1} were never made")
@@ -337,7 +335,7 @@ class Rehearsal:
             if alignment.first_difference:
                 trial.wrong.append(alignment.first_difference)
                 break  # later starts go on from there
-        if trial.alignments and not trial.wrong and made < self.length:
+        if self.reference and not trial.wrong and made < self.length:
             trial.wrong.append(f"it ended after step {made} of {self.length}")
 
     def _check_files(self, trial: Trial) -> None:

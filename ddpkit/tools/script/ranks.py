@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import json
 import os
@@ -31,10 +32,10 @@ import torch.distributed as dist
 from ...join.store import host_on
 from ...launch.process_tree import child_processes
 from ...spawning.rank_process import replace_environment
-from .recorder import Record
+from .recorder import Record, Recorder
 
-Body = Callable[[int, int, int], int]  # what a rank does; see `Ranks`
-STACK_SIGNAL = signal.SIGUSR2
+Body = Callable[[Recorder, int], int]  # what a rank does; see `Ranks`
+_STACK_SIGNAL = signal.SIGUSR2
 _SET_PDEATHSIG = 1
 _SET_CHILD_SUBREAPER = 36
 _CHUNK = 1 << 16
@@ -86,7 +87,8 @@ class Rank:
                     os.close(descriptor)
             _take_over(env, output)
             os.environ["MASTER_PORT"] = os.read(self._control, _CHUNK).decode()
-            code = body(self._records, self._control, stacks)
+            faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=False)
+            code = body(Recorder(self._records), self._control)
         finally:
             os._exit(code)
 
@@ -122,7 +124,7 @@ class Rank:
     def read_stack(self) -> str:
         """Ask for the stack of the main thread."""
         with suppress(ProcessLookupError):
-            os.kill(self.pid, STACK_SIGNAL)
+            os.kill(self.pid, _STACK_SIGNAL)
         deadline = time.monotonic() + _STACK_WAIT
         text = ""
         while time.monotonic() < deadline:
@@ -197,9 +199,8 @@ class Ranks:
     """The ranks of this machine: a context that leaves no process behind.
 
     Args:
-        body: Runs the script in a rank's process, and returns its exit code. It gets three descriptors: one to write
-            records to; one that becomes readable when the process shall end; and one to write the stack of the main
-            thread to when `STACK_SIGNAL` comes.
+        body: Runs the script in a rank's process, and returns its exit code. It gets a recorder, and a descriptor that
+            becomes readable when the process shall end.
         environments: Of the ranks, by their number.
 
     Attributes:
@@ -319,11 +320,7 @@ class Script:
 
 
 def run_script(script: Script) -> tuple[int, BaseException | None]:
-    """Run a script to its end.
-
-    Returns:
-        Its exit code, and the exception that it has not caught, if there is one, for `sys.excepthook`.
-    """
+    """Run a script to its end; return its exit code and the exception, already shown, that it has not caught."""
     failure = None
     code = 0
     try:
@@ -333,6 +330,7 @@ def run_script(script: Script) -> tuple[int, BaseException | None]:
     except BaseException as error:
         failure = error
         code = 1
+        sys.excepthook(type(error), error, error.__traceback__)
     return code, failure
 
 

@@ -34,8 +34,8 @@ class ClippedSGD(torch.optim.SGD):
         result = super().step(closure)
         max_logit = self.attention.max_logit
         scale = (self.threshold / max_logit).clamp(max=1.0).sqrt()
-        self.attention.q.weight.mul_(scale)  # <- replicas-drift
-        self.attention.k.weight.mul_(scale)  # <- replicas-drift
+        self.attention.q.weight.mul_(scale)
+        self.attention.k.weight.mul_(scale)
         return result
 
 
@@ -55,7 +55,7 @@ if __name__ == "__main__":
             loss = nn.functional.mse_loss(model(sequence), target)
             optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
+            optimizer.step()  # <- replicas-drift
     if dist.get_rank() == 0:
         print("norm of the queries", attention.q.weight.norm().item())
     dist.destroy_process_group()

@@ -337,7 +337,7 @@ def _find_drift(facts: Facts, steps: list[Any]) -> Finding | None:
         )
         why = "something changes the weights by a number that each rank has for itself; gradients were equal"
         fix = "reduce that number over ranks first: `dist.all_reduce(x, op=dist.ReduceOp.MAX)`"
-        return facts.finding("replicas-drift", evidence, why, fix, first["changing"], first["where"])
+        return facts.finding("replicas-drift", evidence, why, fix, first["where"])
     return None
 
 

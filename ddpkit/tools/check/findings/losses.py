@@ -19,7 +19,7 @@ def find(facts: Facts) -> Iterator[Finding]:
     if facts.deals_micro_batches:
         return
     rows = facts.rows("step", "optimizer", "number")
-    found = _find_uneven(facts, rows) or _find_shorter_window(facts, rows) or _find_divided_twice(facts, rows)
+    found = _find_uneven(facts, rows) or _find_divided_twice(facts, rows)
     if found is not None:
         yield found
     yield from _find_divided_by_ranks(facts, rows)
@@ -80,32 +80,6 @@ def _uneven(facts: Facts, step: Record, number: int, line: tuple[Any, ...], coun
 def _at_backward(step: Record, loss: Sequence[Any] = ()) -> list[Sequence[Any]]:
     """List the lines that divide, between the loss and backward, and that of the loss."""
     return [step["divided"], step["backward"], [loss] if loss else []]
-
-
-def _find_shorter_window(facts: Facts, rows: list[Any]) -> Finding | None:
-    """Find accumulation over fewer batches than the loss is divided by."""
-    seen: dict[tuple[Any, ...], list[tuple[int, float, Record]]] = {}
-    for (optimizer, _), records in rows:
-        if records[0]["cut"] or not records[0]["divided"]:  # a library may divide
-            continue
-        for line, losses in _by_line(records[0]["losses"]).items():
-            windows = _by_backward(losses)
-            total = sum(total for total, _ in windows)
-            seen.setdefault((optimizer, *line), []).append((len(windows), total, records[0]))
-    for line, steps in seen.items():
-        number, total, _ = max(steps, key=_number_of)
-        fewest, less, record = min(steps, key=_number_of)
-        if fewest == number or not _near(total, 1.0) or not _near(less * number, total * fewest):
-            continue
-        evidence = f"{fewest} of {number} batches are accumulated at the end of an epoch, and divided by {number}"
-        why = f"the last step of each epoch is {less:.0%} of what it should be"
-        fix = "divide by the number of batches in this window: `loss / min(steps, len(loader) - start)`"
-        return facts.finding("wrong-divisor", evidence, why, fix, *_at_backward(record, line[1:]))
-    return None
-
-
-def _number_of(entry: tuple[int, float, Record]) -> int:
-    return entry[0]
 
 
 def _find_divided_twice(facts: Facts, rows: list[Any]) -> Finding | None:

@@ -44,11 +44,6 @@ def _decisions(facts: Facts) -> Iterator[tuple[Place, list[list[float]]]]:
         if all_equal([len(row) for row in values]):
             first = records[0]
             yield Place(first["file"], first["line"], first["function"]), values
-    for _, records in facts.rows("step", "optimizer", "number"):
-        tables = [{tuple(d["where"]): d["values"] for d in record["decisions"]} for record in records]
-        for where in tables[0]:
-            if all(where in table and len(table[where]) == len(tables[0][where]) for table in tables):
-                yield Place(*where), [table[where] for table in tables]
 
 
 def _find_skipping(facts: Facts) -> Finding | None:

@@ -26,12 +26,10 @@ def _find_means_of_means(facts: Facts) -> Iterator[Finding]:
 
 def _is_mean_of_means(facts: Facts, records: list[Record]) -> bool:
     first = records[0]
-    if first["op"] not in ("all_reduce", "reduce", "all_gather") or not first.get("values") or not all_floats(records):
+    if first["op"] not in ("all_reduce", "reduce") or not first.get("values") or not all_floats(records):
         return False
     shares = [record["samples"] for record in records]
     is_mean = first.get("reduction") == "AVG" or first["divides"] or "reduction=mean" in first["library"]
-    if first["op"] == "all_gather":
-        is_mean = first["averages"] and len(first["values"]) == 1
     return is_mean and min(shares) > 0 and not all_equal(shares) and not _carries_counts(facts, first, shares)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +10,6 @@ from ..places import Place, is_shared_out
 from .facts import Facts, Finding, say_ranks
 
 _FEW = 8  # words: a choice that all ranks are to make alike takes as many
-_OWN = ("Generator ", "RandomState ")  # names of generators that the script has made
-_DEALING = ("randperm", "permutation", "shuffle", "randint", "integers", "choice", "multinomial", "rank", "world")
 
 
 def find(facts: Facts) -> Iterator[Finding]:
@@ -57,13 +54,6 @@ def _find_in_steps(facts: Facts) -> Finding | None:
         return None
     drawing = max((records[0]["random"] for records in rows), key=_number_of_lines)
     lines = drawing["lines"]
-    own = {kind for kind in kinds if kind.startswith(_OWN)}
-    noise = {kind: [line for line in drawing["by_kind"].get(kind, []) if not _deals(line)] for kind in own}
-    kinds = {kind for kind in kinds if kind not in own or noise[kind]}
-    if not kinds:
-        return None
-    if kinds <= own:
-        lines = [line for kind in sorted(kinds) for line in noise[kind]]
     own_lines = [line for line in lines if not is_shared_out(Place(*line))]
     if lines and not own_lines:
         return None
@@ -74,13 +64,6 @@ def _find_in_steps(facts: Facts) -> Finding | None:
 
 def _number_of_lines(drawing: Record) -> int:
     return len(drawing["lines"])
-
-
-def _deals(line: list[Any]) -> bool:
-    """Return whether a line draws positions or numbers that all ranks may need alike, to deal them out by rank."""
-    file, number, _ = line
-    text = linecache.getline(file, number).lower()
-    return any(word in text for word in _DEALING)
 
 
 def _common(records: list[Any]) -> set[str]:

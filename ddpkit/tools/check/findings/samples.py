@@ -386,15 +386,10 @@ def _find_same_orders(facts: Facts, training: set[str], done: set[str]) -> Itera
         plan = first.get("plan")
         if not first["has_epoch"] or not plan or plan == sorted(plan):
             continue
-        others = [record["plan"] for record in records[1:]]
-        if others:
-            is_same = all(other == plan for other in others)
-        else:
-            is_same = first["shuffles"] and first["repeats"] and not first["epochs_set"] and not first["names_epoch"]
-        if not is_same:
+        if len(records) < 2 or not all_equal([record["plan"] for record in records]):
             continue
-        seen = f"{len(records)} epochs have" if others else "every epoch will have"
-        evidence = f"{seen} the same order of the {len(plan)} samples of rank 0: `set_epoch` is not called"
+        seen = f"{len(records)} epochs have the same order of the {len(plan)} samples of rank 0"
+        evidence = f"{seen}: `set_epoch` is not called"
         why = "the same samples meet in the same batches, on the same rank, for ever"
         fix = "call `sampler.set_epoch(epoch)` at the head of each epoch"
         yield facts.finding("epoch-not-set", evidence, why, fix, first["where"], first["sampler_made"], first["made"])

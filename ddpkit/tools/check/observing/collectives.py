@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 
 from ...script.recorder import Recorder
 from ..places import Stack, stack
-from .expressions import averages_gathered, cuts, divides_by_ranks, loop_keys
+from .expressions import cuts, divides_by_ranks, loop_keys
 from .modules import Modules
 from .patching import Function, before, guarded, replace
 
@@ -149,13 +149,11 @@ class Collectives:
         if "gather" in name:
             sent = args[1:] if name in _INTO_FIRST else args
             fields["names"] = _names_in((*sent, *kwargs.values()))
-        fields["inside"] = self._modules.is_calling
         fields["samples"] = self._modules.samples
         fields["library"] = _library()
         fields["cuts"] = cuts()
         fields["keys"] = loop_keys()
         fields["divides"] = divides_by_ranks()
-        fields["averages"] = name == "all_gather" and averages_gathered()
         self._recorder.tell_collective(fields)
 
 

@@ -99,9 +99,6 @@ class Ending:
         recorder: Tells that this rank is done, and counts its steps.
         steps: Optimiser steps of an epoch; epochs of a loader end after as many.
         control: A descriptor that becomes readable when the process shall end.
-
-    Attributes:
-        was_cut: True if an epoch was cut short since the last step.
     """
 
     def __init__(self, recorder: Recorder, steps: int, control: int) -> None:
@@ -112,7 +109,6 @@ class Ending:
         self._epochs = 0
         self._has_loader = False
         self._backwards = 0
-        self.was_cut = False
         self._is_uncut = False  # whether an epoch goes on that was to be cut
 
     def note_loader(self) -> None:
@@ -136,7 +132,6 @@ class Ending:
         if not awaits_stop_iteration():
             self._is_uncut = True
             return False
-        self.was_cut = True
         return True
 
     def before_step(self, steps: int) -> None:
@@ -153,7 +148,6 @@ class Ending:
     def after_step(self) -> None:
         """Note that a step has ended."""
         self._backwards = 0
-        self.was_cut = False
 
     def wait(self, reason: str) -> None:
         """Say why this process is done, and wait for the end."""

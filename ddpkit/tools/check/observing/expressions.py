@@ -82,28 +82,6 @@ def _divides(frame: FrameType, nodes: list[ast.AST]) -> bool:
     return False
 
 
-def averages_gathered() -> bool:
-    """Return whether the function that gathers tensors into a list takes the mean of that list afterwards."""
-    frame = next(own_frames(sys._getframe(1)), None)
-    if frame is None:
-        return False
-    code = frame.f_code
-    nodes = _nodes_of(code.co_filename, code.co_name, code.co_firstlineno)
-    names: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Call) and node.lineno == frame.f_lineno and "gather" in ast.unparse(node.func):
-            names |= {argument.id for argument in node.args[:1] if isinstance(argument, ast.Name)}
-    return any(_is_mean_of(node, names) for node in nodes if getattr(node, "lineno", 0) > frame.f_lineno)
-
-
-def _is_mean_of(node: ast.AST, names: set[str]) -> bool:
-    """Return whether a node is `f(names).mean()`, `mean(names)` or `sum(names) / n`."""
-    is_mean = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mean")
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        is_mean = "sum(" in ast.unparse(node.left)
-    return is_mean and any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
-
-
 def dividing_lines() -> list[Place]:
     """List the lines of the function that calls backward which divide a loss."""
     frame = next(own_frames(sys._getframe(1)), None)
@@ -179,16 +157,6 @@ def evaluate(node: ast.AST | None, frame: FrameType) -> Any:
     return None
 
 
-def is_in_loop() -> bool:
-    """Return whether the running functions will come here again: a loop is around the present line of one."""
-    for number, frame in enumerate(own_frames(sys._getframe(1))):
-        line = frame.f_lineno
-        loops = loops_around(frame.f_code.co_filename, line)
-        if any(number or isinstance(loop, ast.While) or loop.lineno != line for loop in loops):
-            return True
-    return False
-
-
 @cache
 def decisions_around(file: str, line: int) -> list[ast.If]:
     """List the `if`s in the loops around a line that have consequences."""
@@ -211,24 +179,6 @@ def saving_decisions(file: str) -> dict[int, ast.If]:
         if _has_consequences(node) and not any(word in test for word in _CLOCKS):
             found[node.lineno] = node
     return found
-
-
-def decisions() -> list[dict[str, Any]]:
-    """List the `if`s before the present line, in the loop around it, that end it or save; and what they compare.
-
-    Others come after the step, when their numbers may have changed.
-    """
-    for frame in own_frames(sys._getframe(1)):
-        line = frame.f_lineno
-        loops = loops_around(frame.f_code.co_filename, line)
-        if not loops:
-            continue
-        found = []
-        for statement in decisions_around(frame.f_code.co_filename, line):
-            if loops[-1].lineno <= statement.lineno < line and (values := fractions(statement.test, frame)):
-                found.append({"where": place_of(frame)._replace(line=statement.lineno), "values": values})
-        return found
-    return []
 
 
 def skips() -> list[Place]:

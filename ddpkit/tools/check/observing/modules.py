@@ -107,11 +107,6 @@ class Modules:
                 return wrapped, False
         return None, False
 
-    @property
-    def is_calling(self) -> bool:
-        """Return whether a network is being called."""
-        return self._depth > 0
-
     def is_used(self, network: nn.Module) -> bool:
         """Return whether a network was called, or a part of it, or one that it is a part of."""
         if any(id(module) in self._called for module in network.modules()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 import zlib
@@ -12,18 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ...script.recorder import Recorder
 from ..places import Place, Stack, is_own, own_frames, place_of, stack
-from .modules import variables
 from .patching import before
 
 _MANY = 8  # windows that are kept for a step
 _LINES = 8  # of drawing that are kept
-_LOOKED_AT = 4  # steps at which the script's own generators are looked at
-_FEW_STEPS = 16  # of a generator that are counted
 GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 State = dict[str, tuple[int, int]]  # hash and position of each generator
 
@@ -78,63 +72,6 @@ def generators_in(value: Any, depth: int = 4) -> Iterator[Any]:
             yield from generators_in(child, depth - 1)
 
 
-def generators_around() -> list[Any]:
-    """List the generators of the script's running functions and networks, but for those of loaders and samplers.
-
-    Those of Python's `random` are left out: they make choices that all ranks are to make alike.
-    """
-    found: dict[int, Any] = {}
-    others: set[int] = set()
-    for _, value in variables():
-        if isinstance(value, DataLoader | Sampler | Dataset):
-            others.update(map(id, generators_in(value)))
-        elif isinstance(value, nn.Module):
-            fields = [child for module in value.modules() for child in vars(module).values()]
-            found.update({id(child): child for child in fields if isinstance(child, GENERATORS)})
-        elif isinstance(value, GENERATORS):
-            found[id(value)] = value
-    return [g for key, g in found.items() if key not in others and not isinstance(g, random.Random)]
-
-
-class _Own:
-    """One generator of the script at the beginning of a window."""
-
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-        self._old = self._copy()
-        self.hashed = _hash_of(generator)
-
-    def _copy(self) -> Any:
-        if isinstance(self._generator, torch.Generator):
-            return self._generator.get_state().cpu().numpy()
-        if isinstance(self._generator, np.random.Generator):
-            return copy.deepcopy(self._generator.bit_generator)
-        return self._generator.get_state(legacy=True)
-
-    def words(self) -> int:
-        """Count what was drawn since: 0 for nothing, -1 for more than can be counted."""
-        new = self._copy()
-        if _hash_of(self._generator) == self.hashed:
-            return 0
-        if isinstance(self._generator, np.random.Generator):
-            return _advance(self._old, new)
-        if isinstance(self._generator, torch.Generator):
-            is_on_cpu = self._generator.device.type == "cpu"
-            return (_position_of(new) - _position_of(self._old)) % 624 if is_on_cpu else -1
-        return int(new[2] - self._old[2]) % 624
-
-
-def _advance(old: Any, new: Any) -> int:
-    """Count the steps between two states of a bit generator as far as these are few; -1 if they are not."""
-    for number in range(1, _FEW_STEPS):
-        if not hasattr(old, "advance"):
-            break
-        old.advance(1)
-        if repr(old.state["state"]) == repr(new.state["state"]):
-            return number
-    return -1
-
-
 class Draws:
     """Finds the script's lines that draw random numbers, by a trace function which compares states line by line.
 
@@ -144,7 +81,6 @@ class Draws:
 
     def __init__(self, others: tuple[Any, ...] = ()) -> None:
         self.lines: list[Place] = []
-        self.by_kind: dict[str, list[Place]] = {}
         self._others = others
         self._state: State = {}
         self._place: Place | None = None
@@ -184,9 +120,6 @@ class Draws:
         is_new = self._place not in self.lines and len(self.lines) < _LINES
         if now != self._state and self._place and is_new:
             self.lines.append(self._place)
-        for kind in now:
-            if self._place and now[kind] != self._state.get(kind) and len(self.by_kind.get(kind, [])) < _LINES:
-                self.by_kind.setdefault(kind, []).append(self._place)
         self._state = now
 
 
@@ -196,7 +129,6 @@ class Windows:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._opened: State = {}
-        self._own: dict[str, _Own] = {}
         self._drawn: list[dict[str, Any]] = []
         self._draws: Draws | None = None
 
@@ -222,10 +154,8 @@ class Windows:
         if self._draws:
             self._draws.end()
         self._opened = states()
-        own = generators_around() if self._recorder.step < _LOOKED_AT else []
-        self._own = {f"{type(g).__name__} {number}": _Own(g) for number, g in enumerate(own)}
         if self._recorder.step == 1:  # the lines are the same ones in other steps
-            self._draws = self._draws or Draws(tuple(own))
+            self._draws = self._draws or Draws()
             self._draws.begin()
 
     def pause(self) -> None:
@@ -239,18 +169,12 @@ class Windows:
             if now[kind][0] != hashed and len(self._drawn) < _MANY:
                 words = (now[kind][1] - position) % 624
                 self._drawn.append({"generator": kind, "state": hashed, "words": words})
-        for kind, generator in self._own.items():
-            if (words := generator.words()) and len(self._drawn) < _MANY:
-                self._drawn.append({"generator": kind, "state": generator.hashed, "words": words})
         self._opened = {}
-        self._own = {}
 
     def close(self) -> dict[str, Any]:
         """Return what this step has drawn, and where."""
         self.pause()
-        lines = self._draws.lines if self._draws else []
-        by_kind = self._draws.by_kind if self._draws else {}
-        return {"drawn": self._drawn, "lines": lines, "by_kind": by_kind}
+        return {"drawn": self._drawn, "lines": self._draws.lines if self._draws else []}
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""

@@ -14,12 +14,11 @@ from torch.utils.data import dataloader as loading
 from torch.utils.data._utils import fetch
 
 from ....collectives.digest import digest
-from ....data.loader import Loader
 from ....data.streams import Stream
 from ...script.recorder import Recorder, content, rows, size_of
 from ..places import Place, Stack, definition, stack
 from .decisions import Ending, untraced
-from .expressions import bound_of_loop, is_in_loop, mentions
+from .expressions import bound_of_loop
 from .modules import Modules, is_own_object
 from .patching import Function, after, before, guarded, replace
 from .random_numbers import GENERATORS, Draws, State, Windows, generators_in, states
@@ -64,7 +63,6 @@ class Samples:
         self._all: list[_Loader] = []  # nobody keeps a loader that is made in the head of a loop
         self._iterators: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
         self._lines: dict[str, int] = {}
-        self._epochs_set: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._last_set: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._fetches = 0
 
@@ -102,7 +100,6 @@ class Samples:
         self._made[made] = stack()
 
     def _note_epoch(self, sampler: Any, epoch: int) -> None:
-        self._epochs_set[sampler] = self._epochs_set.get(sampler, 0) + 1
         self._last_set[sampler] = {"epoch": epoch, "where": stack()}
 
     def _known(self, loader: Any) -> _Loader:
@@ -179,12 +176,8 @@ class Samples:
             "iterable": isinstance(loader.dataset, IterableDataset),
             "sampler_made": self._made.get(sampler, []) if _is_weakly_known(sampler) else [],
             "has_epoch": hasattr(sampler, "set_epoch"),
-            "epochs_set": self._epochs_set.get(sampler, 0) if _is_weakly_known(sampler) else 0,
             "last_set": self._last_set.get(sampler) if _is_weakly_known(sampler) else None,
-            "shuffles": bool(getattr(sampler, "shuffle", False)),
-            "repeats": is_in_loop(),
             "bound": bound_of_loop(),
-            "names_epoch": isinstance(loader, Loader) or mentions("set_epoch"),  # ddpkit's takes the next one by itself
             "replaces": bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
             "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),

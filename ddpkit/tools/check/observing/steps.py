@@ -13,12 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...script.recorder import Recorder, hash_of, parameters_of, sample, whole
 from ..places import (
     Stack,
-    changing_lines,
     stack,
 )
 from .collectives import Collectives
 from .decisions import Decisions, Ending
-from .expressions import decisions, divides_by_ranks, skips
+from .expressions import divides_by_ranks, skips
 from .losses import Losses
 from .modules import Modules, Wrapped, inner_of, roots, variables
 from .patching import Function, after, before, guarded
@@ -124,7 +123,6 @@ class Steps:
         gradients = [_whole_gradient(p) for p in parameters]
         self._recorder.tell(
             "step",
-            decisions=decisions(),
             skips=skips() if seen.steps == 1 else [],
             position=self.position(),
             optimizer=seen.number,
@@ -148,8 +146,6 @@ class Steps:
             class_name=type(optimizer).__name__,
             random=self._windows.close(),
             loaded=self._loaded,
-            changing=changing_lines(tuple(seen.names)) if seen.steps == 1 else [],
-            cut=self._ending.was_cut,
         )
 
     def _without_gradient(self, parameters: list[Tensor], seen: _Seen) -> dict[str, Stack]:
@@ -243,14 +239,11 @@ class Steps:
 
 def _describe(wrapped: Wrapped) -> dict[str, Any]:
     """Describe what could keep a DDP from averaging the gradients of this step."""
+    told = {name: getattr(wrapped, name) for name in ("made", "bypassed", "taken_out", "unsynced", "thawed")}
     return {
-        "made": wrapped.made,
-        "bypassed": wrapped.bypassed,
-        "taken_out": wrapped.taken_out,
-        "unsynced": wrapped.unsynced,
+        **told,
         "forwards": wrapped.forwards[-8:],
         "uses_all": not (wrapped.kept.find_unused_parameters or wrapped.kept.static_graph),
-        "thawed": wrapped.thawed,
         "hooked": bool(getattr(wrapped.kept, "_comm_hooks", ())),
     }
 
