@@ -331,16 +331,15 @@ class Checkpointer:
     def load(self, path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         """Restore one checkpoint, in place. Collective.
 
-        Either everything is restored on every rank, or nothing is and every rank raises. Without
-        `objects` the file is only read. With some, the random number generators are restored too:
-        each rank's own if as many ranks saved them, else new ones derived from the saved.
+        Nothing is changed on any rank unless the file is whole and fits the objects of every rank.
+        Without `objects` the file is only read. With some, the random number generators are
+        restored too: each rank's own if as many ranks saved them, else new ones derived from the
+        saved.
 
         Args:
             path: A file that `save()` wrote.
             **objects: What to restore, by the names given to `save()`: anything with `state_dict()`
                 and `load_state_dict()`. A module may be wrapped, compiled or sharded differently now.
-                The state of each is copied meanwhile, to undo a load that fails: sharded tensors on
-                their device, others to the CPU.
 
         Returns:
             `step`, `score` if there is one, and whatever else was saved and not restored into an
@@ -351,7 +350,9 @@ class Checkpointer:
             TypeError: If an object has no `load_state_dict()`.
             CheckpointError: On every rank, if the file is damaged, holds pickled code, lacks a name
                 or does not fit an object, if another rank reads another file, or if it holds states
-                per rank of another number of ranks.
+                per rank of another number of ranks. If an object's `load_state_dict()` raises, the
+                message says that the objects are in an undefined state: load again, or create them
+                again.
             MismatchError: If the ranks pass other names; if another rank passes a bad argument.
         """
         with raise_everywhere("Checkpointer.load"):

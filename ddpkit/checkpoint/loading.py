@@ -1,153 +1,40 @@
-"""Loading of a checkpoint: every rank reads it, and all objects are restored, or none is."""
+"""Loading of a checkpoint: every rank reads it, and nothing is changed unless it fits on all of them."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from copy import deepcopy
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives.differences import list_lines
-from ..data.seeds import get_rng_state, set_rng_state, set_rng_states
+from ..data.seeds import set_rng_states
 from ..errors import CheckpointError
 from ..job.lifecycle import exchange
-from ..join.failures import describe_error, message_of
+from ..join.failures import message_of
 from ..launch.ranks import get_rank, get_world_size, is_main_process
 from ..parallel.lr_scaling import applied_scales
 from ..torch_internals import is_dtensor
 from .comparison import merge_problems, try_on_all, try_on_main
 from .files import open_file, read, unreadable
 from .fit import Saved, explain_misfits
-from .format import explain_unusable, is_consolidated, load_into
-from .leaves import digest_leaves, tensors_of
+from .format import explain_unusable, load_into
+from .leaves import tensors_of
 from .sharded import SavedPieces, files_of, find_stand_ins, from_plain, is_folder_of, verify_pieces
-
-# Undoing of a load that failed: objects and generators are put back as they were.
-
-
-class Undo:
-    """All that a load changes on this rank, as it was before."""
-
-    def __init__(self) -> None:
-        self._objects: list[_Former] = []
-        self._rng_state: dict[str, Any] | None = None
-
-    def remember_generators(self) -> None:
-        """Keep the states of the random number generators."""
-        self._rng_state = get_rng_state()
-
-    def remember(self, name: str, target: Any) -> None:
-        """Keep a copy of an object's state."""
-        self._objects.append(_Former(name, target))
-
-    def put_back(self) -> None:
-        """Make everything what it was.
-
-        Raises:
-            CheckpointError: If some objects take their own former states no more.
-        """
-        if self._rng_state is not None:
-            set_rng_state(self._rng_state)
-        problems = []
-        for former in reversed(self._objects):
-            try:
-                former.put_back()
-            except CheckpointError as error:
-                problems.append(str(error))
-        if problems:
-            raise CheckpointError("\n".join(problems))
-
-
-class _Former:
-    """An object, and its state from before a load."""
-
-    def __init__(self, name: str, target: Any) -> None:
-        self.name = name
-        self.target = target
-        self.holder = target  # of the state
-        if is_consolidated(target):
-            # spread over the ranks, it has a state dict only when all of it was collected
-            self.holder = target.optim
-        self.attributes: dict[str, Any] = {}
-        if not isinstance(target, nn.Module):
-            self.attributes = dict(getattr(target, "__dict__", {}))
-        self.state = _copy(self.holder.state_dict())
-
-    def put_back(self) -> None:
-        """Make the object what it was.
-
-        Raises:
-            CheckpointError: If it takes its own former state no more.
-        """
-        self._put_back_in_place()
-        if self._is_as_before():
-            return
-        problem = self._load()
-        if not self._is_as_before():
-            text = f"{self.name} could not be put back{problem}: it is partly loaded."
-            raise CheckpointError(f"{text} Create it again before going on.")
-
-    def _put_back_in_place(self) -> None:
-        """Write the former values where they were, without code of the object's class."""
-        if isinstance(self.target, nn.Module):
-            _copy_tensors(self.target.state_dict(), self.state)
-        elif self.attributes:
-            vars(self.target).clear()
-            vars(self.target).update(self.attributes)
-
-    def _load(self) -> str:
-        """Load the former state; return what went wrong, in brackets, "" if nothing did."""
-        try:
-            self.holder.load_state_dict(_copy(self.state))
-        except Exception as error:
-            return f" ({describe_error(error)})"
-        return ""
-
-    def _is_as_before(self) -> bool:
-        now = self.holder.state_dict()
-        return digest_leaves("", now) == digest_leaves("", self.state)
-
-
-def _copy(state: Any) -> Any:
-    """Copy a state, its tensors to the CPU, so that no accelerator must hold them twice."""
-    if is_dtensor(state):
-        return state.detach().clone()  # on its own device, on which this rank holds a part only
-    if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, OrderedDict):
-        copy = OrderedDict((key, _copy(value)) for key, value in state.items())
-        copy.__dict__.update(state.__dict__)  # the versions that torch keeps beside a model's
-        return copy
-    if type(state) is dict:
-        return {key: _copy(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_copy(value) for value in state)
-    return deepcopy(state)
-
-
-@torch.no_grad()
-def _copy_tensors(here: Mapping[str, Any], former: Mapping[str, Any]) -> None:
-    """Overwrite tensors with those of the same name and shape."""
-    for key, old in former.items():
-        now = here.get(key)
-        if not isinstance(old, Tensor) or not isinstance(now, Tensor):
-            continue
-        if now.shape == old.shape:
-            now.copy_(old)
-
 
 _log = logging.getLogger(__name__)
 _TRIES = 20  # at a file that some ranks see and others do not
 _PAUSE = 0.05  # seconds between them
+_UNDEFINED = (
+    "The objects are in an undefined state on every rank, some of them loaded: load a checkpoint "
+    "that fits them, or create them again, before going on."
+)
 
 
 class FileChanged(CheckpointError):
@@ -278,7 +165,7 @@ def _read(
 
 
 def _restore(path: Path, content: dict[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Load a checkpoint's content into objects, on all ranks or on none. Collective.
+    """Load a checkpoint's content into objects, if it fits them on all ranks. Collective.
 
     Returns:
         The rest of its content.
@@ -288,15 +175,10 @@ def _restore(path: Path, content: dict[str, Any], objects: Mapping[str, Any]) ->
         doing=f"{path} does not fit; nothing was loaded: ",
     )
     pieces = _pieces_of(path, content)
-    undo = Undo()
     try:
-        try_on_all(lambda: _load_into_all(objects, states, pieces, content["rng"], undo))
+        try_on_all(lambda: _load_into_all(objects, states, pieces, content["rng"]))
     except CheckpointError as error:
-        _undo_on_all(path, undo, error)
-    except BaseException:
-        with suppress(CheckpointError):
-            undo.put_back()
-        raise
+        raise CheckpointError(f"Cannot load {path}: {error}\n{_UNDEFINED}") from error
     rest = {name: state for name, state in states.items() if name not in objects}
     if not objects:
         rest = try_on_all(lambda: {name: pieces.fill(name, state) for name, state in rest.items()})
@@ -365,14 +247,11 @@ def _load_into_all(
     states: Mapping[str, Any],
     pieces: SavedPieces,
     rng_states: list[dict[str, Any]],
-    undo: Undo,
 ) -> None:
     """Load states into objects, and set the generators if there are objects."""
     if not objects:
         return
-    undo.remember_generators()
     for name, target in objects.items():
-        undo.remember(name, target)
         if isinstance(target, Optimizer):
             _load_optimizer(name, target, states[name], pieces)
         else:
@@ -398,12 +277,3 @@ def _load_optimizer(name: str, optimizer: Optimizer, state: Any, pieces: SavedPi
             new / old,
         )
         return
-
-
-def _undo_on_all(path: Path, undo: Undo, error: CheckpointError) -> None:
-    """Put everything back on every rank, and raise. Collective."""
-    try:
-        try_on_all(undo.put_back)
-    except CheckpointError as worse:
-        raise CheckpointError(f"Cannot load {path}: {error}\n{worse}") from error
-    raise CheckpointError(f"Cannot load {path}; nothing was changed: {error}") from error
