@@ -182,19 +182,16 @@ def explain_conflicts(modules: Mapping[str, tuple[nn.Module, Any]]) -> list[str]
 
 
 def _pairs(modules: Mapping[str, tuple[nn.Module, Any]]) -> dict[str, _Pair]:
-    """Pair the models' tensors with the saved ones, by path, in the order of loading.
-
-    Without sharded ones, here or there.
-    """
+    """Pair the models' tensors with the saved ones, by path, in the order of loading; none is sharded."""
     pairs = {}
     for name, (module, saved) in modules.items():
         state = module_state(module)
         matched = match_names(saved, list(state))
         for key, here in state.items():
             there = matched[key]
-            if is_dtensor(here) or not isinstance(here, Tensor) or not isinstance(there, Tensor):
+            if is_dtensor(here) or not isinstance(there, Tensor) or there.is_meta:
                 continue
-            if not there.is_meta:
+            if isinstance(here, Tensor) and here.layout is torch.strided:
                 pairs[path_to(name, key)] = _Pair(here, there)
     return pairs
 
@@ -202,29 +199,20 @@ def _pairs(modules: Mapping[str, tuple[nn.Module, Any]]) -> dict[str, _Pair]:
 @torch.no_grad()
 def _overwrites(later: _Pair, earlier: _Pair) -> bool:
     """Return whether loading the later of two tensors changes the earlier one; it is tried on copies."""
-    if not sharing_memory([earlier.here, later.here]):
+    storage = earlier.here.untyped_storage()
+    if later.here.untyped_storage().data_ptr() != storage.data_ptr():
         return False
     if _is_same(earlier.here, later.here) and _is_same(earlier.saved, later.saved):
         return False
-    trial, trial_of_later = _copy_layout(earlier.here, later.here)
-    trial.copy_(earlier.saved)
-    loaded = digest(trial)
-    trial_of_later.copy_(later.saved)
-    return digest(trial) != loaded
-
-
-def _copy_layout(*tensors: Tensor) -> list[Tensor]:
-    """Make tensors on the CPU that share memory as these do; their values are arbitrary."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    start = min(storage.data_ptr() for storage in storages)
-    end = max(storage.data_ptr() + storage.nbytes() for storage in storages)
-    memory = torch.empty(end - start, dtype=torch.uint8, device="cpu").untyped_storage()
+    memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
     copies = []
-    for tensor in tensors:
-        offset = (tensor.data_ptr() - start) // tensor.element_size()
+    for tensor in (earlier.here, later.here):
         copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        copies.append(copy.set_(memory, offset, tensor.shape, tensor.stride()))
-    return copies
+        copies.append(copy.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride()))
+    copies[0].copy_(earlier.saved)
+    loaded = digest(copies[0])
+    copies[1].copy_(later.saved)
+    return digest(copies[0]) != loaded
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
