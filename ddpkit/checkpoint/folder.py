@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import socket
 import stat
 import tempfile
@@ -28,13 +29,13 @@ from ..errors import CheckpointError
 from ..launch.process_tree import boot_id, born, own_birth
 from .files import NoFileError, open_file, unreadable, write_durably
 from .saving import Writing
-from .sharded import delete_unused
 
 Scores = dict[str, float | None]  # by a checkpoint's name, the last written first
 
 _log = logging.getLogger(__name__)
 _LIST = "latest"
 _CHECKPOINT = re.compile(r"step-(\d{9,})\.pt")
+_PIECES = re.compile(r"(step-\d{9,})\.[0-9a-f]{16}")  # a folder of the pieces of sharded tensors
 _LEFT_OVER = re.compile(rf"({_CHECKPOINT.pattern}|{_LIST})\.tmp")  # by a writer that was killed
 
 
@@ -122,7 +123,7 @@ def list_and_prune(path: Path, score: float | None, keep: int, keep_best: int, p
             (folder / name).unlink(missing_ok=True)
         except OSError as error:
             _log.warning("Saved %s, but an old checkpoint stays: %s.", path, error)
-    delete_unused(folder, of=path.stem, used=pieces)
+    _delete_unused(folder, of=path.stem, used=pieces)
 
 
 def delete_left_overs(folder: Path) -> None:
@@ -131,7 +132,30 @@ def delete_left_overs(folder: Path) -> None:
         if _LEFT_OVER.fullmatch(name):
             with suppress(OSError):
                 os.unlink(folder / name)
-    delete_unused(folder)
+    _delete_unused(folder)
+
+
+def is_folder_of(path: Path, name: str) -> bool:
+    """Return whether this is the name of a folder for the pieces of a checkpoint."""
+    match = _PIECES.fullmatch(name)
+    return match is not None and match[1] == path.stem
+
+
+def _delete_unused(folder: Path, of: str = "", used: str = "") -> None:
+    """Delete folders of pieces that no checkpoint uses.
+
+    Args:
+        folder: The folder of the checkpoints.
+        of: A checkpoint's name without suffix, which uses no other than `used`. Of the others it is
+            only seen whether they are there.
+        used: The name of the folder that is used.
+    """
+    for name in os.listdir(folder):
+        match = _PIECES.fullmatch(name)
+        if match is None or name == used:
+            continue
+        if match[1] == of or not (folder / f"{match[1]}.pt").is_file():
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _find_files(folder: Path) -> set[str]:

@@ -7,26 +7,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch.optim import Optimizer
 
 from ..collectives.differences import list_lines
-from ..data.seeds import set_rng_states
+from ..data.seeds import check_rng_state, set_rng_states
 from ..errors import CheckpointError
 from ..job.lifecycle import exchange
 from ..join.failures import message_of
 from ..launch.ranks import get_rank, get_world_size, is_main_process
 from ..parallel.lr_scaling import applied_scales
+from ..parallel.models import unwrap_model
 from ..torch_internals import is_dtensor
-from .comparison import merge_problems, try_on_all, try_on_main
-from .files import open_file, read, unreadable
+from .files import FORMAT_WITH_PIECES, explain_unusable, open_file, read, unreadable
 from .fit import Saved, explain_misfits
-from .format import explain_unusable, load_into
-from .leaves import tensors_of
-from .sharded import SavedPieces, files_of, find_stand_ins, from_plain, is_folder_of, verify_pieces
+from .saving import merge_problems, try_on_all, try_on_main
+from .states import sharding, state_for, tensors_of
 
 _log = logging.getLogger(__name__)
 _TRIES = 20  # at a file that some ranks see and others do not
@@ -75,7 +73,7 @@ def load_first(
             break
         tries[name] += 1
         try:
-            content = _read_on_all(folder / name, objects)
+            content, sharded = _read_on_all(folder / name, objects)
         except CheckpointError as error:  # the same on every rank
             if isinstance(error, FileChanged) and tries[name] < _TRIES:
                 time.sleep(_PAUSE)  # a job beside this one saves and deletes
@@ -84,7 +82,7 @@ def load_first(
                 _log.warning("%s Trying the checkpoint before it.", error)
             reasons[name] = f"\n  {error}"
             continue
-        return _restore(folder / name, content, objects)
+        return _restore(folder / name, content, sharded, objects)
     if reasons:
         texts = "".join(reasons.values())
         raise CheckpointError(f"No checkpoint in {folder} can be read:{texts}")
@@ -97,21 +95,27 @@ def load_file(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: On every rank, if one cannot read it, or it does not fit.
     """
-    content = _read_on_all(path, objects)
-    return _restore(path, content, objects)
+    content, sharded = _read_on_all(path, objects)
+    return _restore(path, content, sharded, objects)
 
 
-def _read_on_all(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
+def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Return the content of a file that every rank reads. Collective.
 
     Args:
         path: The file.
         objects: The objects to restore, by name.
 
+    Returns:
+        The content, and what reads its sharded tensors, or loads into sharded objects: None if
+        there are neither.
+
     Raises:
         CheckpointError: On every rank, if one cannot read it, or it is no checkpoint that could be
             restored.
     """
+    tensors = [tensor for name, value in objects.items() for _, tensor in tensors_of(name, value)]
+    is_sharded = any(map(is_dtensor, tensors))
     problem = ""
     with ExitStack() as stack:
         try:
@@ -123,7 +127,7 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
         if any(problems):
             raise FileChanged(merge_problems(problems))
         content, digest = try_on_all(
-            lambda: _read(path, file, bool(objects), is_mapped=_any_sharded(objects)),
+            lambda: _read(path, file, objects, is_sharded),
             doing=f"Cannot read {path}: ",
         )
     files = len(set(exchange(digest)))
@@ -131,88 +135,82 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
         raise FileChanged(
             f"The ranks see {files} different files at {path}. They must share the folder.",
         )
-    if "sharded" in content:
-        _verify_pieces_on_all(path, content)
-    return content
+    if content["format"] == FORMAT_WITH_PIECES:
+        return content, try_on_all(lambda: _verified_pieces(path, content))
+    if is_sharded:
+        return content, sharding().SavedPieces(path, content)
+    return content, None
 
 
-def _verify_pieces_on_all(path: Path, content: Mapping[str, Any]) -> None:
-    """Compare the files of a checkpoint's pieces with their checksums, some on each rank. Collective.
-
-    Raises:
-        CheckpointError: On every rank, if one is not there or damaged.
-    """
-    layouts = from_plain(content["sharded"]["tensors"])
-    files = files_of(layouts)
-    own = files[get_rank() :: get_world_size()]
-    folder = path.with_name(content["sharded"]["folder"])
-    try_on_all(lambda: verify_pieces(folder, own))
+def _verified_pieces(path: Path, content: dict[str, Any]) -> Any:
+    """Return what reads the sharded tensors of a checkpoint, when this rank's share of their files is verified."""
+    pieces = sharding().SavedPieces(path, content)
+    pieces.verify()
+    return pieces
 
 
 def _read(
     path: Path,
     file: BinaryIO,
-    with_random_states: bool,
+    objects: Mapping[str, Any],
     is_mapped: bool,
 ) -> tuple[dict[str, Any], str]:
     content, digest = read(file, is_mapped)
-    problem = explain_unusable(content, with_random_states)
-    if not problem and "sharded" in content and not is_folder_of(path, content["sharded"]["folder"]):
-        problem = "the folder of its pieces is not one that a Checkpointer makes, or the file was renamed"
+    problem = explain_unusable(content)
+    if not problem and objects:
+        problem = _explain_random_states(content["rng"])
     if problem:
         raise CheckpointError(f"Cannot read {path}: {problem}.")
     return content, digest
 
 
-def _restore(path: Path, content: dict[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
+def _explain_random_states(states: list[dict[str, Any]]) -> str:
+    """Say why this rank cannot use the states of generators, given by rank; "" if it can."""
+    rank = get_rank()
+    if rank >= len(states):
+        rank = 0  # whose states new ones are derived from
+    try:
+        check_rng_state(states[rank])
+    except ValueError as error:
+        return f"{error}; load(path) without objects still reads the rest"
+    return ""
+
+
+def _restore(path: Path, content: dict[str, Any], sharded: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
     """Load a checkpoint's content into objects, if it fits them on all ranks. Collective.
 
     Returns:
         The rest of its content.
     """
     states = try_on_all(
-        lambda: _fitting_states(path, content, objects),
+        lambda: _fitting_states(path, content, sharded, objects),
         doing=f"{path} does not fit; nothing was loaded: ",
     )
-    pieces = _pieces_of(path, content)
-    try:
-        try_on_all(lambda: _load_into_all(objects, states, pieces, content["rng"]))
-    except CheckpointError as error:
-        raise CheckpointError(f"Cannot load {path}: {error}\n{_UNDEFINED}") from error
     rest = {name: state for name, state in states.items() if name not in objects}
-    if not objects:
-        rest = try_on_all(lambda: {name: pieces.fill(name, state) for name, state in rest.items()})
+    if objects:
+        try:
+            try_on_all(lambda: _load_into_all(objects, states, sharded, content["rng"]))
+        except CheckpointError as error:
+            raise CheckpointError(f"Cannot load {path}: {error}\n{_UNDEFINED}") from error
+    elif sharded is not None:
+        rest = try_on_all(lambda: {name: sharded.fill(state) for name, state in rest.items()})
     result = {"step": content["step"]}
     if content.get("score") is not None:
         result["score"] = content["score"]
     return result | rest
 
 
-def _pieces_of(path: Path, content: Mapping[str, Any]) -> SavedPieces:
-    """Return the sharded tensors of a checkpoint, none if it has no such ones."""
-    entry = content.get("sharded")
-    if entry is None:
-        return SavedPieces(path.parent, {}, {})
-    stand_ins: dict[str, Any] = {}
-    for name, state in content["state"].items():
-        stand_ins.update(find_stand_ins(name, state))
-    return SavedPieces(path.with_name(entry["folder"]), from_plain(entry["tensors"]), stand_ins)
-
-
-def _any_sharded(objects: Mapping[str, Any]) -> bool:
-    """Return whether this rank holds only parts of some tensors of these objects."""
-    tensors = chain.from_iterable(tensors_of(name, value) for name, value in objects.items())
-    return any(is_dtensor(tensor) for _, tensor in tensors)
-
-
 def _fitting_states(
     path: Path,
     content: Mapping[str, Any],
+    sharded: Any,
     objects: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return this rank's states by name; raise if those asked for are not there or do not fit."""
     saved = _states_of_this_rank(path, content)
     problems = explain_misfits(objects, saved)
+    if not problems and sharded is not None:
+        problems = sharded.explain_losses(objects, saved.states)
     if problems:
         headline = f"{path} does not fit; nothing was loaded:"
         raise CheckpointError(list_lines(headline, problems))
@@ -245,27 +243,26 @@ def _states_of_this_rank(path: Path, content: Mapping[str, Any]) -> Saved:
 def _load_into_all(
     objects: Mapping[str, Any],
     states: Mapping[str, Any],
-    pieces: SavedPieces,
+    sharded: Any,
     rng_states: list[dict[str, Any]],
 ) -> None:
-    """Load states into objects, and set the generators if there are objects."""
-    if not objects:
-        return
+    """Load states into objects that they fit, and set the random number generators."""
     for name, target in objects.items():
+        former = []
         if isinstance(target, Optimizer):
-            _load_optimizer(name, target, states[name], pieces)
-        else:
-            load_into(name, target, states[name], pieces)
+            former = applied_scales(target)
+        state = state_for(target, states[name])
+        if sharded is not None:
+            state = sharded.spread(target, state)
+        unwrap_model(target).load_state_dict(state)
+        if former and is_main_process():
+            _warn_of_scales(name, former, applied_scales(target))
     set_rng_states(rng_states)
 
 
-def _load_optimizer(name: str, optimizer: Optimizer, state: Any, pieces: SavedPieces) -> None:
-    """Load an optimizer's state; warn where its learning rates are those of another global batch."""
-    here = applied_scales(optimizer)
-    load_into(name, optimizer, state, pieces)
-    if not is_main_process():
-        return
-    for old, new in zip(applied_scales(optimizer), here, strict=True):
+def _warn_of_scales(name: str, here: list[Any], saved: list[Any]) -> None:
+    """Warn if an optimizer's learning rates were saved with another global batch."""
+    for old, new in zip(saved, here, strict=True):
         if old is None or new is None or old == new:
             continue
         _log.warning(

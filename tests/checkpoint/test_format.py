@@ -24,7 +24,7 @@ from runs import (
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
 from ddpkit.checkpoint.files import dump
-from ddpkit.checkpoint.leaves import digest_leaves
+from ddpkit.checkpoint.states import digest_leaves
 from ddpkit.errors import CheckpointError
 
 

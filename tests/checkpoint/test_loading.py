@@ -20,7 +20,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.saving import Collected
+from ddpkit.checkpoint.saving import Collected, Writing
 from ddpkit.data.seeds import get_rng_state
 from ddpkit.errors import CheckpointError
 from ddpkit.launch import ranks
@@ -67,9 +67,13 @@ def write_alone(folder: str, pipe: int) -> None:
         for step in range(1, 10**9):
             content = {"format": 1, "step": step, "score": None, "kinds": {}, "shapes": {}, "rng": [get_rng_state()]}
             path = Path(folder, f"step-{step:09d}.pt")
-            checkpoints._begin_writing(path, None, Collected(content | {"state": {}}, {}, {}, []), True)
-            checkpoints._keep_written()
-            checkpoints._finish_writing()
+            collected = Collected(content | {"state": {}}, [], None)
+            writing = Writing(step, is_awaited=True, is_shared=False)
+            checkpoints._prepare_folder(writing, collected)
+            checkpoints._start(writing, path, None, collected)
+            writing.keep()
+            writing.join()
+            assert not writing.problem
             os.write(pipe, b"." if step == 1 else b"")
     finally:
         os._exit(1)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.sharded import write_pieces
 from ddpkit.errors import CheckpointError
+from ddpkit.sharded import write_pieces
 
 OURS = [".writer", "step-000000001.pt.tmp", "step-000000001.pt", "latest.tmp", "latest"]
 
