@@ -192,7 +192,7 @@ class Checkpointer:
         self._writing = writing
         try:
             try_on_main(lambda: self._prepare_folder(writing, collected))
-            try_on_all(lambda: self._start(writing, path, score, collected))
+            try_on_all(lambda: self._start(writing, collected))
             check_equal(state, collected)  # while the ranks write
             writing.keep()
             if wait:
@@ -298,14 +298,11 @@ class Checkpointer:
             raise self._cannot_write(error) from error
         self._lock.writing = writing
 
-    def _start(self, writing: Writing, path: Path, score: float | None, collected: Collected) -> None:
+    def _start(self, writing: Writing, collected: Collected) -> None:
         """Let a thread write what is this rank's, which waits for the word to keep it."""
-        content = None
-        pieces = None
-        if is_main_process():
-            content = collected.content
-        if collected.sharded is not None:
-            pieces = collected.sharded.pieces
+        sharded = collected.sharded
+        content = collected.content if is_main_process() else None
+        pieces = sharded.pieces if sharded is not None else None
         if not content and not pieces:
             return
         saved = (content, pieces)
@@ -314,30 +311,20 @@ class Checkpointer:
             return saved
 
         if not writing.is_awaited:
-            if content is not None:
-                check_saveable(content)
+            check_saveable(content or {})
             get_saved = self._memory.copy(saved)
-        sharded = collected.sharded
-        writing.start(lambda: self._write(writing, path, score, get_saved, sharded))
+        writing.start(lambda: self._write(writing, get_saved, sharded))
 
-    def _write(
-        self,
-        writing: Writing,
-        path: Path,
-        score: float | None,
-        get_saved: Callable[[], tuple[Any, Any]],
-        sharded: Any,
-    ) -> None:
-        """Write what is this rank's; on rank 0 list the checkpoint, and delete those that are not kept any more.
+    def _write(self, writing: Writing, get_saved: Callable[[], tuple[Any, Any]], sharded: Any) -> None:
+        """Write what is this rank's; on rank 0 list the checkpoint, and delete those that are not kept.
 
         Args:
             writing: Says if the checkpoint is still wanted.
-            path: The checkpoint.
-            score: How good it is, if known.
             get_saved: Gives its content, on rank 0, and this rank's pieces of sharded tensors.
-            sharded: Writes these.
+            sharded: Writes these; None if there are none.
         """
         content, pieces = get_saved()
+        path = self.folder / name_of(writing.step)
 
         def confirm() -> None:
             writing.confirm()
@@ -356,8 +343,8 @@ class Checkpointer:
             if isinstance(error, OSError):
                 raise self._cannot_write(error) from error
             raise
-        pieces_folder = "" if sharded is None else sharded.folder.name
-        list_and_prune(path, score, self.keep, self.keep_best, pieces_folder)
+        pieces_folder = sharded.folder.name if sharded is not None else ""
+        list_and_prune(path, content["score"], self.keep, self.keep_best, pieces_folder)
 
     def _cannot_write(self, error: OSError) -> CheckpointError:
         if error.errno == errno.ENOENT and not self.folder.exists():

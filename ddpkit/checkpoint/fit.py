@@ -46,13 +46,7 @@ def explain_misfits(objects: Mapping[str, Any], saved: Saved) -> list[str]:
         kind = saved.kinds.get(name)
         problems = _explain_misfit(target, saved.states[name], kind, saved.shapes.get(name))
         found += [f"{name} {problem}" for problem in problems]
-    if found:
-        return found
-    modules = {}
-    for name, target in objects.items():
-        if isinstance(target, nn.Module):
-            modules[name] = (target, saved.states[name])
-    return _explain_conflicts(modules)
+    return found or _explain_conflicts(objects, saved.states)
 
 
 def _explain_misfit(target: Any, state: Any, kind: str | None, shapes: Any) -> list[str]:
@@ -180,11 +174,8 @@ def _parameter_names(groups: Any) -> dict[tuple[int, int], str]:
     names: dict[tuple[int, int], str] = {}
     for group_index, group in enumerate(groups):
         given = group.get("param_names")
-        if not isinstance(given, list | tuple):
-            continue
-        for i, name in enumerate(given):
-            if isinstance(name, str):
-                names[group_index, i] = name
+        if isinstance(given, list | tuple):
+            names |= {(group_index, i): name for i, name in enumerate(given) if isinstance(name, str)}
     whole = dict.fromkeys(names.values())
     cleaned = clean_state_dict(whole)
     if len(cleaned) < len(whole):  # they were no wrappers'
@@ -215,22 +206,15 @@ def _explain_losses(optimizer: Optimizer, saved: Any) -> list[str]:
     for key, parameter in zip(keys, parameters, strict=True):
         if not parameter.is_floating_point():
             continue
-        for name, tensor in _converted_tensors(key, saved["state"].get(key)):
+        state = saved["state"].get(key)
+        if not isinstance(state, Mapping):
+            continue
+        converted = {name: value for name, value in state.items() if name != "step"}  # which keeps its dtype
+        for name, tensor in tensors_of(f"state[{key!r}]", converted):
             problem = explain_loss(name, tensor, parameter.dtype)
             if problem:
                 found.append(problem)
     return found
-
-
-def _converted_tensors(key: Any, state: Any) -> list[tuple[str, Any]]:
-    """Name the tensors in the state of one parameter to which torch gives its dtype."""
-    tensors: list[tuple[str, Any]] = []
-    if not isinstance(state, Mapping):
-        return tensors
-    for name, value in state.items():
-        if name != "step":  # which keeps its own
-            tensors.extend(tensors_of(f"state[{key!r}].{name}", value))
-    return tensors
 
 
 # Saved tensors whose values another dtype cannot hold: loading would change them silently.
@@ -287,66 +271,62 @@ def _has_negative(tensor: Tensor) -> bool:
 # Saved tensors that differ but are meant for the same memory: the last one loaded would win.
 
 
-class _Pair(NamedTuple):
-    here: Tensor  # a model's tensor
-    saved: Tensor  # the one to load into it
-
-
-def _explain_conflicts(modules: Mapping[str, tuple[nn.Module, Any]]) -> list[str]:
-    """Say which saved tensors differ but would be loaded into the same memory.
-
-    Args:
-        modules: By name, each model and the saved state that fits it.
-    """
-    pairs = _pairs(modules)
-    paths = list(pairs)
+def _explain_conflicts(objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
+    """Say which saved tensors differ but would be loaded into the same memory."""
+    here, there = _loaded_tensors(objects, states)
+    paths = list(here)
     found = []
-    for index in sorted(sharing_memory(pair.here for pair in pairs.values())):
+    for index in sorted(sharing_memory(here.values())):
         path = paths[index]
         for other in paths[:index]:
-            if _overwrites(pairs[path], pairs[other]):
+            if _overwrites(here[path], here[other], there[path], there[other]):
                 problem = f"{other} and {path} differ there, but share memory here"
                 found.append(f"{problem}: untie them, or load equal ones")
                 break
     return found
 
 
-def _pairs(modules: Mapping[str, tuple[nn.Module, Any]]) -> dict[str, _Pair]:
-    """Pair the models' tensors with the saved ones, by path, in the order of loading; none is sharded."""
-    pairs = {}
-    for name, (module, saved) in modules.items():
+def _loaded_tensors(
+    objects: Mapping[str, Any],
+    states: Mapping[str, Any],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return models' tensors, and those to load into them, by path in the order of loading; none is sharded."""
+    mine = {}
+    saved = {}
+    for name, module in objects.items():
+        if not isinstance(module, nn.Module):
+            continue
         state = module_state(module)
-        matched = match_names(saved, list(state))
+        matched = match_names(states[name], list(state))
         for key, here in state.items():
             there = matched[key]
             if is_dtensor(here) or not isinstance(there, Tensor) or there.is_meta:
                 continue
             if isinstance(here, Tensor) and here.layout is torch.strided:
-                pairs[path_to(name, key)] = _Pair(here, there)
-    return pairs
+                mine[path_to(name, key)] = here
+                saved[path_to(name, key)] = there
+    return mine, saved
 
 
 @torch.no_grad()
-def _overwrites(later: _Pair, earlier: _Pair) -> bool:
+def _overwrites(later: Tensor, earlier: Tensor, saved_later: Tensor, saved_earlier: Tensor) -> bool:
     """Return whether loading the later of two tensors changes the earlier one; it is tried on copies."""
-    storage = earlier.here.untyped_storage()
-    if later.here.untyped_storage().data_ptr() != storage.data_ptr():
+    storage = earlier.untyped_storage()
+    if later.untyped_storage().data_ptr() != storage.data_ptr():
         return False
-    if _is_same(earlier.here, later.here) and _is_same(earlier.saved, later.saved):
+    if _place(earlier) == _place(later) and _place(saved_earlier) == _place(saved_later):
         return False
     memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
     copies = []
-    for tensor in (earlier.here, later.here):
+    for tensor in (earlier, later):
         copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
         copies.append(copy.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride()))
-    copies[0].copy_(earlier.saved)
+    copies[0].copy_(saved_earlier)
     loaded = digest(copies[0])
-    copies[1].copy_(later.saved)
+    copies[1].copy_(saved_later)
     return digest(copies[0]) != loaded
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same elements of the same memory."""
-    if one.data_ptr() != other.data_ptr() or one.dtype != other.dtype:
-        return False
-    return one.shape == other.shape and one.stride() == other.stride()
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return which elements of which memory a tensor is."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import pickle
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -32,7 +31,7 @@ from ..launch.ranks import is_main_process
 from ..parallel.models import strip, without_dtensors, wrapped_paths
 from ..parallel.replicas import gather_unless_equal
 from ..torch_internals import storage_like, untyped_storage
-from .files import FORMAT, FORMAT_WITH_PIECES, NotWanted, from_bytes, pickler_for, to_bytes
+from .files import FORMAT, FORMAT_WITH_PIECES, NotWanted, check_saveable, from_bytes, pickler_for, to_bytes
 from .states import describe, digest_leaves, path_to, sharding, state_of, take_out, tensors_of
 
 T = TypeVar("T")
@@ -131,28 +130,14 @@ def check_tensors(call: str, of_all: Mapping[str, Any], of_each: Mapping[str, An
         of_all: Objects and values of the job, by name; they may hold DTensors.
         of_each: Those that each rank has its own of, by name; they may not.
     """
-    problem = explain_sharded(call, [*without_dtensors(_tensors_of(of_all)), *_tensors_of(of_each)])
+    tensors = []
+    for name, value in of_all.items():
+        tensors += without_dtensors(tensors_of(name, value))
+    for name, value in of_each.items():
+        tensors += tensors_of(name, value)
+    problem = explain_sharded(call, tensors)
     if problem:
         raise CheckpointError(problem)
-    wrapped = [name for name, value in {**of_all, **of_each}.items() if _is_fsdp(value)]
-    if wrapped:
-        raise CheckpointError(
-            f"{call} does not handle sharded tensors, but {', '.join(wrapped)} is wrapped in FSDP: "
-            "each rank holds only its own part. Use fully_shard, or torch.distributed.checkpoint."
-        )
-
-
-def _tensors_of(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [pair for name, value in values.items() for pair in tensors_of(name, value)]
-
-
-def _is_fsdp(value: Any) -> bool:
-    """Return whether a model is wrapped in torch's first FSDP, whose tensors look ordinary."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # which takes long to import
-    kind = getattr(fsdp, "FullyShardedDataParallel", None)
-    if kind is None or not isinstance(value, nn.Module):
-        return False
-    return any(isinstance(module, kind) for module in value.modules())
 
 
 def collect(
@@ -192,7 +177,7 @@ def collect(
             saved = {name: values[name] for name in compared}
         content = _take_states(saved, tensors, "state")
         part = _take_states(own, {}, "per_rank")  # in which none are sharded
-        _check_readable(part["per_rank"])
+        check_saveable({"per_rank": part["per_rank"]})
         part["rng"] = get_rng_state()
         part["sharded"] = sharding().describe(tensors) if tensors else {}
         return {"format": FORMAT, "step": step, "score": score, **content}, to_bytes(part)
@@ -234,15 +219,6 @@ def _take_states(values: Mapping[str, Any], sharded: dict[str, Any], key: str) -
             kinds[name] = kind
     states = {name: take_out(name, state, sharded) for name, state in states.items()}
     return {key: states, "kinds": kinds, "shapes": shapes}
-
-
-def _check_readable(own_states: Mapping[str, Any]) -> None:
-    """Raise if a state of this rank alone cannot be read without code from the file."""
-    for name, state in own_states.items():
-        try:
-            from_bytes(to_bytes(state))
-        except Exception as error:
-            raise CheckpointError(f"Cannot save per_rank[{name!r}]: {error}") from error
 
 
 # The comparison of the ranks' states, before rank 0's are saved for all.

@@ -37,22 +37,26 @@ def sharding() -> Any:
 # Nested values: their leaves, by path.
 
 
+def children(value: Any) -> list[tuple[Any, Any]] | None:
+    """List the keys and values of a container of a nested value; None for a leaf."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    return None
+
+
 def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Go through the tensors of an object or nested value, without asking for its state dict."""
-    if isinstance(value, nn.Module):
-        for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
-            yield f"{name}.{inner}", tensor
-    elif isinstance(value, Optimizer):
-        yield from tensors_of(f"{name}.param_groups", value.param_groups)
-        yield from tensors_of(f"{name}.state", list(value.state.values()))
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from tensors_of(f"{name}.{key}", inner)
-    elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            yield from tensors_of(f"{name}.{number}", inner)
-    elif isinstance(value, Tensor):
+    if isinstance(value, Tensor):
         yield name, value
+        return
+    if isinstance(value, nn.Module):
+        value = dict([*value.named_parameters(), *value.named_buffers()])
+    elif isinstance(value, Optimizer):
+        value = {"param_groups": value.param_groups, "state": list(value.state.values())}
+    for key, inner in children(value) or ():
+        yield from tensors_of(f"{name}.{key}", inner)
 
 
 def digest_leaves(name: str, state: Any) -> dict[str, str]:
@@ -61,11 +65,8 @@ def digest_leaves(name: str, state: Any) -> dict[str, str]:
     Digests are equal if the leaves are, and others if one bit is. Containers have one, too, of
     their class and length.
     """
-    if isinstance(state, Mapping):
-        items = list(state.items())
-    elif isinstance(state, list | tuple):
-        items = list(enumerate(state))
-    else:
+    items = children(state)
+    if items is None:
         return {name: digest(state)}
     digests = {name: f"{type(state).__name__} of {len(state)}"}
     for key, value in items:
@@ -85,7 +86,12 @@ def path_to(container: str, key: Any) -> str:
     return f"{container}[{key!r}]"
 
 
-def take_out(name: str, state: Any, found: dict[str, Any], is_wanted: Callable[[Any], bool] = is_dtensor) -> Any:
+def take_out(
+    name: str,
+    state: Any,
+    found: dict[str, Any],
+    is_wanted: Callable[[Any], bool] = is_dtensor,
+) -> Any:
     """Return a nested state with empty tensors on the meta device in the places of some tensors.
 
     In the places of NumPy's scalars it has Python's: NumPy's need code of its own to be loaded.
@@ -99,35 +105,30 @@ def take_out(name: str, state: Any, found: dict[str, Any], is_wanted: Callable[[
     if is_wanted(state):
         found[name] = state
         return torch.empty(state.shape, dtype=state.dtype, device="meta")
+    if isinstance(state, np.generic):
+        return state.item()
     if isinstance(state, Mapping):
         items = {}
         for key, value in state.items():
-            items[_plain(key)] = take_out(path_to(name, key), value, found, is_wanted)
+            new = key.item() if isinstance(key, np.generic) else key
+            items[new] = take_out(path_to(name, key), value, found, is_wanted)
         return same_mapping(state, items)
-    if type(state) in (list, tuple):
-        values = [take_out(path_to(name, i), value, found, is_wanted) for i, value in enumerate(state)]
-        if all(new is old for new, old in zip(values, state, strict=True)):
-            return state
-        return type(state)(values)
-    return _plain(state)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    return value
+    if type(state) not in (list, tuple):
+        return state
+    values = []
+    for i, value in enumerate(state):
+        values.append(take_out(path_to(name, i), value, found, is_wanted))
+    if all(new is old for new, old in zip(values, state, strict=True)):
+        return state
+    return type(state)(values)
 
 
 def find_stand_ins(name: str, state: Any) -> Iterator[tuple[str, Tensor]]:
     """Go through the tensors on the meta device in a nested state, by the paths that `take_out()` gave."""
     if isinstance(state, Tensor) and state.is_meta:
         yield name, state
-    elif isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from find_stand_ins(path_to(name, key), value)
-    elif type(state) in (list, tuple):
-        for i, value in enumerate(state):
-            yield from find_stand_ins(path_to(name, i), value)
+    for key, value in children(state) or ():
+        yield from find_stand_ins(path_to(name, key), value)
 
 
 def same_mapping(state: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

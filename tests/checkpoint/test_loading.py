@@ -66,11 +66,10 @@ def write_alone(folder: str, pipe: int) -> None:
         checkpoints = Checkpointer(folder, keep=1)
         for step in range(1, 10**9):
             content = {"format": 1, "step": step, "score": None, "kinds": {}, "shapes": {}, "rng": [get_rng_state()]}
-            path = Path(folder, f"step-{step:09d}.pt")
             collected = Collected(content | {"state": {}}, [], None)
             writing = Writing(step, is_awaited=True, is_shared=False)
             checkpoints._prepare_folder(writing, collected)
-            checkpoints._start(writing, path, None, collected)
+            checkpoints._start(writing, collected)
             writing.keep()
             writing.join()
             assert not writing.problem
