@@ -232,8 +232,7 @@ class Checkpointer:
             MismatchError: As `load()` does.
             TypeError: As `load()` does.
         """
-        _check_objects("Checkpointer.load_latest", objects)
-        self._finish()
+        self._begin_load("Checkpointer.load_latest", objects)
         return load_first(self.folder, find_checkpoints, objects)
 
     def load_best(self, **objects: Any) -> dict[str, Any] | None:
@@ -241,8 +240,7 @@ class Checkpointer:
 
         In everything else it is `load_latest()`; None if no checkpoint has a score.
         """
-        _check_objects("Checkpointer.load_best", objects)
-        self._finish()
+        self._begin_load("Checkpointer.load_best", objects)
         return load_first(self.folder, find_best, objects)
 
     def load(self, path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
@@ -274,9 +272,19 @@ class Checkpointer:
         """
         with raise_everywhere("Checkpointer.load"):
             file = _as_path(path)
-        _check_objects("Checkpointer.load", objects)
-        self._finish()
+        self._begin_load("Checkpointer.load", objects)
         return load_file(file, objects)
+
+    def _begin_load(self, call: str, objects: Mapping[str, Any]) -> None:
+        """Check the objects to restore, and finish what is being written. Collective."""
+        with raise_everywhere(call):
+            for name, target in objects.items():
+                if not hasattr(target, "load_state_dict") or not hasattr(target, "state_dict"):
+                    problem = f"{name}={target!r} has no load_state_dict()."
+                    raise TypeError(f"{problem} Plain data comes back in the returned dict.")
+        check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
+        try_on_all(lambda: check_tensors(call, objects, {}))
+        self._finish()
 
     def _prepare_folder(self, writing: Writing, collected: Collected) -> None:
         """Lock the folder for this process, and for the rule by which checkpoints are kept. On rank 0."""
@@ -422,14 +430,3 @@ def _checked_values(per_rank: Mapping[str, Any] | None, state: Mapping[str, Any]
     if both:
         raise ValueError(f"Passed twice, in per_rank and as keyword: {', '.join(both)}. Pass each once.")
     return dict(per_rank)
-
-
-def _check_objects(call: str, objects: Mapping[str, Any]) -> None:
-    """Check the objects to restore, which must have the same names on every rank. Collective."""
-    with raise_everywhere(call):
-        for name, target in objects.items():
-            if not hasattr(target, "load_state_dict") or not hasattr(target, "state_dict"):
-                problem = f"{name}={target!r} has no load_state_dict()."
-                raise TypeError(f"{problem} Plain data comes back in the returned dict.")
-    check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
-    try_on_all(lambda: check_tensors(call, objects, {}))

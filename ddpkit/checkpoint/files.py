@@ -205,9 +205,9 @@ def read(file: BinaryIO, is_mapped: bool = False) -> tuple[Any, str]:
     try:
         checksum = verify(file)
         file.seek(0)
-        if is_mapped:
-            return torch.load(file.name, map_location="cpu", weights_only=True, mmap=True), checksum
-        return torch.load(file, map_location="cpu", weights_only=True), checksum
+        source = file.name if is_mapped else file
+        content = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+        return content, checksum
     except DdpkitError:
         raise
     except Exception as error:
@@ -309,30 +309,14 @@ class SummedFile:
 
     def end(self) -> None:
         """Write the last line."""
-        self.file.write(_last_line(self.checksum.text()))
+        self.file.write(_MARK + self.checksum.text().encode() + b"\n")
         self.file.flush()
-
-
-def _last_line(checksum: str) -> bytes:
-    return _MARK + checksum.encode() + b"\n"
 
 
 def verify(file: BinaryIO) -> str:
     """Compare a file with its checksum, and return that; raise ValueError if they differ."""
-    size = file.seek(0, os.SEEK_END)
+    length = file.seek(0, os.SEEK_END) - _LAST_LINE
     file.seek(0)
-    checksum = _sum(file, max(0, size - _LAST_LINE))
-    last_line = file.read()
-    if not last_line.startswith(_MARK):
-        problem = "its checksum is missing: it was truncated, or a Checkpointer did not write it."
-        raise ValueError(problem)
-    if last_line != _last_line(checksum):
-        raise ValueError("its checksum does not match: it was damaged.")
-    return checksum
-
-
-def _sum(file: BinaryIO, length: int) -> str:
-    """Return the checksum of the next `length` bytes of a file."""
     checksum = Checksum()
     while length > 0:
         piece = file.read(min(length, _BLOCK))
@@ -340,7 +324,14 @@ def _sum(file: BinaryIO, length: int) -> str:
             break
         checksum.update(piece)
         length -= len(piece)
-    return checksum.text()
+    last_line = file.read()
+    if not last_line.startswith(_MARK):
+        problem = "its checksum is missing: it was truncated, or a Checkpointer did not write it."
+        raise ValueError(problem)
+    text = checksum.text()
+    if last_line != _MARK + text.encode() + b"\n":
+        raise ValueError("its checksum does not match: it was damaged.")
+    return text
 
 
 def _sync_folder(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,32 +21,29 @@ from .states import CHECKED_CLASSES, describe, has_names, match_names, module_st
 _LONGEST = 60  # characters of a value that is shown
 
 
-class Saved(NamedTuple):
-    """The states of a checkpoint that are meant for this rank, by name.
+def explain_misfits(
+    objects: Mapping[str, Any],
+    states: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    shapes: Mapping[str, Any],
+) -> list[str]:
+    """Say why saved states do not fit objects; [] if nothing speaks against it.
 
-    Attributes:
-        states: The states and plain data.
+    Args:
+        objects: The objects, by name.
+        states: The states and plain data that are meant for this rank, by name.
         kinds: The classes of the objects that the states were saved from, where they matter.
         shapes: The shapes of their tensors, as `describe()` gave them, where they matter.
     """
-
-    states: dict[str, Any]
-    kinds: dict[str, str]
-    shapes: dict[str, Any]
-
-
-def explain_misfits(objects: Mapping[str, Any], saved: Saved) -> list[str]:
-    """Say why saved states do not fit objects, given by name; [] if nothing speaks against it."""
     found = []
     for name, target in objects.items():
-        if name not in saved.states:
-            names = ", ".join(saved.states) or "nothing"
+        if name not in states:
+            names = ", ".join(states) or "nothing"
             found.append(f"it has no {name!r}; it has: {names}")
             continue
-        kind = saved.kinds.get(name)
-        problems = _explain_misfit(target, saved.states[name], kind, saved.shapes.get(name))
+        problems = _explain_misfit(target, states[name], kinds.get(name), shapes.get(name))
         found += [f"{name} {problem}" for problem in problems]
-    return found or _explain_conflicts(objects, saved.states)
+    return found or _explain_conflicts(objects, states)
 
 
 def _explain_misfit(target: Any, state: Any, kind: str | None, shapes: Any) -> list[str]:

@@ -22,7 +22,7 @@ from ..parallel.lr_scaling import applied_scales
 from ..parallel.models import unwrap_model
 from ..torch_internals import is_dtensor
 from .files import FORMAT_WITH_PIECES, explain_unusable, open_file, read, unreadable
-from .fit import Saved, explain_misfits
+from .fit import explain_misfits
 from .saving import merge_problems, try_on_all, try_on_main
 from .states import sharding, state_for, tensors_of
 
@@ -158,22 +158,17 @@ def _read(
     content, digest = read(file, is_mapped)
     problem = explain_unusable(content)
     if not problem and objects:
-        problem = _explain_random_states(content["rng"])
+        states = content["rng"]
+        rank = get_rank()
+        if rank >= len(states):
+            rank = 0  # whose states new ones are derived from
+        try:
+            check_rng_state(states[rank])
+        except ValueError as error:
+            problem = f"{error}; load(path) without objects still reads the rest"
     if problem:
         raise CheckpointError(f"Cannot read {path}: {problem}.")
     return content, digest
-
-
-def _explain_random_states(states: list[dict[str, Any]]) -> str:
-    """Say why this rank cannot use the states of generators, given by rank; "" if it can."""
-    rank = get_rank()
-    if rank >= len(states):
-        rank = 0  # whose states new ones are derived from
-    try:
-        check_rng_state(states[rank])
-    except ValueError as error:
-        return f"{error}; load(path) without objects still reads the rest"
-    return ""
 
 
 def _restore(path: Path, content: dict[str, Any], sharded: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,25 +202,24 @@ def _fitting_states(
     objects: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return this rank's states by name; raise if those asked for are not there or do not fit."""
-    saved = _states_of_this_rank(path, content)
-    problems = explain_misfits(objects, saved)
+    own = _part_of_this_rank(path, content)
+    states = {**content["state"], **own.get("per_rank", {})}
+    kinds = {**content["kinds"], **own.get("kinds", {})}
+    shapes = {**content["shapes"], **own.get("shapes", {})}
+    problems = explain_misfits(objects, states, kinds, shapes)
     if not problems and sharded is not None:
-        problems = sharded.explain_losses(objects, saved.states)
+        problems = sharded.explain_losses(objects, states)
     if problems:
         headline = f"{path} does not fit; nothing was loaded:"
         raise CheckpointError(list_lines(headline, problems))
-    return saved.states
+    return states
 
 
-def _states_of_this_rank(path: Path, content: Mapping[str, Any]) -> Saved:
-    saved = Saved(
-        states=dict(content["state"]),
-        kinds=dict(content["kinds"]),
-        shapes=dict(content["shapes"]),
-    )
-    parts = content.get("per_rank")
+def _part_of_this_rank(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint holds of this rank alone; {} if it holds nothing of each."""
+    parts: list[dict[str, Any]] = content.get("per_rank") or []
     if not parts:
-        return saved
+        return {}
     if len(parts) != get_world_size():
         names = ", ".join(parts[0]["per_rank"])
         raise CheckpointError(
@@ -233,11 +227,7 @@ def _states_of_this_rank(path: Path, content: Mapping[str, Any]) -> Saved:
             f"{get_world_size()}. Run on {len(parts)} ranks, or read it with "
             'torch.load(path)["per_rank"].'
         )
-    own = parts[get_rank()]
-    saved.states.update(own["per_rank"])
-    saved.kinds.update(own["kinds"])
-    saved.shapes.update(own["shapes"])
-    return saved
+    return parts[get_rank()]
 
 
 def _load_into_all(
