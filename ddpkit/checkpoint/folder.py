@@ -20,10 +20,10 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..errors import CheckpointError
 from ..launch.process_tree import boot_id, born, own_birth
@@ -179,29 +179,19 @@ def _parse_score(text: str) -> float | None:
 
 
 def _write_list(folder: Path, scores: Mapping[str, float | None]) -> None:
-    lines = []
+    text = ""
     for name, score in scores.items():
-        if score is None:
-            lines.append(f"{name}\n")
-        else:
-            lines.append(f"{name} {score!r}\n")
-
-    def write(file: BinaryIO) -> None:
-        file.write("".join(lines).encode())
-
-    write_durably(folder / _LIST, write)
+        shown = "" if score is None else f" {score!r}"
+        text += f"{name}{shown}\n"
+    write_durably(folder / _LIST, lambda file: file.write(text.encode()))
 
 
 def _rank_by_score(scores: Mapping[str, float | None]) -> list[str]:
     """Name those that have a score, the greatest first, equal ones in their order, NaN last."""
-    comparable = {}
-    for name, score in scores.items():
-        if score is None:
-            continue
-        if math.isnan(score):
-            score = -math.inf
-        comparable[name] = score
-    return sorted(comparable, key=comparable.__getitem__, reverse=True)
+    known = {name: score for name, score in scores.items() if score is not None}
+    numbers = [name for name in known if not math.isnan(known[name])]
+    others = [name for name in known if name not in numbers]
+    return sorted(numbers, key=known.__getitem__, reverse=True) + others
 
 
 # Lock folders: one job at a time writes into a folder, and a second one gets an error that names it.
@@ -274,14 +264,16 @@ class FolderLock:
         os.utime(self._file)
 
     def _take(self) -> None:
-        file = _open(self._path)
-        try:
-            is_ours = self._lock(file)
-        except BaseException:
-            os.close(file)
-            raise
-        if not is_ours:
-            os.close(file)
+        with ExitStack() as on_failure:
+            file = _open(self._path)
+            on_failure.callback(os.close, file)
+            self._lock(file)
+            if os.fstat(file).st_nlink > 1:  # a backup has it, too, or it is somebody's
+                os.unlink(self._path)
+            is_at_path = _is_open(self._path, file)
+            if is_at_path:
+                on_failure.pop_all()
+        if not is_at_path:  # it was deleted here, or meanwhile by its former holder
             self._take()
             return
         os.ftruncate(file, 0)
@@ -291,30 +283,18 @@ class FolderLock:
         self._file = file
         self._release = Finalize(self, _release, (self._path, file, self._me), exitpriority=0)
 
-    def _lock(self, file: int) -> bool:
-        """Lock a file, where the system can.
-
-        Returns:
-            Whether it may be written to. If not, there is no longer such a file.
-
-        Raises:
-            CheckpointError: If another job writes into the folder.
-        """
+    def _lock(self, file: int) -> None:
+        """Lock a file, where the system can; raise if another job writes into the folder."""
         try:
             # not shared with forked workers, as flock's is
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise self._refusal(file, "is writing into") from None
-        if not _is_open(self._path, file):  # its former holder deleted it meanwhile
-            return False
-        if self._may_live(_read(file), file):
-            problem = self._refusal(file, "has written into", f" within the last {_FRESH / 60:g} minutes")
+        if _is_open(self._path, file) and self._may_live(_read(file), file):
+            when = f" within the last {_FRESH / 60:g} minutes"
+            problem = self._refusal(file, "has written into", when)
             raise CheckpointError(f"{problem} If it has ended, delete {self._path}.")
-        if os.fstat(file).st_nlink > 1:  # a backup has it, too, or it is somebody's: it stays as it is
-            os.unlink(self._path)
-            return False
-        return True
 
     def _refusal(self, file: int, does: str, when: str = "") -> CheckpointError:
         """Make the error that names the job which a lock's file describes."""
