@@ -1,11 +1,11 @@
-"""Sharded tensors in checkpoints: shared out among the ranks, each of which writes and reads its part.
+"""Sharded tensors in checkpoints: each rank writes its part, and reads what it needs.
 
-A DTensor (`fully_shard`, tensor parallelism) is cut into pieces, boxes of its elements. Of those that
-several ranks hold, one rank writes each, into its own file in a folder beside the checkpoint. A file
-holds the bytes of its pieces, one after the other, and a last line with their checksum.
+A DTensor (`fully_shard`, tensor parallelism) is cut into pieces, boxes of its elements. Of those
+that several ranks hold, one rank writes each, into its own file in a folder beside the checkpoint.
+A file holds the bytes of its pieces, one after the other, and a last line with their checksum.
 
-The checkpoint's own file has an empty tensor on the meta device in the place of each. The room
-`checkpoint` imports this one only where a sharded tensor is met.
+The checkpoint's own file has an empty tensor on the meta device in the place of each. This module
+is imported only where a sharded tensor is met (`checkpoint.states.sharding`).
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def boxes_of(tensor: Any) -> list[Box]:
         return []
     boxes = [(list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
     if [sizes for _, sizes in boxes] != [list(local_part(tensor).shape)]:
-        raise CheckpointError(f"This rank's part of a DTensor of {_placements(tensor)} is not one piece of it.")
+        parts = f"a DTensor of {_placements(tensor)}"
+        raise CheckpointError(f"This rank's part of {parts} is not one piece of it.")
     return boxes
 
 
@@ -247,7 +248,8 @@ def _from_plain(data: Mapping[str, Any]) -> dict[str, Layout]:
         layout = Layout(entry["dtype"], entry["shape"], pieces)
         lengths = {len(numbers) for piece in pieces for numbers in piece[:2]}
         if lengths - {len(layout.shape)}:
-            raise CheckpointError(f"{name} has {len(layout.shape)} dimensions, and its pieces have others.")
+            problem = f"{name} has {len(layout.shape)} dimensions"
+            raise CheckpointError(f"{problem}, and its pieces have others.")
         _check_complete(name, layout)
         layouts[name] = layout
     return layouts
@@ -255,9 +257,11 @@ def _from_plain(data: Mapping[str, Any]) -> dict[str, Layout]:
 
 def _check_alike(by_rank: list[dict[str, dict[str, Any]]]) -> None:
     """Raise unless all ranks hold parts of the same tensors."""
-    texts = {}
+    texts: dict[int, dict[str, str]] = {}
     for rank, tensors in enumerate(by_rank):
-        texts[rank] = {name: digest([entry["dtype"], entry["shape"]]) for name, entry in tensors.items()}
+        texts[rank] = {}
+        for name, entry in tensors.items():
+            texts[rank][name] = digest([entry["dtype"], entry["shape"]])
     differing = differing_parts(texts)
     if differing:
         lines = [f"{name}: {found}" for name, found in differing.items()]
@@ -314,7 +318,8 @@ def write_pieces(
             open(folder / _failed_name_of(rank), "xb").close()  # rank 0 waits for one of the two
         if not isinstance(error, OSError):
             raise
-        raise CheckpointError(f"Cannot write {path}: {error}. Earlier checkpoints are complete.") from error
+        problem = f"Cannot write {path}: {error}."
+        raise CheckpointError(f"{problem} Earlier checkpoints are complete.") from error
 
 
 class SavedPieces:
@@ -331,8 +336,10 @@ class SavedPieces:
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         entry = content.get("sharded", {"folder": "", "tensors": {}})
         if entry["tensors"] and not is_folder_of(path, entry["folder"]):
-            problem = "the folder of its pieces is not one that a Checkpointer makes, or the file was renamed"
-            raise CheckpointError(f"Cannot read {path}: {problem}.")
+            raise CheckpointError(
+                f"Cannot read {path}: the folder of its pieces is not one that a Checkpointer makes, "
+                "or the file was renamed."
+            )
         layouts = _from_plain(entry["tensors"])
         stand_ins: dict[str, Tensor] = {}
         for name, state in content["state"].items():
@@ -340,7 +347,10 @@ class SavedPieces:
         self._folder = path.with_name(entry["folder"] or path.name)
         self._writers = _files_of(layouts)
         self._stand_ins = stand_ins  # which live as long as their numbers are used
-        self._layouts = {id(tensor): layouts[name] for name, tensor in stand_ins.items() if name in layouts}
+        self._layouts: dict[int, Layout] = {}
+        for name, tensor in stand_ins.items():
+            if name in layouts:
+                self._layouts[id(tensor)] = layouts[name]
 
     def verify(self) -> None:
         """Compare this rank's share of the files with their checksums.
@@ -370,8 +380,11 @@ class SavedPieces:
             for key, here, saved in _tensor_pairs(target, state_for(target, states[name])):
                 if not self._holds(saved) or here.dtype == saved.dtype:
                     continue
-                problems = [explain_loss(key, values, here.dtype) for _, values in self._parts(here, saved)]
-                found += [f"{name} {problem}" for problem in problems if problem][:1]
+                for _, values in self._parts(here, saved):
+                    problem = explain_loss(key, values, here.dtype)
+                    if problem:
+                        found.append(f"{name} {problem}")
+                        break
         return found
 
     def spread(self, target: Any, state: Any) -> Any:
@@ -412,7 +425,8 @@ class SavedPieces:
             return tensor
         if isinstance(saved, Mapping):
             kin = like if isinstance(like, Mapping) else {}
-            return same_mapping(saved, {key: self.fill(value, kin.get(key)) for key, value in saved.items()})
+            filled = {key: self.fill(value, kin.get(key)) for key, value in saved.items()}
+            return same_mapping(saved, filled)
         if type(saved) in (list, tuple):
             kins = like if isinstance(like, list | tuple) else ()
             pairs = zip_longest(saved, kins[: len(saved)])
@@ -445,7 +459,8 @@ class SavedPieces:
         """Go through what there is for this rank's part of a tensor: the places in it, and the values."""
         layout = self._layouts.get(id(saved))
         if layout is None:
-            layout = Layout(saved.dtype, list(saved.shape), [Piece([0] * saved.dim(), list(saved.shape), -1, 0)])
+            whole = Piece([0] * saved.dim(), list(saved.shape), -1, 0)
+            layout = Layout(saved.dtype, list(saved.shape), [whole])
         for piece, here, there in _overlaps(layout, target):
             values = saved if piece.file < 0 else self._read(layout.dtype, piece)
             yield here, values[there]
@@ -478,7 +493,10 @@ def _fill(file: Any, buffer: memoryview) -> None:
         buffer = buffer[count:]
 
 
-def _overlaps(layout: Layout, target: Tensor) -> Iterable[tuple[Piece, tuple[slice, ...], tuple[slice, ...]]]:
+def _overlaps(
+    layout: Layout,
+    target: Tensor,
+) -> Iterable[tuple[Piece, tuple[slice, ...], tuple[slice, ...]]]:
     """Go through the pieces that hold something of this rank's part, and where in both."""
     for offsets, sizes in boxes_of(target):
         for piece in layout.pieces:

@@ -311,7 +311,9 @@ class Checkpointer:
         sharded = collected.sharded
         content = collected.content if is_main_process() else None
         pieces = sharded.pieces if sharded is not None else None
-        if not content and not pieces:
+        if not writing.is_awaited:
+            check_saveable(collected.content)  # on every rank, so that all say the same
+        if content is None and not pieces:
             return
         saved = (content, pieces)
 
@@ -319,7 +321,6 @@ class Checkpointer:
             return saved
 
         if not writing.is_awaited:
-            check_saveable(content or {})
             get_saved = self._memory.copy(saved)
         writing.start(lambda: self._write(writing, get_saved, sharded))
 

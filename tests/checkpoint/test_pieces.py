@@ -19,7 +19,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.files import explain_unusable
+from ddpkit.checkpoint.files import dump, explain_unusable
 from ddpkit.errors import CheckpointError
 from ddpkit.sharded import lay_out
 
@@ -403,6 +403,12 @@ def test_a_file_that_tells_of_pieces_wrongly_is_refused(tmp_path: Path) -> None:
         wrong = content | {"sharded": content["sharded"] | {"tensors": {"x": entry}}}
         assert "its sharded is missing or not what" in explain_unusable(wrong)
     assert "sharded" in explain_unusable(content | {"sharded": content["sharded"] | {"folder": 1}})
+    pieces = [[[0], [35], 0, 0]]  # of a tensor of two dimensions
+    flat = content["sharded"]["tensors"] | {"model['0.weight']": {**layout, "shape": [7, 5], "pieces": pieces}}
+    with open(tmp_path / "step-000000001.pt", "wb") as file:
+        dump(content | {"sharded": content["sharded"] | {"tensors": flat}}, file)
+    with pytest.raises(CheckpointError, match="has 2 dimensions, and its pieces have others"):
+        Checkpointer(tmp_path).load(path)
     shutil.copy(path, tmp_path / "step-000000007.pt")
     with pytest.raises(CheckpointError, match="the folder of its pieces is not"):
         Checkpointer(tmp_path).load(tmp_path / "step-000000007.pt")
