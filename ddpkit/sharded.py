@@ -103,7 +103,8 @@ class Sharded:
         """Say where ranks that hold the same part of a tensor hold other values; "" if nowhere. Collective."""
         problem = ""
         for group, digests in replicated_parts(self._tensors).items():
-            problem = problem or explain_differences(gather_unless_equal(digests, peers_of(group)))
+            everyone = gather_unless_equal(digests, peers_of(group))  # in each group, whatever was found
+            problem = problem or explain_differences(everyone)
         problems = exchange(problem)
         return merge_problems(problems) if any(problems) else ""
 

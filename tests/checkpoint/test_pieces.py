@@ -203,6 +203,22 @@ def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
         assert "does not handle sharded tensors" in said["own"] and "mine" in said["own"]
 
 
+def save_copies_on_a_mesh(folder: str) -> str:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    rank = ddpkit.get_rank()
+    ones = torch.ones(4) + (rank == 3)
+    copies = DTensor.from_local(ones, mesh_of(2, 2), [Replicate(), Replicate()], run_check=False)
+    with pytest.raises(CheckpointError) as raised:
+        Checkpointer(folder).save(1, copies=copies)
+    return str(raised.value)
+
+
+def test_a_copy_that_differs_on_one_rank_of_a_mesh_is_named_on_all(tmp_path: Path) -> None:
+    for said in on_ranks(save_copies_on_a_mesh, 4, str(tmp_path)):
+        assert "Rank 1: Nothing was saved" in said and "copies: float32[4] #" in said
+
+
 def save_and_break(folder: str, wait: bool) -> list[str]:
     checkpoints, rank = Checkpointer(folder), ddpkit.get_rank()
     model, optimizer = make_run("sharded")
