@@ -5,19 +5,18 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..arguments import as_integer
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
-from ..collectives.differences import explain_sharded
+from ..collectives.sync import run_on_main
 from ..errors import CheckpointError
 from ..job import current_job
-from ..launch.ranks import get_rank, is_main_process
-from ..parallel.models import without_dtensors
-from .comparison import check_equal, try_on_all, try_on_main
+from ..job.lifecycle import exchange
+from ..launch.ranks import is_main_process
 from .files import check_saveable, dump, write_durably
 from .folder import (
     FolderLock,
@@ -30,102 +29,22 @@ from .folder import (
     step_of,
     wait_for_writing,
 )
-from .format import is_fsdp
-from .leaves import has_names, tensors_of
 from .loading import load_file, load_first
-from .saving import Collected, SnapshotMemory, Writing, collect_content
-from .sharded import Pieces, PiecesMissingError, files_of, new_folder, wait_for_pieces, write_pieces
-
-# Checks of the arguments of a `Checkpointer`.
-
-_RESERVED = ("step", "score")  # in what load() returns: the checkpoint's own
-
-
-def as_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path that means the same after the script has changed its directory; `~` is the home folder.
-
-    Raises:
-        ValueError: If nobody's home folder has that name.
-    """
-    try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError as error:
-        raise ValueError(f"{path} begins with a home folder that is not known: {error}") from None
-
-
-def as_named_values(values: Any) -> dict[str, Any]:
-    """Convert `per_rank` to a dict.
-
-    Raises:
-        TypeError: If it is no mapping from names.
-        ValueError: If a name is one of the checkpoint's own.
-    """
-    if not has_names(values):
-        raise TypeError(f"per_rank must be a dict of values by name, got {values!r}.")
-    reserved = [name for name in values if name in _RESERVED]
-    if reserved:
-        raise ValueError(
-            f"per_rank cannot hold {', '.join(reserved)}: under the names {', '.join(_RESERVED)} "
-            "load() returns what is the checkpoint's own. Choose others."
-        )
-    return dict(values)
-
-
-def as_bool(value: Any, name: str) -> bool:
-    """Return a value that is True or False.
-
-    Raises:
-        TypeError: If it is anything else.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}.")
-    return value
-
-
-def check_disjoint(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise ValueError if a name stands in `per_rank` and among the states of all ranks."""
-    both = sorted(own.keys() & state.keys())
-    if both:
-        raise ValueError(f"Passed twice, in per_rank and as keyword: {', '.join(both)}. Pass each once.")
-
-
-def check_loadable(objects: Mapping[str, Any]) -> None:
-    """Raise TypeError if an object takes no state."""
-    for name, target in objects.items():
-        if not hasattr(target, "load_state_dict") or not hasattr(target, "state_dict"):
-            problem = f"{name}={target!r} has no load_state_dict()."
-            raise TypeError(f"{problem} Plain data comes back in the returned dict.")
-
-
-def check_tensors(call: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a tensor is spread over the ranks in a way that cannot be saved or loaded.
-
-    Args:
-        call: The call, for messages.
-        values: Objects and values of the job, by name; they may hold DTensors.
-        own: Those that each rank has its own of, by name; they may not.
-    """
-    tensors = without_dtensors(_tensors_of_all(values))
-    tensors += _tensors_of_all(own)
-    problem = explain_sharded(call, tensors)
-    if problem:
-        raise CheckpointError(problem)
-    wrapped = [name for name, value in {**values, **own}.items() if is_fsdp(value)]
-    if wrapped:
-        raise CheckpointError(
-            f"{call} does not handle sharded tensors, but {', '.join(wrapped)} is wrapped in FSDP: "
-            "each rank holds only its own part. Use fully_shard, or torch.distributed.checkpoint."
-        )
-
-
-def _tensors_of_all(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    tensors: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        tensors.extend(tensors_of(name, value))
-    return tensors
-
+from .saving import (
+    Collected,
+    SnapshotMemory,
+    Writing,
+    check_equal,
+    check_tensors,
+    collect,
+    merge_problems,
+    try_on_all,
+    try_on_main,
+)
+from .states import has_names, sharding
 
 _log = logging.getLogger(__name__)
+_RESERVED = ("step", "score")  # in what load() returns: the checkpoint's own
 
 
 class Checkpointer:
@@ -171,13 +90,14 @@ class Checkpointer:
         keep: int = 3,
         keep_best: int = 0,
     ) -> None:
-        self.folder = as_path(folder)
+        self.folder = _as_path(folder)
         self.keep = as_integer(keep, "keep")
         self.keep_best = as_integer(keep_best, "keep_best", least=0)
         self._lock: FolderLock | None = None
         self._memory = SnapshotMemory()
-        self._writing: Writing | None = None  # what this rank writes, until its error was raised
-        self._writes_pieces = False  # whether each rank writes, and not rank 0 alone
+        self._writing: Writing | None = None  # on every rank, until its error was raised on all
+        if "torch.distributed.tensor" in sys.modules:
+            sharding()  # not first at a save in a hurry
         if self.folder.exists() and not self.folder.is_dir():
             problem = f"The checkpoint folder {self.folder} is a file."
             raise ValueError(f"{problem} Pass a folder, or a path not yet in use.")
@@ -249,15 +169,13 @@ class Checkpointer:
             ValueError: If a number is out of range, or a name is used twice.
         """
         call = "Checkpointer.save"
-        own: dict[str, Any] = {}
         with raise_everywhere(call):
-            if per_rank is not None:
-                own = as_named_values(per_rank)
+            own = _checked_values(per_rank, state)
             step = as_integer(step, "step", least=0)
             if score is not None:
                 score = float(score)
-            wait = as_bool(wait, "wait")
-            check_disjoint(own, state)
+            if not isinstance(wait, bool):
+                raise TypeError(f"wait must be True or False, got {wait!r}.")
         passed = {
             "step": f"{step}",
             "score": f"{score}",
@@ -266,25 +184,24 @@ class Checkpointer:
             "names in per_rank": ", ".join(own),
         }
         check_fingerprint(fingerprint_of(call, passed))
-        try_on_all(lambda: check_tensors(call, state, own))
-        collected = collect_content(step, score, state, own)
+        if self._writing is not None:
+            self._finish_before(step, self._writing)
         path = self.folder / name_of(step)
-        if self._writes_pieces:
-            self._finish_before_on_all(step)
+        collected = collect(path, step, score, state, own)
+        writing = Writing(step, is_awaited=wait, is_shared=collected.sharded is not None)
+        self._writing = writing
         try:
-            # rank 0 writes while the ranks compare their states
-            folder = try_on_main(lambda: self._begin_writing(path, score, collected, wait))
-            if folder:
-                self._writes_pieces = True
-                try_on_all(lambda: self._begin_writing_pieces(Path(folder), step, collected, wait))
-            check_equal(state, collected.content["state"], collected.sharded)
-            self._keep_written()
+            try_on_main(lambda: self._prepare_folder(writing, collected))
+            try_on_all(lambda: self._start(writing, collected))
+            check_equal(state, collected)  # while the ranks write
+            writing.keep()
             if wait:
-                self._finish_on_all()
+                self._finish()
             else:
                 current_job.finish_before_leaving(self, self.wait)
         except BaseException:
-            self._give_up_writing()
+            self._writing = None
+            writing.give_up()
             raise
         return path
 
@@ -298,7 +215,7 @@ class Checkpointer:
             CheckpointError: On every rank, if the checkpoint could not be written.
         """
         check_fingerprint(fingerprint_of("Checkpointer.wait"))
-        self._finish_on_all()
+        self._finish()
 
     def load_latest(self, **objects: Any) -> dict[str, Any] | None:
         """Restore the last complete checkpoint, as `load()` does. Collective.
@@ -315,8 +232,7 @@ class Checkpointer:
             MismatchError: As `load()` does.
             TypeError: As `load()` does.
         """
-        _check_objects("Checkpointer.load_latest", objects)
-        self._finish_on_all()
+        self._begin_load("Checkpointer.load_latest", objects)
         return load_first(self.folder, find_checkpoints, objects)
 
     def load_best(self, **objects: Any) -> dict[str, Any] | None:
@@ -324,23 +240,21 @@ class Checkpointer:
 
         In everything else it is `load_latest()`; None if no checkpoint has a score.
         """
-        _check_objects("Checkpointer.load_best", objects)
-        self._finish_on_all()
+        self._begin_load("Checkpointer.load_best", objects)
         return load_first(self.folder, find_best, objects)
 
     def load(self, path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         """Restore one checkpoint, in place. Collective.
 
-        Either everything is restored on every rank, or nothing is and every rank raises. Without
-        `objects` the file is only read. With some, the random number generators are restored too:
-        each rank's own if as many ranks saved them, else new ones derived from the saved.
+        Nothing is changed on any rank unless the file is whole and fits the objects of every rank.
+        Without `objects` the file is only read. With some, the random number generators are
+        restored too: each rank's own if as many ranks saved them, else new ones derived from the
+        saved.
 
         Args:
             path: A file that `save()` wrote.
             **objects: What to restore, by the names given to `save()`: anything with `state_dict()`
                 and `load_state_dict()`. A module may be wrapped, compiled or sharded differently now.
-                The state of each is copied meanwhile, to undo a load that fails: sharded tensors on
-                their device, others to the CPU.
 
         Returns:
             `step`, `score` if there is one, and whatever else was saved and not restored into an
@@ -351,126 +265,95 @@ class Checkpointer:
             TypeError: If an object has no `load_state_dict()`.
             CheckpointError: On every rank, if the file is damaged, holds pickled code, lacks a name
                 or does not fit an object, if another rank reads another file, or if it holds states
-                per rank of another number of ranks.
+                per rank of another number of ranks. If an object's `load_state_dict()` raises, the
+                message says that the objects are in an undefined state: load again, or create them
+                again.
             MismatchError: If the ranks pass other names; if another rank passes a bad argument.
         """
         with raise_everywhere("Checkpointer.load"):
-            file = as_path(path)
-        _check_objects("Checkpointer.load", objects)
-        self._finish_on_all()
+            file = _as_path(path)
+        self._begin_load("Checkpointer.load", objects)
         return load_file(file, objects)
 
-    def _begin_writing(
-        self,
-        path: Path,
-        score: float | None,
-        collected: Collected,
-        wait: bool,
-    ) -> str:
-        """Let a thread write a checkpoint, which waits for the word to keep it. On rank 0.
+    def _begin_load(self, call: str, objects: Mapping[str, Any]) -> None:
+        """Check the objects to restore, and finish what is being written. Collective."""
+        with raise_everywhere(call):
+            for name, target in objects.items():
+                if not hasattr(target, "load_state_dict") or not hasattr(target, "state_dict"):
+                    problem = f"{name}={target!r} has no load_state_dict()."
+                    raise TypeError(f"{problem} Plain data comes back in the returned dict.")
+        check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
+        try_on_all(lambda: check_tensors(call, objects, {}))
+        self._finish()
 
-        Returns:
-            The folder for the pieces of sharded tensors; "" if there are none.
-        """
-        content = collected.content
-        step = content["step"]
-        self._finish_before(step)
-        folder = ""
+    def _prepare_folder(self, writing: Writing, collected: Collected) -> None:
+        """Lock the folder for this process, and for the rule by which checkpoints are kept. On rank 0."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._lock_folder()
+            self._lock = lock_folder(self.folder)
+            for other in self._lock.writers:
+                if (other.keep, other.keep_best) != (self.keep, self.keep_best):
+                    raise CheckpointError(
+                        f"{other!r} saves here, too, and keeps other checkpoints than {self!r}: "
+                        "each would delete the other's. Give each a folder of its own."
+                    )
+            self._lock.writers.add(self)
             wait_for_writing(self.folder)  # by another Checkpointer
             delete_left_overs(self.folder)
-            if collected.layouts:
-                folder = self._make_folder_of_pieces(path, content)
+            if collected.sharded is not None:
+                collected.sharded.folder.mkdir()
         except OSError as error:
             raise self._cannot_write(error) from error
+        self._lock.writing = writing
 
-        def get_saved() -> tuple[Mapping[str, Any], Pieces]:
-            return content, collected.pieces
-
-        if not wait:
-            check_saveable(content)
-            get_saved = self._memory.copy((content, collected.pieces)).content
-
-        def write(writing: Writing) -> None:
-            self._write(path, score, get_saved, files_of(collected.layouts), writing)
-
-        # known before it starts, so that it is given up if this is interrupted
-        self._writing = self._lock.writing = Writing(step, write, is_awaited=wait)
-        self._writing.start()
-        return folder
-
-    def _make_folder_of_pieces(self, path: Path, content: dict[str, Any]) -> str:
-        folder = new_folder(path)
-        folder.mkdir()
-        content["sharded"]["folder"] = folder.name
-        return str(folder)
-
-    def _begin_writing_pieces(self, folder: Path, step: int, collected: Collected, wait: bool) -> None:
-        """Let a thread write this rank's pieces of sharded tensors; rank 0's does so already."""
-        if is_main_process() or not collected.pieces:
+    def _start(self, writing: Writing, collected: Collected) -> None:
+        """Let a thread write what is this rank's, which waits for the word to keep it."""
+        sharded = collected.sharded
+        content = collected.content if is_main_process() else None
+        pieces = sharded.pieces if sharded is not None else None
+        if not writing.is_awaited:
+            check_saveable(collected.content)  # on every rank, so that all say the same
+        if content is None and not pieces:
             return
+        saved = (content, pieces)
 
-        def get_pieces() -> Pieces:
-            return collected.pieces
+        def get_saved() -> tuple[Any, Any]:
+            return saved
 
-        if not wait:
-            get_pieces = self._memory.copy(collected.pieces).content
+        if not writing.is_awaited:
+            get_saved = self._memory.copy(saved)
+        writing.start(lambda: self._write(writing, get_saved, sharded))
 
-        def write(writing: Writing) -> None:
-            write_pieces(folder, get_rank(), get_pieces(), writing.check, writing.confirm)
-
-        self._writing = Writing(step, write, is_awaited=wait)
-        self._writing.start()
-
-    def _write(
-        self,
-        path: Path,
-        score: float | None,
-        get_saved: Callable[[], tuple[Mapping[str, Any], Pieces]],
-        writers: list[int],
-        writing: Writing,
-    ) -> None:
-        """Write a checkpoint, list it in `latest`, and delete those that are not kept any more.
+    def _write(self, writing: Writing, get_saved: Callable[[], tuple[Any, Any]], sharded: Any) -> None:
+        """Write what is this rank's; on rank 0 list the checkpoint, and delete those that are not kept.
 
         Args:
-            path: The checkpoint.
-            score: How good it is, if known.
-            get_saved: Gives its content, and rank 0's pieces of sharded tensors.
-            writers: The ranks that write pieces.
             writing: Says if the checkpoint is still wanted.
+            get_saved: Gives its content, on rank 0, and this rank's pieces of sharded tensors.
+            sharded: Writes these; None if there are none.
         """
         content, pieces = get_saved()
-        folder = self.folder
-        if writers:
-            folder = folder / content["sharded"]["folder"]
+        path = self.folder / name_of(writing.step)
 
         def confirm() -> None:
             writing.confirm()
-            wait_for_pieces(folder, writers, writing.check, writing.is_ending)
+            if sharded is not None:
+                sharded.wait_for_others(writing)
 
         try:
             if pieces:
-                write_pieces(folder, 0, pieces, writing.check)
-            self._write_file(path, content, writing.check, confirm)
-        except BaseException:
-            if writers:
-                shutil.rmtree(folder, ignore_errors=True)
+                sharded.write(pieces, writing.check)
+            if content is None:
+                return
+            write_durably(path, lambda file: dump(content, file, writing.check), confirm)
+        except BaseException as error:
+            if sharded is not None and content is not None:
+                sharded.delete()
+            if isinstance(error, OSError):
+                raise self._cannot_write(error) from error
             raise
-        list_and_prune(path, score, self.keep, self.keep_best, folder.name if writers else "")
-
-    def _write_file(
-        self,
-        path: Path,
-        content: Mapping[str, Any],
-        check: Callable[[], None],
-        confirm: Callable[[], None],
-    ) -> None:
-        try:
-            write_durably(path, lambda file: dump(content, file, check), confirm)
-        except OSError as error:
-            raise self._cannot_write(error) from error
+        pieces_folder = sharded.folder.name if sharded is not None else ""
+        list_and_prune(path, content["score"], self.keep, self.keep_best, pieces_folder)
 
     def _cannot_write(self, error: OSError) -> CheckpointError:
         if error.errno == errno.ENOENT and not self.folder.exists():
@@ -478,101 +361,73 @@ class Checkpointer:
         problem = f"Cannot write to {self.folder}: {error}."
         return CheckpointError(f"{problem} Earlier checkpoints are complete.")
 
-    def _keep_written(self) -> None:
-        if self._writing is not None:
-            self._writing.keep()
-
-    def _give_up_writing(self) -> None:
-        self._writes_pieces = False
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.give_up()
-
-    def _finish_before_on_all(self, step: int) -> None:
-        """Do what `_finish_before()` does, where each rank has written. Collective."""
-        if is_main_process():
-            self._warn_of_running(step)
-        try:
-            self._finish_on_all()
-        except CheckpointError as error:
-            raise CheckpointError(f"{error} Step {step} was not saved, either.") from error
-
-    def _finish_on_all(self) -> None:
-        """Wait until no rank writes into the folder; raise its error on all. Collective."""
-        current_job.finish_before_leaving(self, None)
-        try:
-            problem = try_on_main(self._finish_with_others)
-        except CheckpointError:
-            self._give_up_writing()
-            raise
-        if self._writes_pieces:
-            self._writes_pieces = False
-            try_on_all(self._finish_writing)
-        if problem:
-            raise CheckpointError(problem)
-
-    def _finish_with_others(self) -> str:
-        """Wait until this rank has written, and the others their pieces.
-
-        Returns:
-            What is wrong if those are missing; the ranks that should have written them know more.
-        """
-        try:
-            self._finish_writing()
-        except PiecesMissingError as error:
-            return str(error)
-        return ""
-
-    def _finish_before(self, step: int) -> None:
-        """Wait for the checkpoint before this step's; raise its error."""
-        self._warn_of_running(step)
-        try:
-            self._finish_writing()
-        except CheckpointError as error:
-            raise CheckpointError(f"{error} Step {step} was not saved, either.") from error
-
-    def _warn_of_running(self, step: int) -> None:
-        writing = self._writing
-        if writing is not None and writing.is_running():
+    def _finish_before(self, step: int, writing: Writing) -> None:
+        """Finish the checkpoint before this step's. Collective."""
+        if is_main_process() and writing.is_running():
             _log.warning(
                 "Step %d is not saved before step %d is written, which takes longer than the steps "
                 "between them: save less often.",
                 step,
                 writing.step,
             )
-
-    def _finish_writing(self) -> None:
-        """Wait until this process writes nothing into the folder; raise this object's error."""
-        wait_for_writing(self.folder)
-        writing = self._writing
-        if writing is None:
-            return
-        writing.join()
-        self._writing = None
         try:
-            writing.raise_error()
+            self._finish()
         except CheckpointError as error:
-            if writing.is_awaited or isinstance(error, PiecesMissingError):
-                raise
-            problem = f"Saving step {writing.step} without waiting failed: {error}"
-            raise CheckpointError(problem) from error
+            raise CheckpointError(f"{error} Step {step} was not saved, either.") from error
 
-    def _lock_folder(self) -> FolderLock:
-        """Lock the folder for this process, and for the rule by which checkpoints are kept."""
-        lock = lock_folder(self.folder)
-        for other in lock.writers:
-            if (other.keep, other.keep_best) != (self.keep, self.keep_best):
-                raise CheckpointError(
-                    f"{other!r} saves here, too, and keeps other checkpoints than {self!r}: "
-                    "each would delete the other's. Give each a folder of its own."
-                )
-        lock.writers.add(self)
-        return lock
+    def _finish(self) -> None:
+        """Wait until this job writes nothing into the folder; raise what went wrong, on every rank. Collective."""
+        current_job.finish_before_leaving(self, None)
+        writing = self._writing
+        problems = [run_on_main(self._wait_here)]
+        if writing is not None and writing.is_shared:
+            if problems[0]:
+                writing.give_up()
+            writing.join()
+            problems = exchange(writing.problem)
+        self._writing = None
+        if any(problems):
+            raise CheckpointError(merge_problems(problems))
+
+    def _wait_here(self) -> str:
+        """Wait until this process writes nothing into the folder; return what went wrong with this object's."""
+        wait_for_writing(self.folder)
+        if self._writing is None:
+            return ""
+        self._writing.join()
+        return self._writing.problem
 
 
-def _check_objects(call: str, objects: Mapping[str, Any]) -> None:
-    """Check the objects to restore, which must have the same names on every rank. Collective."""
-    with raise_everywhere(call):
-        check_loadable(objects)
-    check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
-    try_on_all(lambda: check_tensors(call, objects, {}))
+def _as_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path that means the same after the script has changed its directory; `~` is the home folder.
+
+    Raises:
+        ValueError: If nobody's home folder has that name.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(f"{path} begins with a home folder that is not known: {error}") from None
+
+
+def _checked_values(per_rank: Mapping[str, Any] | None, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what each rank has its own of, by name.
+
+    Raises:
+        TypeError: If it is no mapping from names.
+        ValueError: If a name is one of the checkpoint's own, or of a state of all ranks.
+    """
+    if per_rank is None:
+        return {}
+    if not has_names(per_rank):
+        raise TypeError(f"per_rank must be a dict of values by name, got {per_rank!r}.")
+    reserved = [name for name in per_rank if name in _RESERVED]
+    if reserved:
+        raise ValueError(
+            f"per_rank cannot hold {', '.join(reserved)}: under the names {', '.join(_RESERVED)} "
+            "load() returns what is the checkpoint's own. Choose others."
+        )
+    both = sorted(per_rank.keys() & state.keys())
+    if both:
+        raise ValueError(f"Passed twice, in per_rank and as keyword: {', '.join(both)}. Pass each once.")
+    return dict(per_rank)

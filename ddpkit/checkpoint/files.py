@@ -10,18 +10,25 @@ import errno
 import hashlib
 import io
 import os
+import pickle
 import stat
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import NoneType, SimpleNamespace
+from typing import IO, Any, BinaryIO
 
 import torch
+from torch import Tensor, nn
 
+from ..collectives.broadcast import reduce_to_own_elements
+from ..collectives.tree import is_dense
 from ..errors import CheckpointError, DdpkitError
-from . import leaves as views
-from .leaves import has_names
+from ..parallel.models import sharing_memory
+from ..torch_internals import storage_address
+from .states import has_names
 
 # The checksum of a file: quick to compute, and so long that two files do not have the same by chance.
 
@@ -64,11 +71,12 @@ class Checksum:
         self._filled = 0
 
 
+FORMAT = 1  # of a checkpoint's content
+FORMAT_WITH_PIECES = 2  # of one with sharded tensors, whose pieces are in a folder beside it
 _ADVICE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
 _MARK = b"\nchecksum:"
 _LAST_LINE = len(_MARK) + LENGTH + 1  # bytes: the mark, the checksum, a newline
 _NO_FILE = "it is a pipe, a device or a socket, not a file"
-_PIECE = 1 << 20  # bytes that are read at a time
 
 
 class NoFileError(OSError):
@@ -155,7 +163,7 @@ def dump(
     """
     summed = SummedFile(file, check)
     try:
-        views.save(content, summed)  # type: ignore[arg-type]
+        save(content, summed)  # type: ignore[arg-type]
     except (OSError, DdpkitError, NotWanted):
         raise
     except Exception as error:
@@ -175,7 +183,7 @@ def check_saveable(content: Mapping[str, Any]) -> None:
     """Raise the CheckpointError that `dump()` would, but for the tensors; it takes little time."""
     buffer = io.BytesIO()
     try:
-        views.save_without_tensors(content, buffer)
+        _save_without_tensors(content, buffer)
         from_bytes(buffer.getvalue())
     except Exception as error:
         raise _unsaveable(content, error) from error
@@ -197,9 +205,9 @@ def read(file: BinaryIO, is_mapped: bool = False) -> tuple[Any, str]:
     try:
         checksum = verify(file)
         file.seek(0)
-        if is_mapped:
-            return torch.load(file.name, map_location="cpu", weights_only=True, mmap=True), checksum
-        return torch.load(file, map_location="cpu", weights_only=True), checksum
+        source = file.name if is_mapped else file
+        content = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+        return content, checksum
     except DdpkitError:
         raise
     except Exception as error:
@@ -211,10 +219,68 @@ def unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointErro
     return CheckpointError(f"Cannot read {path}: {_reason(error)}")
 
 
+def explain_unusable(content: Any) -> str:
+    """Say why a file's content, of any kind, cannot be used; "" if it has the form that `save()` gives it."""
+    if not isinstance(content, dict):
+        return f"it holds a {type(content).__name__}, which no Checkpointer wrote"
+    version = content.get("format")
+    if type(version) is not int or version not in (FORMAT, FORMAT_WITH_PIECES):
+        return f"its format is {version}, this ddpkit reads {FORMAT} and {FORMAT_WITH_PIECES}"
+    wrong = [name for name, form in _FORMS.items() if not _has_form(content.get(name), form)]
+    if "rng" not in wrong and not content["rng"]:
+        wrong.append("rng")
+    if version == FORMAT_WITH_PIECES and not _has_form(content.get("sharded"), _SHARDED):
+        wrong.append("sharded")
+    if wrong:
+        return f"its {', '.join(wrong)} is missing or not what a Checkpointer writes"
+    return ""
+
+
+class _Count:
+    """The form of an int that is not negative."""
+
+
+# forms: a class; for a tuple, one of several; for a list, a list of these, or one of each in this order;
+# for a dict, values under these keys, or under any names
+_KINDS = {str: str}
+_SHAPES = {str: [[[_Count]]]}
+_PIECE = [[_Count], [_Count], _Count, _Count]
+_SHARDED = {"folder": str, "tensors": {str: {"dtype": torch.dtype, "shape": [_Count], "pieces": [_PIECE]}}}
+_FORMS = {
+    "step": _Count,
+    "score": (float, NoneType),
+    "state": {str: object},
+    "kinds": _KINDS,
+    "shapes": _SHAPES,
+    "rng": [dict],
+    "per_rank": (NoneType, [{"per_rank": {str: object}, "kinds": _KINDS, "shapes": _SHAPES}]),
+}
+
+
+def _has_form(value: Any, form: Any) -> bool:
+    if form is _Count:
+        return type(value) is int and value >= 0  # a bool is none
+    if isinstance(form, type):
+        return isinstance(value, form)
+    if isinstance(form, tuple):
+        return any(_has_form(value, one) for one in form)
+    if isinstance(form, list):
+        if not isinstance(value, list) or len(form) not in (1, len(value)):
+            return False
+        if len(form) == 1:
+            form = form * len(value)
+        return all(map(_has_form, value, form))
+    if not isinstance(value, dict):
+        return False
+    if str in form:
+        return has_names(value) and all(_has_form(each, form[str]) for each in value.values())
+    return all(_has_form(value.get(key), each) for key, each in form.items())
+
+
 def to_bytes(content: Any) -> bytes:
     """Return `content` as `dump()` writes it, without the checksum."""
     buffer = io.BytesIO()
-    views.save(content, buffer)
+    save(content, buffer)
     return buffer.getvalue()
 
 
@@ -243,38 +309,29 @@ class SummedFile:
 
     def end(self) -> None:
         """Write the last line."""
-        self.file.write(_last_line(self.checksum.text()))
+        self.file.write(_MARK + self.checksum.text().encode() + b"\n")
         self.file.flush()
-
-
-def _last_line(checksum: str) -> bytes:
-    return _MARK + checksum.encode() + b"\n"
 
 
 def verify(file: BinaryIO) -> str:
     """Compare a file with its checksum, and return that; raise ValueError if they differ."""
-    size = file.seek(0, os.SEEK_END)
+    length = file.seek(0, os.SEEK_END) - _LAST_LINE
     file.seek(0)
-    checksum = _sum(file, max(0, size - _LAST_LINE))
-    last_line = file.read()
-    if not last_line.startswith(_MARK):
-        problem = "its checksum is missing: it was truncated, or a Checkpointer did not write it."
-        raise ValueError(problem)
-    if last_line != _last_line(checksum):
-        raise ValueError("its checksum does not match: it was damaged.")
-    return checksum
-
-
-def _sum(file: BinaryIO, length: int) -> str:
-    """Return the checksum of the next `length` bytes of a file."""
     checksum = Checksum()
     while length > 0:
-        piece = file.read(min(length, _PIECE))
+        piece = file.read(min(length, _BLOCK))
         if not piece:  # somebody truncates the file
             break
         checksum.update(piece)
         length -= len(piece)
-    return checksum.text()
+    last_line = file.read()
+    if not last_line.startswith(_MARK):
+        problem = "its checksum is missing: it was truncated, or a Checkpointer did not write it."
+        raise ValueError(problem)
+    text = checksum.text()
+    if last_line != _MARK + text.encode() + b"\n":
+        raise ValueError("its checksum does not match: it was damaged.")
+    return text
 
 
 def _sync_folder(folder: Path) -> None:
@@ -324,3 +381,93 @@ def _reason(error: Exception) -> str:
     if reason.endswith((".", "!", "?")):
         return reason
     return f"{reason}."
+
+
+# `torch.save` that writes of a view its own elements, not the whole tensor that it was cut from.
+
+
+def save(content: Any, file: IO[bytes]) -> None:
+    """Save like `torch.save`, for `torch.load` to read, but leave out memory that is not shown.
+
+    Tensors that overlap keep their memory, so that they share it again when they are loaded.
+    """
+    torch.save(content, file, pickle_module=_module_with(pickler_for(content)))
+
+
+def _save_without_tensors(content: Any, file: IO[bytes]) -> None:
+    """Save like `torch.save`, with something empty in the place of each tensor: to try what is left."""
+    torch.save(content, file, pickle_module=_module_with(_TensorlessPickler))
+
+
+def pickler_for(content: Any) -> type[pickle.Pickler]:
+    """Make a class of pickler that writes of the views in a content their own elements only."""
+    survey = _Survey()
+    survey.dump(content)
+    to_cut = survey.storages_to_cut()
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if not _is_plain(obj) or _address(obj) not in to_cut:
+                return NotImplemented
+            return reduce_to_own_elements(obj)
+
+    return Pickler
+
+
+class _Survey(pickle.Pickler):
+    """Find the tensors of a content, and how often each storage is written, however it is held."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), pickle.DEFAULT_PROTOCOL)
+        self.tensors: dict[int, list[Tensor]] = defaultdict(list)  # plain ones, by storage
+        self.uses: Counter[int] = Counter()  # by storage
+
+    def reducer_override(self, obj: Any) -> Any:
+        if _is_plain(obj):
+            self.tensors[_address(obj)].append(obj)
+        return NotImplemented
+
+    def persistent_id(self, obj: Any) -> str | None:
+        address = storage_address(obj)
+        if address is None:
+            return None
+        self.uses[address] += 1
+        return "a storage"
+
+    def storages_to_cut(self) -> set[int]:
+        """Find the storages, by address, of which plain tensors alone show parts that are apart."""
+        to_cut = set()
+        for address, tensors in self.tensors.items():
+            if self.uses[address] == len(tensors) and _are_apart(tensors):
+                to_cut.add(address)
+        return to_cut
+
+
+def _is_plain(obj: Any) -> bool:
+    """Return whether a value is a tensor that a copy of its elements can stand for.
+
+    A Parameter is asked for again, by its data; attributes would be lost.
+    """
+    return type(obj) is Tensor and is_dense(obj) and not vars(obj)
+
+
+def _are_apart(tensors: list[Tensor]) -> bool:
+    """Return whether tensors of one storage do not overlap and are smaller than it, together."""
+    size = sum(tensor.nbytes for tensor in tensors)
+    return size < tensors[0].untyped_storage().nbytes() and not sharing_memory(tensors)
+
+
+class _TensorlessPickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) not in (Tensor, nn.Parameter) or vars(obj):
+            return NotImplemented
+        return torch.Size, ((),)  # which may be a key, as a tensor may
+
+
+def _module_with(pickler: type[pickle.Pickler]) -> Any:
+    """Make what `torch.save` takes for a module like `pickle`, with a class of pickler."""
+    return SimpleNamespace(__name__="pickle", Pickler=pickler)  # all that torch.save looks at
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

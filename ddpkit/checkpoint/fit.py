@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +12,90 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..collectives.digest import digest
+from ..collectives.tree import name_dtype
 from ..parallel.models import sharing_memory
 from ..parallel.wrap import clean_state_dict
 from ..torch_internals import is_dtensor
-from .format import CHECKED_CLASSES, describe, match_names, module_state
-from .leaves import explain_loss, has_names, path_to, tensors_of
-
-# The fit of a saved state to an optimizer: torch looks at the sizes of groups only.
+from .states import CHECKED_CLASSES, describe, has_names, match_names, module_state, path_to, tensors_of
 
 _LONGEST = 60  # characters of a value that is shown
 
-Index = tuple[int, int]  # of a tensor in an optimizer: the number of its group, and that in it
+
+def explain_misfits(
+    objects: Mapping[str, Any],
+    states: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    shapes: Mapping[str, Any],
+) -> list[str]:
+    """Say why saved states do not fit objects; [] if nothing speaks against it.
+
+    Args:
+        objects: The objects, by name.
+        states: The states and plain data that are meant for this rank, by name.
+        kinds: The classes of the objects that the states were saved from, where they matter.
+        shapes: The shapes of their tensors, as `describe()` gave them, where they matter.
+    """
+    found = []
+    for name, target in objects.items():
+        if name not in states:
+            names = ", ".join(states) or "nothing"
+            found.append(f"it has no {name!r}; it has: {names}")
+            continue
+        problems = _explain_misfit(target, states[name], kinds.get(name), shapes.get(name))
+        found += [f"{name} {problem}" for problem in problems]
+    return found or _explain_conflicts(objects, states)
 
 
-def explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> list[str]:
+def _explain_misfit(target: Any, state: Any, kind: str | None, shapes: Any) -> list[str]:
+    if isinstance(target, nn.Module):
+        return _explain_module_misfits(target, state)
+    here = type(target).__name__
+    if isinstance(target, CHECKED_CLASSES) and kind and kind != here:
+        return [f"is {kind} there, {here} here"]
+    if isinstance(target, Optimizer):
+        return _explain_optimizer_misfits(target, state, shapes)
+    if isinstance(target, LRScheduler) and isinstance(state, Mapping):
+        return _explain_texts(target.state_dict(), state)
+    return []
+
+
+def _explain_module_misfits(module: nn.Module, saved: Any) -> list[str]:
+    if not has_names(saved):
+        return [f"is a {type(saved).__name__} there, not a model's state dict"]
+    here = module_state(module)
+    there = match_names(saved, list(here))
+    found = [f"has {key} here, not there" for key in here if key not in there]
+    found += [f"has {key} there, not here" for key in there if key not in here]
+    for key, value in here.items():  # in this order on every rank, unlike a set
+        if key not in there:
+            continue
+        problem = _explain_entry(key, value, there[key])
+        if problem:
+            found.append(problem)
+    return found
+
+
+def _explain_entry(key: str, here: Any, there: Any) -> str:
+    """Say why one entry of a model's state does not fit; "" if nothing speaks against it."""
+    if _shape(there) != _shape(here):
+        return f"has {key} of shape {_shape(there)} there, of {_shape(here)} here"
+    if not isinstance(here, Tensor):
+        return ""
+    if here.is_meta:
+        problem = f"has {key} on the meta device here, which takes no values"
+        return f"{problem}: move it with to_empty() before"
+    if not isinstance(there, Tensor):
+        return ""
+    return explain_loss(key, there, here.dtype)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, Tensor):
+        return ()
+    return tuple(value.shape)
+
+
+def _explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> list[str]:
     """Say why a saved state does not fit an optimizer; [] if nothing speaks against it.
 
     Args:
@@ -41,7 +111,7 @@ def explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> 
         return [f"has groups of {there} tensors there, of {here} here"]
     found = _misplaced(optimizer.param_groups, saved["param_groups"])
     for i, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
-        found += explain_texts(group, saved_group, f" in group {i}")
+        found += _explain_texts(group, saved_group, f" in group {i}")
     if found:
         return found
     _, mine = describe(optimizer)
@@ -50,7 +120,7 @@ def explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> 
     return _explain_losses(optimizer, saved)
 
 
-def explain_texts(here: Mapping[str, Any], there: Mapping[str, Any], where: str = "") -> list[str]:
+def _explain_texts(here: Mapping[str, Any], there: Mapping[str, Any], where: str = "") -> list[str]:
     """Say which settings are text in a file and numbers here, such as a learning rate: torch would take it over."""
     found = []
     for name, value in here.items():
@@ -96,16 +166,13 @@ def _misplaced(here: Any, there: Any) -> list[str]:
     return found
 
 
-def _parameter_names(groups: Any) -> dict[Index, str]:
+def _parameter_names(groups: Any) -> dict[tuple[int, int], str]:
     """Return the names of an optimizer's parameters, without those of wrappers, if it has some."""
-    names: dict[Index, str] = {}
+    names: dict[tuple[int, int], str] = {}
     for group_index, group in enumerate(groups):
         given = group.get("param_names")
-        if not isinstance(given, list | tuple):
-            continue
-        for i, name in enumerate(given):
-            if isinstance(name, str):
-                names[group_index, i] = name
+        if isinstance(given, list | tuple):
+            names |= {(group_index, i): name for i, name in enumerate(given) if isinstance(name, str)}
     whole = dict.fromkeys(names.values())
     cleaned = clean_state_dict(whole)
     if len(cleaned) < len(whole):  # they were no wrappers'
@@ -136,182 +203,127 @@ def _explain_losses(optimizer: Optimizer, saved: Any) -> list[str]:
     for key, parameter in zip(keys, parameters, strict=True):
         if not parameter.is_floating_point():
             continue
-        for name, tensor in _converted_tensors(key, saved["state"].get(key)):
+        state = saved["state"].get(key)
+        if not isinstance(state, Mapping):
+            continue
+        converted = {name: value for name, value in state.items() if name != "step"}  # which keeps its dtype
+        for name, tensor in tensors_of(f"state[{key!r}]", converted):
             problem = explain_loss(name, tensor, parameter.dtype)
             if problem:
                 found.append(problem)
     return found
 
 
-def _converted_tensors(key: Any, state: Any) -> list[tuple[str, Any]]:
-    """Name the tensors in the state of one parameter to which torch gives its dtype."""
-    tensors: list[tuple[str, Any]] = []
-    if not isinstance(state, Mapping):
-        return tensors
-    for name, value in state.items():
-        if name != "step":  # which keeps its own
-            tensors.extend(tensors_of(f"state[{key!r}].{name}", value))
-    return tensors
+# Saved tensors whose values another dtype cannot hold: loading would change them silently.
+
+
+def explain_loss(name: str, saved: Tensor, dtype: torch.dtype) -> str:
+    """Say that loading a tensor as this dtype would change it by more than rounding; "" if not.
+
+    Nothing is said of one on the meta device, whose values are not known yet.
+    """
+    if saved.dtype == dtype or saved.is_meta or _holds(dtype, saved):
+        return ""
+    there = name_dtype(saved.dtype)
+    return f"has {name} of {there} there, of {name_dtype(dtype)} here, which does not hold its values"
+
+
+def _holds(dtype: torch.dtype, saved: Tensor) -> bool:
+    """Return whether a tensor keeps its values in another dtype.
+
+    Numbers that are not integers may be rounded.
+    """
+    if saved.is_complex() and not dtype.is_complex:
+        return False
+    converted = saved.to(dtype)
+    if dtype.is_complex and not saved.is_complex():
+        converted = converted.real
+    if _has_fractions(saved.dtype) and _has_fractions(dtype):
+        return _is_rounded(converted, saved)
+    if not torch.equal(converted.to(saved.dtype), saved):
+        return False
+    return _has_negative(converted) == _has_negative(saved)
+
+
+def _has_fractions(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _is_rounded(converted: Tensor, saved: Tensor) -> bool:
+    """Return whether a tensor is a saved one but for rounding, and the smallest numbers, now 0."""
+    limits = torch.finfo(converted.dtype)
+    if limits.max >= torch.finfo(saved.dtype).max:
+        return True
+    if saved.itemsize == 1:  # torch does not compare floats of 8 bits
+        saved = saved.float()
+    back = converted.to(saved.dtype)  # larger numbers became infinite, NaN, or the largest
+    smallest = limits.smallest_normal
+    return torch.allclose(back, saved, rtol=limits.eps, atol=smallest, equal_nan=True)
+
+
+def _has_negative(tensor: Tensor) -> bool:
+    return tensor.dtype.is_signed and bool((tensor < 0).any())
 
 
 # Saved tensors that differ but are meant for the same memory: the last one loaded would win.
 
 
-class _Pair(NamedTuple):
-    here: Tensor  # a model's tensor
-    saved: Tensor  # the one to load into it
-
-
-def explain_conflicts(modules: Mapping[str, tuple[nn.Module, Any]]) -> list[str]:
-    """Say which saved tensors differ but would be loaded into the same memory.
-
-    Args:
-        modules: By name, each model and the saved state that fits it.
-    """
-    pairs = _pairs(modules)
-    paths = list(pairs)
+def _explain_conflicts(objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
+    """Say which saved tensors differ but would be loaded into the same memory."""
+    here, there = _loaded_tensors(objects, states)
+    paths = list(here)
     found = []
-    for index in sorted(sharing_memory(pair.here for pair in pairs.values())):
+    for index in sorted(sharing_memory(here.values())):
         path = paths[index]
         for other in paths[:index]:
-            if _overwrites(pairs[path], pairs[other]):
+            if _overwrites(here[path], here[other], there[path], there[other]):
                 problem = f"{other} and {path} differ there, but share memory here"
                 found.append(f"{problem}: untie them, or load equal ones")
                 break
     return found
 
 
-def _pairs(modules: Mapping[str, tuple[nn.Module, Any]]) -> dict[str, _Pair]:
-    """Pair the models' tensors with the saved ones, by path, in the order of loading.
-
-    Without sharded ones, here or there.
-    """
-    pairs = {}
-    for name, (module, saved) in modules.items():
+def _loaded_tensors(
+    objects: Mapping[str, Any],
+    states: Mapping[str, Any],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return models' tensors, and those to load into them, by path in the order of loading; none is sharded."""
+    mine = {}
+    saved = {}
+    for name, module in objects.items():
+        if not isinstance(module, nn.Module):
+            continue
         state = module_state(module)
-        matched = match_names(saved, list(state))
+        matched = match_names(states[name], list(state))
         for key, here in state.items():
             there = matched[key]
-            if is_dtensor(here) or not isinstance(here, Tensor) or not isinstance(there, Tensor):
+            if is_dtensor(here) or not isinstance(there, Tensor) or there.is_meta:
                 continue
-            if not there.is_meta:
-                pairs[path_to(name, key)] = _Pair(here, there)
-    return pairs
+            if isinstance(here, Tensor) and here.layout is torch.strided:
+                mine[path_to(name, key)] = here
+                saved[path_to(name, key)] = there
+    return mine, saved
 
 
 @torch.no_grad()
-def _overwrites(later: _Pair, earlier: _Pair) -> bool:
+def _overwrites(later: Tensor, earlier: Tensor, saved_later: Tensor, saved_earlier: Tensor) -> bool:
     """Return whether loading the later of two tensors changes the earlier one; it is tried on copies."""
-    if not sharing_memory([earlier.here, later.here]):
+    storage = earlier.untyped_storage()
+    if later.untyped_storage().data_ptr() != storage.data_ptr():
         return False
-    if _is_same(earlier.here, later.here) and _is_same(earlier.saved, later.saved):
+    if _place(earlier) == _place(later) and _place(saved_earlier) == _place(saved_later):
         return False
-    trial, trial_of_later = _copy_layout(earlier.here, later.here)
-    trial.copy_(earlier.saved)
-    loaded = digest(trial)
-    trial_of_later.copy_(later.saved)
-    return digest(trial) != loaded
-
-
-def _copy_layout(*tensors: Tensor) -> list[Tensor]:
-    """Make tensors on the CPU that share memory as these do; their values are arbitrary."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    start = min(storage.data_ptr() for storage in storages)
-    end = max(storage.data_ptr() + storage.nbytes() for storage in storages)
-    memory = torch.empty(end - start, dtype=torch.uint8, device="cpu").untyped_storage()
+    memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
     copies = []
-    for tensor in tensors:
-        offset = (tensor.data_ptr() - start) // tensor.element_size()
+    for tensor in (earlier, later):
         copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        copies.append(copy.set_(memory, offset, tensor.shape, tensor.stride()))
-    return copies
+        copies.append(copy.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride()))
+    copies[0].copy_(saved_earlier)
+    loaded = digest(copies[0])
+    copies[1].copy_(saved_later)
+    return digest(copies[0]) != loaded
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same elements of the same memory."""
-    if one.data_ptr() != other.data_ptr() or one.dtype != other.dtype:
-        return False
-    return one.shape == other.shape and one.stride() == other.stride()
-
-
-class Saved(NamedTuple):
-    """The states of a checkpoint that are meant for this rank, by name.
-
-    Attributes:
-        states: The states and plain data.
-        kinds: The classes of the objects that the states were saved from, where they matter.
-        shapes: The shapes of their tensors, as `describe()` gave them, where they matter.
-    """
-
-    states: dict[str, Any]
-    kinds: dict[str, str]
-    shapes: dict[str, Any]
-
-
-def explain_misfits(objects: Mapping[str, Any], saved: Saved) -> list[str]:
-    """Say why saved states do not fit objects, given by name; [] if nothing speaks against it."""
-    found = []
-    for name, target in objects.items():
-        if name not in saved.states:
-            names = ", ".join(saved.states) or "nothing"
-            found.append(f"it has no {name!r}; it has: {names}")
-            continue
-        kind = saved.kinds.get(name)
-        problems = _explain_misfit(target, saved.states[name], kind, saved.shapes.get(name))
-        found += [f"{name} {problem}" for problem in problems]
-    if found:
-        return found
-    modules = {}
-    for name, target in objects.items():
-        if isinstance(target, nn.Module):
-            modules[name] = (target, saved.states[name])
-    return explain_conflicts(modules)
-
-
-def _explain_misfit(target: Any, state: Any, kind: str | None, shapes: Any) -> list[str]:
-    if isinstance(target, nn.Module):
-        return _explain_module_misfits(target, state)
-    here = type(target).__name__
-    if isinstance(target, CHECKED_CLASSES) and kind and kind != here:
-        return [f"is {kind} there, {here} here"]
-    if isinstance(target, Optimizer):
-        return explain_optimizer_misfits(target, state, shapes)
-    if isinstance(target, LRScheduler) and isinstance(state, Mapping):
-        return explain_texts(target.state_dict(), state)
-    return []
-
-
-def _explain_module_misfits(module: nn.Module, saved: Any) -> list[str]:
-    if not has_names(saved):
-        return [f"is a {type(saved).__name__} there, not a model's state dict"]
-    here = module_state(module)
-    there = match_names(saved, list(here))
-    found = [f"has {key} here, not there" for key in here if key not in there]
-    found += [f"has {key} there, not here" for key in there if key not in here]
-    for key, value in here.items():  # in this order on every rank, unlike a set
-        if key not in there:
-            continue
-        problem = _explain_entry(key, value, there[key])
-        if problem:
-            found.append(problem)
-    return found
-
-
-def _explain_entry(key: str, here: Any, there: Any) -> str:
-    """Say why one entry of a model's state does not fit; "" if nothing speaks against it."""
-    if _shape(there) != _shape(here):
-        return f"has {key} of shape {_shape(there)} there, of {_shape(here)} here"
-    if not isinstance(here, Tensor):
-        return ""
-    if here.is_meta:
-        problem = f"has {key} on the meta device here, which takes no values"
-        return f"{problem}: move it with to_empty() before"
-    if not isinstance(there, Tensor):
-        return ""
-    return explain_loss(key, there, here.dtype)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, Tensor):
-        return ()
-    return tuple(value.shape)
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return which elements of which memory a tensor is."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

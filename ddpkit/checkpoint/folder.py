@@ -13,28 +13,29 @@ import logging
 import math
 import os
 import re
+import shutil
 import socket
 import stat
 import tempfile
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..errors import CheckpointError
-from ..launch.process_tree import boot_id, own_birth, runs_since
+from ..launch.process_tree import boot_id, born, own_birth
 from .files import NoFileError, open_file, unreadable, write_durably
 from .saving import Writing
-from .sharded import delete_unused
 
 Scores = dict[str, float | None]  # by a checkpoint's name, the last written first
 
 _log = logging.getLogger(__name__)
 _LIST = "latest"
 _CHECKPOINT = re.compile(r"step-(\d{9,})\.pt")
+_PIECES = re.compile(r"(step-\d{9,})\.[0-9a-f]{16}")  # a folder of the pieces of sharded tensors
 _LEFT_OVER = re.compile(rf"({_CHECKPOINT.pattern}|{_LIST})\.tmp")  # by a writer that was killed
 
 
@@ -122,7 +123,7 @@ def list_and_prune(path: Path, score: float | None, keep: int, keep_best: int, p
             (folder / name).unlink(missing_ok=True)
         except OSError as error:
             _log.warning("Saved %s, but an old checkpoint stays: %s.", path, error)
-    delete_unused(folder, of=path.stem, used=pieces)
+    _delete_unused(folder, of=path.stem, used=pieces)
 
 
 def delete_left_overs(folder: Path) -> None:
@@ -131,7 +132,30 @@ def delete_left_overs(folder: Path) -> None:
         if _LEFT_OVER.fullmatch(name):
             with suppress(OSError):
                 os.unlink(folder / name)
-    delete_unused(folder)
+    _delete_unused(folder)
+
+
+def is_folder_of(path: Path, name: str) -> bool:
+    """Return whether this is the name of a folder for the pieces of a checkpoint."""
+    match = _PIECES.fullmatch(name)
+    return match is not None and match[1] == path.stem
+
+
+def _delete_unused(folder: Path, of: str = "", used: str = "") -> None:
+    """Delete folders of pieces that no checkpoint uses.
+
+    Args:
+        folder: The folder of the checkpoints.
+        of: A checkpoint's name without suffix, which uses no other than `used`. Of the others it is
+            only seen whether they are there.
+        used: The name of the folder that is used.
+    """
+    for name in os.listdir(folder):
+        match = _PIECES.fullmatch(name)
+        if match is None or name == used:
+            continue
+        if match[1] == of or not (folder / f"{match[1]}.pt").is_file():
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _find_files(folder: Path) -> set[str]:
@@ -155,103 +179,19 @@ def _parse_score(text: str) -> float | None:
 
 
 def _write_list(folder: Path, scores: Mapping[str, float | None]) -> None:
-    lines = []
+    text = ""
     for name, score in scores.items():
-        if score is None:
-            lines.append(f"{name}\n")
-        else:
-            lines.append(f"{name} {score!r}\n")
-
-    def write(file: BinaryIO) -> None:
-        file.write("".join(lines).encode())
-
-    write_durably(folder / _LIST, write)
+        shown = "" if score is None else f" {score!r}"
+        text += f"{name}{shown}\n"
+    write_durably(folder / _LIST, lambda file: file.write(text.encode()))
 
 
 def _rank_by_score(scores: Mapping[str, float | None]) -> list[str]:
     """Name those that have a score, the greatest first, equal ones in their order, NaN last."""
-    comparable = {}
-    for name, score in scores.items():
-        if score is None:
-            continue
-        if math.isnan(score):
-            score = -math.inf
-        comparable[name] = score
-    return sorted(comparable, key=comparable.__getitem__, reverse=True)
-
-
-# Describe the job that holds a lock on a folder, name it, and see if it runs.
-
-# variables that stay the same when a job is started again, maybe on another machine
-_IDENTITIES = (
-    "TORCHELASTIC_RUN_ID",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "PBS_JOBID",
-    "LSB_JOBID",
-    "LSB_JOBINDEX",
-)
-
-
-def describe_this_job() -> dict[str, Any]:
-    """Describe this process and its job, so that others can name it, and know it again."""
-    return {
-        "host": socket.gethostname(),
-        "machine": _machine(),
-        "pid": os.getpid(),
-        "born": own_birth(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "job": _identity(os.environ),
-        "token": os.urandom(8).hex(),
-    }
-
-
-def name_job(holder: Mapping[str, Any]) -> str:
-    """Name the job of such a description, as in a sentence; it may be empty."""
-    if not holder:
-        return "Another job"
-    process = f"process {holder.get('pid')} on {holder.get('host')}"
-    return f"Another job ({process}, since {holder.get('since')})"
-
-
-def is_running(holder: Mapping[str, Any]) -> bool:
-    """Return whether a holder on this machine runs, by its number and by when it started."""
-    pid = holder.get("pid")
-    if not isinstance(pid, int):
-        return False
-    start = holder.get("born")
-    if isinstance(start, str) and start:
-        runs = runs_since(pid, start)
-        if runs is not None:
-            return runs
-    return _is_in_use(pid)  # /proc does not tell
-
-
-def _is_in_use(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is another user's
-        return True
-    return True
-
-
-def _identity(env: Mapping[str, str]) -> str:
-    """Return a text that names this job, also after a restart; "" if nothing does."""
-    found = []
-    for name in _IDENTITIES:
-        value = env.get(name, "")
-        if value not in ("", "none"):  # torchrun's default is none
-            found.append(f"{name}={value}")
-    return " ".join(found)
-
-
-def _machine() -> str:
-    try:
-        return boot_id()
-    except OSError:
-        return socket.gethostname()
+    known = {name: score for name, score in scores.items() if score is not None}
+    numbers = [name for name in known if not math.isnan(known[name])]
+    others = [name for name in known if name not in numbers]
+    return sorted(numbers, key=known.__getitem__, reverse=True) + others
 
 
 # Lock folders: one job at a time writes into a folder, and a second one gets an error that names it.
@@ -262,9 +202,13 @@ def _machine() -> str:
 
 _LOCK_FILE = ".writer"
 _FRESH = 300.0  # seconds since its last save in which a job on another machine counts as running
-_TAKEN = (errno.EACCES, errno.EAGAIN)  # where another process holds the lock
 _LENGTH = 10_000  # bytes of a lock's file that are read
 _ADVICE = "Two jobs would mix their checkpoints: give each a folder of its own."
+_NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENXIO)  # of opening a link, one on BSD, a socket
+_IDENTITIES = (  # variables that a job has again when it is started again, maybe on another machine
+    *("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+    *("PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX"),
+)
 _locks: weakref.WeakValueDictionary[str, FolderLock] = weakref.WeakValueDictionary()
 
 
@@ -306,7 +250,7 @@ class FolderLock:
         self.writing: Writing | None = None
         self._folder = folder
         self._path = folder / _LOCK_FILE
-        self._me = describe_this_job()
+        self._me = _describe_this_job()
         self._file = -1
         self._release: Finalize | None = None
 
@@ -315,35 +259,51 @@ class FolderLock:
         if self._file < 0 or not _is_open(self._path, self._file):
             self._take()  # it was not yet taken, or somebody deleted the file
             return
-        holder = _read(self._file)
-        if holder != self._me:
-            raise CheckpointError(
-                f"{name_job(holder)} has begun to write into {self._folder}. {_ADVICE}",
-            )
+        if _read(self._file) != self._me:
+            raise self._refusal(self._file, "has begun to write into")
         os.utime(self._file)
 
     def _take(self) -> None:
-        file = _open_and_lock(self._path)
-        if file < 0:
-            job = name_job(_read_path(self._path))
-            raise CheckpointError(f"{job} is writing into {self._folder}. {_ADVICE}")
-        holder = _read(file)
-        if self._may_live(holder, file):
-            os.close(file)
-            raise CheckpointError(
-                f"{name_job(holder)} has written into {self._folder} within the last "
-                f"{_FRESH / 60:g} minutes. {_ADVICE} If it has ended, delete {self._path}."
-            )
-        if os.fstat(file).st_nlink > 1:  # a backup has it, too, or it is somebody's: it stays as it is
-            os.unlink(self._path)
-            os.close(file)
-            return self._take()
+        with ExitStack() as on_failure:
+            file = _open(self._path)
+            on_failure.callback(os.close, file)
+            self._lock(file)
+            if os.fstat(file).st_nlink > 1:  # a backup has it, too, or it is somebody's
+                os.unlink(self._path)
+            is_at_path = _is_open(self._path, file)
+            if is_at_path:
+                on_failure.pop_all()
+        if not is_at_path:  # it was deleted here, or meanwhile by its former holder
+            self._take()
+            return
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(self._me).encode(), 0)
         if self._release is not None:  # of a file that somebody has deleted
             self._release()
         self._file = file
         self._release = Finalize(self, _release, (self._path, file, self._me), exitpriority=0)
+
+    def _lock(self, file: int) -> None:
+        """Lock a file, where the system can; raise if another job writes into the folder."""
+        try:
+            # not shared with forked workers, as flock's is
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise self._refusal(file, "is writing into") from None
+        if _is_open(self._path, file) and self._may_live(_read(file), file):
+            when = f" within the last {_FRESH / 60:g} minutes"
+            problem = self._refusal(file, "has written into", when)
+            raise CheckpointError(f"{problem} If it has ended, delete {self._path}.")
+
+    def _refusal(self, file: int, does: str, when: str = "") -> CheckpointError:
+        """Make the error that names the job which a lock's file describes."""
+        holder = _read(file)
+        job = "Another job"
+        if holder:
+            process = f"process {holder.get('pid')} on {holder.get('host')}"
+            job = f"Another job ({process}, since {holder.get('since')})"
+        return CheckpointError(f"{job} {does} {self._folder}{when}. {_ADVICE}")
 
     def _may_live(self, holder: Mapping[str, Any], file: int) -> bool:
         """Return whether a holder may still run, although this process got the lock.
@@ -354,60 +314,62 @@ class FolderLock:
         if not holder or holder == self._me:
             return False
         if holder.get("machine") == self._me["machine"]:
-            return holder.get("pid") != self._me["pid"] and is_running(holder)
+            return holder.get("pid") != self.pid and _is_running(holder)
         if self._me["job"] and holder.get("job") == self._me["job"]:  # this job, started again
             return False
-        return self._age(file) < _FRESH
-
-    def _age(self, file: int) -> float:
-        """Return the seconds since a file changed, by the clock of the file system."""
-        with tempfile.TemporaryFile(dir=self._folder) as new:
-            now = os.fstat(new.fileno()).st_mtime
-        return now - os.fstat(file).st_mtime
+        with tempfile.TemporaryFile(dir=self._folder) as new:  # by the clock of the file system
+            age = os.fstat(new.fileno()).st_mtime - os.fstat(file).st_mtime
+        return age < _FRESH
 
 
-def _open_and_lock(path: Path) -> int:
-    """Open a file and lock it for this process.
+def _describe_this_job() -> dict[str, Any]:
+    """Describe this process and its job, so that others can name it, and know it again."""
+    try:
+        machine = boot_id()
+    except OSError:
+        machine = socket.gethostname()
+    found = {name: os.environ.get(name, "") for name in _IDENTITIES}
+    identity = [f"{name}={value}" for name, value in found.items() if value not in ("", "none")]
+    return {
+        "host": socket.gethostname(),
+        "machine": machine,
+        "pid": os.getpid(),
+        "born": own_birth(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "job": " ".join(identity),  # torchrun's default is none
+        "token": os.urandom(8).hex(),
+    }
 
-    Returns:
-        Its descriptor, not locked where the file system has no locks; -1 if another process holds
-        the lock.
+
+def _is_running(holder: Mapping[str, Any]) -> bool:
+    """Return whether a holder on this machine runs, by its number and by when it started."""
+    pid = holder.get("pid")
+    if not isinstance(pid, int):
+        return False
+    try:
+        start = born(pid)  # "" if it has ended
+    except OSError:
+        return True
+    return start != "" and holder.get("born") in (start, "", None)
+
+
+def _open(path: Path) -> int:
+    """Open a lock's file, or make it.
 
     Raises:
         CheckpointError: If it is a symbolic link or no file: what is behind it would be overwritten.
     """
-    while True:
-        file = _open(path, os.O_RDWR | os.O_CREAT)
-        if not _try_to_lock(file):
-            os.close(file)
-            return -1
-        if _is_open(path, file):
-            return file
-        os.close(file)  # its former holder deleted it meanwhile
-
-
-def _open(path: Path, flags: int) -> int:
-    """Open a lock's file, and nothing that somebody has put in its place."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        file = os.open(path, flags, 0o666)
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO):  # of a link, of one on BSD, of a socket
+        if error.errno not in _NO_FILE:
             raise
     else:
         if stat.S_ISREG(os.fstat(file).st_mode):
             return file
         os.close(file)
     raise CheckpointError(f"{path} is a link or no file, so no Checkpointer made it. Delete it.")
-
-
-def _try_to_lock(file: int) -> bool:
-    """Lock a file, where the system can; return False if another process holds the lock."""
-    try:
-        # not shared with forked workers, as flock's is
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in _TAKEN
-    return True
 
 
 def _is_open(path: Path, file: int) -> bool:
@@ -435,14 +397,3 @@ def _read(file: int) -> dict[str, Any]:
     if not isinstance(holder, dict):
         return {}
     return holder
-
-
-def _read_path(path: Path) -> dict[str, Any]:
-    try:
-        file = _open(path, os.O_RDONLY)
-    except (CheckpointError, OSError):
-        return {}
-    try:
-        return _read(file)
-    finally:
-        os.close(file)

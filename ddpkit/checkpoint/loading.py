@@ -1,152 +1,37 @@
-"""Loading of a checkpoint: every rank reads it, and all objects are restored, or none is."""
+"""Loading of a checkpoint: every rank reads it, and nothing is changed unless it fits on all of them."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from copy import deepcopy
-from itertools import chain
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives.differences import list_lines
-from ..data.seeds import get_rng_state, set_rng_state, set_rng_states
-from ..errors import CheckpointError, describe_error, message_of
+from ..data.seeds import check_rng_state, set_rng_states
+from ..errors import CheckpointError, message_of
 from ..job.lifecycle import exchange
 from ..launch.ranks import get_rank, get_world_size, is_main_process
 from ..parallel.lr_scaling import applied_scales
+from ..parallel.models import unwrap_model
 from ..torch_internals import is_dtensor
-from .comparison import merge_problems, try_on_all, try_on_main
-from .files import open_file, read, unreadable
-from .fit import Saved, explain_misfits
-from .format import explain_unusable, is_consolidated, load_into
-from .leaves import digest_leaves, tensors_of
-from .sharded import SavedPieces, files_of, find_stand_ins, from_plain, is_folder_of, verify_pieces
-
-# Undoing of a load that failed: objects and generators are put back as they were.
-
-
-class Undo:
-    """All that a load changes on this rank, as it was before."""
-
-    def __init__(self) -> None:
-        self._objects: list[_Former] = []
-        self._rng_state: dict[str, Any] | None = None
-
-    def remember_generators(self) -> None:
-        """Keep the states of the random number generators."""
-        self._rng_state = get_rng_state()
-
-    def remember(self, name: str, target: Any) -> None:
-        """Keep a copy of an object's state."""
-        self._objects.append(_Former(name, target))
-
-    def put_back(self) -> None:
-        """Make everything what it was.
-
-        Raises:
-            CheckpointError: If some objects take their own former states no more.
-        """
-        if self._rng_state is not None:
-            set_rng_state(self._rng_state)
-        problems = []
-        for former in reversed(self._objects):
-            try:
-                former.put_back()
-            except CheckpointError as error:
-                problems.append(str(error))
-        if problems:
-            raise CheckpointError("\n".join(problems))
-
-
-class _Former:
-    """An object, and its state from before a load."""
-
-    def __init__(self, name: str, target: Any) -> None:
-        self.name = name
-        self.target = target
-        self.holder = target  # of the state
-        if is_consolidated(target):
-            # spread over the ranks, it has a state dict only when all of it was collected
-            self.holder = target.optim
-        self.attributes: dict[str, Any] = {}
-        if not isinstance(target, nn.Module):
-            self.attributes = dict(getattr(target, "__dict__", {}))
-        self.state = _copy(self.holder.state_dict())
-
-    def put_back(self) -> None:
-        """Make the object what it was.
-
-        Raises:
-            CheckpointError: If it takes its own former state no more.
-        """
-        self._put_back_in_place()
-        if self._is_as_before():
-            return
-        problem = self._load()
-        if not self._is_as_before():
-            text = f"{self.name} could not be put back{problem}: it is partly loaded."
-            raise CheckpointError(f"{text} Create it again before going on.")
-
-    def _put_back_in_place(self) -> None:
-        """Write the former values where they were, without code of the object's class."""
-        if isinstance(self.target, nn.Module):
-            _copy_tensors(self.target.state_dict(), self.state)
-        elif self.attributes:
-            vars(self.target).clear()
-            vars(self.target).update(self.attributes)
-
-    def _load(self) -> str:
-        """Load the former state; return what went wrong, in brackets, "" if nothing did."""
-        try:
-            self.holder.load_state_dict(_copy(self.state))
-        except Exception as error:
-            return f" ({describe_error(error)})"
-        return ""
-
-    def _is_as_before(self) -> bool:
-        now = self.holder.state_dict()
-        return digest_leaves("", now) == digest_leaves("", self.state)
-
-
-def _copy(state: Any) -> Any:
-    """Copy a state, its tensors to the CPU, so that no accelerator must hold them twice."""
-    if is_dtensor(state):
-        return state.detach().clone()  # on its own device, on which this rank holds a part only
-    if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, OrderedDict):
-        copy = OrderedDict((key, _copy(value)) for key, value in state.items())
-        copy.__dict__.update(state.__dict__)  # the versions that torch keeps beside a model's
-        return copy
-    if type(state) is dict:
-        return {key: _copy(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_copy(value) for value in state)
-    return deepcopy(state)
-
-
-@torch.no_grad()
-def _copy_tensors(here: Mapping[str, Any], former: Mapping[str, Any]) -> None:
-    """Overwrite tensors with those of the same name and shape."""
-    for key, old in former.items():
-        now = here.get(key)
-        if not isinstance(old, Tensor) or not isinstance(now, Tensor):
-            continue
-        if now.shape == old.shape:
-            now.copy_(old)
-
+from .files import FORMAT_WITH_PIECES, explain_unusable, open_file, read, unreadable
+from .fit import explain_misfits
+from .saving import merge_problems, try_on_all, try_on_main
+from .states import sharding, state_for, tensors_of
 
 _log = logging.getLogger(__name__)
 _TRIES = 20  # at a file that some ranks see and others do not
 _PAUSE = 0.05  # seconds between them
+_UNDEFINED = (
+    "The objects are in an undefined state on every rank, some of them loaded: load a checkpoint "
+    "that fits them, or create them again, before going on."
+)
 
 
 class FileChanged(CheckpointError):
@@ -187,7 +72,7 @@ def load_first(
             break
         tries[name] += 1
         try:
-            content = _read_on_all(folder / name, objects)
+            content, sharded = _read_on_all(folder / name, objects)
         except CheckpointError as error:  # the same on every rank
             if isinstance(error, FileChanged) and tries[name] < _TRIES:
                 time.sleep(_PAUSE)  # a job beside this one saves and deletes
@@ -196,7 +81,7 @@ def load_first(
                 _log.warning("%s Trying the checkpoint before it.", error)
             reasons[name] = f"\n  {error}"
             continue
-        return _restore(folder / name, content, objects)
+        return _restore(folder / name, content, sharded, objects)
     if reasons:
         texts = "".join(reasons.values())
         raise CheckpointError(f"No checkpoint in {folder} can be read:{texts}")
@@ -209,21 +94,27 @@ def load_file(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: On every rank, if one cannot read it, or it does not fit.
     """
-    content = _read_on_all(path, objects)
-    return _restore(path, content, objects)
+    content, sharded = _read_on_all(path, objects)
+    return _restore(path, content, sharded, objects)
 
 
-def _read_on_all(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
+def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Return the content of a file that every rank reads. Collective.
 
     Args:
         path: The file.
         objects: The objects to restore, by name.
 
+    Returns:
+        The content, and what reads its sharded tensors, or loads into sharded objects: None if
+        there are neither.
+
     Raises:
         CheckpointError: On every rank, if one cannot read it, or it is no checkpoint that could be
             restored.
     """
+    tensors = [tensor for name, value in objects.items() for _, tensor in tensors_of(name, value)]
+    is_sharded = any(map(is_dtensor, tensors))
     problem = ""
     with ExitStack() as stack:
         try:
@@ -235,7 +126,7 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
         if any(problems):
             raise FileChanged(merge_problems(problems))
         content, digest = try_on_all(
-            lambda: _read(path, file, bool(objects), is_mapped=_any_sharded(objects)),
+            lambda: _read(path, file, objects, is_sharded),
             doing=f"Cannot read {path}: ",
         )
     files = len(set(exchange(digest)))
@@ -243,108 +134,91 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
         raise FileChanged(
             f"The ranks see {files} different files at {path}. They must share the folder.",
         )
-    if "sharded" in content:
-        _verify_pieces_on_all(path, content)
-    return content
+    if content["format"] == FORMAT_WITH_PIECES:
+        return content, try_on_all(lambda: _verified_pieces(path, content))
+    if is_sharded:
+        return content, sharding().SavedPieces(path, content)
+    return content, None
 
 
-def _verify_pieces_on_all(path: Path, content: Mapping[str, Any]) -> None:
-    """Compare the files of a checkpoint's pieces with their checksums, some on each rank. Collective.
-
-    Raises:
-        CheckpointError: On every rank, if one is not there or damaged.
-    """
-    layouts = from_plain(content["sharded"]["tensors"])
-    files = files_of(layouts)
-    own = files[get_rank() :: get_world_size()]
-    folder = path.with_name(content["sharded"]["folder"])
-    try_on_all(lambda: verify_pieces(folder, own))
+def _verified_pieces(path: Path, content: dict[str, Any]) -> Any:
+    """Return what reads the sharded tensors of a checkpoint, when this rank's share of their files is verified."""
+    pieces = sharding().SavedPieces(path, content)
+    pieces.verify()
+    return pieces
 
 
 def _read(
     path: Path,
     file: BinaryIO,
-    with_random_states: bool,
+    objects: Mapping[str, Any],
     is_mapped: bool,
 ) -> tuple[dict[str, Any], str]:
     content, digest = read(file, is_mapped)
-    problem = explain_unusable(content, with_random_states)
-    if not problem and "sharded" in content and not is_folder_of(path, content["sharded"]["folder"]):
-        problem = "the folder of its pieces is not one that a Checkpointer makes, or the file was renamed"
+    problem = explain_unusable(content)
+    if not problem and objects:
+        states = content["rng"]
+        rank = get_rank()
+        if rank >= len(states):
+            rank = 0  # whose states new ones are derived from
+        try:
+            check_rng_state(states[rank])
+        except ValueError as error:
+            problem = f"{error}; load(path) without objects still reads the rest"
     if problem:
         raise CheckpointError(f"Cannot read {path}: {problem}.")
     return content, digest
 
 
-def _restore(path: Path, content: dict[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Load a checkpoint's content into objects, on all ranks or on none. Collective.
+def _restore(path: Path, content: dict[str, Any], sharded: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Load a checkpoint's content into objects, if it fits them on all ranks. Collective.
 
     Returns:
         The rest of its content.
     """
     states = try_on_all(
-        lambda: _fitting_states(path, content, objects),
+        lambda: _fitting_states(path, content, sharded, objects),
         doing=f"{path} does not fit; nothing was loaded: ",
     )
-    pieces = _pieces_of(path, content)
-    undo = Undo()
-    try:
-        try_on_all(lambda: _load_into_all(objects, states, pieces, content["rng"], undo))
-    except CheckpointError as error:
-        _undo_on_all(path, undo, error)
-    except BaseException:
-        with suppress(CheckpointError):
-            undo.put_back()
-        raise
     rest = {name: state for name, state in states.items() if name not in objects}
-    if not objects:
-        rest = try_on_all(lambda: {name: pieces.fill(name, state) for name, state in rest.items()})
+    if objects:
+        try:
+            try_on_all(lambda: _load_into_all(objects, states, sharded, content["rng"]))
+        except CheckpointError as error:
+            raise CheckpointError(f"Cannot load {path}: {error}\n{_UNDEFINED}") from error
+    elif sharded is not None:
+        rest = try_on_all(lambda: {name: sharded.fill(state) for name, state in rest.items()})
     result = {"step": content["step"]}
     if content.get("score") is not None:
         result["score"] = content["score"]
     return result | rest
 
 
-def _pieces_of(path: Path, content: Mapping[str, Any]) -> SavedPieces:
-    """Return the sharded tensors of a checkpoint, none if it has no such ones."""
-    entry = content.get("sharded")
-    if entry is None:
-        return SavedPieces(path.parent, {}, {})
-    stand_ins: dict[str, Any] = {}
-    for name, state in content["state"].items():
-        stand_ins.update(find_stand_ins(name, state))
-    return SavedPieces(path.with_name(entry["folder"]), from_plain(entry["tensors"]), stand_ins)
-
-
-def _any_sharded(objects: Mapping[str, Any]) -> bool:
-    """Return whether this rank holds only parts of some tensors of these objects."""
-    tensors = chain.from_iterable(tensors_of(name, value) for name, value in objects.items())
-    return any(is_dtensor(tensor) for _, tensor in tensors)
-
-
 def _fitting_states(
     path: Path,
     content: Mapping[str, Any],
+    sharded: Any,
     objects: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return this rank's states by name; raise if those asked for are not there or do not fit."""
-    saved = _states_of_this_rank(path, content)
-    problems = explain_misfits(objects, saved)
+    own = _part_of_this_rank(path, content)
+    states = {**content["state"], **own.get("per_rank", {})}
+    kinds = {**content["kinds"], **own.get("kinds", {})}
+    shapes = {**content["shapes"], **own.get("shapes", {})}
+    problems = explain_misfits(objects, states, kinds, shapes)
+    if not problems and sharded is not None:
+        problems = sharded.explain_losses(objects, states)
     if problems:
         headline = f"{path} does not fit; nothing was loaded:"
         raise CheckpointError(list_lines(headline, problems))
-    return saved.states
+    return states
 
 
-def _states_of_this_rank(path: Path, content: Mapping[str, Any]) -> Saved:
-    saved = Saved(
-        states=dict(content["state"]),
-        kinds=dict(content["kinds"]),
-        shapes=dict(content["shapes"]),
-    )
-    parts = content.get("per_rank")
+def _part_of_this_rank(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint holds of this rank alone; {} if it holds nothing of each."""
+    parts: list[dict[str, Any]] = content.get("per_rank") or []
     if not parts:
-        return saved
+        return {}
     if len(parts) != get_world_size():
         names = ", ".join(parts[0]["per_rank"])
         raise CheckpointError(
@@ -352,40 +226,32 @@ def _states_of_this_rank(path: Path, content: Mapping[str, Any]) -> Saved:
             f"{get_world_size()}. Run on {len(parts)} ranks, or read it with "
             'torch.load(path)["per_rank"].'
         )
-    own = parts[get_rank()]
-    saved.states.update(own["per_rank"])
-    saved.kinds.update(own["kinds"])
-    saved.shapes.update(own["shapes"])
-    return saved
+    return parts[get_rank()]
 
 
 def _load_into_all(
     objects: Mapping[str, Any],
     states: Mapping[str, Any],
-    pieces: SavedPieces,
+    sharded: Any,
     rng_states: list[dict[str, Any]],
-    undo: Undo,
 ) -> None:
-    """Load states into objects, and set the generators if there are objects."""
-    if not objects:
-        return
-    undo.remember_generators()
+    """Load states into objects that they fit, and set the random number generators."""
     for name, target in objects.items():
-        undo.remember(name, target)
+        former = []
         if isinstance(target, Optimizer):
-            _load_optimizer(name, target, states[name], pieces)
-        else:
-            load_into(name, target, states[name], pieces)
+            former = applied_scales(target)
+        state = state_for(target, states[name])
+        if sharded is not None:
+            state = sharded.spread(target, state)
+        unwrap_model(target).load_state_dict(state)
+        if former and is_main_process():
+            _warn_of_scales(name, former, applied_scales(target))
     set_rng_states(rng_states)
 
 
-def _load_optimizer(name: str, optimizer: Optimizer, state: Any, pieces: SavedPieces) -> None:
-    """Load an optimizer's state; warn where its learning rates are those of another global batch."""
-    here = applied_scales(optimizer)
-    load_into(name, optimizer, state, pieces)
-    if not is_main_process():
-        return
-    for old, new in zip(applied_scales(optimizer), here, strict=True):
+def _warn_of_scales(name: str, here: list[Any], saved: list[Any]) -> None:
+    """Warn if an optimizer's learning rates were saved with another global batch."""
+    for old, new in zip(saved, here, strict=True):
         if old is None or new is None or old == new:
             continue
         _log.warning(
@@ -397,12 +263,3 @@ def _load_optimizer(name: str, optimizer: Optimizer, state: Any, pieces: SavedPi
             new / old,
         )
         return
-
-
-def _undo_on_all(path: Path, undo: Undo, error: CheckpointError) -> None:
-    """Put everything back on every rank, and raise. Collective."""
-    try:
-        try_on_all(undo.put_back)
-    except CheckpointError as worse:
-        raise CheckpointError(f"Cannot load {path}: {error}\n{worse}") from error
-    raise CheckpointError(f"Cannot load {path}; nothing was changed: {error}") from error

@@ -1,4 +1,4 @@
-"""The content of a new checkpoint, put together from the states of all ranks."""
+"""What the ranks save, compared and copied, and the thread that writes it."""
 
 from __future__ import annotations
 
@@ -8,30 +8,102 @@ import os
 import pickle
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
-from ..collectives.differences import explain_sharded
+from ..collectives.differences import differing_parts, explain_sharded, list_lines
 from ..collectives.ops import all_gather_object
+from ..collectives.sync import run_on_main
 from ..data.seeds import get_rng_state
-from ..errors import CheckpointError, describe_error
-from ..job import current_job
-from ..launch.ranks import get_rank, is_main_process
-from ..parallel.models import without_dtensors
+from ..errors import CheckpointError, PeerError, describe_error, message_of
+from ..job import current_job, lifecycle
+from ..job.lifecycle import exchange
+from ..launch.ranks import is_main_process
+from ..parallel.models import strip, without_dtensors, wrapped_paths
+from ..parallel.replicas import gather_unless_equal
 from ..torch_internals import storage_like, untyped_storage
-from .comparison import try_on_all
-from .files import NotWanted, from_bytes, to_bytes
-from .format import FORMAT, FORMAT_WITH_PIECES, describe, is_consolidated, state_of
-from .leaves import pickler_for, tensors_of
-from .sharded import Layout, Pieces, as_plain, lay_out, own_pieces, take_out
-from .sharded import describe as describe_pieces
+from .files import FORMAT, FORMAT_WITH_PIECES, NotWanted, check_saveable, from_bytes, pickler_for, to_bytes
+from .states import describe, digest_leaves, path_to, sharding, state_of, take_out, tensors_of
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_PAUSE = 1.0  # seconds between looks at the main thread, while nothing is decided
+_ADVICE = (
+    "Only rank 0's would be written. Make them equal first (BatchNorm's statistics and other "
+    "buffers with ddpkit.sync_buffers(model), data with ddpkit.broadcast), or save what each rank "
+    "has its own of with per_rank={name: value}."
+)
+
+# Work that all ranks finish, or after which all raise one error that says where it went wrong.
+
+
+def try_on_main(fn: Callable[[], T]) -> T | None:
+    """Run `fn` on rank 0 and give its value, plain data, to all ranks. Collective.
+
+    Raises:
+        CheckpointError: On every rank, if `fn` raises one, or an OSError.
+    """
+
+    def attempt() -> tuple[T | None, str]:
+        try:
+            return fn(), ""
+        except (CheckpointError, OSError) as error:
+            return None, message_of(error)
+
+    value, problem = run_on_main(attempt)
+    if problem:
+        raise CheckpointError(problem)
+    return value
+
+
+def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
+    """Run `fn` on every rank. Collective; `fn` itself may hold no collective.
+
+    Args:
+        fn: May raise anything.
+        doing: Begins the message where `fn` raises something else than a CheckpointError.
+
+    Raises:
+        CheckpointError: On every rank, if `fn` raises on any; it says where and why.
+    """
+    problem = ""
+    cause: Exception | None = None
+    try:
+        value = fn()
+    except PeerError:
+        raise
+    except CheckpointError as error:
+        problem = message_of(error)
+        cause = error
+    except Exception as error:
+        problem = f"{doing}{describe_error(error)}"
+        cause = error
+    problems = exchange(problem)
+    if any(problems):
+        raise CheckpointError(merge_problems(problems)) from cause
+    return value
+
+
+def merge_problems(problems: list[str]) -> str:
+    """Write the ranks' problems, by rank, as one text: once if all have the same."""
+    if len(set(problems)) == 1:
+        return problems[0]
+    lines = []
+    for rank, problem in enumerate(problems):
+        if problem:
+            lines.append(f"Rank {rank}: {problem}")
+    return "\n".join(lines)
+
+
+# What is saved: described on each rank, and put together.
 
 
 class Collected(NamedTuple):
@@ -39,28 +111,47 @@ class Collected(NamedTuple):
 
     Attributes:
         content: For rank 0 to write.
-        sharded: The sharded tensors in it, of which the content has the shapes only, by path.
-        layouts: Where in the files of all ranks their pieces are to be.
-        pieces: Those that this rank writes.
+        compared: The names of those states in it that all ranks have.
+        sharded: What `ddpkit.sharded` makes of the sharded tensors, of which the content has the
+            shapes only; None if there are none.
     """
 
     content: dict[str, Any]
-    sharded: dict[str, Any]
-    layouts: dict[str, Layout]
-    pieces: Pieces
+    compared: list[str]
+    sharded: Any
 
 
-def collect_content(
+def check_tensors(call: str, of_all: Mapping[str, Any], of_each: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a tensor is spread over the ranks in a way that cannot be saved or loaded.
+
+    Args:
+        call: The call, for messages.
+        of_all: Objects and values of the job, by name; they may hold DTensors.
+        of_each: Those that each rank has its own of, by name; they may not.
+    """
+    tensors = []
+    for name, value in of_all.items():
+        tensors += without_dtensors(tensors_of(name, value))
+    for name, value in of_each.items():
+        tensors += tensors_of(name, value)
+    problem = explain_sharded(call, tensors)
+    if problem:
+        raise CheckpointError(problem)
+
+
+def collect(
+    path: Path,
     step: int,
     score: float | None,
     values: Mapping[str, Any],
     own: Mapping[str, Any],
 ) -> Collected:
-    """Put together the content of a checkpoint. Collective.
+    """Put together what a checkpoint holds. Collective.
 
     Whether the ranks' states are equal is not looked at.
 
     Args:
+        path: The file to write.
         step: Optimiser steps done.
         score: How good the checkpoint is, if known.
         values: The objects and values of which rank 0's are saved, by name.
@@ -69,79 +160,47 @@ def collect_content(
     Raises:
         CheckpointError: On every rank, if some states cannot be saved.
     """
-    _consolidate(values)
-    sharded: dict[str, Any] = {}
-    content, part = try_on_all(lambda: _take_states(step, score, values, own, sharded))
-    parts = [from_bytes(data) for data in all_gather_object(part)]
-    content["rng"] = [each.pop("rng") for each in parts]
-    layouts = lay_out([each.pop("sharded") for each in parts])  # the same on every rank
+    compared = []
+    for name, value in values.items():
+        if not isinstance(value, Optimizer) or not hasattr(value, "consolidate_state_dict"):
+            compared.append(name)
+            continue
+        with current_job.peer_errors():
+            value.consolidate_state_dict(to=0)  # as ZeroRedundancyOptimizer: only rank 0 has it all
+    tensors: dict[str, Any] = {}  # the sharded ones, by path
+
+    def take() -> tuple[dict[str, Any], bytes]:
+        check_tensors("Checkpointer.save", values, own)
+        saved = values
+        if not is_main_process():
+            saved = {name: values[name] for name in compared}
+        content = _take_states(saved, tensors, "state")
+        part = _take_states(own, {}, "per_rank")  # in which none are sharded
+        check_saveable({"per_rank": part["per_rank"]})
+        part["rng"] = get_rng_state()
+        part["sharded"] = sharding().describe(tensors) if tensors else {}
+        return {"format": FORMAT, "step": step, "score": score, **content}, to_bytes(part)
+
+    content, mine = try_on_all(take)
+    parts = [from_bytes(data) for data in all_gather_object(mine)]
+    content["rng"] = [part.pop("rng") for part in parts]
+    described = [part.pop("sharded") for part in parts]
     if own:
         content["per_rank"] = parts
-    if layouts:
-        content["format"] = FORMAT_WITH_PIECES
-        content["sharded"] = {"tensors": as_plain(layouts)}  # and their folder, when it is known
-    return Collected(content, sharded, layouts, own_pieces(sharded, layouts, get_rank()))
+    if not any(described):
+        return Collected(content, compared, None)
+    sharded = sharding().Sharded(path, tensors, described)  # the same on every rank
+    content["format"] = FORMAT_WITH_PIECES
+    content["sharded"] = sharded.entry
+    return Collected(content, compared, sharded)
 
 
-def _consolidate(values: Mapping[str, Any]) -> None:
-    """Have optimizers that spread their state over ranks collect it on rank 0. Collective."""
-    for value in values.values():
-        if is_consolidated(value):
-            with current_job.peer_errors():
-                value.consolidate_state_dict(to=0)
-
-
-def _take_states(
-    step: int,
-    score: float | None,
-    values: Mapping[str, Any],
-    own: Mapping[str, Any],
-    sharded: dict[str, Any],
-) -> tuple[dict[str, Any], bytes]:
-    """Return the content as far as it is rank 0's, and this rank's part of the rest.
-
-    Args:
-        step: Optimiser steps done.
-        score: How good the checkpoint is, if known.
-        values: The objects and values of which rank 0's are saved, by name.
-        own: Those of which each rank's are saved, by name.
-        sharded: Gets the sharded tensors among the states, by path.
-    """
-    states = {}
-    for name, value in values.items():
-        if is_main_process() or not is_consolidated(value):
-            states[name] = state_of(value)
-    own_states = {name: state_of(value) for name, value in own.items()}
-    _check_tensors(states, own_states)
-    states = {name: take_out(name, state, sharded) for name, state in states.items()}
-    own_states = take_out("per_rank", own_states, {})  # in which none are sharded
-    kinds, shapes = _describe_all(values)
-    content = {
-        "format": FORMAT,
-        "step": step,
-        "score": score,
-        "state": states,
-        "kinds": kinds,
-        "shapes": shapes,
-    }
-    own_kinds, own_shapes = _describe_all(own)
-    part = {
-        "rng": get_rng_state(),
-        "per_rank": own_states,
-        "kinds": own_kinds,
-        "shapes": own_shapes,
-        "sharded": describe_pieces(sharded),
-    }
-    _check_readable(own_states)
-    return content, to_bytes(part)
-
-
-def _check_tensors(states: Mapping[str, Any], own_states: Mapping[str, Any]) -> None:
-    """Raise if a tensor that only a state shows is sharded in a way that cannot be saved, or if one has no values."""
-    of_all = list(tensors_of("state", states))
-    of_each = list(tensors_of("per_rank", own_states))
-    tensors = [*of_all, *of_each]
-    problem = explain_sharded("Checkpointer.save", [*without_dtensors(of_all), *of_each])
+def _take_states(values: Mapping[str, Any], sharded: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the states of objects under a key, and beside it what they are of; move sharded tensors out."""
+    states = {name: state_of(value) for name, value in values.items()}
+    tensors = list(tensors_of(key, states))
+    unsaveable = tensors if key == "per_rank" else without_dtensors(tensors)
+    problem = explain_sharded("Checkpointer.save", unsaveable)  # one that only the state shows
     if problem:
         raise CheckpointError(problem)
     for name, tensor in tensors:
@@ -151,60 +210,194 @@ def _check_tensors(states: Mapping[str, Any], own_states: Mapping[str, Any]) -> 
         if tensor.is_meta:
             problem = f"Cannot save {name}: it is on the meta device and has no values."
             raise CheckpointError(f"{problem} Make it with some.")
-
-
-def _describe_all(values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the classes of those values that have one that matters, and the shapes of all."""
     kinds = {}
     shapes = {}
     for name, value in values.items():
         kind, shapes[name] = describe(value)
         if kind:
             kinds[name] = kind
-    return kinds, shapes
+    states = {name: take_out(name, state, sharded) for name, state in states.items()}
+    return {key: states, "kinds": kinds, "shapes": shapes}
 
 
-def _check_readable(own_states: Mapping[str, Any]) -> None:
-    """Raise if a state of this rank alone cannot be read without code from the file."""
-    for name, state in own_states.items():
-        try:
-            from_bytes(to_bytes(state))
-        except Exception as error:
-            raise CheckpointError(f"Cannot save per_rank[{name!r}]: {error}") from error
+# The comparison of the ranks' states, before rank 0's are saved for all.
 
 
-# A checkpoint that a thread writes while this rank goes on, and that is kept only if all agree.
+def check_equal(values: Mapping[str, Any], collected: Collected) -> None:
+    """Raise on every rank unless all ranks would write the same states. Collective.
 
-_log = logging.getLogger(__name__)
-_PAUSE = 1.0  # seconds between looks at the main thread, while nothing is decided
+    Args:
+        values: The objects to save, by name.
+        collected: What is written of them. Sharded tensors are compared among the ranks that hold
+            the same part.
+
+    Raises:
+        CheckpointError: If some differ, with their names and the ranks.
+    """
+    if not lifecycle.joined():
+        return
+    digests: dict[str, str] = {}
+    for name in collected.compared:
+        digests.update(digest_leaves(name, collected.content["state"][name]))
+        for buffer in _broadcast_buffers(values[name]):
+            digests.pop(path_to(name, buffer), None)
+    problem = explain_differences(gather_unless_equal(dict(sorted(digests.items())), None))
+    if not problem and collected.sharded is not None:
+        problem = collected.sharded.explain_differences()
+    if problem:
+        raise CheckpointError(problem)
+
+
+def explain_differences(everyone: Mapping[int, Mapping[str, str]]) -> str:
+    """List the differing digests, given by rank; "" if there are none."""
+    if not everyone:
+        return ""
+    differing = differing_parts(everyone)
+    headline = f"Nothing was saved: {len(differing)} entries differ between ranks:"
+    lines = [f"{path}: {found}" for path, found in differing.items()]
+    return f"{list_lines(headline, lines)}\n{_ADVICE}"
+
+
+def _broadcast_buffers(model: Any) -> set[str]:
+    """Name the buffers that DDP overwrites with rank 0's before the next forward."""
+    names: set[str] = set()
+    if not isinstance(model, nn.Module):
+        return names
+    wrapped = wrapped_paths(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
+            for name, _ in module.named_buffers(prefix=path, remove_duplicate=False):
+                names.add(strip(name, wrapped))
+    return names
+
+
+# A copy of what is saved, which a thread can write while the training changes the original.
+#
+# The copy is made by pickling: what is no storage of tensors goes into the pickle, and each storage
+# is copied into memory on the CPU, which the next copy uses again.
+
+
+class SnapshotMemory:
+    """Memory on the CPU for one snapshot at a time: a new one overwrites the one before."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(buffer.nbytes for buffer in self._kept)
+
+    @torch.inference_mode(False)
+    def copy(self, content: Any) -> Callable[[], Any]:
+        """Copy a content; return, when it may be changed, a function that gives the copy."""
+        file = io.BytesIO()
+        sources = _pickle(content, file)
+        self._hold([(len(source), source.is_cuda) for source in sources])
+        for source, target in zip(sources, self._kept, strict=True):
+            target.copy_(source, non_blocking=source.is_cuda)
+        # what is asked of a device later, such as the next step, is done after the copies
+        devices = {source.device for source in sources if source.is_cuda}
+        events = [torch.cuda.current_stream(device).record_event() for device in devices]
+        storages = [target.untyped_storage() for target in self._kept]
+
+        def load() -> Any:
+            for event in events:
+                event.synchronize()
+            return _Unpickler(file.getvalue(), storages).load()
+
+        return load
+
+    def _hold(self, wanted: list[tuple[int, bool]]) -> None:
+        """Hold memory of these sizes, in bytes, pinned or not: what is there, else new."""
+        free = defaultdict(list)
+        for buffer in self._kept:
+            free[len(buffer), buffer.is_pinned()].append(buffer)
+        found = [free[key].pop() if free[key] else None for key in wanted]
+        self._kept = []  # so that memory of other sizes is given back first
+        free.clear()
+        for (size, is_pinned), old in zip(wanted, found, strict=True):
+            if old is not None:
+                self._kept.append(old)
+                continue
+            new = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+            self._kept.append(new)
+
+
+class _Place(NamedTuple):
+    """What stands for a storage in a pickle."""
+
+    number: int
+    dtype: torch.dtype | None  # of torch's older class of storages
+
+
+def _pickle(content: Any, file: io.BytesIO) -> list[Tensor]:
+    """Pickle a content without its storages; return the bytes of these, by their index."""
+    sources: list[Tensor] = []
+    indices: dict[tuple[int, int], int] = {}  # by address and size
+    base = pickler_for(content)
+
+    class Pickler(base):  # type: ignore[valid-type, misc]
+        def persistent_id(self, obj: Any) -> _Place | None:
+            storage = untyped_storage(obj)
+            if storage is None:
+                return None
+            key = storage.data_ptr(), storage.nbytes()
+            if key not in indices:
+                indices[key] = len(sources)
+                bytes_of_it = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                sources.append(bytes_of_it.set_(storage))  # keeps it alive, and its address
+            return _Place(indices[key], getattr(obj, "dtype", None))
+
+    Pickler(file, pickle.HIGHEST_PROTOCOL).dump(content)
+    return sources
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, storages: list[UntypedStorage]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._storages = storages
+
+    def persistent_load(self, place: _Place) -> Any:
+        return storage_like(self._storages[place.number], place.dtype)
+
+
+# The thread that writes a checkpoint while this rank goes on; it is kept only if all ranks agree.
 
 
 class Writing:
-    """A thread that writes a checkpoint. The process does not end before it, unless it is killed.
+    """What this rank writes of a checkpoint. The process does not end before it, unless it is killed.
 
     Args:
         step: The checkpoint's.
-        write: Writes it. It gets this object, whose `check()` and `confirm()` it calls.
-        is_awaited: Whether `save()` waits for it, and raises its error.
+        is_awaited: Whether `save()` waits for it.
+        is_shared: Whether other ranks than rank 0 write something, too.
+
+    Attributes:
+        problem: What went wrong, when it has ended; "" if nothing did.
+        is_ending: Whether the process waits for it, to end.
     """
 
-    def __init__(self, step: int, write: Callable[[Writing], None], is_awaited: bool) -> None:
+    def __init__(self, step: int, is_awaited: bool, is_shared: bool) -> None:
         self.step = step
         self.is_awaited = is_awaited
-        self._write: Callable[[Writing], None] | None = write
+        self.is_shared = is_shared
+        self.problem = ""
+        self.is_ending = False
+        self._write: Callable[[], None] | None = None
+        self._finalizer: Finalize | None = None
         self._pid = os.getpid()
         self._decided = threading.Event()
         self._ended = threading.Event()
         self._ended.set()
         self._wanted = True
-        self._process_ends = False
-        self._error: BaseException | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begin to write: call a function that calls `check()` and `confirm()`."""
+        self._write = write
         # the interpreter waits for threads that are no daemons, but a child of multiprocessing lets
         # go of the folder before it does
         self._finalizer = Finalize(None, self._end_with_process, exitpriority=10)
-
-    def start(self) -> None:
-        """Begin to write."""
         thread = threading.Thread(target=self._run, name="ddpkit-checkpoint", daemon=False)
         self._ended.clear()
         try:
@@ -236,10 +429,6 @@ class Writing:
                 raise NotWanted
         self.check()
 
-    def is_ending(self) -> bool:
-        """Return whether the process waits for this thread, to end."""
-        return self._process_ends
-
     def is_running(self) -> bool:
         """Return whether there is still something to write; a forked child has no such thread."""
         return self._pid == os.getpid() and not self._ended.is_set()
@@ -250,189 +439,31 @@ class Writing:
             # not the thread's own join(), after whose interruption nobody waits for the thread
             self._ended.wait()
 
-    def raise_error(self) -> None:
-        """Raise what the thread has raised."""
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # whose traceback holds this frame, and the folder with it
-
     def _run(self) -> None:
         write, self._write = self._write, None  # lets go of the content at the end
-        assert write is not None
+        assert write is not None and self._finalizer is not None
         try:
             if not self.is_awaited:
                 self.confirm()  # not beside the comparison, for which the step waits
-            write(self)
+            write()
         except NotWanted:
             pass
+        except CheckpointError as error:
+            self.problem = message_of(error)
         except BaseException as error:
-            self._error = error
-            if not self.is_awaited:
-                _log.error("Saving step %d without waiting failed: %s", self.step, describe_error(error))
+            self.problem = describe_error(error)
         finally:
             del write  # and with it what holds the folder, before anybody goes on
+            if self.problem and not self.is_awaited:
+                self.problem = f"Saving step {self.step} without waiting failed: {self.problem}"
+                _log.error("%s", self.problem)
             self._finalizer.cancel()
             self._ended.set()
 
     def _end_with_process(self) -> None:
         """Wait for the end, without a decision if there is none yet."""
-        self._process_ends = True
+        self.is_ending = True
         if not self._decided.is_set():
             self._wanted = False
         self._decided.set()
         self.join()
-
-
-# A copy of a checkpoint's content, which a thread can write while the training changes the original.
-#
-# The copy is made by pickling: what is no storage of tensors goes into the pickle, and each storage
-# is copied into memory on the CPU, which the next copy uses again.
-
-_WORTH_THREADS = 1 << 25  # bytes to copy
-_PIECE = 1 << 24  # bytes that a thread copies at a time
-
-
-class _Place(NamedTuple):
-    """What stands for a storage in a pickle."""
-
-    number: int
-    dtype: torch.dtype | None  # of torch's older class of storages
-
-
-class Snapshot:
-    """A copy of a content, on its way to the CPU if it comes from an accelerator."""
-
-    def __init__(self, data: bytes, storages: list[UntypedStorage], events: list[Any]) -> None:
-        self._data = data
-        self._storages = storages
-        self._events = events
-
-    def content(self) -> Any:
-        """Wait until all is copied, and return the copy."""
-        for event in self._events:
-            event.synchronize()
-        return _Unpickler(self._data, self._storages).load()
-
-
-class SnapshotMemory:
-    """Memory on the CPU for one snapshot at a time: a new one overwrites the one before."""
-
-    def __init__(self) -> None:
-        self._kept: list[Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held."""
-        return sum(buffer.nbytes for buffer in self._kept)
-
-    @torch.inference_mode(False)
-    def copy(self, content: Any) -> Snapshot:
-        """Copy a content; return when it may be changed."""
-        file = io.BytesIO()
-        sources = _pickle(content, file)
-        targets = self._buffers_for(sources)
-        on_cpu = []
-        devices = set()
-        for source, target in zip(sources, targets, strict=True):
-            if source.device.type == "cpu":
-                on_cpu.append((source, target))
-                continue
-            devices.add(source.device)
-            target.copy_(source, non_blocking=target.is_pinned())
-        events = [_mark(device) for device in devices if device.type == "cuda"]
-        _copy_all(on_cpu)
-        storages = [target.untyped_storage() for target in targets]
-        return Snapshot(file.getvalue(), storages, events)
-
-    def _buffers_for(self, sources: list[Tensor]) -> list[Tensor]:
-        """Return memory for copies of these bytes: what is there of the same size, else new."""
-        free = defaultdict(list)
-        for buffer in self._kept:
-            free[len(buffer), buffer.is_pinned()].append(buffer)
-        self._kept = []  # so that memory of other sizes is given back first
-        found: list[Tensor | None] = []
-        for source in sources:
-            fitting = free[len(source), _is_on_cuda(source)]
-            found.append(fitting.pop() if fitting else None)
-        free.clear()
-        for source, old in zip(sources, found, strict=True):
-            self._kept.append(_new_buffer(source) if old is None else old)
-        return self._kept
-
-
-def _pickle(content: Any, file: io.BytesIO) -> list[Tensor]:
-    """Pickle a content without its storages; return the bytes of these, by their index."""
-    sources: list[Tensor] = []
-    indices: dict[tuple[int, int], int] = {}  # by address and size
-    base = pickler_for(content)
-
-    class Pickler(base):  # type: ignore[valid-type, misc]
-        def persistent_id(self, obj: Any) -> _Place | None:
-            storage = untyped_storage(obj)
-            if storage is None:
-                return None
-            key = storage.data_ptr(), storage.nbytes()
-            if key not in indices:
-                indices[key] = len(sources)
-                sources.append(_bytes_of(storage))  # keeps it alive, and with it its address
-            return _Place(indices[key], getattr(obj, "dtype", None))
-
-    Pickler(file, pickle.HIGHEST_PROTOCOL).dump(content)
-    return sources
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, storages: list[UntypedStorage]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._storages = storages
-
-    def persistent_load(self, place: _Place) -> Any:
-        return storage_like(self._storages[place.number], place.dtype)
-
-
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    """View a storage as a tensor of bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _is_on_cuda(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
-
-
-def _new_buffer(source: Tensor) -> Tensor:
-    """Make memory on the CPU, such that an accelerator writes into it while the rank goes on."""
-    pinned = _is_on_cuda(source)
-    return torch.empty(len(source), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-
-
-def _mark(device: torch.device) -> Any:
-    """Return an event that comes when an accelerator has done what it was asked to do so far.
-
-    What is asked of it later, such as the next step, is done after the copies.
-    """
-    return torch.cuda.current_stream(device).record_event()
-
-
-def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy bytes on the CPU: from each first tensor into the second one."""
-    if sum(len(source) for source, _ in pairs) < _WORTH_THREADS:
-        for source, target in pairs:
-            _copy_bytes((source, target))
-        return
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        for _ in threads.map(_copy_bytes, _in_pieces(pairs)):
-            pass
-
-
-def _in_pieces(pairs: list[tuple[Tensor, Tensor]]) -> Iterable[tuple[Tensor, Tensor]]:
-    for source, target in pairs:
-        yield from zip(torch.split(source, _PIECE), torch.split(target, _PIECE), strict=True)
-
-
-def _copy_bytes(pair: tuple[Tensor, Tensor]) -> None:
-    """Copy bytes as NumPy does, which is quicker than torch for many of them."""
-    source, target = pair
-    np.copyto(target.numpy(), source.numpy())

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.files import check_saveable, from_bytes, to_bytes
-from ..checkpoint.leaves import tensors_of
-from ..checkpoint.sharded import find_stand_ins, take_out
+from ..checkpoint.states import find_stand_ins, take_out, tensors_of
 from ..collectives.broadcast import Description, broadcast_bytes, broadcast_tensor, receive
 from ..collectives.consistency import raise_everywhere
 from ..collectives.differences import explain_sharded

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpkit
-from ddpkit.checkpoint.format import FORMAT, FORMAT_WITH_PIECES
+from ddpkit.checkpoint.files import FORMAT, FORMAT_WITH_PIECES
 
 WRITTEN = Path(__file__).with_name("written")
 VERSIONS = sorted(folder.name for folder in WRITTEN.iterdir())

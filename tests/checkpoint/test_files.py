@@ -21,9 +21,8 @@ from runs import (
 )
 
 import ddpkit
-from ddpkit.checkpoint import leaves as views
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.files import dump
+from ddpkit.checkpoint.files import dump, save
 from ddpkit.errors import CheckpointError
 
 
@@ -151,7 +150,7 @@ def test_a_view_is_saved_without_the_tensor_that_it_was_cut_from(world_size: int
 
 def written(content: Any) -> Any:
     file = io.BytesIO()
-    views.save(content, file)
+    save(content, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 

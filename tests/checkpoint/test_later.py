@@ -248,10 +248,10 @@ def test_two_objects_take_turns_in_one_folder(tmp_path: Path) -> None:
 def test_the_memory_of_the_last_snapshot_is_used_again() -> None:
     memory = SnapshotMemory()
     content = {"a": torch.ones(1000), "b": [torch.ones(1000), torch.ones(10, dtype=torch.int8)]}
-    first = memory.copy(content).content()
+    first = memory.copy(content)()
     addresses = {first["a"].data_ptr(), first["b"][0].data_ptr(), first["b"][1].data_ptr()}
     assert memory.nbytes == 8010
-    second = memory.copy(content).content()
+    second = memory.copy(content)()
     assert {second["a"].data_ptr(), second["b"][0].data_ptr(), second["b"][1].data_ptr()} == addresses
     memory.copy({"a": torch.ones(7)})
     assert memory.nbytes == 28, "memory of other sizes is given back"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
-from ddpkit.checkpoint.leaves import digest_leaves
+from ddpkit.checkpoint.states import digest_leaves
 
 
 def test_no_two_paths_of_a_state_are_the_same() -> None:

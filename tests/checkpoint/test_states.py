@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpkit.checkpoint.checkpointer import Checkpointer
 from ddpkit.checkpoint.files import dump
-from ddpkit.checkpoint.format import module_state
+from ddpkit.checkpoint.states import module_state
 
 
 class Only(nn.Module):

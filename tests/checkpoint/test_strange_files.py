@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.sharded import write_pieces
 from ddpkit.errors import CheckpointError
+from ddpkit.sharded import write_pieces
 
 OURS = [".writer", "step-000000001.pt.tmp", "step-000000001.pt", "latest.tmp", "latest"]
 
@@ -135,8 +134,3 @@ def test_what_is_no_file_keeps_nobody_waiting(
     else:
         error = ends(lambda: checkpointer.load(tmp_path / name, model=model))
     assert isinstance(error, CheckpointError) and str(tmp_path / name) in str(error)
-
-
-def test_a_pipe_in_the_place_of_the_lock_of_another_job_keeps_nobody_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    assert ends(lambda: ddpkit.checkpoint.folder._read_path(tmp_path / "pipe")) is None

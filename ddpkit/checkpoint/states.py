@@ -1,0 +1,218 @@
+"""States of objects: taken to be saved, walked through leaf by leaf, and named for the objects they are loaded into.
+
+A wrapper (DDP, DataParallel, `torch.compile`) adds a part to the names of a model's tensors; states
+have none, so that a model may be wrapped differently when it is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..collectives.digest import digest
+from ..parallel.models import strip, unwrap_model, wrapped_paths
+from ..parallel.wrap import clean_state_dict
+from ..torch_internals import is_dtensor, module_versions, set_module_versions
+
+# a state of another class of these loads without an error, and fails later
+CHECKED_CLASSES = (Optimizer, LRScheduler)
+
+
+def sharding() -> Any:
+    """Load `ddpkit.sharded`, which only jobs with sharded tensors need.
+
+    Call it where no rank waits for another meanwhile, or on all ranks.
+    """
+    return importlib.import_module("ddpkit.sharded")
+
+
+# Nested values: their leaves, by path.
+
+
+def children(value: Any) -> list[tuple[Any, Any]] | None:
+    """List the keys and values of a container of a nested value; None for a leaf."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    return None
+
+
+def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Go through the tensors of an object or nested value, without asking for its state dict."""
+    if isinstance(value, Tensor):
+        yield name, value
+        return
+    if isinstance(value, nn.Module):
+        value = dict([*value.named_parameters(), *value.named_buffers()])
+    elif isinstance(value, Optimizer):
+        value = {"param_groups": value.param_groups, "state": list(value.state.values())}
+    for key, inner in children(value) or ():
+        yield from tensors_of(f"{name}.{key}", inner)
+
+
+def digest_leaves(name: str, state: Any) -> dict[str, str]:
+    """Digest each leaf of a nested state, by path.
+
+    Digests are equal if the leaves are, and others if one bit is. Containers have one, too, of
+    their class and length.
+    """
+    items = children(state)
+    if items is None:
+        return {name: digest(state)}
+    digests = {name: f"{type(state).__name__} of {len(state)}"}
+    for key, value in items:
+        digests.update(digest_leaves(path_to(name, key), value))
+    return digests
+
+
+def has_names(value: Any) -> bool:
+    """Return whether a value is a mapping from names."""
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def path_to(container: str, key: Any) -> str:
+    """Write the path of a container's value under a key, as no other key or nesting is written."""
+    if type(key) is str and key.isidentifier():
+        return f"{container}.{key}"
+    return f"{container}[{key!r}]"
+
+
+def take_out(
+    name: str,
+    state: Any,
+    found: dict[str, Any],
+    is_wanted: Callable[[Any], bool] = is_dtensor,
+) -> Any:
+    """Return a nested state with empty tensors on the meta device in the places of some tensors.
+
+    In the places of NumPy's scalars it has Python's: NumPy's need code of its own to be loaded.
+
+    Args:
+        name: The state's path.
+        state: The state; it is not changed.
+        found: Gets the tensors, by path.
+        is_wanted: Tells which values are taken out; by default DTensors.
+    """
+    if is_wanted(state):
+        found[name] = state
+        return torch.empty(state.shape, dtype=state.dtype, device="meta")
+    if isinstance(state, np.generic):
+        return state.item()
+    if isinstance(state, Mapping):
+        items = {}
+        for key, value in state.items():
+            new = key.item() if isinstance(key, np.generic) else key
+            items[new] = take_out(path_to(name, key), value, found, is_wanted)
+        return same_mapping(state, items)
+    if type(state) not in (list, tuple):
+        return state
+    values = []
+    for i, value in enumerate(state):
+        values.append(take_out(path_to(name, i), value, found, is_wanted))
+    if all(new is old for new, old in zip(values, state, strict=True)):
+        return state
+    return type(state)(values)
+
+
+def find_stand_ins(name: str, state: Any) -> Iterator[tuple[str, Tensor]]:
+    """Go through the tensors on the meta device in a nested state, by the paths that `take_out()` gave."""
+    if isinstance(state, Tensor) and state.is_meta:
+        yield name, state
+    for key, value in children(state) or ():
+        yield from find_stand_ins(path_to(name, key), value)
+
+
+def same_mapping(state: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping like a state with these items: the state itself if they are its own."""
+    if all(new is old and items[new] is state[old] for new, old in zip(items, state, strict=True)):
+        return state
+    if isinstance(state, OrderedDict):
+        copy = OrderedDict(items)
+        copy.__dict__.update(state.__dict__)  # the versions that torch keeps beside a model's
+        return copy
+    return items
+
+
+# States of objects, under names without wrappers.
+
+
+def state_of(value: Any) -> Any:
+    """Return the state to save of an object, or the value itself if it has none."""
+    if isinstance(value, nn.Module):
+        return module_state(value)
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    return value
+
+
+def module_state(model: nn.Module) -> dict[str, Any]:
+    """Return a model's state dict under the names that it has without wrappers in and around it."""
+    model = unwrap_model(model)
+    state = model.state_dict()
+    wrapped = wrapped_paths(model)
+    if not wrapped:
+        return state
+    renamed = OrderedDict((strip(key, wrapped), value) for key, value in state.items())
+    versions = module_versions(state).items()
+    set_module_versions(renamed, {strip(path, wrapped): version for path, version in versions})
+    return renamed
+
+
+def state_for(target: Any, saved: Any) -> Any:
+    """Return a saved state that fits an object under the names that the object, out of its wrappers, has for it."""
+    if not isinstance(target, nn.Module):
+        return saved
+    model = unwrap_model(target)
+    here = model.state_dict()  # its keys still name the wrappers inside the model
+    wrapped = wrapped_paths(model)
+    names = {key: strip(key, wrapped) for key in here}
+    matched = match_names(saved, list(names.values()))
+    state = OrderedDict((key, matched[clean]) for key, clean in names.items())
+    versions = module_versions(saved)
+    if versions and matched is saved:
+        by_path = {path: versions.get(strip(path, wrapped), {}) for path in module_versions(here)}
+        set_module_versions(state, by_path)
+    return state
+
+
+def match_names(saved: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
+    """Return a saved state under these names.
+
+    It is the state itself if it has them. Else its names are those of wrappers, which are left out
+    as far as can be guessed; some of these names may then be missing.
+    """
+    if saved.keys() == set(names):
+        return saved
+    guessed = clean_state_dict(saved)
+    cleaned = list(clean_state_dict(dict.fromkeys(names)))
+    if guessed.keys() == set(cleaned):
+        return {name: guessed[clean] for name, clean in zip(names, cleaned, strict=True)}
+    if guessed.keys().isdisjoint(names):
+        return saved
+    return guessed
+
+
+def describe(value: Any) -> tuple[str, list[list[list[int]]]]:
+    """Describe an object, so that a load can tell if its state fits another.
+
+    Returns:
+        The class of an optimizer or scheduler, "" for others; the shapes of an optimizer's tensors,
+        by group, [] for others.
+    """
+    kind = ""
+    if isinstance(value, CHECKED_CLASSES):
+        kind = type(value).__name__
+    shapes = []
+    if isinstance(value, Optimizer):
+        for group in value.param_groups:
+            shapes.append([list(tensor.shape) for tensor in group["params"]])
+    return kind, shapes

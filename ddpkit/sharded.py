@@ -1,0 +1,532 @@
+"""Sharded tensors in checkpoints: each rank writes its part, and reads what it needs.
+
+A DTensor (`fully_shard`, tensor parallelism) is cut into pieces, boxes of its elements. Of those
+that several ranks hold, one rank writes each, into its own file in a folder beside the checkpoint.
+A file holds the bytes of its pieces, one after the other, and a last line with their checksum.
+
+The checkpoint's own file has an empty tensor on the meta device in the place of each. This module
+is imported only where a sharded tensor is met (`checkpoint.states.sharding`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .checkpoint.files import SummedFile, go_on, open_file, unreadable, verify, write_durably
+from .checkpoint.fit import explain_loss
+from .checkpoint.folder import is_folder_of
+from .checkpoint.saving import Writing, explain_differences, merge_problems
+from .checkpoint.states import find_stand_ins, same_mapping, state_for
+from .collectives.differences import differing_parts, list_lines
+from .collectives.digest import digest
+from .collectives.groups import peers_of
+from .collectives.tree import flat_bytes, local_part
+from .errors import CheckpointError
+from .job.lifecycle import exchange
+from .launch.ranks import get_rank, get_world_size
+from .parallel.models import unwrap_model
+from .parallel.replicas import gather_unless_equal, replicated_parts
+from .torch_internals import is_dtensor
+
+_ALIGNMENT = 64  # bytes: each piece begins at a multiple of it in its file
+_PAUSE = 0.02  # seconds between looks for the other ranks' files
+_PATIENCE = 300.0  # seconds in which those must have grown
+_PATIENCE_AT_END = 10.0  # the same, when this process is ending: a rank may have been killed
+
+Box = tuple[list[int], list[int]]  # the first index of a piece in each dimension, and its size
+Pieces = list[tuple[int, Tensor]]  # that a rank writes: the first byte in its file, and the values
+
+
+class Piece(NamedTuple):
+    """A piece of a sharded tensor in a file.
+
+    Attributes:
+        offsets: Its first index in each dimension of the whole tensor.
+        sizes: Its size in each dimension.
+        file: The rank that wrote it.
+        start: Its first byte in that rank's file.
+    """
+
+    offsets: list[int]
+    sizes: list[int]
+    file: int
+    start: int
+
+
+class Layout(NamedTuple):
+    """A whole sharded tensor, and its pieces in the files."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    pieces: list[Piece]
+
+
+class Sharded:
+    """The sharded tensors of a checkpoint that is saved.
+
+    Args:
+        path: The checkpoint.
+        tensors: This rank's, by path.
+        described: What `describe()` gave on each rank.
+
+    Attributes:
+        folder: The folder of the pieces, which no other checkpoint has.
+        entry: What the checkpoint's file says of them.
+        pieces: Those that this rank writes.
+
+    Raises:
+        CheckpointError: On every rank, if the ranks hold other tensors, or pieces of one are missing.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Any], described: list[dict[str, Any]]) -> None:
+        layouts = lay_out([each.get("tensors", {}) for each in described])
+        self._tensors = tensors
+        self._rank = get_rank()
+        self._writers = _files_of(layouts)
+        self.folder = path.with_name(f"{path.stem}.{described[0]['token']}")
+        self.entry = {"folder": self.folder.name, "tensors": _as_plain(layouts)}
+        self.pieces = _own_pieces(tensors, layouts, self._rank)
+
+    def explain_differences(self) -> str:
+        """Say where ranks that hold the same part of a tensor hold other values; "" if nowhere. Collective."""
+        problem = ""
+        for group, digests in replicated_parts(self._tensors).items():
+            everyone = gather_unless_equal(digests, peers_of(group))  # in each group, whatever was found
+            problem = problem or explain_differences(everyone)
+        problems = exchange(problem)
+        return merge_problems(problems) if any(problems) else ""
+
+    def write(self, pieces: Pieces, check: Callable[[], None]) -> None:
+        """Write the file of this rank, as `write_pieces()` does."""
+        write_pieces(self.folder, self._rank, pieces, check)
+
+    def wait_for_others(self, writing: Writing) -> None:
+        """Wait until the files of all ranks are on the disk.
+
+        Raises:
+            CheckpointError: If a rank could not write its file, or writes nothing for too long.
+        """
+        sizes: dict[str, int] = {}
+        since = time.monotonic()
+        while True:
+            writing.check()
+            now = _sizes_in(self.folder)
+            missing = [rank for rank in self._writers if _name_of(rank) not in now]
+            if not missing:
+                return
+            failed = [rank for rank in missing if _failed_name_of(rank) in now]
+            if failed:
+                problem = f"{_ranks(failed)} could not write into {self.folder}."
+                raise CheckpointError(f"{problem} Earlier checkpoints are complete.")
+            if now != sizes:
+                sizes = now
+                since = time.monotonic()
+            patience = _PATIENCE_AT_END if writing.is_ending else _PATIENCE
+            if time.monotonic() - since > patience:
+                problem = f"{_ranks(missing)} wrote nothing into {self.folder} for {patience:g} s."
+                raise CheckpointError(f"{problem} Earlier checkpoints are complete.")
+            time.sleep(_PAUSE)
+
+    def delete(self) -> None:
+        """Delete what is in the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def describe(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe sharded tensors as this rank holds them, in plain data for the other ranks."""
+    found = {}
+    for name, tensor in tensors.items():
+        boxes = boxes_of(tensor)
+        found[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "boxes": boxes}
+    return {"token": os.urandom(8).hex(), "tensors": found}
+
+
+def boxes_of(tensor: Any) -> list[Box]:
+    """Return the part of a tensor that this rank holds, as boxes of the whole; at most one.
+
+    (A DTensor is asked as `torch.distributed.checkpoint` asks it, in the same way from torch 2.6 to 2.15.)
+
+    Raises:
+        CheckpointError: If it is no such box, or the ranks hold terms of a sum.
+    """
+    if not is_dtensor(tensor):
+        return [([0] * tensor.dim(), list(tensor.shape))]
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointError(
+            f"The ranks hold terms of a sum, a DTensor of {_placements(tensor)}, not parts of a tensor: "
+            "pass tensor.redistribute(placements=...) or tensor.full_tensor()."
+        )
+    if tensor.device_mesh.get_coordinate() is None or local_part(tensor).numel() == 0:
+        return []
+    boxes = [(list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
+    if [sizes for _, sizes in boxes] != [list(local_part(tensor).shape)]:
+        parts = f"a DTensor of {_placements(tensor)}"
+        raise CheckpointError(f"This rank's part of {parts} is not one piece of it.")
+    return boxes
+
+
+def _placements(tensor: Any) -> str:
+    return ", ".join(map(str, tensor.placements))
+
+
+def lay_out(by_rank: list[dict[str, dict[str, Any]]]) -> dict[str, Layout]:
+    """Share out the pieces: each is written once, by the rank with the least to write so far.
+
+    Args:
+        by_rank: What `describe()` gave of the tensors on each rank.
+
+    Raises:
+        CheckpointError: If the ranks have other tensors, or pieces of one are missing.
+    """
+    _check_alike(by_rank)
+    sizes = [0] * len(by_rank)  # of the ranks' files, in bytes
+    layouts = {}
+    for name, first in by_rank[0].items():
+        holders: dict[tuple[Any, ...], list[int]] = {}
+        for rank, tensors in enumerate(by_rank):
+            for offsets, lengths in tensors[name]["boxes"]:
+                holders.setdefault((tuple(offsets), tuple(lengths)), []).append(rank)
+        pieces = []
+        for (offsets, lengths), ranks in holders.items():
+            rank = min(ranks, key=sizes.__getitem__)
+            pieces.append(Piece(list(offsets), list(lengths), rank, sizes[rank]))
+            sizes[rank] += _aligned(math.prod(lengths) * first["dtype"].itemsize)
+        layout = Layout(first["dtype"], first["shape"], pieces)
+        _check_complete(name, layout)
+        layouts[name] = layout
+    return layouts
+
+
+def _own_pieces(
+    tensors: Mapping[str, Any],
+    layouts: Mapping[str, Layout],
+    rank: int,
+) -> Pieces:
+    """Return the pieces that a rank writes, in their order in its file."""
+    found = []
+    for name, layout in layouts.items():
+        for piece in layout.pieces:
+            if piece.file == rank:
+                found.append((piece.start, local_part(tensors[name]).detach()))
+    return found
+
+
+def _files_of(layouts: Mapping[str, Layout]) -> list[int]:
+    """Return the ranks that write a file, in increasing order."""
+    return sorted({piece.file for layout in layouts.values() for piece in layout.pieces})
+
+
+def _as_plain(layouts: Mapping[str, Layout]) -> dict[str, Any]:
+    """Convert layouts to plain data, for the file."""
+    plain = {}
+    for name, layout in layouts.items():
+        pieces = [list(piece) for piece in layout.pieces]
+        plain[name] = {"dtype": layout.dtype, "shape": layout.shape, "pieces": pieces}
+    return plain
+
+
+def _from_plain(data: Mapping[str, Any]) -> dict[str, Layout]:
+    """Return layouts from plain data of the right form.
+
+    Raises:
+        CheckpointError: If pieces of a tensor are missing, or are none of it.
+    """
+    layouts = {}
+    for name, entry in data.items():
+        pieces = [Piece(*piece) for piece in entry["pieces"]]
+        layout = Layout(entry["dtype"], entry["shape"], pieces)
+        lengths = {len(numbers) for piece in pieces for numbers in piece[:2]}
+        if lengths - {len(layout.shape)}:
+            problem = f"{name} has {len(layout.shape)} dimensions"
+            raise CheckpointError(f"{problem}, and its pieces have others.")
+        _check_complete(name, layout)
+        layouts[name] = layout
+    return layouts
+
+
+def _check_alike(by_rank: list[dict[str, dict[str, Any]]]) -> None:
+    """Raise unless all ranks hold parts of the same tensors."""
+    texts: dict[int, dict[str, str]] = {}
+    for rank, tensors in enumerate(by_rank):
+        texts[rank] = {}
+        for name, entry in tensors.items():
+            texts[rank][name] = digest([entry["dtype"], entry["shape"]])
+    differing = differing_parts(texts)
+    if differing:
+        lines = [f"{name}: {found}" for name, found in differing.items()]
+        headline = "Nothing was saved: the ranks hold parts of other tensors:"
+        raise CheckpointError(list_lines(headline, lines))
+
+
+def _check_complete(name: str, layout: Layout) -> None:
+    elements = sum(math.prod(piece.sizes) for piece in layout.pieces)
+    if elements != math.prod(layout.shape):
+        problem = f"{name} has {math.prod(layout.shape)} elements"
+        raise CheckpointError(f"{problem}, but its pieces on all ranks have {elements}.")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def write_pieces(
+    folder: Path,
+    rank: int,
+    pieces: Pieces,
+    check: Callable[[], None] = go_on,
+) -> None:
+    """Write the file of a rank; it gets its name when it is on the disk.
+
+    Args:
+        folder: The folder of the pieces.
+        rank: The rank.
+        pieces: The first byte and the values of each piece, in their order in the file.
+        check: Called now and then; what it raises ends the writing.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+
+    def write(file: BinaryIO) -> None:
+        summed = SummedFile(file, check)
+        position = 0
+        for start, values in pieces:
+            data = flat_bytes(values).cpu().numpy()
+            summed.write(bytes(start - position))  # up to where it begins
+            summed.write(data.data)
+            position = start + data.nbytes
+        summed.end()
+
+    path = folder / _name_of(rank)
+    if folder.is_symlink():
+        raise CheckpointError(f"Cannot write {path}: {folder} is a link, which no Checkpointer made.")
+    try:
+        write_durably(path, write)
+    except BaseException as error:
+        with suppress(OSError):
+            open(folder / _failed_name_of(rank), "xb").close()  # rank 0 waits for one of the two
+        if not isinstance(error, OSError):
+            raise
+        problem = f"Cannot write {path}: {error}."
+        raise CheckpointError(f"{problem} Earlier checkpoints are complete.") from error
+
+
+class SavedPieces:
+    """The sharded tensors of a checkpoint that is loaded, read when they are asked for.
+
+    Args:
+        path: The checkpoint.
+        content: Its content, in which something stands for each; there may be none.
+
+    Raises:
+        CheckpointError: If the file does not say where the pieces are.
+    """
+
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        entry = content.get("sharded", {"folder": "", "tensors": {}})
+        if entry["tensors"] and not is_folder_of(path, entry["folder"]):
+            raise CheckpointError(
+                f"Cannot read {path}: the folder of its pieces is not one that a Checkpointer makes, "
+                "or the file was renamed."
+            )
+        layouts = _from_plain(entry["tensors"])
+        stand_ins: dict[str, Tensor] = {}
+        for name, state in content["state"].items():
+            stand_ins.update(find_stand_ins(name, state))
+        self._folder = path.with_name(entry["folder"] or path.name)
+        self._writers = _files_of(layouts)
+        self._stand_ins = stand_ins  # which live as long as their numbers are used
+        self._layouts: dict[int, Layout] = {}
+        for name, tensor in stand_ins.items():
+            if name in layouts:
+                self._layouts[id(tensor)] = layouts[name]
+
+    def verify(self) -> None:
+        """Compare this rank's share of the files with their checksums.
+
+        Raises:
+            CheckpointError: If one is not there or damaged.
+        """
+        for rank in self._writers[get_rank() :: get_world_size()]:
+            path = self._folder / _name_of(rank)
+            try:
+                with open_file(path) as file:
+                    verify(file)
+            except (OSError, ValueError) as error:
+                raise unreadable(path, error) from error
+
+    def explain_losses(self, objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
+        """Say which tensors of models have a dtype that does not hold what is in the files.
+
+        Args:
+            objects: The objects to restore, by name.
+            states: States that fit them.
+        """
+        found = []
+        for name, target in objects.items():
+            if not isinstance(target, nn.Module):
+                continue
+            for key, here, saved in _tensor_pairs(target, state_for(target, states[name])):
+                if not self._holds(saved) or here.dtype == saved.dtype:
+                    continue
+                for _, values in self._parts(here, saved):
+                    problem = explain_loss(key, values, here.dtype)
+                    if problem:
+                        found.append(f"{name} {problem}")
+                        break
+        return found
+
+    def spread(self, target: Any, state: Any) -> Any:
+        """Return a state of this form with its tensors read, each spread over the ranks as an object's is.
+
+        Args:
+            target: The object.
+            state: The state, as `state_for()` gave it.
+        """
+        if isinstance(target, nn.Module):
+            for key, here, saved in _tensor_pairs(target, state):
+                if is_dtensor(here) or self._holds(saved):
+                    # in place, so that no other copy is needed; then it is loaded from itself
+                    self._read_into(here, saved)
+                    state[key] = here
+            return state
+        if isinstance(target, Optimizer):
+            return self._for_optimizer(target, state)
+        return self.fill(state, target.state_dict())
+
+    @torch.no_grad()
+    def fill(self, saved: Any, like: Any = None) -> Any:
+        """Return a nested state with its sharded tensors read, to the CPU.
+
+        Args:
+            saved: The state.
+            like: Another one. Where it has a DTensor of a tensor's shape, the tensor is spread over
+                the ranks in the same way, on the same device.
+        """
+        if isinstance(saved, Tensor):
+            if is_dtensor(like) and like.shape == saved.shape:
+                tensor = torch.empty_like(like, dtype=saved.dtype, requires_grad=False)
+            elif self._holds(saved):
+                tensor = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
+            else:
+                return saved
+            self._read_into(tensor, saved)
+            return tensor
+        if isinstance(saved, Mapping):
+            kin = like if isinstance(like, Mapping) else {}
+            filled = {key: self.fill(value, kin.get(key)) for key, value in saved.items()}
+            return same_mapping(saved, filled)
+        if type(saved) in (list, tuple):
+            kins = like if isinstance(like, list | tuple) else ()
+            pairs = zip_longest(saved, kins[: len(saved)])
+            return type(saved)(self.fill(value, kin) for value, kin in pairs)
+        return saved
+
+    def _for_optimizer(self, optimizer: Optimizer, saved: Any) -> Any:
+        """Return a saved state with each parameter's tensors spread over the ranks as the parameter is."""
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
+        states = dict(saved["state"])
+        for key, parameter in zip(keys, parameters, strict=True):
+            if key in states:
+                likeness = {kind: parameter for kind in states[key] if kind != "step"}
+                states[key] = self.fill(states[key], likeness)
+        return {**saved, "state": states}
+
+    def _holds(self, saved: Any) -> bool:
+        """Return whether a value of the states stands for a tensor in the files."""
+        return id(saved) in self._layouts
+
+    @torch.no_grad()
+    def _read_into(self, target: Tensor, saved: Tensor) -> None:
+        """Overwrite this rank's part of a tensor, or all of a plain one, with a saved one of its shape."""
+        part = local_part(target).detach()
+        for place, values in self._parts(target, saved):
+            part[place].copy_(values)
+
+    def _parts(self, target: Tensor, saved: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+        """Go through what there is for this rank's part of a tensor: the places in it, and the values."""
+        layout = self._layouts.get(id(saved))
+        if layout is None:
+            whole = Piece([0] * saved.dim(), list(saved.shape), -1, 0)
+            layout = Layout(saved.dtype, list(saved.shape), [whole])
+        for piece, here, there in _overlaps(layout, target):
+            values = saved if piece.file < 0 else self._read(layout.dtype, piece)
+            yield here, values[there]
+
+    def _read(self, dtype: torch.dtype, piece: Piece) -> Tensor:
+        path = self._folder / _name_of(piece.file)
+        tensor = torch.empty(piece.sizes, dtype=dtype, device="cpu")
+        data = flat_bytes(tensor).numpy()
+        try:
+            with open_file(path) as file:
+                file.seek(piece.start)
+                _fill(file, data.data)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        return tensor
+
+
+def _tensor_pairs(model: nn.Module, state: Mapping[str, Any]) -> list[tuple[str, Tensor, Tensor]]:
+    """List a model's tensors with those of a state that has the same names."""
+    here = unwrap_model(model).state_dict()
+    pairs = [(key, here[key], saved) for key, saved in state.items()]
+    return [pair for pair in pairs if isinstance(pair[1], Tensor) and isinstance(pair[2], Tensor)]
+
+
+def _fill(file: Any, buffer: memoryview) -> None:
+    while buffer:
+        count = file.readinto(buffer)
+        if not count:
+            raise OSError("it is too short")
+        buffer = buffer[count:]
+
+
+def _overlaps(
+    layout: Layout,
+    target: Tensor,
+) -> Iterable[tuple[Piece, tuple[slice, ...], tuple[slice, ...]]]:
+    """Go through the pieces that hold something of this rank's part, and where in both."""
+    for offsets, sizes in boxes_of(target):
+        for piece in layout.pieces:
+            here, there = [], []
+            for mine, size, theirs, length in zip(offsets, sizes, piece.offsets, piece.sizes, strict=True):
+                first = max(mine, theirs)
+                last = min(mine + size, theirs + length)
+                here.append(slice(first - mine, last - mine))
+                there.append(slice(first - theirs, last - theirs))
+            if all(cut.start < cut.stop for cut in here):
+                yield piece, tuple(here), tuple(there)
+
+
+def _sizes_in(folder: Path) -> dict[str, int]:
+    """Return the sizes of the files in a folder, by name."""
+    sizes = {}
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # it has just got its name
+            sizes[entry.name] = entry.stat().st_size
+    return sizes
+
+
+def _name_of(rank: int) -> str:
+    return f"rank-{rank}.bin"
+
+
+def _failed_name_of(rank: int) -> str:
+    return f"rank-{rank}.failed"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {ranks}"
