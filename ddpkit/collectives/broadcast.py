@@ -23,7 +23,7 @@ from ..launch import ranks
 from ..torch_internals import has_no_memory, is_sharded, untraced
 from .consistency import CHECK, PAYLOAD, communication_device, fingerprint_of, new_block, raise_everywhere, sum_block
 from .differences import explain_sharded
-from .tree import bytes_as_tensor, explain_not_dense, flat_bytes, is_dense, is_tensor, leaves_of, loses_gradient
+from .tree import bytes_as_tensor, explain_not_dense, flat_bytes, is_dense, leaves_of, loses_gradient
 
 # Pickle values for other ranks: tensors of any dtype, without the memory around a view, and never one rank's shard.
 
@@ -202,7 +202,7 @@ def _pickle(call: str, value: Any, tensors: list[Tensor]) -> bytes:
 
 
 def _refuse_gradients(call: str, value: Any) -> None:
-    for path, leaf in leaves_of(value, is_tensor, "value"):
+    for path, leaf in leaves_of(value).items():
         if isinstance(leaf, Tensor) and loses_gradient(leaf):
             raise ValueError(f"{call} would lose the gradient of {path}. Pass {path}.detach().")
 

@@ -32,7 +32,7 @@ from .consistency import (
     sum_block,
 )
 from .groups import control_device
-from .tree import Leaf, bytes_as_tensor, explain_not_dense, flat_bytes, is_tensor, leaves_of, name_dtype, replace_leaves
+from .tree import Leaf, bytes_as_tensor, explain_not_dense, flat_bytes, leaves_of, name_dtype, replace_leaves
 
 
 def gather_trees(call: str, value: Any, peers: Peers | None, check: bool) -> list[Any]:
@@ -49,7 +49,7 @@ def gather_trees(call: str, value: Any, peers: Peers | None, check: bool) -> lis
     trees = []
     for parts in _gather_rows(_fingerprint(call, tensors), matrices, peers, check):
         leaves = map(from_rows, parts, tensors.values())
-        trees.append(replace_leaves(value, is_tensor, leaves))
+        trees.append(replace_leaves(value, leaves))
     return trees
 
 
@@ -65,7 +65,7 @@ def join_trees(call: str, value: Any, peers: Peers | None, check: bool) -> Any:
     else:
         fingerprint = _fingerprint(call, tensors)
         joined = _Joined.apply(call, fingerprint, peers, check, *tensors.values())  # type: ignore[no-untyped-call]
-    return replace_leaves(value, is_tensor, iter(joined))
+    return replace_leaves(value, iter(joined))
 
 
 class _Joined(torch.autograd.Function):
@@ -144,7 +144,7 @@ def _tensors_of(call: str, value: Any) -> dict[str, Tensor]:
     Raises:
         TypeError: If something is no dense tensor.
     """
-    tensors = dict(leaves_of(value, is_tensor, "value"))
+    tensors: dict[str, Tensor] = leaves_of(value)
     for path, tensor in tensors.items():
         problem = explain_no_tensor(tensor)
         if problem:

@@ -68,7 +68,7 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
         indices = _as_array(indices)
         own = _columns_of(values)
         ready = [_as_column(call, path, column, len(indices)) for path, column in own.items()]
-        tree = replace_leaves(values, _is_column, iter(ready))
+        tree = replace_leaves(values, iter(ready), _is_column)
     gathered = dict(zip(ranks_of(peers), gather_objects(call, (indices, tree), peers), strict=True))
     by_rank = {rank: indices for rank, (indices, _) in gathered.items()}
     _check_range(by_rank, n)
@@ -83,7 +83,7 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
         if isinstance(result, Tensor) and isinstance(own.get(path), Tensor):
             results[path] = result.to(own[path].device)
     leaves = [results[path] for path in _columns_of(like)]
-    return replace_leaves(like, _is_column, iter(leaves))  # type: ignore[no-any-return]
+    return replace_leaves(like, iter(leaves), _is_column)  # type: ignore[no-any-return]
 
 
 def _join_columns(call: str, trees: dict[int, Any], order: NDArray[np.int64]) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _join_columns(call: str, trees: dict[int, Any], order: NDArray[np.int64]) ->
 
 
 def _columns_of(values: Any) -> dict[str, Any]:
-    return dict(leaves_of(values, _is_column, "values"))
+    return leaves_of(values, _is_column, "values")
 
 
 def _is_column(value: Any) -> bool:
