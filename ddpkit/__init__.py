@@ -40,7 +40,7 @@ import warnings
 from typing import Any
 
 from .checkpoint.checkpointer import Checkpointer
-from .collectives.data_parallel import set_data_parallel
+from .collectives.groups import set_data_parallel
 from .collectives.ops import (
     all_gather,
     all_gather_object,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives.broadcast import reduce_to_own_elements
 from ..collectives.digest import digest
+from ..collectives.transfer import reduce_to_own_elements
 from ..collectives.tree import is_dense, name_dtype
 from ..parallel.models import sharing_memory
 from ..torch_internals import storage_address

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..job.job import Peers
+from ..job import current_job, lifecycle
+from ..job.job import Peers, group_of
 from .consistency import (
     CHECK,
     PAYLOAD,
@@ -27,15 +29,12 @@ from .consistency import (
     joined_world_size,
     new_block,
     raise_everywhere,
-    reduce_in_place,
     sum_block,
 )
 from .tree import Described, Leaf, concatenate, describe, rebuild
 
-# Turn values into int64 keys in the order of the values, for minima and maxima. Nothing here talks to other ranks.
-#
-# Ranks take the greatest key. So keys are greater for greater values, or for "min" for lesser ones, and greatest for
-# NaN.
+# Keys for minima and maxima: int64 in the order of the values. Ranks take the greatest key. So keys are greater for
+# greater values, or for "min" for lesser ones, and greatest for NaN.
 
 _GREATEST = 2**63 - 1
 _LEAST = -(2**63)
@@ -71,11 +70,9 @@ def _order_bits(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 63) & _GREATEST)
 
 
-# Pack values into a buffer of numbers that ranks can add or compare, and unpack the results.
-#
-# To be added, an element takes one slot of the buffer, a floating-point number. An integer of 64 bits takes two, its
-# high and its low half: a sum of halves is exact on up to two million ranks. To be compared, elements become int64
-# keys in the order of the values. Nothing here talks to other ranks.
+# Buffers of numbers that ranks can add or compare. To be added, an element takes one slot, a floating-point number. An
+# integer of 64 bits takes two, its high and its low half: a sum of halves is exact on up to two million ranks. To be
+# compared, elements become keys.
 
 Buffer = Tensor | NDArray[np.float64]
 EXTREMES = ("min", "max")
@@ -280,6 +277,8 @@ def _divide(buffer: Tensor, divisor: float) -> Tensor:
         return buffer
     return buffer.div_(torch.full((), divisor, dtype=buffer.dtype, device=buffer.device))
 
+
+# One reduction, from the value to the results.
 
 OPS = ("sum", "mean", *EXTREMES)
 _LEAST_TOTAL, _GREATEST_TOTAL = 2.0**-40, 2.0**500  # weights of a sum between these cost no digit above 1e-295
@@ -524,6 +523,18 @@ def _is_safe(sums: Block, total: float) -> bool:
     if not _LEAST_TOTAL < total < _GREATEST_TOTAL:
         return False
     return bool(np.logical_and.reduce(np.isfinite(sums)))
+
+
+def reduce_in_place(buffer: Tensor, greatest: bool = False, peers: Peers | None = None) -> Tensor:
+    """Add up a tensor in place, on every rank, or take the greatest; return it. Collective.
+
+    Never AVG: on gloo it is missing, wrong or raises, by torch's version and the dtype.
+    """
+    if lifecycle.joined() and buffer.numel():
+        op = dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM
+        with current_job.exchanging():
+            dist.all_reduce(buffer, op, group=group_of(peers))
+    return buffer
 
 
 def _name_call(op: str, weighted: bool) -> str:

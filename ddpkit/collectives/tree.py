@@ -1,4 +1,4 @@
-"""Take nested values apart into a flat list of leaves, and put them together again, on this rank alone."""
+"""Take nested values apart into leaves, describe these, and put them together again, on this rank alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..torch_internals import has_no_memory, is_dtensor, is_sharded
 
-# Tell which tensors are dense, read their bytes, and join them. Nothing here talks to other ranks.
+# Dense tensors: which are, their bytes, and how they are joined.
 
 
 def explain_not_dense(tensor: Tensor) -> str:
@@ -98,6 +98,8 @@ def bytes_as_tensor(data: bytes) -> Tensor:
     """Copy bytes into a tensor."""
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
+
+# Nested values and what they are made of.
 
 _NATIVE_NAMES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
 _NATIVE = {np.dtype(name) for name in _NATIVE_NAMES}
