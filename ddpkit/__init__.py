@@ -39,7 +39,7 @@ Example:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .collectives.data_parallel import set_data_parallel
+from .collectives.groups import set_data_parallel
 from .collectives.ops import (
     all_gather,
     all_gather_object,

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ddpkit
-from ddpkit.collectives import data_parallel, ops, sync
+from ddpkit.collectives import groups, ops, sync
 from ddpkit.exact import gather
 
 project = "ddpkit"
@@ -80,7 +80,7 @@ import ddpkit
 from ddpkit import *
 """
 
-for module in (data_parallel, ops, sync, gather):
+for module in (groups, ops, sync, gather):
     module.Group = dist.ProcessGroup | DeviceMesh  # text in the source, which does not import meshes
 
 

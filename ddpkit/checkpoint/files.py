@@ -23,7 +23,7 @@ from typing import IO, Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from ..collectives.broadcast import reduce_to_own_elements
+from ..collectives.transfer import reduce_to_own_elements
 from ..collectives.tree import is_dense
 from ..errors import CheckpointError, DdpkitError
 from ..parallel.models import sharing_memory

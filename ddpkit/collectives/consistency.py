@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from ..job.job import Peers, group_of, ranks_of, subset_of
 from ..launch import ranks
 from ..parsing import parse
 from .differences import explain_mismatch
-from .groups import control_device
+from .digest import hash_of
 
 Block = NDArray[np.float64]
 CHECK = 16  # numbers of a block that are the check
@@ -108,14 +109,12 @@ def communication_device(device: torch.device, peers: Peers | None = None) -> to
     return control_device(peers)
 
 
-def reduce_in_place(buffer: Tensor, greatest: bool = False, peers: Peers | None = None) -> Tensor:
-    """Add up a tensor in place, on every rank, or take the greatest; return it. Collective.
-
-    Never AVG: on gloo it is missing, wrong or raises, by torch's version and the dtype.
-    """
-    if lifecycle.joined() and buffer.numel():
-        _all_reduce(buffer, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM, peers)
-    return buffer
+def control_device(peers: Peers | None) -> torch.device:
+    """Return the device on which small control messages travel: the CPU if the group reaches it, as gloo does."""
+    if peers is None:
+        return current_job.control_device()
+    on_cpu = "cpu:" in dist.get_backend_config(peers.group)
+    return torch.device("cpu") if on_cpu else current_job.get_device()
 
 
 def _sum_over_ranks(block: Block, peers: Peers | None) -> None:
@@ -169,12 +168,6 @@ def _add_up(blocks: Block, total: Block) -> None:
             total += block
 
 
-def _all_reduce(buffer: Tensor, op: Any, peers: Peers | None) -> Tensor:
-    with current_job.peer_errors():
-        dist.all_reduce(buffer, op, group=group_of(peers))
-    return buffer
-
-
 @lru_cache(maxsize=256)
 def _check_numbers(fingerprint: str, world_size: int) -> tuple[Block, bytes]:
     """Hash a fingerprint; return the numbers of the check, and their bytes when that many equal ranks are summed."""
@@ -192,22 +185,11 @@ def _raise_mismatch(fingerprint: str, peers: Peers | None) -> None:
 
 
 def _shortened(fingerprint: str) -> str:
-    """Leave out of a fingerprint too long for the store what no message shows; a digest says if that differs."""
+    """Leave out of a fingerprint too long for the store what no message shows; its hash says if that differs."""
     if len(fingerprint) < _LONG:
         return fingerprint
     fields = json.loads(fingerprint)
-    parts = list(fields["parts"].items())
-    shown = {_cut(path): _cut(text) for path, text in parts[:_PARTS_SHOWN]}
-    if len(parts) > _PARTS_SHOWN:
-        shown["all entries"] = f"{len(parts)}, of digest {_digest(fingerprint)}"
-    return fingerprint_of(_cut(fields["call"]), shown, fields["error"])
-
-
-def _cut(text: str) -> str:
-    if len(text) <= _PART_LENGTH:
-        return text
-    return f"{text[:_PART_LENGTH]}… (digest {_digest(text)})"
-
-
-def _digest(text: str) -> str:
-    return blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    parts = fields["parts"]
+    shown = {path[:_PART_LENGTH]: text[:_PART_LENGTH] for path, text in islice(parts.items(), _PARTS_SHOWN)}
+    shown["all entries"] = f"{len(parts)}, together #{hash_of(fingerprint)}"
+    return fingerprint_of(fields["call"][:_PART_LENGTH], shown, fields["error"])

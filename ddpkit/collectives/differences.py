@@ -104,7 +104,7 @@ def first_of(texts: Sequence[str], most: int) -> list[str]:
     return [*texts[:most], f"and {len(texts) - most} more"]
 
 
-# Refuse tensors of which each rank holds only a part, in calls that need all of it.
+# Tensors of which each rank holds only a part.
 
 _TENSORS_NAMED = 3  # tensors that a message names
 

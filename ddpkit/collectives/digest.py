@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .tree import flat_bytes, is_dense, local_part, name_dtype
 
-# The checksum of a tensor's bytes: those of a large one on a GPU are summed there, and only the sums are copied.
+# A tensor's checksum: the bytes of a large one on a GPU are summed there, and only the sums are copied.
 
 _WORDS = 1 << 17  # of 8 bytes, in a row
 _ROW = 8 * _WORDS  # bytes: a MiB
@@ -114,8 +114,12 @@ def digest(value: Any) -> str:
     text = _describe(value)
     if len(text) <= _SHOWN_AS_TEXT:
         return text
-    hashed = hashlib.sha256(text.encode()).hexdigest()
-    return f"{type(value).__name__} #{hashed[:16]}"
+    return f"{type(value).__name__} #{hash_of(text)}"
+
+
+def hash_of(text: str) -> str:
+    """Return 16 hexadecimal digits: other ones, as good as surely, for another text."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def _describe(value: Any) -> str:

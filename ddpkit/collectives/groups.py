@@ -1,16 +1,20 @@
-"""Which ranks take part in a call: all of the job's, or those of a group that the script has made."""
+"""Find out which ranks take part in a call, and choose which of the job's ranks share out the samples."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 
 from ..job import current_job, lifecycle
-from ..job.job import Peers
+from ..job.job import Peers, ranks_of
+from ..join.sockets import sockets_beside
 from ..launch import ranks
-from ..torch_internals import current_group, is_mesh
+from ..parsing import parse
+from ..torch_internals import current_group, gloo_address, is_mesh
+from .consistency import check_fingerprint, fingerprint_of, raise_everywhere
+from .differences import name_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -18,14 +22,6 @@ if TYPE_CHECKING:
 
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 _REMEDY = "Call it on the ranks of the group only, with the group or one dimension of a mesh."
-
-
-def control_device(peers: Peers | None) -> torch.device:
-    """Return the device on which small control messages travel: the CPU if the group reaches it, as gloo does."""
-    if peers is None:
-        return current_job.control_device()
-    on_cpu = "cpu:" in dist.get_backend_config(peers.group)
-    return torch.device("cpu") if on_cpu else current_job.get_device()
 
 
 def peers_of(group: Group | None) -> Peers | None:
@@ -69,3 +65,86 @@ def _process_group(group: Any) -> dist.ProcessGroup:
 
 def _not_a_member(group: Any) -> str:
     return f"Rank {ranks.get_rank()} is not in group={group!r}. {_REMEDY}"
+
+
+# The data-parallel ranks: those that share out the samples and hold equal models.
+
+
+def set_data_parallel(group: Group | None) -> None:
+    """Say which ranks share out the samples and hold equal models; by default all of the job do. Collective.
+
+    Every rank names the group that it is in itself, so that each is in one, and all are of one size. From then on
+    samplers, `make_loader`, `global_mean`, `average_gradients`, `check_replicas`, `sync_buffers`, `wrap_model`,
+    `gather_exact` and `seed_everything(per_rank=True)` speak of those ranks: ranks that share one model, by tensor
+    parallelism for example, read the same samples. Ranks and waits, logging and checkpoints stay with the job.
+
+    Args:
+        group: A group of torch's, or a mesh with all the dimensions along which samples differ, such as `mesh["dp"]`.
+            None is all ranks again.
+
+    Raises:
+        ValueError: On every rank, if the groups that they name do not fit together.
+        TypeError: If it is no group; on the other ranks `MismatchError`.
+
+    Example:
+        >>> set_data_parallel(None)
+
+        On four, of which two share each model::
+
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            set_data_parallel(mesh["dp"])
+    """
+    with raise_everywhere("set_data_parallel()"):
+        own = _ranks_in(group)
+    if not lifecycle.joined():
+        return
+    check_fingerprint(fingerprint_of("set_data_parallel()"))
+    texts = lifecycle.exchange(json.dumps({"ranks": own}))
+    named = [parse(text, "exchange", {"ranks": [int]})["ranks"] for text in texts]
+    problem = _explain_no_partition(named)
+    if problem:
+        raise ValueError(f"set_data_parallel() {problem}")
+    if len(own) == ranks.get_world_size():
+        current_job.choose_data_parallel(None)
+        return
+    peers = None
+    for members in dict.fromkeys(map(tuple, named)):
+        made = _new_group(members)
+        if ranks.get_rank() in members:
+            peers = Peers(members, made)
+    current_job.choose_data_parallel(peers)
+
+
+def _new_group(members: tuple[int, ...]) -> dist.ProcessGroup:
+    """Make a group, whose connections end, as those of the job's, when a rank fails. Collective, over all ranks."""
+    made: dist.ProcessGroup = dist.new_group(list(members))
+    session = current_job.current_session()
+    if session.connections and session.rank in members:
+        session.connections |= sockets_beside(gloo_address(made))
+    return made
+
+
+def _ranks_in(group: Any) -> list[int]:
+    """Return the ranks of a group or of a mesh, in order; None is all."""
+    if is_mesh(group) and group.get_coordinate() is not None:
+        return sorted(group.mesh.flatten().tolist())
+    return sorted(ranks_of(peers_of(group)))
+
+
+def _explain_no_partition(named: list[list[int]]) -> str:
+    """Say why what each rank names, by rank, are not groups of one size with each rank in one; "" if they are."""
+    for rank, members in enumerate(named):
+        if rank not in members:
+            return f"needs the group that the rank is in, but rank {rank} names that of {name_ranks(members)}."
+        for other in members:
+            if named[other] != members:
+                return (
+                    f"needs the same group from all of its ranks, but rank {rank} names {name_ranks(members)} and rank "
+                    f"{other} names {name_ranks(named[other])}."
+                )
+        if len(members) != len(named[0]):
+            return (
+                f"needs groups of one size, but {name_ranks(named[0])} are {len(named[0])} and {name_ranks(members)} "
+                f"are {len(members)}."
+            )
+    return ""

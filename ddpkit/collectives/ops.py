@@ -8,10 +8,9 @@ from torch import Tensor
 
 from ..job import current_job
 from ..torch_internals import untraced
-from .broadcast import broadcast_value
-from .gather import gather_objects, gather_trees, join_trees
 from .groups import Group, peers_of
 from .reduce import reduce_tree
+from .transfer import broadcast_value, gather_objects, gather_trees, join_trees
 
 T = TypeVar("T")
 K = TypeVar("K")

@@ -10,14 +10,16 @@ import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..job.job import Peers
+from ..job import current_job, lifecycle
+from ..job.job import Peers, group_of
 from .consistency import (
     CHECK,
     PAYLOAD,
@@ -27,15 +29,12 @@ from .consistency import (
     joined_world_size,
     new_block,
     raise_everywhere,
-    reduce_in_place,
     sum_block,
 )
-from .tree import Leaf, Spec, concatenate, flatten, unflatten, walk
+from .tree import Described, Leaf, concatenate, describe, rebuild
 
-# Turn values into int64 keys in the order of the values, for minima and maxima. Nothing here talks to other ranks.
-#
-# Ranks take the greatest key. So keys are greater for greater values, or for "min" for lesser ones, and greatest for
-# NaN.
+# Keys for minima and maxima: int64 in the order of the values. Ranks take the greatest key. So keys are greater for
+# greater values, or for "min" for lesser ones, and greatest for NaN.
 
 _GREATEST = 2**63 - 1
 _LEAST = -(2**63)
@@ -71,11 +70,9 @@ def _order_bits(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 63) & _GREATEST)
 
 
-# Pack values into a buffer of numbers that ranks can add or compare, and unpack the results.
-#
-# To be added, an element takes one slot of the buffer, a floating-point number. An integer of 64 bits takes two, its
-# high and its low half: a sum of halves is exact on up to two million ranks. To be compared, elements become int64
-# keys in the order of the values. Nothing here talks to other ranks.
+# Buffers of numbers that ranks can add or compare. To be added, an element takes one slot, a floating-point number. An
+# integer of 64 bits takes two, its high and its low half: a sum of halves is exact on up to two million ranks. To be
+# compared, elements become keys.
 
 Buffer = Tensor | NDArray[np.float64]
 EXTREMES = ("min", "max")
@@ -281,6 +278,8 @@ def _divide(buffer: Tensor, divisor: float) -> Tensor:
     return buffer.div_(torch.full((), divisor, dtype=buffer.dtype, device=buffer.device))
 
 
+# One reduction, from the value to the results.
+
 OPS = ("sum", "mean", *EXTREMES)
 _LEAST_TOTAL, _GREATEST_TOTAL = 2.0**-40, 2.0**500  # weights of a sum between these cost no digit above 1e-295
 _CPU = torch.device("cpu")
@@ -289,44 +288,17 @@ _TAKES = "numbers, NumPy arrays, dense real tensors, and dicts, lists, tuples an
 
 def reduce_tree(value: Any, op: str, weight: Any, check: bool, peers: Peers | None = None) -> Any:
     """Do what `all_reduce_mean` and `all_reduce` promise. Collective."""
-    leaves: list[Any] = []
     weighted = weight is not None
     with raise_everywhere(_name_call(op, weighted), peers):
         _check_op(op)
         if weighted:
             weight = _as_float(weight, peers)
-        spec = flatten(value, leaves)
-        checked = check or weighted or not _is_one_tensor(spec)
-        plan = _make_plan(op, weighted, spec, inline=checked and op not in EXTREMES)
-        block = _pack_inline(plan, leaves, op, weight)
-        separate = _pack_separate(plan, leaves, op, peers)
-    if checked:
-        sum_block(plan.fingerprint, block, peers)
-        total = float(block[CHECK])
-    else:
-        total = float(joined_world_size(peers))
-    if not total:
-        raise ValueError(
-            "The weights are 0 on every rank, so there is no mean. Give at least one rank a positive weight."
-        )
-    reduction = _Reduction(op, leaves, weight, total, peers)
-    separate += _unpack_inline(plan, block[CHECK:], reduction)
-    if separate:
-        _reduce_separately(separate, reduction)
-    return unflatten(value, iter(reduction.results))
-
-
-class _Reduction:
-    """Hold one call on this rank, and its results as they come."""
-
-    def __init__(self, op: str, leaves: list[Any], weight: float | None, total: float, peers: Peers | None) -> None:
-        self.op = op
-        self.leaves = leaves
-        self.weight = weight  # this rank's; None without weights
-        self.total = total  # of all ranks' weights, 1 each without
-        self.peers = peers
-        self.world_size = int(total) if weight is None else joined_world_size(peers)
-        self.results: list[Any] = [None] * len(leaves)
+        reduction = _Reduction(describe(value), op, weight, check, peers)
+    reduction.sum_block()
+    reduction.unpack_block()
+    if reduction.separate:
+        reduction.reduce_separate()
+    return rebuild(value, reduction.value, reduction.results)
 
 
 @dataclass(frozen=True)
@@ -350,52 +322,31 @@ class _Group:
             return sum(self.sizes)
         return 0
 
-    def pack_inline(self, leaves: list[Any], op: str) -> Any:
-        """Pack into a list or array of float64."""
+    def pack(self, own: list[Any], op: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Pack its leaves into a buffer on a device."""
         if self.dtype is None:
-            return pack_numbers(self._own(leaves), op, self.weighted)
-        flat = self._join(leaves).cpu()
-        return pack(flat, op, torch.float64, self.weighted).numpy()
+            return torch.tensor(pack_numbers(own, op, self.weighted), dtype=dtype, device=device)
+        first = own[0].device
+        if first.type != "cpu":  # of which there may be several
+            own = [leaf.to(first) for leaf in own]
+        flat = concatenate([leaf.reshape(-1) for leaf in own])
+        return pack(flat.to(device), op, dtype, self.weighted)
 
-    def pack(self, leaves: list[Any], op: str, peers: Peers | None) -> Tensor:
-        """Pack into a buffer that travels separately, on the device where it does; floats by `_factor()`."""
-        dtype = buffer_dtype(self.dtype, op)
-        factor = _factor(op, self.weighted, peers)
-        if len(self.members) == 1 and dtype == self.dtype and op not in EXTREMES:  # scaled and copied in one pass
-            flat = leaves[self.members[0]].reshape(-1)
-            return scaled(flat.to(communication_device(flat.device, peers)), factor)
+    def pack_inline(self, own: list[Any], op: str) -> Any:
+        """Pack its leaves into a list or array of float64."""
         if self.dtype is None:
-            numbers = pack_numbers(self._own(leaves), op, self.weighted)
-            buffer = torch.tensor(numbers, dtype=dtype, device=communication_device(_CPU, peers))
-        else:
-            flat = self._join(leaves)
-            buffer = pack(flat.to(communication_device(flat.device, peers)), op, dtype, self.weighted)
-        scale(buffer[: self.float_slots], factor)
-        return buffer
+            return pack_numbers(own, op, self.weighted)
+        return self.pack(own, op, torch.float64, _CPU).numpy()
 
-    def pack_again(self, reduction: _Reduction) -> Tensor:
-        """Pack as inline, into a buffer that travels separately; floats by `_factor()`."""
-        packed = np.array(self.pack_inline(reduction.leaves, reduction.op), np.float64)
-        scale(packed[: self.float_slots], _factor(reduction.op, self.weighted, reduction.peers))
-        return torch.from_numpy(packed).to(communication_device(_CPU, reduction.peers))
-
-    def unpack(self, buffer: Any, reduction: _Reduction, divisor: float) -> None:
-        """Keep the results of its leaves. The divisor is that of the slots that were scaled."""
+    def unpack(self, buffer: Buffer, own: list[Any], op: str, world_size: int, divisor: float) -> list[Any]:
+        """Return its results. The divisor is that of the slots that were scaled."""
         if self.dtype is None:
-            found = unpack_numbers(buffer.tolist(), reduction.op, reduction.world_size, divisor)
-        else:
-            found = self._unpack_tensors(self.dtype, buffer, reduction, divisor)
-        for i, result in zip(self.members, found, strict=True):
-            reduction.results[i] = result
-
-    def _unpack_tensors(self, dtype: torch.dtype, buffer: Any, reduction: _Reduction, divisor: float) -> list[Any]:
-        op, leaves = reduction.op, reduction.leaves
+            return unpack_numbers(buffer.tolist(), op, world_size, divisor)
         if isinstance(buffer, np.ndarray):
             buffer = torch.from_numpy(buffer)
         if not self.float_slots:
-            divisor = reduction.world_size if op == "mean" else 1.0
-        flat = unpack(buffer, dtype, op, divisor, is_in_halves(dtype, self.weighted))
-        own = self._own(leaves)
+            divisor = world_size if op == "mean" else 1.0
+        flat = unpack(buffer, self.dtype, op, divisor, is_in_halves(self.dtype, self.weighted))
         flat = flat.to(own[0].device)
         parts = torch.split(flat, self.sizes)
         results = [part.view(leaf.shape) for part, leaf in zip(parts, own, strict=True)]
@@ -403,35 +354,141 @@ class _Group:
             results = [result.to(leaf.device) for result, leaf in zip(results, own, strict=True)]
         return results
 
-    def _own(self, leaves: list[Any]) -> list[Any]:
-        return [leaves[i] for i in self.members]
 
-    def _join(self, leaves: list[Any]) -> Tensor:
-        """Join the leaves in a new tensor."""
-        own = self._own(leaves)
-        device = own[0].device
-        if device.type != "cpu":  # of which there may be several
-            own = [leaf.to(device) for leaf in own]
-        return concatenate([leaf.reshape(-1) for leaf in own])
-
-
-_Separate = list[tuple[list[_Group], list[Tensor]]]  # groups that travel as one tensor, with their buffers
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How values of one spec are packed, on every rank."""
+class _Plan(NamedTuple):
+    """How values of one structure are packed, on every rank."""
 
     fingerprint: str
     inline: list[tuple[_Group, slice]]  # with their slots of the payload
     separate: list[list[_Group]]  # travel after the check, each list as one tensor
 
 
+class _Reduction:
+    """Reduce one value: plan and pack it, exchange, and unpack.
+
+    Attributes:
+        value: What is to be reduced.
+        results: Of the leaves, as they come.
+        separate: Groups that travel as one tensor, with their buffers.
+        total: Of all ranks' weights, 1 each without.
+    """
+
+    def __init__(self, value: Described, op: str, weight: float | None, check: bool, peers: Peers | None) -> None:
+        self.value = value
+        self.op = op
+        self.weight = weight
+        self.peers = peers
+        self.total = 0.0
+        weighted = weight is not None
+        first = value.parts[0]
+        is_one_tensor = isinstance(first, Leaf) and first.dtype is not None
+        self.is_checked = check or weighted or not is_one_tensor
+        self.plan = _make_plan(op, weighted, self.is_checked and op not in EXTREMES, value.paths, value.parts)
+        self.results: list[Any] = [None] * len(value.leaves)
+        self.block = self._pack_block()
+        self.separate = []
+        for groups in self.plan.separate:
+            buffers = [self._pack(group, buffer_dtype(group.dtype, op)) for group in groups]
+            self.separate.append((groups, buffers))
+
+    @cached_property
+    def world_size(self) -> int:
+        """Return the number of ranks that take part."""
+        return joined_world_size(self.peers)
+
+    def _own(self, group: _Group) -> list[Any]:
+        return [self.value.leaves[i] for i in group.members]
+
+    def _pack_block(self) -> Block:
+        """Make the block of the check, with this rank's weight and its inline groups."""
+        block = new_block()
+        payload = block[CHECK:]
+        payload[0] = 1.0 if self.weight is None else self.weight
+        for group, slots in self.plan.inline:
+            payload[slots] = group.pack_inline(self._own(group), self.op)
+            if self.weight is not None:
+                scale(payload[slots][: group.float_slots], self.weight)
+        return block
+
+    def _pack(self, group: _Group, dtype: torch.dtype) -> Tensor:
+        """Pack a group that travels separately, floats scaled; under a weight they are once the total is known."""
+        own = self._own(group)
+        factor = 1.0
+        if self.weight is None and self.op not in EXTREMES:
+            factor, _ = normalise(None, self.world_size)
+        device = communication_device(_CPU if group.dtype is None else own[0].device, self.peers)
+        if len(own) == 1 and dtype == group.dtype and self.op not in EXTREMES:  # scaled and copied in one pass
+            return scaled(own[0].reshape(-1).to(device), factor)
+        buffer = group.pack(own, self.op, dtype, device)
+        scale(buffer[: group.float_slots], factor)
+        return buffer
+
+    def _unpack(self, group: _Group, buffer: Buffer, divisor: float) -> None:
+        found = group.unpack(buffer, self._own(group), self.op, self.world_size, divisor)
+        for i, result in zip(group.members, found, strict=True):
+            self.results[i] = result
+
+    def sum_block(self) -> None:
+        """Compare with all ranks, unless this goes unchecked, and sum what travels with that. Collective."""
+        if not self.is_checked:
+            self.total = float(self.world_size)
+            return
+        sum_block(self.plan.fingerprint, self.block, self.peers)
+        self.total = float(self.block[CHECK])
+        if self.weight is None:
+            self.world_size = int(self.total)
+        if not self.total:
+            raise ValueError(
+                "The weights are 0 on every rank, so there is no mean. Give at least one rank a positive weight."
+            )
+
+    def unpack_block(self) -> None:
+        """Unpack the inline groups; those whose sums overflowed are packed again, to be reduced separately."""
+        payload = self.block[CHECK:]
+        divisor = self.total if self.op == "mean" else 1.0
+        for group, slots in self.plan.inline:
+            sums = payload[slots]
+            if self.world_size == 1 or _is_safe(sums[: group.float_slots], self.total):
+                self._unpack(group, sums, divisor)
+            else:
+                self.separate.append(([group], [self._pack(group, torch.float64)]))
+
+    def reduce_separate(self) -> None:
+        """Reduce what does not travel with the check, scaled so that no sum overflows, and unpack it. Collective."""
+        extreme = self.op in EXTREMES
+        factor, factor_sum = (1.0, 1.0) if extreme else self._choose_factors()
+        divisor = factor_sum if self.op == "mean" else factor
+        for groups, buffers in self.separate:
+            if self.weight is not None:  # else they are scaled already
+                for group, buffer in zip(groups, buffers, strict=True):
+                    scale(buffer[: group.float_slots], factor)
+            joint = buffers[0] if len(buffers) == 1 else concatenate(buffers)
+            reduce_in_place(joint, extreme, self.peers)
+            parts = torch.split(joint, [len(buffer) for buffer in buffers])
+            for group, part in zip(groups, parts, strict=True):
+                self._unpack(group, part, divisor)
+
+    def _choose_factors(self) -> tuple[float, float]:
+        """Return this rank's factor and the sum of all; the total of the weights may have overflowed. Collective."""
+        if self.weight is None or self.total < math.inf:
+            return normalise(self.weight, self.total)
+        smaller = math.ldexp(self.weight, -64)
+        sums = torch.tensor([smaller], dtype=torch.float64, device=communication_device(_CPU, self.peers))
+        return normalise(smaller, reduce_in_place(sums, peers=self.peers).item())
+
+
 @lru_cache(maxsize=256)
-def _make_plan(op: str, weighted: bool, spec: Spec, inline: bool) -> _Plan:
-    """Choose for each group of leaves if it travels inline, the smallest first, as long as there is room."""
-    fingerprint = _fingerprint(op, weighted, spec)
-    groups = sorted(_groups(spec, weighted), key=lambda each: each[1].slots)
+def _make_plan(op: str, weighted: bool, inline: bool, paths: tuple[str, ...], parts: tuple[Any, ...]) -> _Plan:
+    """Choose for each group of leaves if it travels inline, the smallest first, as long as there is room.
+
+    Raises:
+        TypeError: If a leaf cannot be reduced.
+    """
+    call = _name_call(op, weighted)
+    for path, part in zip(paths, parts, strict=True):
+        if isinstance(part, Leaf) and not part.known:
+            raise TypeError(f"{call} takes {_TAKES}, found {part} at {path}.")
+    groups = sorted(_groups(parts, weighted), key=lambda each: each[1].slots)
     free = PAYLOAD if inline else 0
     start = 1  # after the weight
     within: list[tuple[_Group, slice]] = []
@@ -444,62 +501,19 @@ def _make_plan(op: str, weighted: bool, spec: Spec, inline: bool) -> _Plan:
         else:
             dtype = buffer_dtype(group.dtype, op)
             separate.setdefault((device, dtype), []).append(group)
+    fingerprint = fingerprint_of(call, dict(zip(paths, map(str, parts), strict=True)))
     return _Plan(fingerprint, within, list(separate.values()))
 
 
-def _fingerprint(op: str, weighted: bool, spec: Spec) -> str:
-    """Describe the call and each part of the value; refuse a value with a leaf that cannot be reduced."""
-    call = _name_call(op, weighted)
-    parts = {}
-    for path, node in walk(spec):
-        if isinstance(node, Leaf) and not node.known:
-            raise TypeError(f"{call} takes {_TAKES}, found {node} at {path}.")
-        parts[path] = str(node)
-    return fingerprint_of(call, parts)
-
-
-def _groups(spec: Spec, weighted: bool) -> Iterator[tuple[str, _Group]]:
+def _groups(parts: tuple[Any, ...], weighted: bool) -> Iterator[tuple[str, _Group]]:
     """Yield the groups of leaves of one dtype on one kind of device, with that device."""
-    leaves = [leaf for _, leaf in walk(spec) if isinstance(leaf, Leaf)]
+    leaves = [part for part in parts if isinstance(part, Leaf)]
     groups: dict[tuple[str, torch.dtype | None], list[int]] = {}
     for i, leaf in enumerate(leaves):
         groups.setdefault((leaf.device, leaf.dtype), []).append(i)
     for (device, dtype), members in groups.items():
         sizes = [math.prod(leaves[i].shape) for i in members]
         yield device, _Group(dtype, tuple(members), sizes, weighted)
-
-
-def _pack_inline(plan: _Plan, leaves: list[Any], op: str, weight: float | None) -> Block:
-    """Make the block of the check, with this rank's weight and its inline groups."""
-    block = new_block()
-    payload = block[CHECK:]
-    payload[0] = 1.0 if weight is None else weight
-    for group, slots in plan.inline:
-        payload[slots] = group.pack_inline(leaves, op)
-        if weight is not None:
-            scale(payload[slots][: group.float_slots], weight)
-    return block
-
-
-def _pack_separate(plan: _Plan, leaves: list[Any], op: str, peers: Peers | None) -> _Separate:
-    separate = []
-    for groups in plan.separate:
-        buffers = [group.pack(leaves, op, peers) for group in groups]
-        separate.append((groups, buffers))
-    return separate
-
-
-def _unpack_inline(plan: _Plan, payload: Block, reduction: _Reduction) -> _Separate:
-    """Unpack the inline groups; return those whose sums overflowed, packed to be reduced separately."""
-    divisor = reduction.total if reduction.op == "mean" else 1.0
-    again: _Separate = []
-    for group, slots in plan.inline:
-        sums = payload[slots]
-        if reduction.world_size == 1 or _is_safe(sums[: group.float_slots], reduction.total):
-            group.unpack(sums, reduction, divisor)
-        else:
-            again.append(([group], [group.pack_again(reduction)]))
-    return again
 
 
 def _is_safe(sums: Block, total: float) -> bool:
@@ -511,43 +525,16 @@ def _is_safe(sums: Block, total: float) -> bool:
     return bool(np.logical_and.reduce(np.isfinite(sums)))
 
 
-def _reduce_separately(separate: _Separate, reduction: _Reduction) -> None:
-    """Reduce what does not travel with the check, scaled so that no sum overflows, and unpack it. Collective."""
-    extreme = reduction.op in EXTREMES
-    factor, factor_sum = 1.0, 1.0
-    if not extreme:
-        factor, factor_sum = _choose_factors(reduction)
-    divisor = factor_sum if reduction.op == "mean" else factor
-    for groups, buffers in separate:
-        if reduction.weight is not None:  # else they are scaled already
-            for group, buffer in zip(groups, buffers, strict=True):
-                scale(buffer[: group.float_slots], factor)
-        joint = concatenate(buffers) if len(buffers) > 1 else buffers[0]
-        reduce_in_place(joint, extreme, reduction.peers)
-        parts = torch.split(joint, [len(buffer) for buffer in buffers])
-        for group, part in zip(groups, parts, strict=True):
-            group.unpack(part, reduction, divisor)
+def reduce_in_place(buffer: Tensor, greatest: bool = False, peers: Peers | None = None) -> Tensor:
+    """Add up a tensor in place, on every rank, or take the greatest; return it. Collective.
 
-
-def _factor(op: str, weighted: bool, peers: Peers | None) -> float:
-    """Return by what floats are multiplied where they are packed; under a weight that is not known yet, so by 1."""
-    if weighted or op in EXTREMES:
-        return 1.0
-    return normalise(None, joined_world_size(peers))[0]
-
-
-def _choose_factors(reduction: _Reduction) -> tuple[float, float]:
-    """Return this rank's factor and the sum of all; the total of the weights may have overflowed. Collective."""
-    weight, total, peers = reduction.weight, reduction.total, reduction.peers
-    if weight is None or total < math.inf:
-        return normalise(weight, total)
-    smaller = math.ldexp(weight, -64)
-    sums = torch.tensor([smaller], dtype=torch.float64, device=communication_device(_CPU, peers))
-    return normalise(smaller, reduce_in_place(sums, peers=peers).item())
-
-
-def _is_one_tensor(spec: Spec) -> bool:
-    return isinstance(spec, Leaf) and spec.dtype is not None
+    Never AVG: on gloo it is missing, wrong or raises, by torch's version and the dtype.
+    """
+    if lifecycle.joined() and buffer.numel():
+        op = dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM
+        with current_job.peer_errors():
+            dist.all_reduce(buffer, op, group=group_of(peers))
+    return buffer
 
 
 def _name_call(op: str, weighted: bool) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from ..join.failures import Failure
 from ..join.session import Ranks, Session
 from ..join.store import add
 from ..launch import ranks
-from .broadcast import UnshardedPickler, broadcast_bytes, check_copies
 from .groups import Group, peers_of
+from .transfer import broadcast_bytes, check_copies, pickled
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -160,9 +159,7 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return copy
     with _report_failure(session, key):
         value = fn(*args, **kwargs)
-        file = io.BytesIO()
-        UnshardedPickler(file, call).dump(value)
-        data = file.getvalue()
+        data = pickled(call, value)
         check_copies(call, data, pickle.loads)
     session.meet(key)  # in the store, so that nobody is late for the group
     broadcast_bytes(call, data, 0)

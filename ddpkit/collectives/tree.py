@@ -1,4 +1,4 @@
-"""Take nested values apart into a flat list of leaves, and put them together again, on this rank alone."""
+"""Take nested values apart into leaves, describe these, and put them together again, on this rank alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..torch_internals import has_no_memory, is_dtensor, is_sharded
 
-# Tell which tensors are dense, read their bytes, and join them. Nothing here talks to other ranks.
+# Dense tensors: which are, their bytes, and how they are joined.
 
 
 def explain_not_dense(tensor: Tensor) -> str:
@@ -65,11 +65,6 @@ def is_dense(tensor: Tensor) -> bool:
     return not explain_not_dense(tensor)
 
 
-def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor: what a walk through a tree of them stops at."""
-    return isinstance(value, Tensor)
-
-
 def loses_gradient(tensor: Tensor) -> bool:
     """Return whether a tensor is meant for a loss: computed with a gradient, and no scalar, which people only log."""
     return tensor.requires_grad and not tensor.is_leaf and tensor.numel() > 1 and torch.is_grad_enabled()
@@ -104,12 +99,19 @@ def bytes_as_tensor(data: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
+# Nested values and what they are made of.
+
 _NATIVE_NAMES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
 _NATIVE = {np.dtype(name) for name in _NATIVE_NAMES}
 _REAL = {torch.from_numpy(np.zeros(0, dtype)).dtype for dtype in _NATIVE} | {torch.bfloat16}
-_NUMBERS = {float, int, bool, np.float64}
-_TENSORS = {Tensor, nn.Parameter}
+_NO_CONTAINERS = {float, Tensor, nn.Parameter}
 _DICTS = {dict, OrderedDict, defaultdict, Counter}  # their values are all there is to them
+
+
+class Container(str):
+    """Name a container that was taken apart, with the number of its children: `dict of 2`."""
+
+    __slots__ = ()
 
 
 class Leaf(NamedTuple):
@@ -137,83 +139,199 @@ class Leaf(NamedTuple):
         return text
 
 
-class Node(NamedTuple):
-    """Describe a container: its kind, the names of its children (as `['loss']`, `[0]`, `.x`), and what they are."""
-
-    kind: str
-    names: tuple[str, ...]
-    children: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        return f"{self.kind} of {len(self.children)}"
+NUMBER = Leaf("number")
+IsLeaf = Callable[[Any], bool]
 
 
-class Parts(NamedTuple):
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor: where a tree of tensors ends."""
+    return isinstance(value, Tensor)
+
+
+def is_value(value: Any) -> bool:
+    """Return whether a value is a number, an array or a tensor: where a tree that can be reduced ends."""
+    return isinstance(value, (float, int, Tensor, np.ndarray, np.generic))
+
+
+def flatten(value: Any, is_leaf: IsLeaf, path: str = "value") -> tuple[list[str], list[Any]]:
+    """List what a nested value is made of; the keys of a dict in sorted order, the same on every rank.
+
+    Returns:
+        Paths, as Python writes them, as `value['loss'][0]`; and what is there: a `Container` before all that is in it,
+        leaves as they are, and in the place of a container that cannot be put together again a `Leaf` that says why.
+    """
+    paths: list[str] = []
+    parts: list[Any] = []
+    _flatten_into(paths, parts, value, is_leaf, path)
+    return paths, parts
+
+
+def leaves_of(value: Any, is_leaf: IsLeaf = is_tensor, path: str = "value") -> dict[str, Any]:
+    """Find the leaves of a nested value, by path."""
+    paths, parts = flatten(value, is_leaf, path)
+    return {path: part for path, part in zip(paths, parts, strict=True) if type(part) is not Container}
+
+
+def replace_leaves(value: Any, leaves: Iterator[Any], is_leaf: IsLeaf = is_tensor) -> Any:
+    """Copy a nested value with other leaves, in the order of `flatten`; containers keep their class and order."""
+    parts = None if is_leaf(value) else _take_apart(value)
+    if parts is None:
+        return next(leaves)
+    if _has_no_containers(parts.children):
+        children = list(islice(leaves, len(parts.children)))
+    else:
+        children = [replace_leaves(child, leaves, is_leaf) for child in parts.children]
+    return _put_together(value, children)
+
+
+class Described(NamedTuple):
+    """Describe a value that may be reduced.
+
+    Attributes:
+        paths: Where its containers and leaves are.
+        parts: What they are, a `Container` or a `Leaf` for each path.
+        leaves: The number or plain tensor that is taken for each leaf.
+        arrays: Leaves that are NumPy's, by their index.
+    """
+
+    paths: tuple[str, ...]
+    parts: tuple[Any, ...]
+    leaves: list[Any]
+    arrays: dict[int, Any]
+
+
+def describe(value: Any) -> Described:
+    """Describe all that a value is made of: equal on all ranks if they can be combined."""
+    paths, parts = flatten(value, is_value)
+    leaves: list[Any] = []
+    arrays: dict[int, Any] = {}
+    for i, part in enumerate(parts):
+        if type(part) is float:
+            parts[i] = NUMBER
+            leaves.append(part)
+        elif type(part) is not Container:
+            if isinstance(part, (np.ndarray, np.generic)):
+                arrays[len(leaves)] = part
+            parts[i], leaf = _describe_leaf(part)
+            leaves.append(leaf)
+    return Described(tuple(paths), tuple(parts), leaves, arrays)
+
+
+def rebuild(value: Any, described: Described, results: list[Any]) -> Any:
+    """Copy a value with these leaves, arrays and scalars of NumPy as such again."""
+    for i, given in described.arrays.items():
+        if isinstance(given, np.float64):
+            results[i] = np.float64(results[i])
+        elif isinstance(given, np.ndarray):
+            results[i] = results[i].numpy()
+        else:
+            results[i] = results[i].numpy()[()]
+    return replace_leaves(value, iter(results), is_value)
+
+
+def _describe_leaf(value: Any) -> tuple[Leaf, Any]:
+    """Describe a value that may be reduced; return also a number or plain tensor to take for it."""
+    if isinstance(value, Tensor):
+        return _describe_tensor(value)
+    if isinstance(value, (np.ndarray, np.generic)) and type(value) is not np.float64:
+        return _describe_array(value)
+    name = type(value).__name__
+    if isinstance(value, Enum):
+        return Leaf(f"member of {name} (pass its value)"), None
+    if isinstance(value, bool):
+        return NUMBER, value
+    if isinstance(value, int):  # also somebody's own kind of number
+        return NUMBER, int(value)
+    if isinstance(value, float):
+        return NUMBER, float(value)
+    if isinstance(value, Leaf):
+        return value, None
+    return Leaf(_explain_no_value(value, name)), None
+
+
+def _describe_tensor(value: Tensor) -> tuple[Leaf, Any]:
+    value = whole(value)
+    problem = explain_not_dense(value)
+    if not problem and loses_gradient(value):
+        problem = "a tensor whose gradient would be lost (pass it.detach(), or join rows by gather_batch())"
+    if not problem and value.dtype not in _REAL:
+        hint = " (pass torch.view_as_real(it))" if value.is_complex() else ""
+        problem = f"a {name_dtype(value.dtype)} tensor{hint}"
+    if problem:
+        return Leaf(problem), None
+    tensor = value.detach() if value.requires_grad else value
+    if type(tensor) is not Tensor:
+        tensor = tensor.as_subclass(Tensor)
+    return Leaf("tensor", tensor.dtype, tensor.shape, tensor.device.type), tensor
+
+
+def _describe_array(value: Any) -> tuple[Leaf, Any]:
+    """Describe NumPy's arrays and scalars. The tensors are copies: torch refuses what is reversed or read-only."""
+    kind = type(value).__name__
+    is_scalar = isinstance(value, np.generic)
+    if not is_scalar and type(value) not in (np.ndarray, np.memmap):
+        return Leaf(f"{kind} of {value.dtype} (pass a plain array)"), None
+    dtype = value.dtype.newbyteorder("=")
+    if dtype not in _NATIVE:
+        return Leaf(f"{kind} of {dtype}"), None
+    tensor = torch.from_numpy(np.array(value, dtype=dtype))
+    return Leaf("scalar" if is_scalar else "array", tensor.dtype, tensor.shape), tensor
+
+
+def _explain_no_value(value: Any, name: str) -> str:
+    if isinstance(value, Mapping):
+        return f"{name} (pass dict(it))"
+    if isinstance(value, SimpleNamespace):
+        return f"{name} (pass vars(it))"
+    if isinstance(value, Set):
+        return f"{name} (it has no order: pass a sorted list)"
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return f"{name} (pass list(it))"
+    return f"object of type {name}"
+
+
+# Containers: how they are taken apart and put together.
+
+
+class _Parts(NamedTuple):
     """Hold a container taken apart. `problem` says why it cannot be put together again; "" if it can."""
 
     kind: str
-    names: tuple[str, ...]
+    suffixes: tuple[str, ...]  # of the children's paths: "['loss']", "[0]", ".x"
     children: list[Any]
     problem: str = ""
 
 
-Spec = Leaf | Node
-NUMBER = Leaf("number")
+def _flatten_into(paths: list[str], parts: list[Any], value: Any, is_leaf: IsLeaf, path: str) -> None:
+    taken = None if is_leaf(value) else _take_apart(value)
+    paths.append(path)
+    if taken is None:
+        parts.append(value)
+        return
+    if taken.problem:
+        parts.append(Leaf(taken.problem))
+        return
+    parts.append(Container(f"{taken.kind} of {len(taken.children)}"))
+    child_paths = _child_paths(path, taken.suffixes)
+    if _has_no_containers(taken.children):
+        paths += child_paths
+        parts += taken.children
+        return
+    for child_path, child in zip(child_paths, taken.children, strict=True):
+        _flatten_into(paths, parts, child, is_leaf, child_path)
 
 
-def flatten(value: Any, leaves: list[Any]) -> Spec:
-    """Append the leaves of `value` to `leaves`, and return a description of everything else.
-
-    Leaves are Python numbers, and tensors for all that has a dtype. The keys of a dict are visited in sorted order, so
-    that two dicts filled in different order have the same spec. What is neither is not appended, and not `known`.
-    """
-    if type(value) in _NUMBERS:
-        leaves.append(value)
-        return NUMBER
-    if isinstance(value, Tensor):
-        return _flatten_tensor(value, leaves)
-    if isinstance(value, (np.ndarray, np.generic)):
-        return _flatten_array(value, leaves)
-    parts = take_apart(value)
-    if parts is None:
-        return _flatten_other(value, leaves)
-    if parts.problem:
-        return Leaf(parts.problem)
-    return Node(parts.kind, parts.names, _flatten_all(parts.children, leaves))
+@lru_cache(maxsize=256)
+def _child_paths(path: str, suffixes: tuple[str, ...]) -> list[str]:
+    return [path + suffix for suffix in suffixes]
 
 
-def unflatten(value: Any, leaves: Iterator[Any]) -> Any:
-    """Copy `value` with these leaves, in the order that `flatten` gave; containers keep type and order."""
-    if isinstance(value, np.float64):
-        return np.float64(next(leaves))
-    if isinstance(value, np.ndarray):
-        return next(leaves).numpy()
-    if isinstance(value, np.generic):
-        return next(leaves).numpy()[()]
-    if type(value) in _NUMBERS or isinstance(value, Tensor):
-        return next(leaves)
-    parts = take_apart(value)
-    if parts is None:
-        return next(leaves)
-    return put_together(value, _unflatten_all(parts.children, leaves))
+def _has_no_containers(values: list[Any]) -> bool:
+    """Return whether these are all of the usual kinds of leaf: then they need not be looked at one by one."""
+    return set(map(type, values)) <= _NO_CONTAINERS
 
 
-def walk(spec: Spec, path: str = "value") -> Iterator[tuple[str, Spec]]:
-    """Yield every container and leaf with its path, as in `("value['loss']", Leaf(...))`, in the order of `flatten`."""
-    yield path, spec
-    if isinstance(spec, Node):
-        for name, child in zip(spec.names, spec.children, strict=True):
-            yield from walk(child, _child_path(path, spec.kind, name))
-
-
-def _child_path(path: str, kind: str, name: str) -> str:
-    """Write the path of a container's child as Python does."""
-    if kind in ("dict", "list", "tuple"):
-        return f"{path}[{name}]"
-    return f"{path}.{name}"
-
-
-def take_apart(value: Any) -> Parts | None:
+def _take_apart(value: Any) -> _Parts | None:
     """Take a container apart; return None for a value that is none."""
     if isinstance(value, dict):
         return _take_dict_apart(value)
@@ -224,150 +342,49 @@ def take_apart(value: Any) -> Parts | None:
     return None
 
 
-def put_together(value: Any, children: list[Any]) -> Any:
-    """Copy a container that was taken apart, with these children. Code of its class, which may refuse, is not run."""
-    kind = type(value)
-    if kind is list:
-        return children
-    if isinstance(value, dict):
-        return _copy_dict(value, children)
-    if isinstance(value, list):
-        made = list.__new__(kind)
-        list.extend(made, children)
-        return made
-    if hasattr(kind, "n_sequence_fields"):  # what torch.max and its kin return
-        return kind(children)
-    if isinstance(value, tuple):
-        return tuple.__new__(kind, children)
-    made = object.__new__(kind)
-    for field, child in zip(fields(value), children, strict=True):
-        object.__setattr__(made, field.name, child)  # also if it is frozen
-    return made
-
-
-def leaves_of(value: Any, is_leaf: Callable[[Any], bool], path: str) -> Iterator[tuple[str, Any]]:
-    """Yield what is in the containers of `value`, with its path; a `Leaf` for one that cannot be put together again."""
-    parts = None
-    if not is_leaf(value):
-        parts = take_apart(value)
-    if parts is None:
-        yield path, value
-        return
-    if parts.problem:
-        yield path, Leaf(parts.problem)
-        return
-    for name, child in zip(parts.names, parts.children, strict=True):
-        yield from leaves_of(child, is_leaf, _child_path(path, parts.kind, name))
-
-
-def replace_leaves(value: Any, is_leaf: Callable[[Any], bool], leaves: Iterator[Any]) -> Any:
-    """Copy `value` with these leaves in place of those that `leaves_of` yields."""
-    parts = None
-    if not is_leaf(value):
-        parts = take_apart(value)
-    if parts is None:
-        return next(leaves)
-    children = [replace_leaves(child, is_leaf, leaves) for child in parts.children]
-    return put_together(value, children)
-
-
-def _flatten_all(values: Sequence[Any], leaves: list[Any]) -> tuple[Spec, ...]:
-    kinds = set(map(type, values))
-    if kinds == {float}:  # metrics: the same, ten times as fast
-        leaves.extend(values)
-        return (NUMBER,) * len(values)
-    if kinds <= _TENSORS:
-        return tuple([_flatten_tensor(value, leaves) for value in values])
-    return tuple([flatten(value, leaves) for value in values])
-
-
-def _unflatten_all(values: Sequence[Any], leaves: Iterator[Any]) -> list[Any]:
-    kinds = set(map(type, values))
-    if kinds == {float} or kinds <= _TENSORS:
-        return list(islice(leaves, len(values)))
-    return [unflatten(value, leaves) for value in values]
-
-
-def _flatten_tensor(value: Tensor, leaves: list[Any]) -> Leaf:
-    value = whole(value)
-    problem = explain_not_dense(value)
-    if problem:
-        return Leaf(problem)
-    if loses_gradient(value):
-        return Leaf("a tensor whose gradient would be lost (pass it.detach(), or join rows by gather_batch())")
-    tensor = value.detach() if value.requires_grad else value
-    if tensor.dtype not in _REAL:
-        hint = " (pass torch.view_as_real(it))" if tensor.is_complex() else ""
-        return Leaf(f"a {name_dtype(tensor.dtype)} tensor{hint}")
-    if type(tensor) is not Tensor:
-        tensor = tensor.as_subclass(Tensor)
-    leaves.append(tensor)
-    return Leaf("tensor", tensor.dtype, tensor.shape, tensor.device.type)
-
-
-def _flatten_array(value: Any, leaves: list[Any]) -> Leaf:
-    """Flatten NumPy's arrays and scalars. Leaves are copies: torch refuses arrays that are reversed or read-only."""
-    kind = type(value).__name__
-    is_scalar = isinstance(value, np.generic)
-    if not is_scalar and type(value) not in (np.ndarray, np.memmap):
-        return Leaf(f"{kind} of {value.dtype} (pass a plain array)")
-    dtype = value.dtype.newbyteorder("=")
-    if dtype not in _NATIVE:
-        return Leaf(f"{kind} of {dtype}")
-    tensor = torch.from_numpy(np.array(value, dtype=dtype))
-    leaves.append(tensor)
-    return Leaf("scalar" if is_scalar else "array", tensor.dtype, tensor.shape)
-
-
-def _flatten_other(value: Any, leaves: list[Any]) -> Leaf:
-    name = type(value).__name__
-    if isinstance(value, Enum):
-        return Leaf(f"member of {name} (pass its value)")
-    if isinstance(value, int):  # somebody's own kind of number
-        leaves.append(int(value))
-        return NUMBER
-    if isinstance(value, float):
-        leaves.append(float(value))
-        return NUMBER
-    if isinstance(value, Mapping):
-        return Leaf(f"{name} (pass dict(it))")
-    if isinstance(value, SimpleNamespace):
-        return Leaf(f"{name} (pass vars(it))")
-    if isinstance(value, Set):
-        return Leaf(f"{name} (it has no order: pass a sorted list)")
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return Leaf(f"{name} (pass list(it))")
-    return Leaf(f"object of type {name}")
-
-
-def _take_dict_apart(value: dict[Any, Any]) -> Parts:
+def _take_dict_apart(value: dict[Any, Any]) -> _Parts:
     items, problem = value, ""
     if type(value) not in _DICTS:
         items = dict(_built_in(value).items(value))
         problem = _explain_hidden(value, items, "keys (pass dict(it))")
-    keys, names = _sort_keys(*items)
-    return Parts("dict", names, [items[key] for key in keys], problem)
+    keys, suffixes = _sort_keys(*items)
+    return _Parts("dict", suffixes, [items[key] for key in keys], problem)
 
 
-def _take_sequence_apart(value: list[Any] | tuple[Any, ...]) -> Parts:
-    kind = "list" if isinstance(value, list) else "tuple"
-    children = list(list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value))
+@lru_cache(maxsize=256, typed=True)
+def _sort_keys(*keys: Any) -> tuple[list[Any], tuple[str, ...]]:
+    """Sort the keys of a dict by how they print, the same on every rank; return them and their texts in a path."""
+    in_order = sorted(keys, key=repr)
+    names = list(map(repr, in_order))
+    for name, following in pairwise(names):
+        if name == following:
+            raise TypeError(f"A dict has two keys that print as {name}, so ranks could pair them differently.")
+    return in_order, tuple(f"[{name}]" for name in names)
+
+
+def _take_sequence_apart(value: list[Any] | tuple[Any, ...]) -> _Parts:
+    kind, built_in = ("list", list) if isinstance(value, list) else ("tuple", tuple)
+    children: list[Any] = list(built_in.__iter__(value))  # type: ignore[arg-type]
+    suffixes = [f"[{i}]" for i in range(len(children))]
+    problem = ""
+    if type(value) is built_in:
+        return _Parts(kind, tuple(suffixes), children)
     names = getattr(type(value), "_fields", None)
     if names is not None:
         kind = f"namedtuple {type(value).__name__}"
-    problem = ""
+        suffixes = [f".{name}" for name in names]
     if isinstance(value, torch.Size):  # whose constructor takes nothing but ints
         problem = "Size (pass list(it))"
-    elif type(value) not in (list, tuple):
+    else:
         problem = _explain_hidden(value, {}, "elements (pass list(it))")
-    return Parts(kind, tuple(names or map(str, range(len(children)))), children, problem)
+    return _Parts(kind, tuple(suffixes), children, problem)
 
 
-def _take_dataclass_apart(value: Any) -> Parts:
-    names = tuple(field.name for field in fields(value))
-    children = {name: getattr(value, name, None) for name in names}
+def _take_dataclass_apart(value: Any) -> _Parts:
+    children = {field.name: getattr(value, field.name, None) for field in fields(value)}
     problem = _explain_hidden(value, children, "fields (pass its values alone, as a dict)")
-    return Parts(f"dataclass {type(value).__name__}", names, list(children.values()), problem)
+    suffixes = tuple(f".{name}" for name in children)
+    return _Parts(f"dataclass {type(value).__name__}", suffixes, list(children.values()), problem)
 
 
 def _explain_hidden(value: Any, children: dict[Any, Any], where: str) -> str:
@@ -382,9 +399,28 @@ def _explain_hidden(value: Any, children: dict[Any, Any], where: str) -> str:
     return f"{type(value).__name__}, with attributes {', '.join(hidden)} beside its {where}"
 
 
-def _built_in(value: dict[Any, Any]) -> Any:
-    """Return the class of Python's own that a dict is of."""
-    return next(kind for kind in (defaultdict, OrderedDict, dict) if isinstance(value, kind))
+def _put_together(value: Any, children: list[Any]) -> Any:
+    """Copy a container that was taken apart, with these children. Code of its class, which may refuse, is not run."""
+    kind = type(value)
+    if kind is list:
+        return children
+    if kind is dict:
+        keys, _ = _sort_keys(*value)
+        return value | dict(zip(keys, children, strict=True))
+    if isinstance(value, dict):
+        return _copy_dict(value, children)
+    if isinstance(value, list):
+        made = list.__new__(kind)
+        list.extend(made, children)
+        return made
+    if hasattr(kind, "n_sequence_fields"):  # what torch.max and its kin return
+        return kind(children)
+    if isinstance(value, tuple):
+        return tuple.__new__(kind, children)
+    made = object.__new__(kind)
+    for field, child in zip(fields(value), children, strict=True):
+        object.__setattr__(made, field.name, child)  # also if it is frozen
+    return made
 
 
 def _copy_dict(value: dict[Any, Any], children: list[Any]) -> Any:
@@ -408,12 +444,6 @@ def _copy_dict(value: dict[Any, Any], children: list[Any]) -> Any:
     return made
 
 
-@lru_cache(maxsize=256, typed=True)
-def _sort_keys(*keys: Any) -> tuple[list[Any], tuple[str, ...]]:
-    """Sort the keys of a dict by how they print, the same on every rank; return them and their texts."""
-    in_order = sorted(keys, key=repr)
-    names = tuple(map(repr, in_order))
-    for name, following in pairwise(names):
-        if name == following:
-            raise TypeError(f"A dict has two keys that print as {name}, so ranks could pair them differently.")
-    return in_order, names
+def _built_in(value: dict[Any, Any]) -> Any:
+    """Return the class of Python's own that a dict is of."""
+    return next(kind for kind in (defaultdict, OrderedDict, dict) if isinstance(value, kind))

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..arguments import as_integer, plain_index
 from ..collectives.consistency import raise_everywhere
 from ..collectives.differences import explain_difference, name_ranks
-from ..collectives.gather import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
 from ..collectives.groups import Group, peers_of
-from ..collectives.tree import concatenate, flat_bytes, leaves_of, replace_leaves
+from ..collectives.transfer import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
+from ..collectives.tree import concatenate, leaves_of, replace_leaves
 from ..errors import MismatchError
 from ..job import current_job
 from ..job.job import ranks_of
@@ -68,7 +68,7 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
         indices = _as_array(indices)
         own = _columns_of(values)
         ready = [_as_column(call, path, column, len(indices)) for path, column in own.items()]
-        tree = replace_leaves(values, _is_column, iter(ready))
+        tree = replace_leaves(values, iter(ready), _is_column)
     gathered = dict(zip(ranks_of(peers), gather_objects(call, (indices, tree), peers), strict=True))
     by_rank = {rank: indices for rank, (indices, _) in gathered.items()}
     _check_range(by_rank, n)
@@ -83,7 +83,7 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
         if isinstance(result, Tensor) and isinstance(own.get(path), Tensor):
             results[path] = result.to(own[path].device)
     leaves = [results[path] for path in _columns_of(like)]
-    return replace_leaves(like, _is_column, iter(leaves))  # type: ignore[no-any-return]
+    return replace_leaves(like, iter(leaves), _is_column)  # type: ignore[no-any-return]
 
 
 def _join_columns(call: str, trees: dict[int, Any], order: NDArray[np.int64]) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _join_columns(call: str, trees: dict[int, Any], order: NDArray[np.int64]) ->
 
 
 def _columns_of(values: Any) -> dict[str, Any]:
-    return dict(leaves_of(values, _is_column, "values"))
+    return leaves_of(values, _is_column, "values")
 
 
 def _is_column(value: Any) -> bool:
@@ -135,26 +135,10 @@ def _as_column(call: str, path: str, column: Any, count: int) -> Any:
         indices = "there is 1 index" if count == 1 else f"there are {count} indices"
         raise ValueError(f"{path} holds {results}, but {indices}: {call} takes one for each.")
     if isinstance(column, Tensor):
-        return _PickledAsArray(column.detach().as_subclass(Tensor))
+        return column.detach().as_subclass(Tensor).cpu()
     if isinstance(column, np.ndarray):
         return column
     return list(column)
-
-
-class _PickledAsArray:
-    """Hold a tensor that is pickled as an array of its bytes, which takes a fraction of torch's way."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __reduce__(self) -> Any:
-        rows = flat_bytes(self.tensor).cpu().numpy()
-        return _tensor_of, (rows, self.tensor.dtype, tuple(self.tensor.shape))
-
-
-def _tensor_of(data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Make a tensor of its bytes."""
-    return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
 def _explain_no_column(column: Any) -> str:

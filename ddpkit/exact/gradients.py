@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..collectives.consistency import fingerprint_of, joined_world_size, raise_everywhere, reduce_in_place
-from ..collectives.groups import control_device
+from ..collectives.consistency import control_device, fingerprint_of, joined_world_size, raise_everywhere
+from ..collectives.reduce import reduce_in_place
 from ..collectives.tree import name_dtype
 from ..data.seeds import generators_kept, seed_cpu
 from ..errors import DdpkitError

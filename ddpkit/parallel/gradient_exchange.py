@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..collectives.consistency import check_fingerprint, communication_device, fingerprint_of
-from ..collectives.groups import control_device
+from ..collectives.consistency import check_fingerprint, communication_device, control_device, fingerprint_of
 from ..collectives.reduce import normalise
 from ..collectives.tree import explain_not_dense, name_dtype
 from ..errors import MismatchError, describe_error

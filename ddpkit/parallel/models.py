@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..collectives.broadcast import broadcast_value
 from ..collectives.differences import explain_sharded
+from ..collectives.transfer import broadcast_value
 from ..collectives.tree import name_dtype
 from ..job import current_job
 from ..torch_internals import has_no_memory, is_compiled, is_dtensor

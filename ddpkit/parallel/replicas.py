@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..collectives.differences import differing_parts, explain_disorder, explain_sharded, list_lines
 from ..collectives.digest import digest
-from ..collectives.gather import gather_objects
 from ..collectives.groups import peers_of
 from ..collectives.reduce import reduce_tree
+from ..collectives.transfer import gather_objects
 from ..collectives.tree import local_part, name_dtype
 from ..errors import ReplicaMismatchError
 from ..job import current_job, lifecycle

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from ..checkpoint.files import check_saveable, from_bytes, to_bytes
 from ..checkpoint.states import find_stand_ins, take_out, tensors_of
-from ..collectives.broadcast import Description, broadcast_bytes, broadcast_tensor, receive
 from ..collectives.consistency import raise_everywhere
 from ..collectives.differences import explain_sharded
+from ..collectives.transfer import Description, broadcast_bytes, broadcast_tensor, receive
 from ..collectives.tree import flat_bytes, is_dense
 from ..data.seeds import get_rng_state, set_rng_state
 from ..errors import LaunchError

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ddpkit.collectives.tree import Leaf, flatten, unflatten, walk
+from ddpkit.collectives.tree import Leaf, describe, rebuild
 
 Point = namedtuple("Point", "x y")
 
@@ -38,19 +38,23 @@ class Strict:
 
 
 def spec(value: Any) -> Any:
-    return flatten(value, [])
+    described = describe(value)
+    return described.paths, described.parts
+
+
+def parts_of(value: Any) -> dict[str, Any]:
+    return dict(zip(*spec(value), strict=True))
 
 
 def doubled(value: Any) -> Any:
-    leaves: list[Any] = []
-    flatten(value, leaves)
-    return unflatten(value, iter([2 * leaf for leaf in leaves]))
+    described = describe(value)
+    return rebuild(value, described, [2 * leaf for leaf in described.leaves])
 
 
 def test_the_order_of_keys_does_not_matter() -> None:
-    leaves: tuple[list[Any], list[Any]] = ([], [])
-    assert flatten({"a": 1.0, "b": [2]}, leaves[0]) == flatten({"b": [2], "a": 1.0}, leaves[1])
-    assert leaves[0] == leaves[1] == [1.0, 2]
+    one, other = {"a": 1.0, "b": [2]}, {"b": [2], "a": 1.0}
+    assert spec(one) == spec(other)
+    assert describe(one).leaves == describe(other).leaves == [1.0, 2]
 
 
 def test_a_copy_keeps_types_and_order() -> None:
@@ -112,7 +116,9 @@ def test_arrays_scalars_and_tensors_come_back_as_such() -> None:
 )
 def test_what_cannot_be_combined_has_different_specs(one: Any, other: Any) -> None:
     assert spec(one) != spec(other)
-    assert [*map(str, walk(spec(one)))] != [*map(str, walk(spec(other)))]
+    assert {path: str(part) for path, part in parts_of(one).items()} != {
+        path: str(part) for path, part in parts_of(other).items()
+    }
 
 
 @pytest.mark.parametrize("one, other", [(1, 2.5), (True, 0), (np.float64(1), 3), (torch.zeros(2), torch.ones(2))])
@@ -129,24 +135,21 @@ def test_what_can_be_combined_has_equal_specs(one: Any, other: Any) -> None:
     ],
 )
 def test_what_cannot_be_averaged_is_not_a_known_leaf(leaf: Any) -> None:
-    leaves: list[Any] = []
-    found = dict(walk(flatten({"ok": 1.0, "bad": [leaf]}, leaves)))
-    bad = found["value['bad'][0]"]
+    bad = parts_of({"ok": 1.0, "bad": [leaf]})["value['bad'][0]"]
     assert isinstance(bad, Leaf) and not bad.known
-    assert leaves == [1.0]
 
 
 def test_paths_read_like_python() -> None:
     value = {"b": [Point(1, {2: 0.5})], "a": Frozen(0.0, [])}
-    paths = [path for path, _ in walk(spec(value))]
+    paths = list(describe(value).paths)
     assert paths == [
         "value",
         *("value['a']", "value['a'].loss", "value['a'].points"),
         *("value['b']", "value['b'][0]", "value['b'][0].x", "value['b'][0].y", "value['b'][0].y[2]"),
     ]
-    assert str(spec(torch.ones(2, 3))) == "float32 tensor of shape (2, 3)"
-    assert str(spec(np.ones(2))) == "float64 array of shape (2,)"
-    assert str(spec({"a": 1})) == "dict of 1" and str(spec(1)) == "number"
+    assert str(parts_of(torch.ones(2, 3))["value"]) == "float32 tensor of shape (2, 3)"
+    assert str(parts_of(np.ones(2))["value"]) == "float64 array of shape (2,)"
+    assert str(parts_of({"a": 1})["value"]) == "dict of 1" and str(parts_of(1)["value"]) == "number"
 
 
 # --- the containers that people pass ----------------------------------------------------------------------------------
@@ -354,7 +357,7 @@ def test_objects_made_of_fields_come_back_as_they_are() -> None:
     got = doubled(derived)
     assert type(got) is Derived and (got.first, got.made, got.second) == (2.0, [4.0], 6.0)
     assert got.total == 8.0 and derived.made == [2.0]
-    unset = dict(walk(spec(Unset(1.0))))
+    unset = parts_of(Unset(1.0))
     assert str(unset["value.y"]) == "object of type NoneType"
 
 
@@ -408,10 +411,8 @@ def test_tensors_with_a_name_for_their_type_come_back_plain() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_what_would_come_back_wrong_is_refused_with_its_path(make: Any, words: str) -> None:
     value = make()
-    leaves: list[Any] = []
-    found = dict(walk(flatten({"ok": 1.0, "bad": [value]}, leaves)))["value['bad'][0]"]
+    found = parts_of({"ok": 1.0, "bad": [value]})["value['bad'][0]"]
     assert isinstance(found, Leaf) and not found.known and re.search(words, str(found)), str(found)
-    assert leaves == [1.0]
 
 
 class Same:
@@ -424,14 +425,13 @@ class Same:
 
 def test_keys_that_print_alike_have_no_order_that_ranks_share() -> None:
     with pytest.raises(TypeError, match=r"two keys.*Same\(\)"):
-        flatten({Same(1): 1.0, Same(2): 2.0}, [])
+        describe({Same(1): 1.0, Same(2): 2.0})
 
 
 def test_no_result_shares_memory_with_its_input() -> None:
     array = np.ones(3)
-    leaves: list[Any] = []
-    flatten([array, array[None], np.float32(1)], leaves)
-    leaves[0] += 1
+    described = describe([array, array[None], np.float32(1)])
+    described.leaves[0] += 1
     assert array.tolist() == [1.0] * 3
 
 
@@ -442,8 +442,5 @@ class DotDict(dict):  # type: ignore[type-arg]
 
 
 def test_a_dict_that_has_every_attribute_is_a_dict() -> None:
-    leaves: list[object] = []
-    value = DotDict(loss=[1.0, 2.0], n=3)
-    flatten(value, leaves)
-    made = unflatten(value, iter(leaves))
-    assert type(made) is DotDict and made == {"loss": [1.0, 2.0], "n": 3}
+    made = doubled(DotDict(loss=[1.0, 2.0], n=3))
+    assert type(made) is DotDict and made == {"loss": [2.0, 4.0], "n": 6}

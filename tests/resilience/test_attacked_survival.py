@@ -21,7 +21,7 @@ from torch import nn
 import ddpkit
 from ddpkit.checkpoint.files import to_bytes
 from ddpkit.checkpoint.states import digest_leaves
-from ddpkit.collectives.broadcast import broadcast_bytes
+from ddpkit.collectives.transfer import broadcast_bytes
 from ddpkit.job.job import Options
 from ddpkit.join.failures import Failure, record_failure
 from ddpkit.join.store import connect

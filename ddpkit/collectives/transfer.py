@@ -1,38 +1,262 @@
-"""Gather tensors and pickled objects of all ranks, unchanged, as rows of bytes: of any dtype, and uneven in number.
-
-What is gathered carries no gradient, except by `gather_batch`. That is a linear map, each rank's rows to all ranks, and
-its backward is the adjoint: each rank receives the gradients that all ranks have for its own rows, and adds them up.
-"""
+"""Send tensors and pickled objects to other ranks, unchanged, as bytes: broadcast one rank's, or gather all."""
 
 from __future__ import annotations
 
 import io
 import math
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..arguments import plain_index
+from ..errors import MismatchError, describe_error
 from ..job import current_job, lifecycle
 from ..job.job import Peers, group_of, ranks_of, subset_of
 from ..launch import ranks
-from .broadcast import CompactPickler
+from ..torch_internals import is_sharded, untraced
 from .consistency import (
     CHECK,
     PAYLOAD,
     communication_device,
+    control_device,
     fingerprint_of,
     new_block,
     raise_everywhere,
-    reduce_in_place,
     sum_block,
 )
-from .groups import control_device
-from .tree import Leaf, bytes_as_tensor, explain_not_dense, flat_bytes, is_tensor, leaves_of, name_dtype, replace_leaves
+from .differences import explain_sharded
+from .reduce import reduce_in_place
+from .tree import (
+    Leaf,
+    bytes_as_tensor,
+    explain_not_dense,
+    flat_bytes,
+    is_dense,
+    leaves_of,
+    loses_gradient,
+    name_dtype,
+    replace_leaves,
+)
+
+_OF_A_CLASS = b"\x93"  # in a pickle that holds more than plain data: pickle.STACK_GLOBAL
+_SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exact in a float64
+
+# Pickles for other ranks: tensors of any dtype, without the memory around a view, and never one rank's shard.
+
+
+class ValuePickler(pickle.Pickler):
+    """Pickle of a tensor its own elements: torch writes all of a view's storage, and not every dtype."""
+
+    def __init__(self, file: io.BytesIO, call: str) -> None:
+        super().__init__(file)
+        self.call = call
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Write a dense tensor as its bytes, refuse a sharded one, and leave everything else to pickle."""
+        if isinstance(obj, Tensor) and is_sharded(obj):  # what arrives elsewhere would be one rank's part
+            raise TypeError(explain_sharded(self.call, [("a tensor in the value", obj)]))
+        if type(obj) is not Tensor or not is_dense(obj):
+            return NotImplemented
+        data = flat_bytes(obj).cpu().numpy()
+        return _from_bytes, (data, obj.dtype, tuple(obj.shape), obj.device, obj.requires_grad)
+
+
+class _TensorPickler(ValuePickler):
+    """Leave the tensors out of a pickle, in a list of their own, so that they can travel by themselves."""
+
+    def __init__(self, file: io.BytesIO, call: str, tensors: list[Tensor]) -> None:
+        super().__init__(file, call)
+        self.tensors = tensors
+        self.indices: dict[int, int] = {}  # in the list, by id
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Give a dense tensor its index in the list."""
+        if type(obj) is not Tensor or not is_dense(obj):  # a Parameter is asked for again by its data
+            return None
+        if id(obj) not in self.indices:
+            self.indices[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)  # keeps it alive, and with it its id
+        return self.indices[id(obj)]
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Read what `_TensorPickler` wrote, given the tensors that it left out."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, index: int) -> Tensor:
+        """Find a tensor by its index in the list."""
+        return self.tensors[index]
+
+
+def pickled(call: str, value: Any) -> bytes:
+    """Pickle a value for other ranks."""
+    file = io.BytesIO()
+    ValuePickler(file, call).dump(value)
+    return file.getvalue()
+
+
+def check_copies(call: str, data: bytes, load: Callable[[bytes], object]) -> None:
+    """Raise if a value that was pickled cannot be unpickled, before others try to and part ways."""
+    if _OF_A_CLASS not in data:
+        return
+    try:
+        load(data)
+    except Exception as error:
+        raise TypeError(
+            f"{call} sends copies, and this value can be pickled but not unpickled: {describe_error(error)}"
+        ) from error
+
+
+def reduce_to_own_elements(tensor: Tensor) -> Any:
+    """Return what pickle asks of a dense tensor, for its own elements: torch writes all of a view's storage."""
+    copy: Any = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return copy.__reduce_ex__(2)
+
+
+def _from_bytes(
+    data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, requires_grad: bool
+) -> Tensor:
+    """Make a tensor that was pickled as its bytes."""
+    return torch.from_numpy(data).view(dtype).reshape(shape).to(device).requires_grad_(requires_grad)
+
+
+# Broadcast: a small value travels in the block of the check, a larger one and tensors after it.
+
+
+class Description(NamedTuple):
+    """Describe a tensor to the other ranks before it comes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    on_cpu: bool
+
+
+def broadcast_value(value: Any, src: Any, peers: Peers | None = None, check: bool = True) -> Any:
+    """Give every rank the value of rank `src`: there itself, elsewhere a copy. Collective."""
+    src = ranks_of(peers)[0] if src is None else plain_index(src)
+    call = f"broadcast(src={src!r})"
+    if not check:
+        return _broadcast_unchecked(call, value, src, peers)
+    tensors: list[Tensor] = []
+    data = b""
+    with raise_everywhere(call, peers):
+        _check_src(src, peers)
+        if ranks.get_rank() == src:
+            data = _pickle(call, value, tensors)
+    if not lifecycle.joined():
+        return value
+    data = broadcast_bytes(call, data, src, peers)
+    if ranks.get_rank() == src:
+        for tensor in tensors:
+            broadcast_tensor(flat_bytes(tensor), src, peers)
+        return value
+    descriptions, body = pickle.loads(data)
+    received = [receive(description, src, peers) for description in descriptions]
+    return _TensorUnpickler(io.BytesIO(body), received).load()
+
+
+def _broadcast_unchecked(call: str, value: Any, src: Any, peers: Peers | None) -> Any:
+    """Give every rank the tensor of rank `src` in the place of its own, by nothing but a broadcast. Collective.
+
+    An error is this rank's alone: in the broadcast the others would not hear of it.
+    """
+    _check_src(src, peers)
+    problem = explain_not_dense(value) if isinstance(value, Tensor) else type(value).__name__
+    if problem:
+        like = "a dense tensor on every rank, of the same shape and dtype"
+        raise TypeError(f"{call} with check=False takes {like}, found {problem}.")
+    _refuse_gradients(call, value)
+    if not lifecycle.joined():
+        return value
+    if ranks.get_rank() != src:
+        return receive(_describe(value), src, peers)
+    broadcast_tensor(flat_bytes(value), src, peers)
+    return value
+
+
+def _check_src(src: object, peers: Peers | None) -> None:
+    everyone = ranks_of(peers)
+    if type(src) is not int or src not in everyone:
+        expected = f"0 to {len(everyone) - 1}" if peers is None else f"one of {', '.join(map(str, everyone))}"
+        raise ValueError(f"src must be a rank, {expected}, got {src!r}.")
+
+
+def _pickle(call: str, value: Any, tensors: list[Tensor]) -> bytes:
+    """Pickle a value and the descriptions of its tensors, which are appended to `tensors`."""
+
+    def load(body: bytes) -> Any:
+        return _TensorUnpickler(io.BytesIO(body), tensors).load()
+
+    _refuse_gradients(call, value)
+    file = io.BytesIO()
+    _TensorPickler(file, call, tensors).dump(value)
+    body = file.getvalue()
+    check_copies(call, body, load)
+    descriptions = [_describe(tensor) for tensor in tensors]
+    return pickle.dumps((descriptions, body))
+
+
+def _refuse_gradients(call: str, value: Any) -> None:
+    for path, leaf in leaves_of(value).items():
+        if isinstance(leaf, Tensor) and loses_gradient(leaf):
+            raise ValueError(f"{call} would lose the gradient of {path}. Pass {path}.detach().")
+
+
+def _describe(tensor: Tensor) -> Description:
+    on_cpu = tensor.device.type == "cpu"
+    return Description(tensor.dtype, tuple(tensor.shape), on_cpu)
+
+
+@untraced
+def broadcast_bytes(call: str, data: bytes, src: int, peers: Peers | None = None, most: float = math.inf) -> bytes:
+    """Give every rank the bytes that rank `src` holds, at most so many; the others hold none. Collective."""
+    block = new_block()
+    payload = block[CHECK:]
+    payload[0] = len(data)
+    start = data[:_SMALL].ljust(_SMALL, b"\0")
+    payload[1:] = np.frombuffer(start, "<u4")
+    sum_block(fingerprint_of(call), block, peers)
+    if not 0 <= payload[0] <= most:
+        raise MismatchError(f"{call}: rank {src} sends {payload[0]:g} bytes, and at most {most:g} are expected.")
+    size = int(payload[0])
+    if size <= _SMALL:
+        return payload[1:].astype("<u4").tobytes()[:size]
+    buffer = bytes_as_tensor(data) if data else torch.empty(size, dtype=torch.uint8, device="cpu")
+    return broadcast_tensor(buffer, src, peers).numpy().tobytes()
+
+
+def receive(description: Description, src: int, peers: Peers | None = None) -> Tensor:
+    """Receive a tensor of rank `src` on this rank's device, or on the CPU if it was there. Collective."""
+    device = torch.device("cpu") if description.on_cpu else current_job.get_device()
+    tensor = torch.empty(description.shape, dtype=description.dtype, device=device)
+    data = broadcast_tensor(flat_bytes(tensor), src, peers)
+    return data.view(description.dtype).reshape(description.shape)
+
+
+def broadcast_tensor(data: Tensor, src: int, peers: Peers | None = None) -> Tensor:
+    """Give every rank the bytes of rank `src`, which are as many as this rank's. Collective."""
+    buffer = data.to(communication_device(data.device, peers))
+    if buffer.numel():
+        with current_job.peer_errors():
+            dist.broadcast(buffer, src, group=group_of(peers))
+    return buffer.to(data.device)
+
+
+# Gather: rows of bytes, of any dtype, and uneven in number.
+#
+# What is gathered carries no gradient, except by `gather_batch`. That is a linear map, each rank's rows to all ranks,
+# and its backward is the adjoint: each rank receives the gradients that all ranks have for its own rows, and adds them
+# up.
 
 
 def gather_trees(call: str, value: Any, peers: Peers | None, check: bool) -> list[Any]:
@@ -49,7 +273,7 @@ def gather_trees(call: str, value: Any, peers: Peers | None, check: bool) -> lis
     trees = []
     for parts in _gather_rows(_fingerprint(call, tensors), matrices, peers, check):
         leaves = map(from_rows, parts, tensors.values())
-        trees.append(replace_leaves(value, is_tensor, leaves))
+        trees.append(replace_leaves(value, leaves))
     return trees
 
 
@@ -65,7 +289,7 @@ def join_trees(call: str, value: Any, peers: Peers | None, check: bool) -> Any:
     else:
         fingerprint = _fingerprint(call, tensors)
         joined = _Joined.apply(call, fingerprint, peers, check, *tensors.values())  # type: ignore[no-untyped-call]
-    return replace_leaves(value, is_tensor, iter(joined))
+    return replace_leaves(value, iter(joined))
 
 
 class _Joined(torch.autograd.Function):
@@ -131,9 +355,7 @@ def _turns(counts: list[int]) -> Tensor:
 def gather_objects(call: str, obj: Any, peers: Peers | None = None) -> list[Any]:
     """Give every rank the objects of all ranks, as pickled copies. Collective."""
     with raise_everywhere(call, peers):
-        file = io.BytesIO()
-        CompactPickler(file, call).dump(obj)
-        rows = bytes_as_tensor(file.getvalue()).unsqueeze(1)
+        rows = bytes_as_tensor(pickled(call, obj)).unsqueeze(1)
     gathered = _gather_rows(fingerprint_of(call), [rows], peers, check=True)
     return [pickle.loads(part.numpy().data) for (part,) in gathered]
 
@@ -144,7 +366,7 @@ def _tensors_of(call: str, value: Any) -> dict[str, Tensor]:
     Raises:
         TypeError: If something is no dense tensor.
     """
-    tensors = dict(leaves_of(value, is_tensor, "value"))
+    tensors: dict[str, Tensor] = leaves_of(value)
     for path, tensor in tensors.items():
         problem = explain_no_tensor(tensor)
         if problem:
