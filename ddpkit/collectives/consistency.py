@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import MismatchError, describe_error
@@ -34,7 +33,7 @@ from ..parsing import parse
 from .differences import explain_mismatch
 from .digest import hash_of
 
-Block = NDArray[np.float64]
+Block = np.ndarray[Any, np.dtype[np.float64]]
 CHECK = 16  # numbers of a block that are the check
 PAYLOAD = 512 - CHECK  # numbers after them, that travel with it
 _FEW = 4  # ranks that send their blocks to each other, as measured

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .tree import flat_bytes, is_dense, local_part, name_dtype
@@ -54,7 +53,7 @@ def _can_be_summed_there(tensor: Tensor) -> bool:
     return not (tensor.storage_offset() * tensor.itemsize | tensor.data_ptr()) % 8
 
 
-def _sum_rows(data: NDArray[np.uint8]) -> NDArray[np.uint64]:
+def _sum_rows(data: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Add up the words of each row, modulo 2^64, each times the key of its place.
 
     Before that a word's upper bits are mixed into the lower ones: signs that change would else cancel at the very top.
@@ -88,9 +87,9 @@ def _sum_rows_there(data: Tensor) -> Tensor:
 
 
 @cache
-def _keys() -> NDArray[np.uint64]:
+def _keys() -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Return an odd number for each word of a row: one bit that changes then changes the sum."""
-    numbers: NDArray[np.uint64] = np.random.PCG64(0).random_raw(_WORDS)
+    numbers: np.ndarray[Any, np.dtype[np.uint64]] = np.random.PCG64(0).random_raw(_WORDS)
     numbers |= np.uint64(1)
     return numbers
 

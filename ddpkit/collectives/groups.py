@@ -9,10 +9,9 @@ import torch.distributed as dist
 
 from ..job import current_job, lifecycle
 from ..job.job import Peers, ranks_of
-from ..join.sockets import sockets_beside
 from ..launch import ranks
 from ..parsing import parse
-from ..torch_internals import current_group, gloo_address, is_mesh
+from ..torch_internals import current_group, is_mesh
 from .consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from .differences import name_ranks
 
@@ -120,7 +119,7 @@ def _new_group(members: tuple[int, ...]) -> dist.ProcessGroup:
     made: dist.ProcessGroup = dist.new_group(list(members))
     session = current_job.current_session()
     if session.connections and session.rank in members:
-        session.connections |= sockets_beside(gloo_address(made))
+        session.follow_connections(made)
     return made
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..job import current_job, lifecycle
@@ -74,7 +73,7 @@ def _order_bits(bits: Tensor) -> Tensor:
 # integer of 64 bits takes two, its high and its low half: a sum of halves is exact on up to two million ranks. To be
 # compared, elements become keys.
 
-Buffer = Tensor | NDArray[np.float64]
+Buffer = Tensor | np.ndarray[Any, np.dtype[np.float64]]
 EXTREMES = ("min", "max")
 _SLOTS_PER_NUMBER = 4
 _LARGEST_EXACT = 2**53  # of the ints that a float64 holds, all up to it

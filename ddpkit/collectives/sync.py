@@ -7,17 +7,17 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ..arguments import check_timeout
 from ..job import current_job, lifecycle
 from ..job.job import subset_of
-from ..join.failures import Failure
-from ..join.session import Ranks, Session
-from ..join.store import add
 from ..launch import ranks
 from .groups import Group, peers_of
 from .transfer import broadcast_bytes, check_copies, pickled
+
+if TYPE_CHECKING:
+    from ..join.session import Ranks, Session
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -208,9 +208,9 @@ def stop_together(flag: bool) -> bool:
     used = [counter] if session.rank == 0 else []  # and deleted later, by one rank
     with session.bounded(session.timeout):
         if wants:
-            add(session.store, counter, 1)
+            session.add(counter, 1)
         session.meet(key, used=used)
-        return add(session.store, counter, 0) > 0
+        return session.add(counter, 0) > 0
 
 
 def _check_name(name: object) -> None:
@@ -239,7 +239,7 @@ def _keys(session: Session, call: str, name: str | None, subset: Ranks | None = 
         _check_name(name)
     except (TypeError, ValueError) as error:
         with session.bounded(session.timeout):
-            session.store.set(refusal_key, Failure.of(session.rank, error).to_json())
+            session.store.set(refusal_key, session.describe(error).to_json())
         session.count_anew(subset)
         raise
     if name is not None:
@@ -253,5 +253,5 @@ def _report_failure(session: Session, key: str, subset: Ranks | None = None) -> 
     try:
         yield
     except BaseException as error:
-        session.meet(key, failure=Failure.of(session.rank, error), ranks=subset)
+        session.meet(key, failure=session.describe(error), ranks=subset)
         raise

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -124,7 +123,11 @@ def reduce_to_own_elements(tensor: Tensor) -> Any:
 
 
 def _from_bytes(
-    data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, requires_grad: bool
+    data: np.ndarray[Any, np.dtype[np.uint8]],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device,
+    requires_grad: bool,
 ) -> Tensor:
     """Make a tensor that was pickled as its bytes."""
     return torch.from_numpy(data).view(dtype).reshape(shape).to(device).requires_grad_(requires_grad)

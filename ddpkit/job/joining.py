@@ -23,7 +23,7 @@ from ..errors import LaunchError
 from ..join.members import Member, Members, children_of, usable_cores
 from ..join.rendezvous import complete_launch, join, raise_if_orphaned
 from ..join.session import Session
-from ..join.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_beside, sockets_to
+from ..join.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_to
 from ..join.store import (
     PortTaken,
     call_with_timeout,
@@ -35,7 +35,7 @@ from ..join.store import (
 )
 from ..launch.launch import Launch
 from ..parsing import parse
-from ..torch_internals import current_group, gloo_address, group_store, reference
+from ..torch_internals import current_group, group_store, reference
 from . import current_job
 from .device import bind_device, choose_device, default_backend, identity
 from .job import ChooseDevice, Job, Options, context_of
@@ -263,7 +263,7 @@ def _make_group(job: Job, session: Session, device: torch.device, backend: str) 
     finally:
         job.group = reference(current_group())
     if backend == "gloo":
-        session.connections = sockets_beside(gloo_address(current_group()))
+        session.follow_connections(current_group())
     if not _connects_all(backend):
         session.meet(session.count("group made"))
     session.arrive()

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from ..errors import BarrierTimeoutError, DdpkitError, printable
 from ..parsing import parse, refuse_text
+from ..torch_internals import gloo_address
 from .causes import cause_of, lost_peer_of
 from .failures import Failure
-from .sockets import SETTLE, cut
+from .sockets import SETTLE, cut, sockets_beside
 from .store import Pause, add, call_with_timeout, read_long, read_texts, write_long
 from .waits import StoreBarrier, UsedKeys, Waits, name_of
 
@@ -92,6 +93,14 @@ class Session(Waits):
     def lost_peer_of(self, error: BaseException) -> DdpkitError | None:
         """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
         return lost_peer_of(error, self)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter of the store and return the sum."""
+        return add(self.store, key, amount)
+
+    def follow_connections(self, group: dist.ProcessGroup | None) -> None:
+        """Remember the connections of a group of gloo's, to be cut when the job has failed."""
+        self.connections |= sockets_beside(gloo_address(group))
 
     def cut_connections(self, settled: bool = False) -> None:
         """Cut those of the process group, which ends collectives; if asked, once others have had time to end theirs."""
