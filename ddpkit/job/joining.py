@@ -34,12 +34,12 @@ from ..join.store import (
     without_prefixes,
 )
 from ..launch.launch import Launch
+from ..launch.process_tree import agent_of
 from ..parsing import parse
 from ..torch_internals import current_group, group_store, reference
 from . import current_job
 from .device import bind_device, choose_device, default_backend, identity
 from .job import ChooseDevice, Job, Options, context_of
-from .launching import agent_of
 from .refusal import is_child_of_rank, refuse_job
 
 # Tell the ranks that wait for this process why it does not join.

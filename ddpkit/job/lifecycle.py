@@ -8,6 +8,7 @@ import gc
 import logging
 import multiprocessing.util
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,11 +25,11 @@ import torch.distributed as dist
 from ..errors import DdpkitError, LaunchError, NotSetUpError
 from ..launch import ranks
 from ..launch.launch import Launch
+from ..launch.process_tree import unnested_launch
 from ..torch_internals import groups, in_autograd_thread
 from . import current_job
 from .device import bind_device, choose_device, is_same_device
 from .job import ChooseDevice, Context, Job, Options, Origin, checked_options, checked_origin, context_of
-from .launching import checked_launch
 from .leaving import destroy_group, ended_well, fill_error_file, last_error, publish, say_goodbye
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _departed: Job | None = None  # left by `teardown()` while an exception was hand
 _apart = ""  # whose block this process is in, in which it exchanges nothing with other ranks
 _children_keep_groups = False  # whether forked children are told to, which cannot be taken back
 _callers = threading.Lock()  # held where the thread that calls a job's collectives is chosen
+_OLDEST_TORCH = (2, 6)  # the first with torch.accelerator; also in pyproject.toml
 _PATIENCE_AFTER_ERROR = timedelta(seconds=2)  # while an error is handled, for ranks that still connect
 _FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
 
@@ -202,6 +204,31 @@ def _join(asked: Options) -> Job:
     if ranks.is_main_process():
         log.info("joined\n%s", job.context)
     return job
+
+
+def check_torch(version: str = torch.__version__) -> None:
+    """Raise if torch is too old: vendors' builds of it are often installed past pip's own check."""
+    release = [int(number) for number in re.findall("[0-9]+", version)[:2]]
+    if tuple(release) < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        raise LaunchError(f"ddpkit needs torch {oldest} or newer, found {version}.")
+
+
+def checked_launch(asked: Options) -> Launch:
+    """Return the launch that the caller or the environment describes; if it is refused, tell peers that may wait."""
+    launch, warning = asked.origin.launch, ""
+    try:
+        check_torch()
+        if launch is None:
+            launch, warning = unnested_launch()
+        if launch.world_size > 1:
+            import_module(".joining", __package__).check_open_files(launch, asked)
+    except LaunchError as error:
+        import_module(".refusal", __package__).tell_peers(error, asked.origin)
+        raise
+    if warning:
+        log.warning("%s", warning)
+    return launch
 
 
 def _let_children_keep_groups() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import LaunchError
 from .detection import detect_launch
 from .environment import Reading, filled
-from .launch import MPI_AND_SLURM, PLATFORM, RANKS, Launch
+from .launch import MPI_AND_SLURM, PLATFORM, RANKS, Launch, forgotten_launcher
 
 
 @dataclass(frozen=True)
@@ -204,3 +204,27 @@ def _expected_agents(outside: Mapping[str, str], outer: Launch) -> range:
         nodes = str(outer.world_size)
     low, _, high = nodes.partition(":")
     return range(int(low), int(high or low) + 1)
+
+
+def unnested_launch() -> tuple[Launch, str]:
+    """Return the launch that the environment describes, and a warning if it may not be what was meant, else "".
+
+    Raises:
+        LaunchError: If it is refused, or nested in another.
+    """
+    launch = detect_launch(os.environ)
+    agent = agent_of(launch)
+    outer = outer_launch(agent.env, launch, os.environ) if agent else None
+    if outer:
+        raise LaunchError(outer)
+    if typed_in_terminal(launch, os.environ, os.getpid()):
+        shells = f"{launch.world_size} shells that srun opened"
+        return Launch("single", 0, 1, 0, 1, 0, 1), f"This was typed into one of {shells}, so it runs alone"
+    return launch, forgotten_launcher(launch) or ""
+
+
+def agent_of(launch: Launch) -> Agent | None:
+    """Find torchrun's agent above this process; None where there is none."""
+    if launch.kind != "torchrun":
+        return None
+    return find_agent(os.environ, os.getpid())

@@ -22,7 +22,7 @@ from processes import CLEAN, begin, free_port, platform_env, run
 import ddpkit
 from ddpkit.job import current_job
 from ddpkit.job import joining as startup
-from ddpkit.job.launching import check_torch
+from ddpkit.job.lifecycle import check_torch
 
 ROOT = Path(__file__).parents[2]
 

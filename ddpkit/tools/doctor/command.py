@@ -22,10 +22,10 @@ from ...errors import LaunchError
 from ...job.device import count_accelerators
 from ...job.job import Context, checked_backend, checked_device
 from ...job.joining import offer_store
-from ...job.launching import unnested_launch
 from ...job.lifecycle import distributed
 from ...join.store import find_master, open_store, store_outlives_ranks
 from ...launch.launch import MPI_AND_SLURM, Launch
+from ...launch.process_tree import unnested_launch
 from ...spawning.spawn import spawn
 from ..terminal import count, positive_seconds
 from . import machine_checks, network_checks

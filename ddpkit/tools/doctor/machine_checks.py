@@ -21,8 +21,7 @@ from ...collectives.sync import barrier
 from ...errors import LaunchError
 from ...job.current_job import get_device
 from ...job.device import MASKS, choose_device, default_backend
-from ...job.launching import check_torch
-from ...job.lifecycle import distributed
+from ...job.lifecycle import check_torch, distributed
 from ...join.members import usable_cores
 from ...launch import ranks
 from ..terminal import count, table
