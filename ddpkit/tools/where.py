@@ -13,14 +13,13 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from ..errors import LaunchError
+from .. import LaunchError, detect_launch
 from ..join.members import Members
 from ..join.rendezvous import Generation
 from ..join.sockets import connect
 from ..join.store import connect as connect_to_store
 from ..join.store import wait_for_listener
 from ..join.store_values import encode
-from ..launch.detection import detect_launch
 from ..launch.process_tree import environment_of
 from ..watch.messages import Activity, Lines, fold, parse
 from .terminal import count, positive_seconds

@@ -18,11 +18,10 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from ... import Launch, LaunchError
 from ...collectives.differences import first_of, name_ranks
-from ...errors import LaunchError
 from ...join.failures import describe_error
 from ...join.store_values import Pause, parse, refuse_text
-from ...launch.launch import Launch
 from ..terminal import announce, count, paint, wrap
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
