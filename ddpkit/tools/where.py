@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from ..errors import LaunchError
+from .. import LaunchError, detect_launch
 from ..join.members import Members
 from ..join.rendezvous import Generation
 from ..join.sockets import connect
 from ..join.store import connect as connect_to_store
 from ..join.store import wait_for_listener
-from ..launch.detection import detect_launch
 from ..launch.process_tree import environment_of
 from ..parsing import encode
 from ..watch.messages import Activity, Lines, fold, parse

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
-from ...errors import LaunchError, PeerError
+from ... import LaunchError, PeerError, detect_launch, spawn
 from ...job.device import count_accelerators
 from ...job.job import checked_device
 from ...join.members import usable_cores
-from ...launch.detection import detect_launch
-from ...spawning.spawn import spawn
 from . import results
 from .measure import PARTS, BadFlag, Plan, measure
 

@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ... import Context, distributed, wrap_model
 from ...collectives import ops
-from ...job.job import Context
-from ...job.lifecycle import distributed
-from ...parallel.wrap import wrap_model
 from ..terminal import announce, count
 
 # Time calls that all ranks make together: blocks of calls, in alternating rounds, for a while.

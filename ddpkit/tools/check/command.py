@@ -10,8 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from ...errors import LaunchError
-from ...launch.detection import detect_launch
+from ... import LaunchError, detect_launch
 from ..script.ranks import Ranks, Script, environment, exit_when_terminated
 from ..terminal import columns, count, paint, wrap
 from .findings import gradients, losses, order, outputs, random_numbers, samples

@@ -18,15 +18,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ...errors import LaunchError
+from ... import Context, Launch, LaunchError, distributed, spawn
 from ...job.device import count_accelerators
-from ...job.job import Context, checked_backend, checked_device
+from ...job.job import checked_backend, checked_device
 from ...job.joining import offer_store
-from ...job.lifecycle import distributed
 from ...join.store import find_master, open_store, store_outlives_ranks
-from ...launch.launch import MPI_AND_SLURM, Launch
+from ...launch.launch import MPI_AND_SLURM
 from ...launch.process_tree import unnested_launch
-from ...spawning.spawn import spawn
 from ..terminal import count, positive_seconds
 from . import machine_checks, network_checks
 from .report import MARK, Check, Report, attempt, print_report, worst

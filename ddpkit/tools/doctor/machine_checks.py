@@ -15,15 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ... import LaunchError, all_reduce, all_reduce_mean, barrier, distributed, get_device, get_rank, get_world_size
 from ...collectives.differences import differing_parts
-from ...collectives.ops import all_reduce, all_reduce_mean
-from ...collectives.sync import barrier
-from ...errors import LaunchError
-from ...job.current_job import get_device
 from ...job.device import MASKS, choose_device, default_backend
-from ...job.lifecycle import check_torch, distributed
+from ...job.lifecycle import check_torch
 from ...join.members import usable_cores
-from ...launch import ranks
 from ..terminal import count, table
 from .report import Check, installed
 
@@ -209,8 +205,8 @@ def two_ranks(backend: str | None, device: str | None, seconds: float) -> list[C
 
 def mean() -> Check:
     """Average one number, and a block of numbers. Collective."""
-    rank = ranks.get_rank()
-    world_size = ranks.get_world_size()
+    rank = get_rank()
+    world_size = get_world_size()
     ramp = torch.arange(_BLOCK, device=get_device(), dtype=torch.float32) % 1024
     number = all_reduce_mean(float(rank))
     block = all_reduce_mean(ramp + rank)

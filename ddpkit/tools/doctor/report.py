@@ -18,10 +18,10 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from ... import Launch, LaunchError
 from ...collectives.differences import first_of, name_ranks
-from ...errors import LaunchError, describe_error
+from ...errors import describe_error
 from ...join.store import Pause
-from ...launch.launch import Launch
 from ...parsing import parse, refuse_text
 from ..terminal import announce, count, paint, wrap
 

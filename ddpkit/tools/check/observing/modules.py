@@ -228,7 +228,6 @@ class Modules:
         if len(self.calls) < _MANY_CALLS:
             self.calls.append(
                 {
-                    "network": type(module).__name__,
                     "where": stack()[:3],
                     "input": content(args),
                     "samples": size_of(args),
