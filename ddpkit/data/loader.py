@@ -29,7 +29,7 @@ from ..signals import handled_signals
 from ..torch_internals import is_from_worker
 from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, is_within
 from .seeds import generators_kept, hash_seeds, seed_cpu
-from .streams import Stream, generators_in, is_stream, keep_state, pass_epoch_on, shards_of, with_set_epoch
+from .streams import Stream, is_stream, pass_epoch_on, shards_of, with_set_epoch
 
 # Keep a loader's workers alive through the signals by which ranks are asked to stop in good order.
 #
@@ -338,15 +338,13 @@ class Loader(DataLoader[Any]):
         worker too. A worker's own changes are not seen: those of `worker_init_fn`, and of a
         generator that the dataset holds and that a persistent worker has drawn from.
 
-        The random numbers that this takes are put back: those of `random`, NumPy and torch, and of
-        the generators that the sampler, the dataset and `collate_fn` hold: in attributes, in
-        containers of up to 100 entries, or as what a function or `functools.partial` was made with.
-        A generator that a function finds among the names of its module is not put back. The epoch
-        that a dataset keeps as ``epoch`` is put back, too. Where nothing is left of the epoch the
-        batch is made of the dataset's first samples; of a stream it is always the epoch's first.
+        The random numbers that this takes from `random`, NumPy and torch are put back. A generator
+        of the script's own, such as one that a dataset or a sampler holds, has drawn once more
+        afterwards. The epoch that a dataset keeps as ``epoch`` is put
+        back, too. Where nothing is left of the epoch the batch is made of the dataset's first
+        samples; of a stream it is always the epoch's first.
         """
-        generators = generators_in(self.batch_sampler, self.dataset, self.collate_fn)
-        put_back = [keep_state(generator) for generator in generators]
+        put_back: list[Callable[[], None]] = []
         for dataset in with_set_epoch(self.dataset):
             epoch = getattr(dataset, "epoch", None)
             if isinstance(epoch, int):

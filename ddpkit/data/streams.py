@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import random
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..torch_internals import WithoutWorkerInfo
 from .samplers import Place
 from .seeds import hash_seeds, seed_cpu
-
-# What datasets, samplers and functions hold: objects that have an epoch, and random number generators.
-
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_WITHOUT_GENERATORS = (type, ModuleType, torch.Tensor, np.ndarray)
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_SHORT = 100  # entries of a container that is searched for generators; longer ones hold samples
 
 
 def pass_epoch_on(owner: Any, epoch: int) -> None:
@@ -59,43 +46,6 @@ def _wrapped_by(wrapper: Any) -> list[Any]:
     if not isinstance(inner, (list, tuple)):
         inner = []
     return [each for each in [held.get("dataset"), *inner] if each is not None]
-
-
-def generators_in(*owners: Any) -> Iterator[Any]:
-    """Yield the random number generators that objects hold: see `Loader.peek`."""
-    seen: set[int] = set()
-    waiting = [*owners]
-    while waiting:
-        owner = waiting.pop()
-        if id(owner) in seen or isinstance(owner, _WITHOUT_GENERATORS):
-            continue
-        seen.add(id(owner))
-        if isinstance(owner, random.SystemRandom):  # has no state
-            continue
-        if isinstance(owner, _GENERATORS):
-            yield owner
-        else:
-            waiting += _held_by(owner)
-
-
-def _held_by(owner: Any) -> list[Any]:
-    """List the objects to which an object refers, but of a function not the names of its module."""
-    if isinstance(owner, _CONTAINERS) and len(owner) > _SHORT:
-        return []
-    held = gc.get_referents(owner)
-    if isinstance(owner, FunctionType):
-        return [each for each in held if each is not owner.__globals__]
-    return held
-
-
-def keep_state(generator: Any) -> Callable[[], None]:
-    """Return a function that puts a generator back into its present state."""
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
-        return functools.partial(setattr, bits, "state", bits.state)
-    if isinstance(generator, random.Random):
-        return functools.partial(generator.setstate, generator.getstate())
-    return functools.partial(generator.set_state, generator.get_state())
 
 
 # stages of a WebDataset that take a part of the shards, by the rank

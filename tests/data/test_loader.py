@@ -2,8 +2,6 @@
 
 import random
 import warnings
-from collections import deque
-from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -592,36 +590,12 @@ def test_a_peek_draws_no_random_numbers_and_finds_something_where_nothing_is_lef
     assert make_loader(range(3), 8, train=False).peek().tolist() == [0, 1, 2]
 
 
-class OwnNoise(Noisy):
-    """Draws from generators of its own, one of them in a transform."""
-
-    def __init__(self):
-        self.numbers, self.old = np.random.default_rng(1), np.random.RandomState(2)
-        self.transforms = [Jitter()]
-        self.system = random.SystemRandom()  # cannot be put back
-
-    def __getitem__(self, index):
-        drawn = index, float(self.numbers.random()), float(self.old.rand())
-        return self.transforms[0](drawn)
-
-    def collate(self, samples):
-        return [(*sample, float(self.numbers.random())) for sample in samples]
-
-
-class Jitter:
-    def __init__(self):
-        self.random, self.torchs = random.Random(3), torch.Generator().manual_seed(4)
-
-    def __call__(self, sample):
-        return *sample, self.random.random(), float(torch.rand((), generator=self.torchs))
-
-
 class OwnOrder:
-    """A sampler of one rank's part of an order that a generator of its own draws."""
+    """A sampler of one rank's part of an order that torch's global generator draws."""
 
-    def __init__(self, n, generator):
+    def __init__(self, n):
         self.num_replicas, self.rank = ddpkit.get_world_size(), ddpkit.get_rank()
-        self.inner = RandomSampler(range(n), generator=generator)
+        self.inner = RandomSampler(range(n))
 
     def __iter__(self):
         return iter([*self.inner][self.rank :: self.num_replicas])
@@ -630,13 +604,11 @@ class OwnOrder:
         return len(range(self.rank, self.inner.num_samples, self.num_replicas))
 
 
-def two_epochs(seed, number, peeks):
+def two_epochs(number, peeks):
     """What two epochs give, and the global numbers after them."""
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
-    dataset = OwnNoise()
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    options = {"sampler": OwnOrder(len(dataset), generator), "collate_fn": dataset.collate, **workers(number)}
-    loader, epochs = make_loader(dataset, 5, **options), []
+    dataset = Noisy()
+    loader, epochs = make_loader(dataset, 5, sampler=OwnOrder(len(dataset)), **workers(number)), []
     for _ in range(2):
         seen = [loader.peek() for _ in range(peeks)]
         epochs.append(list(loader))
@@ -646,68 +618,13 @@ def two_epochs(seed, number, peeks):
 
 
 def with_and_without_peeks():
-    kinds = [
-        (seed, number) for seed in (None, 7) for number in (0, 2)
-    ]  # torch's global generator, or the sampler's own
-    return [[two_epochs(seed, number, peeks) for peeks in (2, 0)] for seed, number in kinds]
+    return [[two_epochs(number, peeks) for peeks in (2, 0)] for number in (0, 2)]
 
 
 @pytest.mark.parametrize("w", WORLDS)
-def test_a_peek_leaves_generators_of_sampler_and_dataset_as_they_were(w):
+def test_a_peek_leaves_the_global_generators_as_they_were(w):
     for found in on_ranks(with_and_without_peeks, w):
         assert all(with_peeks == without for with_peeks, without in found)
-
-
-class Slots:
-    """Keeps its generator in a slot whose name its class mangles."""
-
-    __slots__ = ("__numbers", "unset")
-
-    def __init__(self):
-        self.__numbers = np.random.default_rng(0)
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return float(self.__numbers.random())
-
-
-def drawn_with(generator, samples):
-    return samples, float(torch.rand((), generator=generator))
-
-
-def collating(kind):
-    """A `collate_fn` that draws from a generator of its own, which it holds in one way or another."""
-    generator = torch.Generator().manual_seed(0)
-    if kind == "partial":
-        return partial(drawn_with, generator)
-    if kind == "keyword":
-        return partial(lambda samples, own: drawn_with(own, samples), own=generator)
-    if kind == "default":
-        return lambda samples, own=generator: drawn_with(own, samples)
-    if kind == "inner function":
-
-        def collate(samples):
-            return drawn_with(generator, samples) if samples else later
-
-        if not kind:
-            later = None  # a name without value
-        return collate
-    return lambda samples, holder=deque([{generator}]): drawn_with(next(iter(holder[0])), samples)
-
-
-@pytest.mark.parametrize("kind", ["partial", "keyword", "default", "inner function", "deque"])
-def test_a_peek_leaves_generators_that_functions_hold_as_they_were(kind):
-    peeked, plain = (make_loader(range(6), 2, collate_fn=collating(kind)) for _ in range(2))
-    first = peeked.peek()
-    assert list(peeked) == [first, *list(plain)[1:]]
-
-
-def test_a_peek_leaves_a_generator_in_a_slot_as_it_was():
-    peeked, plain = (make_loader(Slots(), 2, collate_fn=list) for _ in range(2))
-    first = peeked.peek()
-    assert list(peeked) == [first, *list(plain)[1:]]
 
 
 def test_a_loop_left_early_after_a_resume_is_not_silent():
