@@ -62,14 +62,15 @@ _TOGETHER = (
     "examples/snakes_ddpg",
     "launchers/test_slurm.py",
     "launchers/test_torchrun.py",
-    "process_group/test_main_thread.py",
+    "watch/test_main_thread.py",
     "test_robot_trainer.py",
     "test_video_trainer.py",
 )
 
 # what waits for seconds, the longest first: some of the workers begin with it, so that the others compute meanwhile
 _WAITING = tuple(
-    f"tests/{folder}/" for folder in ("tools", "process_group", "resilience", "testing", "faults", "check")
+    f"tests/{folder}/"
+    for folder in ("tools", "job", "join", "watch", "survival", "stop", "guard", "testing", "faults", "check")
 )
 _WAITERS = ("gw0", "gw1", "gw2")
 

@@ -25,7 +25,7 @@ from ddpkit.job import current_job
 from ddpkit.join.failures import Failure
 from ddpkit.join.members import Members
 
-PATHS = [f"{ROOT}/tests", f"{ROOT}/tests/process_group"]
+PATHS = [f"{ROOT}/tests", f"{ROOT}/tests/join"]
 LONG = timedelta(seconds=60)
 FAILURE = asdict(Failure.of(1, ValueError("not true")))
 BAD_RANKS = ["1", True, None, -1, 99, 1.0, 10**30, [1], {}]

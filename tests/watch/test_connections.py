@@ -314,11 +314,11 @@ def keep_talking(address: str, rank: int, seconds: float) -> None:
 def test_a_link_that_loses_much_ends_no_connection_and_a_cut_one_ends_all(
     loss: float, delay: float, tmp_path: Path
 ) -> None:
-    paths = [f"{ROOT}/tests", f"{ROOT}/tests/process_group"]
+    paths = [f"{ROOT}/tests", f"{ROOT}/tests/watch"]
     with virtual_nodes(2) as (_, *nodes), lossy_link(*nodes, loss, delay) as (address, _, cut):
         commands = []
         for rank, node in enumerate(nodes):
-            call = f"import test_monitor_connections as t; t.keep_talking({address!r}, {rank}, 60.0)"
+            call = f"import test_connections as t; t.keep_talking({address!r}, {rank}, 60.0)"
             program = f"import sys; sys.path[:0] = {paths!r}; {call}"
             shell = f'exec {sys.executable} -c "$0" > {tmp_path}/{rank}'
             commands.append(node.run("sh", "-c", shell, program))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import free_port, platform_env, run
-from test_monitor import SOON, freed_after, start
+from test_watch import SOON, freed_after, start
 
 import ddpkit
 from ddpkit.job import current_job
