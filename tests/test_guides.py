@@ -28,8 +28,6 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_what_a_page_calls_is_public(page: Path) -> None:
     names = set(re.findall(r"(?<![\w./])ddpkit\.([A-Za-z]\w*)\b(?!\.\w)", page.read_text()))
-    if page.stem == "versions":  # which tells of former ones
-        names -= ddpkit._FORMER_NAMES.keys()
     modules = {path.stem for path in (ROOT / "ddpkit").iterdir()}
     assert sorted(names - modules - set(ddpkit.__all__)) == []
 

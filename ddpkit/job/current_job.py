@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import BarrierTimeoutError, DdpkitError, PeerError
+from ..errors import BarrierTimeoutError, DdpkitError, PeerError, RankRejoins
 from ..launch import ranks
 from ..torch_internals import current_group
 from .device import choose_device, count_accelerators
@@ -65,7 +65,7 @@ def lost_peer(error: BaseException) -> DdpkitError | None:
     """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
     if job is not None and job.session is not None:
         return job.session.lost_peer_of(error)
-    return error if isinstance(error, (PeerError, BarrierTimeoutError)) else None
+    return error if isinstance(error, (PeerError, BarrierTimeoutError, RankRejoins)) else None
 
 
 def hold_failures(hold: bool, grace: float | None = None) -> None:

@@ -119,8 +119,7 @@ def _compare_with(launcher: Launcher, reading: Reading) -> None:
     same_size = told["world_size"] == real["world_size"]
     if too_few or (same_size and told["rank"] != real["rank"]):
         said, counted = [f"{each.said('rank')}, {each.said('world_size')}" for each in (reading, started)]
-        advice = "does a job script export them? then unset them there"
-        reading.wrong.append(f"{said} contradict {counted} ({advice})")
+        reading.wrong.append(f"{said} contradict {counted} (does a job script export them? then unset them there)")
 
 
 def _signs_around(reading: Reading) -> list[str]:

@@ -608,7 +608,8 @@ def two_epochs(number, peeks):
     """What two epochs give, and the global numbers after them."""
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     dataset = Noisy()
-    loader, epochs = make_loader(dataset, 5, sampler=OwnOrder(len(dataset)), **workers(number)), []
+    sampler = OwnOrder(len(dataset))
+    loader, epochs = make_loader(dataset, 5, sampler=sampler, collate_fn=list, **workers(number)), []
     for _ in range(2):
         seen = [loader.peek() for _ in range(peeks)]
         epochs.append(list(loader))
