@@ -189,7 +189,7 @@ def test_the_benchmark_measures_steps_on_the_device(record_property: Any) -> Non
 
 
 def test_the_benchmark_measures_ranks_that_share_the_device(device: str, record_property: Any) -> None:
-    results = measure(f"--ranks 2 --device {first_of(device)} --only metrics barrier")
+    results = measure(f"--ranks 2 --device {first_of(device)} --only collectives")
     texts = [f"{result['name']} {1e6 * result['seconds']:.0f} us" for result in results]
     assert texts
     record_property("measured", ", ".join(texts))
@@ -197,7 +197,7 @@ def test_the_benchmark_measures_ranks_that_share_the_device(device: str, record_
 
 @pytest.mark.gpus(2)
 def test_the_benchmark_measures_collectives_between_devices(record_property: Any) -> None:
-    results = measure(f"--ranks {several()} --only collectives metrics")
+    results = measure(f"--ranks {several()} --only collectives")
     texts = [f"{result['name']} {1e6 * result['seconds']:.0f} us" for result in results]
     assert texts
     record_property("measured", ", ".join(texts))
