@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from graphlib import TopologicalSorter
 from pathlib import Path, PurePath
@@ -152,6 +153,19 @@ def test_importing_is_small_and_touches_nothing() -> None:
     others = [name for name in added if name.partition(".")[0] != "ddpkit"]
     assert len(others) < 5 and len(added) <= 45, added
     assert touched == []
+
+
+def test_importing_makes_fewer_containers_than_set_off_a_full_collection_of_torch_s() -> None:
+    script = """
+        import gc, torch, torch.distributed
+        gc.collect(), gc.disable()
+        before = len(gc.get_objects())
+        import ddpkit
+        print(len(gc.get_objects()) - before)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 11_000
 
 
 def test_the_reference_lists_every_public_name_once_in_the_order_of_the_package() -> None:
