@@ -1,4 +1,4 @@
-"""The steps of joining a job: the launch, the store, the members, the watch, the device, the process group."""
+"""Join a job: its store, its members, the watch, the device, the process group."""
 
 from __future__ import annotations
 
@@ -42,11 +42,9 @@ from .device import bind_device, choose_device, default_backend, identity
 from .job import ChooseDevice, Job, Options, context_of
 from .refusal import is_child_of_rank, refuse_job
 
-# Tell the ranks that wait for this process why it does not join.
-
-
-# The files that a rank holds open for its connections to the others, and the limit on them.
-
+log = logging.getLogger(__name__)
+_CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
+_CONCLUSION = {"error": str, "shared": bool}
 _OTHERS = 24  # files that joining opens beside one for each connection
 _ROOM = 1024  # files that the limit to set leaves for data loaders and logs
 
@@ -82,12 +80,6 @@ def _open_now() -> int:
         return len(os.listdir("/dev/fd"))
     except OSError:  # where the system does not tell
         return 0
-
-
-log = logging.getLogger(__name__)
-
-_CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
-_CONCLUSION = {"error": str, "shared": bool}
 
 
 class OpenStore(NamedTuple):

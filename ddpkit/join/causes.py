@@ -29,8 +29,7 @@ _BROKEN = re.compile(  # torch raises plain RuntimeErrors, too
     r"|^\[.*ProcessGroup"
 )
 _BY_PEERS = re.compile("timed? ?out|connection|closed|reset|remote|abort|pipe", re.IGNORECASE)
-# in which all ranks notice that a collective broke: its end closes their connections
-_ALL_NOTICE = timedelta(seconds=3)
+_ALL_NOTICE = timedelta(seconds=3)  # that a collective broke: its end closes their connections
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))

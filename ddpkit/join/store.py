@@ -1,4 +1,4 @@
-"""Opening the store where the ranks of a job meet: who hosts it, where, and the error when it cannot be reached."""
+"""Open the store where the ranks of a job meet, wait for it, and read it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from ..launch.environment import derive_port
 from ..launch.launch import Launch
 from ..parsing import refuse_text
 from . import sockets
-
-# Polls that slow down, and calls that are given up after a time.
 
 T = TypeVar("T")
 

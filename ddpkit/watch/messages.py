@@ -1,4 +1,4 @@
-"""The messages of the watch: one JSON object a line, believed only after every field of it was checked."""
+"""The messages of the watch, and what a rank is doing: one JSON object a line, each field of which is checked."""
 
 from __future__ import annotations
 
