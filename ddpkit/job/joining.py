@@ -9,7 +9,6 @@ import os
 import re
 import resource
 import socket
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -219,8 +218,7 @@ def _start_watch(
     """Start the watch, unless rank 0 has none."""
     if members.watch_address is not None:
         listens = partial(_listen_for_watches, job.launch, opened)
-        job.watch = current_job.start_watch(session, members, job.asked.timeout, listener, listens)
-        session.watch = weakref.ref(job.watch)
+        current_job.start_watch(job, session, members, listener, listens)
 
 
 def _address_of(store: dist.Store) -> tuple[str | None, int | None]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
 from ..errors import LaunchError
 from ..job import current_job
+from ..job.job import Job
 from ..job.leaving import fill_error_file
 from ..join.members import Members, children_of, parent_of, watch_key
 from ..join.session import Session
@@ -19,28 +21,27 @@ from .thread import WatchThread
 Listen = Callable[[], tuple[socket.socket, tuple[str, int]]]
 
 
-def start_watch(
-    session: Session, members: Members, timeout: timedelta, listener: socket.socket | None, listen: Listen
-) -> WatchThread:
+def start_watch(job: Job, session: Session, members: Members, listener: socket.socket | None, listen: Listen) -> None:
     """Connect this rank to those below it, then to the one above it.
 
     Args:
+        job: It has the watch as soon as that runs, so that it can be ended if a connection fails.
         session: The job's.
         members: Its ranks.
-        timeout: Bound on the wait for the others.
         listener: The socket on which rank 0 listens already; None on others.
         listen: Opens one on a rank that has others below it.
     """
     rank = session.rank
+    timeout = job.asked.timeout
     with session.bounded(timeout):
         if rank > 0 and children_of(rank, members.world_size):
             listener, address = listen()
             session.store.set(watch_key(rank), json.dumps({"address": address}))
-        watch = WatchThread(session, members.token, listener, fill_error_file)
+        job.watch = watch = WatchThread(session, members.token, listener, fill_error_file)
         watch.wait_for_children(timeout)
         if rank > 0:
             watch.connect(_connect_to_parent(session, members, timeout))
-    return watch
+    session.watch = weakref.ref(watch)
 
 
 def _connect_to_parent(session: Session, members: Members, timeout: timedelta) -> socket.socket:
