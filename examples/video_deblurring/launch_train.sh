@@ -1,22 +1,29 @@
 #!/usr/bin/env bash
-# Trains with N processes: ./launch_train.sh N [OPTION_FILE]
+# Trains with N processes: ./launch_train.sh N [OPTION_FILE] [KEY=VALUE ...]; all of it is passed on
 #   ./launch_train.sh 1      one process, without torchrun
-#   ./launch_train.sh 4 options/vrt/006_train_vrt_videodeblurring_gopro.json
+#   ./launch_train.sh 4 options/vrt/006_train_vrt_videodeblurring_gopro.json train.total_iter=1000
 # Where a platform has started this script once per process, with RANK and WORLD_SIZE set, N is left to it.
 set -euo pipefail
 
 folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if ! [[ ${1:-} =~ ^[1-9][0-9]*$ ]]; then
-    echo "usage: ./launch_train.sh N [OPTION_FILE], N being the number of processes" >&2
+    echo "usage: ./launch_train.sh N [OPTION_FILE] [KEY=VALUE ...], N being the number of processes" >&2
     exit 2
 fi
-opt=${2:-$folder/options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json}
+count=$1
+opt=$folder/options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json
+shift
+if [[ ${1:-} == *.json ]]; then
+    opt=$1
+    shift
+fi
+program=("$folder/main_train_vrt.py" --opt "$opt" "$@")
 
 if [[ -n ${RANK:-} && -n ${WORLD_SIZE:-} ]]; then
     echo "process $RANK of $WORLD_SIZE, started by a platform: no torchrun" >&2
-    exec python -u "$folder/main_train_vrt.py" --opt "$opt"
-elif [[ $1 == 1 ]]; then
-    exec python -u "$folder/main_train_vrt.py" --opt "$opt"
+    exec python -u "${program[@]}"
+elif [[ $count == 1 ]]; then
+    exec python -u "${program[@]}"
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set the same, with a warning
-exec torchrun --standalone --nproc_per_node="$1" "$folder/main_train_vrt.py" --opt "$opt"
+exec torchrun --standalone --nproc_per_node="$count" "${program[@]}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains on several machines under Slurm, one task per process; submit it from this folder:
-#   sbatch train_slurm.sh [OPTION_FILE]
+#   sbatch train_slurm.sh [OPTION_FILE] [KEY=VALUE ...]; all of it is passed on
 #   sbatch --nodes=4 --ntasks-per-node=4 --gpus-per-node=4 train_slurm.sh
 # srun tells each task its place, in variables of its own: no torchrun, no RANK or MASTER_ADDR to set. Where there are no GPUs,
 # delete the line that asks for them.
@@ -19,6 +19,11 @@ if [[ ! -f main_train_vrt.py ]]; then
     exit 2
 fi
 
+opt=options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json
+if [[ ${1:-} == *.json ]]; then
+    opt=$1
+    shift
+fi
+
 # srun itself neither inherits --cpus-per-task nor ends the other tasks when one fails
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    python -u main_train_vrt.py --opt "${1:-options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json}"
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 python -u main_train_vrt.py --opt "$opt" "$@"

@@ -76,11 +76,11 @@ def test_srun_in_a_batch_script_starts_the_ranks(slurm: Slurm, tmp_path: Path) -
 
 def test_the_video_trainers_batch_script_trains_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
     folder, script, output = ROOT / "examples/video_deblurring", tmp_path / "train.sh", tmp_path / "output"
-    opt = video.options(video.write_clips(tmp_path / "clips"), tmp_path, train__total_iter=4)
+    opt = video.options(video.write_clips(tmp_path / "clips"), tmp_path)
     given = (folder / "train_slurm.sh").read_text()
     script.write_text(re.sub("^#SBATCH --gpus.*\n", "", given, flags=re.MULTILINE))  # as it says itself
     sbatch = ["sbatch", "--wait", "--ntasks-per-node=1", "--cpus-per-task=2", f"--output={output}", str(script)]
-    sbatch += [video.write_options(tmp_path / "opt.json", opt)]
+    sbatch += [video.write_options(tmp_path / "opt.json", opt), "train.total_iter=4"]
     python = f"PATH={Path(sys.executable).parent}:$PATH"
     sent = slurm.run("sh", "-c", f"cd {folder} && {python} {shlex.join(sbatch)}")
     said = output.read_text() if output.exists() else ""

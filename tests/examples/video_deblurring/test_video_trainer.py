@@ -480,8 +480,8 @@ def shell(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.storm
 def test_launch_train_sh_trains_on_two_processes_by_torchrun(clips: Path, tmp_path: Path) -> None:
-    opt = video.write_options(tmp_path / "opt.json", video.options(clips, tmp_path, train__total_iter=4))
-    ended = shell(["./launch_train.sh", "2", opt])
+    opt = video.write_options(tmp_path / "opt.json", video.options(clips, tmp_path))
+    ended = shell(["./launch_train.sh", "2", opt, "train.total_iter=4"])
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("launcher: torchrun") == 2 and len(LINE.findall(ended.stdout)) == 1
     assert "done: 4 iterations" in ended.stdout and "Traceback" not in ended.stdout
@@ -489,11 +489,19 @@ def test_launch_train_sh_trains_on_two_processes_by_torchrun(clips: Path, tmp_pa
 
 
 def test_launch_train_sh_leaves_a_platforms_processes_alone(clips: Path, tmp_path: Path) -> None:
-    opt = video.write_options(tmp_path / "opt.json", video.options(clips, tmp_path, train__totl_iter=4))
-    ended = shell(["./launch_train.sh", "4", opt], **platform_env(0, 1, free_port()))
+    opt = video.write_options(tmp_path / "opt.json", video.options(clips, tmp_path))
+    ended = shell(["./launch_train.sh", "4", opt, "train.totl_iter=4"], **platform_env(0, 1, free_port()))
     assert "process 0 of 1, started by a platform: no torchrun" in ended.stdout
     assert "Distributed training: process 0 of 1" in ended.stdout
-    assert ended.returncode == 2 and "did you mean train.total_iter?" in ended.stdout
+    assert ended.returncode == 2 and "did you mean train.total_iter? (the command line)" in ended.stdout
+
+
+@pytest.mark.parametrize("options", [[], ["of my own.json"]])
+def test_launch_train_sh_passes_all_arguments_on(options: list[str]) -> None:
+    ended = shell(["./launch_train.sh", "1", *options, "train.totl_iter=1", "task=two words"])
+    assert ended.returncode == 2
+    said = "cannot read the settings in of my own.json" if options else "train.totl_iter is unknown"
+    assert said in ended.stdout
 
 
 @pytest.mark.parametrize("arguments", [[], ["two"], ["0"]])
