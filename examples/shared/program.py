@@ -7,7 +7,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,6 +59,33 @@ def find_class(setting: str, name: str) -> Callable[..., torch.nn.Module]:
             f"{setting}: cannot find {name}: {error}; start in the folder that holds {module.partition('.')[0]}, put "
             "that folder on PYTHONPATH, or install the package"
         ) from error
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Let a model evaluate in a block: no dropout, BatchNorm by its running statistics; then each part as it was."""
+    former = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in former.items():
+            module.training = training
+
+
+def check_shape(setting: str, found: torch.Tensor, expected: Sequence[int], names: str) -> None:
+    """Raise if a network of the user's returns another shape: a loss would broadcast it without a word.
+
+    Args:
+        setting: Where the user has named the network.
+        found: What it returns.
+        expected: The shape that it must have.
+        names: Of its dimensions.
+    """
+    if tuple(found.shape) != tuple(expected):
+        raise UserError(
+            f"{setting}: the network must return {names}, here {tuple(expected)}, but it returned {tuple(found.shape)}"
+        )
 
 
 class Parser(argparse.ArgumentParser):

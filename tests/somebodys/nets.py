@@ -28,3 +28,23 @@ class Block(nn.Sequential):
     def __init__(self, width: int, dropout: float) -> None:
         convolution = nn.Conv3d(width, width, 3, padding=1)
         super().__init__(convolution, nn.BatchNorm3d(width), nn.ReLU(), nn.Dropout(dropout))
+
+
+class Middle(Net):
+    """Returns the frame in the middle alone, which a loss would broadcast."""
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return super().forward(frames)[:, frames.shape[1] // 2, None]
+
+
+class Noise(nn.Module):
+    """Finds noise in actions, with statistics of batches and dropout; in one number of an action only, if asked."""
+
+    def __init__(self, channels: int, observation: int, *, width: int = 16, one: bool = False) -> None:
+        super().__init__()
+        self.see = nn.Sequential(nn.Linear(observation + 1, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.5))
+        self.find = nn.Linear(width + channels, 1 if one else channels)
+
+    def forward(self, actions: Tensor, step: Tensor, observations: Tensor) -> Tensor:
+        seen = self.see(torch.cat([observations, step[:, None] / 100], dim=1))
+        return self.find(torch.cat([actions, seen[:, None].expand(-1, actions.shape[1], -1)], dim=2))

@@ -130,7 +130,7 @@ def load_policies(path: Path) -> tuple[dict[str, DiffusionPolicy], dict[str, Any
             statistics = Statistics(**{field.name: state[field.name].numpy() for field in fields(Statistics)})
             policies[name] = DiffusionPolicy(config, statistics, saved["entries"]["cameras"])
             policies[name].load_state_dict(state)
-            policies[name].to(ddpkit.get_device())
+            policies[name].eval().to(ddpkit.get_device())
     except (KeyError, RuntimeError) as error:
         raise ddpkit.CheckpointError(f"{path} holds no policy of this program: {error}") from error
     return policies, saved

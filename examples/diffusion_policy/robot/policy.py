@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from shared.program import check_shape, evaluating
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -90,8 +91,9 @@ class DiffusionPolicy(nn.Module):
             (batch, action horizon, numbers), within the range of the demonstrations' actions.
         """
         middle = {camera: crop(seen[camera], self.crop, (0.5, 0.5)) for camera in self.cameras}
-        features, first = self._see(seen | middle), self.observation_horizon - 1
-        plan = ddim(lambda x, step: self._find_noise(x, step, features), noise, self.shares, self.inference_steps)
+        with evaluating(self):
+            features, first = self._see(seen | middle), self.observation_horizon - 1
+            plan = ddim(lambda x, step: self._find_noise(x, step, features), noise, self.shares, self.inference_steps)
         center, reach = self._action_range()
         return center + reach * plan[:, first : first + self.action_horizon]
 
@@ -116,7 +118,9 @@ class DiffusionPolicy(nn.Module):
 
     def _run_network(self, noisy: torch.Tensor, step: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         with self._autocast(noisy.device):
-            return self.network(noisy, step, seen).float()
+            found = self.network(noisy, step, seen).float()
+        check_shape("algo.network.class", found, noisy.shape, "(batch, time, numbers of an action)")
+        return found
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         # here, not around the call: DataParallel's threads do not see a context of their caller
@@ -141,7 +145,7 @@ def _spread(share: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
 
 
 class EMA(nn.Module):
-    """Moving average of a policy's weights, which acts more steadily than the policy itself.
+    """Moving average of a policy's weights, which acts more steadily than the policy itself. Buffers are copied.
 
     Its number of updates is part of its state: a resumed run that began again from 0 would overwrite it with the raw
     weights.
@@ -156,6 +160,7 @@ class EMA(nn.Module):
         self.power, self.policy = power, deepcopy(policy).requires_grad_(False)
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self._averages, self._weights = list(self.policy.parameters()), list(policy.parameters())
+        self._buffers_of_policy = list(policy.buffers())
 
     @torch.no_grad()
     def update(self) -> None:
@@ -163,3 +168,5 @@ class EMA(nn.Module):
         self.updates += 1
         keep = min(1 - int(self.updates) ** -self.power, 0.9999)
         get_ema_multi_avg_fn(keep)(self._averages, self._weights, self.updates)
+        for buffer, other in zip(self.policy.buffers(), self._buffers_of_policy, strict=True):
+            buffer.copy_(other)

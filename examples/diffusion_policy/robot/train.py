@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared.program import NO_STEP, Parser, UserError, one_message, stop_if_not_finite, user_error
+from shared.program import NO_STEP, Parser, UserError, evaluating, one_message, stop_if_not_finite, user_error
 from shared.settings import nested
 from tqdm import trange
 
@@ -51,10 +51,11 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     if config["experiment.validate"]:
         validation = make_validation_loader(index, config, plan.per_rank_batch_size)
 
-    ddpkit.seed_everything(config["train.seed"])  # from here on nothing is random but what samples bring along
+    ddpkit.seed_everything(config["train.seed"])
     policy = DiffusionPolicy(config, index.statistics, index.entries.cameras)
     if not config["train.resume"]:
         load_encoders(policy, config)
+    ddpkit.seed_everything(config["train.seed"], per_rank=True)  # the ranks' dropout differs; their weights do not
     model = wrap(policy, config, job.world_size, torch.cuda.device_count())
     kind = OPTIMIZERS[config["algo.optim_params.policy.optimizer_type"]]
     decay, max_norm = config["algo.optim_params.policy.regularization.L2"], config["train.max_grad_norm"]
@@ -109,11 +110,12 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
                 ema.update()
             step, done = step + 1, done + 1
             if step % config["experiment.check_replicas_every_n_steps"] == 0:
-                check_all(policy, optimizer, ema)
+                make_equal(policy, optimizer, ema)
             if stop.now():
                 break
 
         stop_if_not_finite(first_bad, step, policy, BAD_LOSS)
+        make_equal(policy, optimizer, ema)
         if stop.reason:
             if config["experiment.save.enabled"]:
                 path = saver.save(step, **parts, epoch=epoch - 1, steps_of_next=done, **about)
@@ -133,7 +135,6 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         if config["experiment.rollout.enabled"] and checkpoints.due(epoch, config["experiment.rollout.rate"], epochs):
             news["rollout/success_rate"] = roll_out(actor, index, config, folder, epoch)
         if config["experiment.save.enabled"]:
-            check_all(policy, optimizer, ema)
             path = saver.save(step, **parts, epoch=epoch, steps_of_next=0, **about)
             ddpkit.run_on_main(checkpoints.publish, path, folder, config, epoch, news)
         if writer:
@@ -250,18 +251,21 @@ def validate(policy: DiffusionPolicy, loader: Any, device: torch.device) -> floa
     """Compute the mean loss on moments that are held out, with the same noise each time. Collective."""
     loader.set_epoch(0)
     total, count = 0.0, 0
-    for batch in loader:
-        losses = policy(to_device(batch, device))
-        total += losses.double().sum().item()
-        count += len(losses)
+    with evaluating(policy):
+        for batch in loader:
+            losses = policy(to_device(batch, device))
+            total += losses.double().sum().item()
+            count += len(losses)
     total, count = ddpkit.all_reduce((total, count))
     return total / count
 
 
-def check_all(policy: DiffusionPolicy, optimizer: torch.optim.Optimizer, ema: EMA | None) -> None:
-    """Raises if a rank's weights, optimizer or average have drifted. Collective."""
+def make_equal(policy: DiffusionPolicy, optimizer: torch.optim.Optimizer, ema: EMA | None) -> None:
+    """Average each rank's own statistics of batches; raise if anything else differs between ranks. Collective."""
+    ddpkit.sync_buffers(policy)
     ddpkit.check_replicas(policy, optimizer)
     if ema:
+        ddpkit.sync_buffers(ema)
         ddpkit.check_replicas(ema)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from shared.program import find_class
+from shared.program import check_shape, find_class
 from shared.settings import refuse
 from torch import Tensor, nn
 
@@ -30,6 +30,11 @@ def as_float(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Ten
 def inputs(part: Mapping[str, Tensor]) -> list[Tensor]:
     """What every network is called with: the blurred frames and, where there are any, the spikes."""
     return [part[name] for name in ("L", "S") if name in part]
+
+
+def check_restored(frames: Tensor, shape: Sequence[int]) -> None:
+    """Raise if what a network returns has another shape than the sharp frames."""
+    check_shape("netG.net_type", frames, shape, "(batch, frames, channels, height, width)")
 
 
 def inject_detail(blurred: Tensor, spikes: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from shared.program import user_error
+from shared.program import evaluating, user_error
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -97,14 +97,14 @@ def test(
         label: What to call them.
     """
     ddpkit.sync_buffers(net)  # each rank has its own statistics of batches
-    net = ddpkit.unwrap_model(net).eval()  # ranks have different numbers of clips, and DDP's forward may wait
+    net = ddpkit.unwrap_model(net)  # ranks have different numbers of clips, and DDP's forward may wait
     mine = list(ddpkit.DistributedEvalSampler(clips))
     lpips = find_lpips(device)
     tiles = [count_tiles(len(clip), *clip.shapes["L"][:2], opt) for clip in clips]
     no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
-    with tqdm(total=sum(tiles[i] for i in mine), desc="test", unit="tile", leave=False, disable=no_bar) as bar:
+    bar = tqdm(total=sum(tiles[i] for i in mine), desc="test", unit="tile", leave=False, disable=no_bar)
+    with bar, evaluating(net):
         found = [_test_clip(net, clips[i], opt, device, images, label, lpips, bar) for i in mine]
-    net.train()
     results = ddpkit.gather_exact(found, mine, len(clips))
     names = [clip.name for clip in clips]
     frames, pictures = ({name: result[i] for name, result in zip(names, results, strict=True)} for i in (0, 1))

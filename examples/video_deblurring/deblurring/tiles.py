@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deblurring.data import reverse
-from deblurring.networks import as_float, inputs
+from deblurring.networks import as_float, check_restored, inputs
 
 OVERLAP = 20  # of tiles, in pixels of the blurred frames, as in the original
 CUT = OVERLAP // 2  # what a tile loses where another one is beside it, in pixels of the restored frames
@@ -74,7 +74,10 @@ def _restore(
     for place in places:
         tile = {part: _take(values, place, sizes, 2 if part == "S" else 1) for part, values in clip.items()}
         tile = as_float({part: _fill(values, opt, part) for part, values in tile.items()}, device)
-        out = net(*(values[None] for values in inputs(tile)))[0].float().cpu()
+        restored = net(*(values[None] for values in inputs(tile)))
+        at_once, _, tall, wide = tile["L"].shape
+        check_restored(restored, (1, at_once, channels, tall * scale, wide * scale))
+        out = restored[0].float().cpu()
         here, inside = _without_cuts(place, sizes, whole, scale)
         total[here] += out[inside]
         count[here] += 1

@@ -11,9 +11,12 @@ import torch
 from shared.program import UserError
 from torch import Tensor, nn
 
+from deblurring.networks import check_restored
+
 
 def loss_of(restored: Tensor, sharp: Tensor, train: Mapping[str, Any]) -> Tensor:
     """The mean loss that `train` names: l1, l2, or Charbonnier, which is l1 with a round corner at 0."""
+    check_restored(restored, sharp.shape)
     difference = restored.float() - sharp
     if train["G_lossfn_type"] == "l1":
         loss = difference.abs()

@@ -310,6 +310,37 @@ def test_a_run_goes_on_as_if_it_had_not_stopped_also_on_other_ranks(
     assert varied["train.resume"] is None and varied["train.num_epochs"] == 3
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_network_with_batchnorm_and_dropout_trains_evaluates_and_goes_on(
+    ranks: int, demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    more = ["algo.network.class=somebodys.nets:Noise", "experiment.check_replicas_every_n_steps=3"]
+    more += ["experiment.validate=true", "train.validation_fraction=0.2", "experiment.rollout.enabled=false"]
+    more += ["algo.optim_params.policy.learning_rate.scheduler_type=constant"]
+    for runs, epochs in (("whole", 4), ("halves", 2)):
+        on_ranks(train_on, ranks, settings(demonstrations, tmp_path / runs, *more, f"train.num_epochs={epochs}"))
+    whole, halves = only_run(tmp_path / "whole"), only_run(tmp_path / "halves")
+    on_ranks(train_on, ranks, [f"train.resume={halves}", "train.num_epochs=4"])
+    one, other = states(whole), states(halves)
+    for part in ("policy", "ema", "optimizer"):  # to the last bit
+        assert same(one[part], other[part]), part
+    assert logged(whole)["validation/loss"][4] == logged(halves)["validation/loss"][4]
+    statistics = {name: value for name, value in one["policy"].items() if "running" in name}
+    assert len(statistics) == 2 and all(value.abs().max() > 1e-3 for value in statistics.values())
+    assert same({name: one["ema"][f"policy.{name}"] for name in statistics}, statistics)
+
+    policies, _ = checkpoints.load_policies(whole / "last.pth")
+    batch = make_batch(3, observations=13)
+    for policy in policies.values():
+        assert not policy.training
+        policy.train()
+        policy.network.see[1].eval()  # as somebody freezes it
+        first, second = (policy.act({"observations": batch["observations"]}, batch["noise"]) for _ in range(2))
+        assert torch.equal(first, second)
+        assert policy.network.see[3].training and not policy.network.see[1].training
+
+
 def train_until_signalled(arguments: list[str]) -> None:
     with signalled(rank=1, step=6):
         train_on(arguments)
@@ -374,6 +405,8 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
         "experiment.env=CartPole-v1": "CartPole-v1 does not fit.* 4 numbers.* 13 ",
         f"train.output_dir={tmp_path}/a_run/config.json": "train.output_dir: .*Errno.*config.json",
         f"train.output_dir={tmp_path}/other {LR}=1e30": "loss or weights .* since iteration ., first on rank 0",
+        f"train.output_dir={tmp_path}/shape algo.network.class=somebodys.nets:Noise "
+        'algo.network.kwargs={"one":true}': r"algo.network.class: .*, here \(8, 16, 4\), but it returned \(8, 16, 1\)",
         f"train.data_path={elsewhere}": "Nowhere-v4 cannot be simulated here .NameNotFound",
     }
     arguments = [settings(demonstrations, tmp_path / "runs", *case.split()) for case in cases]

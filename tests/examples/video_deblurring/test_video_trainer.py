@@ -418,6 +418,12 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
             {"netG": {"net_type": "somebodys.nets:Net", "depht": 2}},
             "netG.depht is unknown to somebodys.nets:Net, which takes width, depth, dropout, checkpointing",
         ),
+        "middle": (
+            TRAIN,
+            RGB | {"netG": {"net_type": "somebodys.nets:Middle", "width": 4}},
+            r"netG.net_type: the network must return \(batch, frames, channels, height, width\), here \(\d, \d, 3, .*, "
+            r"but it returned \(\d, 1, 3, ",
+        ),
         "seed": (TRAIN, {"train__manual_seed": 4}, "seed was 3 when the state was saved and is 4 now"),
         "infinite": (
             TRAIN,
