@@ -59,6 +59,8 @@ def find_class(setting: str, name: str) -> Callable[..., torch.nn.Module]:
             f"{setting}: cannot find {name}: {error}; start in the folder that holds {module.partition('.')[0]}, put "
             "that folder on PYTHONPATH, or install the package"
         ) from error
+    except Exception as error:  # of the user's own code, such as a CUDA extension that cannot be loaded
+        raise UserError(f"{setting}: {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

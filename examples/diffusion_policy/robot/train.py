@@ -168,9 +168,12 @@ def try_environment(index: Index) -> None:
     except UserError:
         raise
     except Exception as error:  # each version of MuJoCo fails in a way of its own
+        remedy = "pip install -e '.[examples-robot]' in the repository"
+        if "UnregisteredEnv" in [kind.__name__ for kind in type(error).__mro__]:  # robosuite's, for instance
+            remedy = "set experiment.env to an environment that gymnasium knows"
         raise UserError(
-            f"{index.env_id} cannot be simulated here ({type(error).__name__}: {error}): pip install -e "
-            "'.[examples-robot]' in the repository, or set experiment.rollout.enabled=false"
+            f"{index.env_id} cannot be simulated here ({type(error).__name__}: {error}): {remedy}, or set "
+            "experiment.rollout.enabled=false"
         ) from None
     entries, statistics = index.entries, index.statistics
     remedy = "choose in observation.modalities.obs and experiment.env, or set experiment.rollout.enabled=false"

@@ -407,7 +407,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
         f"train.output_dir={tmp_path}/other {LR}=1e30": "loss or weights .* since iteration ., first on rank 0",
         f"train.output_dir={tmp_path}/shape algo.network.class=somebodys.nets:Noise "
         'algo.network.kwargs={"one":true}': r"algo.network.class: .*, here \(8, 16, 4\), but it returned \(8, 16, 1\)",
-        f"train.data_path={elsewhere}": "Nowhere-v4 cannot be simulated here .NameNotFound",
+        f"train.data_path={elsewhere}": r"Nowhere-v4 cannot be simulated here .NameNotFound.*: set experiment.env to",
     }
     arguments = [settings(demonstrations, tmp_path / "runs", *case.split()) for case in cases]
     port = free_port()

@@ -15,7 +15,16 @@ import pytest
 import torch
 from conftest import on_ranks
 from processes import Ended, free_port, platform_env, run
-from shared.program import NO_STEP, Parser, UserError, one_message, stop_if_not_finite, user_error
+from shared.program import (
+    NO_STEP,
+    Parser,
+    UserError,
+    evaluating,
+    find_class,
+    one_message,
+    stop_if_not_finite,
+    user_error,
+)
 from torch import nn
 
 import ddpkit
@@ -117,6 +126,23 @@ def test_an_environment_that_contradicts_itself_is_one_line() -> None:
     (ended,) = run(end, [{"RANK": "0", "OMP_NUM_THREADS": "1"}], all_find_it)
     assert ended.code == 2 and ended.output.count("\n") == 1
     assert " : trainer.py: error: This looks like a distributed job, but WORLD_SIZE" in ended.output
+
+
+def test_a_users_class_that_cannot_be_imported_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "broken_net.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    with pytest.raises(UserError, match="net: broken_net cannot be imported: OSError: libcudart.so.12: cannot open"):
+        find_class("net", "broken_net:Net")
+    with pytest.raises(UserError, match="net: cannot find nothing_here:Net: No module named"):
+        find_class("net", "nothing_here:Net")
+
+
+def test_a_model_evaluates_in_a_block_and_each_part_is_then_as_it_was() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(2).eval())
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [True, True, False]
 
 
 def find_bad_loss(steps: list[int]) -> str:
