@@ -131,14 +131,16 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def read_arguments(arguments: Iterable[str]) -> dict[str, str]:
-    """Read `key=value` arguments."""
-    given = {}
+def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
+    """Read `key=value` arguments; a value may be a section, in JSON."""
+    given: dict[str, Any] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals:
             raise UserError(f"settings look like key=value, not {argument!r} (--help says more)")
         given[key] = value
+        if value.startswith("{"):
+            given[key] = parse(value, argument)
     return given
 
 
@@ -220,8 +222,10 @@ def _likeness(key: str, known: str) -> float:
     return max(SequenceMatcher(None, key, ending).ratio() for ending in endings)
 
 
-def _typed(given: str, setting: Setting) -> Any:
+def _typed(given: Any, setting: Setting) -> Any:
     """Read a text of a command line as a value that fits, if it can be; else leave it."""
+    if not isinstance(given, str):  # but of a section
+        return given
     for reading in _readings(given):
         if setting.fits(reading):
             return reading

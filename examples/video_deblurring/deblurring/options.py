@@ -214,7 +214,7 @@ def read_options(path: str | Path, changes: Iterable[str] = ()) -> Options:
 def complete(
     content: Mapping[str, Any],
     name: str = "the option file",
-    changes: Mapping[str, str] | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> Options:
     """Check options and add the defaults.
 
@@ -222,6 +222,8 @@ def complete(
         UserError: If anything is wrong, naming every key.
     """
     layers = {name: content, COMMAND_LINE: changes or {}}
+    if "netG" in layers[COMMAND_LINE]:  # in place of the file's, which may name another network
+        layers[name] = {**content, "netG": {}}
     opt = nested(fill_in(_table(layers.values()), layers))
     refuse(_contradictions(opt))
     _fill_in(opt)

@@ -171,6 +171,15 @@ def test_arguments_of_a_network_may_stand_on_the_command_line() -> None:
     assert opt["netG"] == {"net_type": "my.net:Net", "depths": [2, 2], "act": "relu"}
 
 
+def test_a_network_on_the_command_line_takes_the_place_of_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "opt.json"
+    path.write_text(json.dumps(video.options(Path("clips"), Path("runs"), netG={"net_type": "tiny_clip", "depth": 2})))
+    opt = read_options(path, ['netG={"net_type": "my_nets:Net", "width": 4, "name": "a"}'])
+    assert opt["netG"] == {"net_type": "my_nets:Net", "width": 4, "name": "a"}
+    with pytest.raises(UserError, match='netG={"net_type" is not JSON'):
+        read_options(path, ['netG={"net_type"'])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
