@@ -221,7 +221,7 @@ def prepare(settings: argparse.Namespace) -> Path:
     least = 2 * OTHERS * ddpkit.get_world_size()
     if settings.games < least:
         raise ValueError(f"--games must be at least {least} here, so that each rank has some, not {settings.games}")
-    model = runs.parse(settings.model)
+    model = runs.parse(settings.model, refined=False)
     if model.parent.name != runs.MODELS:
         raise ValueError(f"{model} is in no run's folder, where its critics are written: move it to RUN/{runs.MODELS}/")
     return model

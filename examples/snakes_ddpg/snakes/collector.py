@@ -71,8 +71,10 @@ class Collector:
         """
         game = self.game
         replay = self.replay
+        without = self._opponents >= len(players)  # where the players have changed in the middle of an episode
         if replay.count == 0:
-            choose(game.boards, np.ones_like(game.done), np.cumsum(shares), self._opponents)
+            without = np.ones_like(game.done)
+        choose(game.boards, without, np.cumsum(shares), self._opponents)
         device = next(actor.parameters()).device
         at = replay.next()
         observe(game.boards, TEAM, replay.seen[at])

@@ -150,12 +150,14 @@ def find_models(run: int | str, episode: int | None, root: Path = ROOT) -> list[
     return [find_model(run, episode, what, root) for what in ("actor", "critic")]
 
 
-def parse(text: str, root: Path = ROOT) -> Path:
+def parse(text: str, root: Path = ROOT, *, refined: bool = True) -> Path:
     """Find the file of the actor that a user means.
 
     Args:
-        text: "run3:2000", "run3:best", "run3:refined", "run3", "3", "latest", a folder or a file.
+        text: "run3:2000", "run3:best", "run3:refined", "run3", "3", "latest", a folder or a file. A run alone means
+            the model that was refined, unless a better one was saved since; else the best, else the last.
         root: Folder of the runs.
+        refined: Whether a run alone may mean that.
 
     Raises:
         FileNotFoundError: If there is none; the message lists the runs or episodes that exist.
@@ -167,7 +169,11 @@ def parse(text: str, root: Path = ROOT) -> Path:
     run, episode = re.fullmatch(r"(.*?)(?::(\d+|best|refined))?", text).groups()
     if episode == "refined":
         return _find_refined(run, root)
-    return find_model(run, int(episode) if episode and episode != "best" else episode, root=root)
+    model = find_model(run, int(episode) if episode and episode != "best" else episode, root=root)
+    newer = model.with_name("actor_refined.pth")
+    if episode is None and refined and newer.is_file() and newer.stat().st_mtime_ns >= model.stat().st_mtime_ns:
+        return newer
+    return model
 
 
 def _find_refined(run: str, root: Path) -> Path:

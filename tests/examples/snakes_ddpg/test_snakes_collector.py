@@ -12,7 +12,7 @@ from snakes.collector import Collector
 from snakes.features import DIRECTION, FEATURES, observe
 from snakes.game import NEXT, Boards
 from snakes.networks import Actor
-from snakes.opponents import OPPONENTS
+from snakes.opponents import LEVELS, OPPONENTS
 
 pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
 
@@ -211,3 +211,24 @@ def test_the_smallest_replay_has_a_batch_after_every_step_but_the_first(length: 
         collector.play(Actor(4), [OPPONENTS["random"]], np.ones(1), 0.5)
         if step:
             assert len(collector.replay.sample(3, 0.9, rng, torch.device("cpu")).way) == 3
+
+
+def test_boards_that_run_are_given_a_player_when_the_players_change():
+    asked: list[np.ndarray] = []
+
+    def noted(name: str):
+        def player(boards, team, actions):
+            asked.append(boards.streams.copy())
+            OPPONENTS[name](boards, team, actions)
+
+        return player
+
+    collector = Collector(range(BOARDS), BOARDS, 7, episode_length=LENGTH, transitions=100 * 3 * BOARDS)
+    actor = Actor(8)
+    league = ["random", "greedy", "territory", "sharing"]
+    for names in (league, ["evasive"], league, [0], [4], ["greedy"]):  # a league, an evasive one, and difficulties
+        players = [noted(name) if isinstance(name, str) else noted(LEVELS[name]) for name in names]
+        for step in range(5):
+            asked.clear()
+            collector.play(actor, players, np.ones(len(players)), 0.3)
+            assert sum(map(len, asked)) == BOARDS, (names, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -155,11 +156,17 @@ def test_what_is_not_there_is_told(root, text, message):
         runs.parse(text, root)
 
 
-def test_a_refined_model_is_found_by_name_only(root):
+def test_a_run_means_its_refined_model_until_a_better_one_is_saved(root):
     runs.save_models(root / "run10_20240101_000000", "refined", *[nn.Linear(2, 3).state_dict()] * 3)
     folder = root / "run10_20240101_000000" / "trained_model"
     assert runs.parse("latest:refined", root) == folder / "actor_refined.pth"
-    assert runs.parse("latest", root) == folder / "actor_5.pth"
+    assert runs.parse("latest", root) == folder / "actor_refined.pth"
+    assert runs.parse("latest", root, refined=False) == runs.parse("latest:5", root) == folder / "actor_5.pth"
+    assert runs.find_model("latest", root=root) == folder / "actor_5.pth"  # to train on from
+    later = (folder / "actor_refined.pth").stat().st_mtime + 10
+    (folder / "actor_best.pth").write_bytes(b"")
+    os.utime(folder / "actor_best.pth", (later, later))
+    assert runs.parse("latest", root) == folder / "actor_best.pth"
     assert (folder / "rival_refined.pth").is_file()
 
 
