@@ -21,7 +21,7 @@ from deblurring.checkpoints import find_newest, load_weights, restore_set, save_
 from deblurring.data import Crops, find_clips, span
 from deblurring.networks import as_float, inputs, make_network
 from deblurring.options import Options, redacted
-from deblurring.running import Boards, Speed, count_workers, open_folder, run
+from deblurring.running import Speed, count_workers, open_boards, open_folder, run
 from deblurring.testing import find_test_clips, tell, test, write_scores
 from deblurring.training import (
     cut_short,
@@ -103,7 +103,8 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
             static_graph=opt["use_static_graph"],
         )
 
-    model, boards, speed = wrap(), Boards(opt, folder, step), Speed()
+    model, speed = wrap(), Speed()
+    boards = open_boards(opt, folder, step, found.saved.get("wandb_id") if found else None)
     micro, loss_sum = 0, torch.zeros((), device=job.device)
     first_bad = torch.full((), NO_STEP, device=job.device)  # the first iteration whose loss here is not finite
     no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
@@ -156,13 +157,13 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
                     for each in (net, average) if average else (net,):
                         ddpkit.sync_buffers(each)
                     ddpkit.check_replicas(model, optimizer)
-                    save_set(folder / "models", step, nets, **state, seed=seed)
+                    save_set(folder / "models", step, nets, **state, seed=seed, wandb_id=boards.run_id)
                 log.info("%s> saved in %s", here, folder / "models")
             if "test" in due:
                 with speed.paused():
                     report = test(average or net, test_clips, opt, job.device, folder / "images", f"{step}")
                     boards.add(tell(report, here), step)
-                    boards.show(report.pictures, step)
+                    boards.show({f"test/{clip}": picture for clip, picture in report.pictures.items()}, step)
             if last:
                 ddpkit.run_on_main(write_scores, folder, report, step)
             if last or leaves:

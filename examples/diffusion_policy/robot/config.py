@@ -64,6 +64,8 @@ SETTINGS = {
     "experiment.render_video": flag(True),  # one episode of each evaluation
     "experiment.logging.terminal_output_to_txt": flag(True),
     "experiment.logging.log_tb": flag(True),
+    "experiment.logging.log_wandb": flag(False),  # the key is the environment's WANDB_API_KEY
+    "experiment.logging.wandb_proj_name": or_null(text()),
     "train.data_path": Setting("a text or a list of texts", is_text_or_texts, FOLDERS),  # see robot/formats.py
     "train.sample_weights": or_null(many(number())),  # share of the samples by path; null: by their steps
     "train.on_broken_shard": choice("error", "skip"),  # what a broken episode is
@@ -140,7 +142,6 @@ ABSENT = (
     | absent(f"{_CORE}pool_kwargs.", "temperature", "it is 1", 1)
     | absent(f"{_RGB}obs_randomizer_kwargs.", "num_crops pos_enc", "a sample has one crop", 1)
     | absent("", "meta", "it is about scans of settings")
-    | absent("experiment.logging.", "log_wandb wandb_proj_name", "TensorBoard is what there is")
     | absent("experiment.save.", "every_n_seconds epochs", "every_n_epochs says it", [])
     | absent("experiment.save.", "on_best_rollout_return", "on_best_rollout_success_rate says it")
     | absent("experiment.", "additional_envs env_meta_update_dict", "experiment.env names one", {})

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shared.boards import Boards
 from shared.program import NO_STEP, Parser, UserError, evaluating, one_message, stop_if_not_finite, user_error
 from shared.settings import nested
 from tqdm import trange
@@ -78,7 +79,8 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     log.info("%s", ", ".join(ddpkit.all_gather_object(f"rank {job.rank}: {job.device} on {socket.gethostname()}")))
     if config["train.resume"]:
         log.info("resumed after epoch %d, step %d", saved["epoch"], saved["step"])
-    writer, no_bar = make_writer(folder, config, saved["epoch"]), None if job.rank == 0 else True
+    boards, no_bar = open_boards(folder, config, saved), None if job.rank == 0 else True
+    about["wandb_id"] = boards.run_id
     every, epochs = config["experiment.epoch_every_n_steps"], config["train.num_epochs"]
     accumulation, step = config["train.gradient_accumulation_steps"], saved["step"]
     done = saved["steps_of_next"]  # of an epoch that was stopped before its end
@@ -137,10 +139,8 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         if config["experiment.save.enabled"]:
             path = saver.save(step, **parts, epoch=epoch, steps_of_next=0, **about)
             ddpkit.run_on_main(checkpoints.publish, path, folder, config, epoch, news)
-        if writer:
-            for name, value in news.items():
-                writer.add_scalar(name, value, epoch)
-            writer.flush()
+        boards.add(news, epoch)
+    boards.close()
     log.info("%s after step %d: %s", "stopped" if stop.reason else "done", step, folder)
 
 
@@ -272,13 +272,15 @@ def make_equal(policy: DiffusionPolicy, optimizer: torch.optim.Optimizer, ema: E
         ddpkit.check_replicas(ema)
 
 
-def make_writer(folder: Path, config: Config, epoch: int) -> Any:
-    """TensorBoard's, on the main process."""
-    if not config["experiment.logging.log_tb"] or not ddpkit.is_main_process():
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(folder / "logs" / "tb", purge_step=epoch + 1)
+def open_boards(folder: Path, config: Config, saved: dict[str, Any]) -> Boards:
+    """Open what the settings ask for: TensorBoard, and Weights & Biases. Collective."""
+    section = "experiment.logging."
+    tensorboard = folder / "logs" / "tb" if config[f"{section}log_tb"] else None
+    wandb = None
+    if config[f"{section}log_wandb"]:
+        wandb = {"project": config[f"{section}wandb_proj_name"] or "ddpkit", "name": config["experiment.name"]}
+        wandb |= {"dir": folder / "logs", "config": nested(config)}
+    return Boards(saved["epoch"], tensorboard, wandb, saved.get("wandb_id"))
 
 
 def roll_out(policy: DiffusionPolicy, index: Index, config: Config, folder: Path, epoch: int) -> float:

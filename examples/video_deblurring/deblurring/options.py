@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shared.program import UserError
 from shared.settings import (
     COMMAND_LINE,
     REQUIRED,
@@ -208,7 +209,14 @@ def read_options(path: str | Path, changes: Iterable[str] = ()) -> Options:
     Raises:
         UserError: If anything is wrong; the message names every key.
     """
-    return complete(read_json(path), str(path), read_arguments(changes))
+    given = read_arguments(changes)
+    for key in given:
+        if "api_key" in key or "api_key" in str(given[key]):
+            raise UserError(
+                f"{key}: every user of this machine can read the command line, and Weights & Biases keeps it: put the "
+                "key into the environment, as WANDB_API_KEY"
+            )
+    return complete(read_json(path), str(path), given)
 
 
 def complete(

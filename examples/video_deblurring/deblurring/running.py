@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -13,11 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from shared.boards import Boards
 from shared.program import Parser, UserError, log_to, one_message, user_error
-from torch.utils.tensorboard import SummaryWriter
 
 import ddpkit
 from deblurring.options import Options, read_options, redacted
@@ -109,47 +106,16 @@ def _open_folder(opt: Options) -> Path:
     return folder
 
 
-class Boards:
-    """TensorBoard under `tb_logger/` and Weights & Biases, where the options ask for them; on the main process only."""
-
-    def __init__(self, opt: Options, folder: Path, step: int) -> None:
-        self.writer = self.wandb = None
-        if not ddpkit.is_main_process():
-            return
-        logging_options = opt["logging"]
-        if logging_options["use_tensorboard"]:
-            self.writer = SummaryWriter(folder / "tb_logger", purge_step=step + 1)
-        if logging_options["wandb_api_key"]:
-            log.warning("logging.wandb_api_key is ignored: put the key into the environment, as WANDB_API_KEY")
-        if logging_options["use_wandb"] and importlib.util.find_spec("wandb") is None:
-            log.warning("logging.use_wandb: wandb is not installed, so nothing goes there (pip install wandb)")
-        elif logging_options["use_wandb"]:
-            import wandb
-
-            names = {"project": "wandb_project", "entity": "wandb_entity", "name": "wandb_name"}
-            settings = {name: logging_options[key] for name, key in names.items()}
-            settings["name"] = settings["name"] or opt["task"]
-            self.wandb = wandb.init(**settings, dir=folder, config=redacted(opt), resume="allow")
-
-    def add(self, values: dict[str, Any], step: int) -> None:
-        """Logs numbers by their tags."""
-        for tag, value in values.items() if self.writer else ():
-            self.writer.add_scalar(tag, value, step)
-        if self.writer:
-            self.writer.flush()
-        if self.wandb:
-            self.wandb.log(values, step=step)
-
-    def show(self, pictures: dict[str, NDArray[np.uint8]], step: int) -> None:
-        """Log pictures of tested clips."""
-        for clip, picture in pictures.items() if self.writer else ():
-            self.writer.add_image(f"test/{clip}", picture, step, dataformats="HWC")
-
-    def close(self) -> None:
-        if self.writer:
-            self.writer.close()
-        if self.wandb:
-            self.wandb.finish()
+def open_boards(opt: Options, folder: Path, step: int, run_id: str | None) -> Boards:
+    """Open what the options ask for: TensorBoard under `tb_logger/`, and Weights & Biases. Collective."""
+    asked = opt["logging"]
+    if asked["wandb_api_key"] and ddpkit.is_main_process():
+        log.warning("logging.wandb_api_key is ignored: put the key into the environment, as WANDB_API_KEY")
+    wandb = None
+    if asked["use_wandb"]:
+        wandb = {"project": asked["wandb_project"], "entity": asked["wandb_entity"]}
+        wandb |= {"name": asked["wandb_name"] or opt["task"], "dir": folder, "config": redacted(opt)}
+    return Boards(step, folder / "tb_logger" if asked["use_tensorboard"] else None, wandb, run_id)
 
 
 class Speed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import os
 import re
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.storm  # it trains again and again
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "diffusion_policy"
 ENV = CLEAN | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-ENV["CUDA_VISIBLE_DEVICES"] = ""
+ENV |= {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "offline"}
 EPISODES = 10
 LR = "algo.optim_params.policy.learning_rate.initial"
 TINY = ["experiment.epoch_every_n_steps=4", "train.batch_size=8", *SMALL]
@@ -106,6 +107,8 @@ def test_two_processes_train_and_leave_everything_in_place(demonstrations: Path,
     more += " train.optim_params.policy.learning_rate.initial=4e-4 train.lr_scaling=sqrt"
     more += " experiment.rollout.n=3 experiment.rollout.horizon=12 experiment.rollout.rate=2"
     more += " experiment.save.every_n_epochs=2"
+    has_wandb = importlib.util.find_spec("wandb") is not None
+    more += f" experiment.logging.log_wandb={'true' if has_wandb else 'false'}"
     (tmp_path / "config.json").write_text(json.dumps({"train": {"seed": 9, "batch_size": 999}}))
     arguments = settings(demonstrations, tmp_path / "runs", f"load_from={tmp_path / 'config.json'}", *more.split())
     ended = shell(["env", "NPROC=2", "scripts/train_multi_gpu.sh", *arguments])
@@ -138,6 +141,8 @@ def test_two_processes_train_and_leave_everything_in_place(demonstrations: Path,
     events = logged(folder)
     assert events["train/loss"] == pytest.approx({int(epoch): float(loss) for epoch, loss, _ in lines}, abs=1e-4)
     assert [*events["rollout/success_rate"]] == [2, 3]
+    runs = [path.name.rpartition("-")[2] for path in (folder / "logs" / "wandb").glob("offline-run-*")]
+    assert runs == ([saved["state"]["wandb_id"]] if has_wandb else [])
 
 
 def logged(folder: Path) -> dict[str, dict[int, float]]:

@@ -216,6 +216,13 @@ def test_defaults_are_filled_in_and_values_kept() -> None:
     assert opt["val"]["num_frame_testing"] == 3 and opt["logging"]["use_tensorboard"] is True
 
 
+@pytest.mark.parametrize("change", ["logging.wandb_api_key=s3cret", 'logging={"wandb_api_key": "s3cret"}'])
+def test_a_secret_on_the_command_line_is_refused(change: str) -> None:
+    with pytest.raises(UserError, match="put the key into the environment, as WANDB_API_KEY") as error:
+        read_options(FILES[0], [change])
+    assert "s3cret" not in str(error.value)
+
+
 def test_secrets_are_hidden_where_options_are_shown_or_saved() -> None:
     opt = checked(logging__wandb_api_key="s3cret")
     assert "s3cret" not in json.dumps(redacted(opt)) and opt["logging"]["wandb_api_key"] == "s3cret"

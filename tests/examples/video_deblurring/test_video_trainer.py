@@ -143,7 +143,7 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
                     call(
                         "whole2", "whole2", val__save_img=True, logging__use_wandb=True, logging__wandb_api_key="s3cret"
                     ),
-                    call("half", "half", train__total_iter=7),
+                    call("half", "half", train__total_iter=7, logging__use_wandb=True),
                     call("frozen", "frozen", **frozen, train__total_iter=10),
                     call("accumulated", "accumulated", train__accumulation=3, train__total_iter=5),
                     call("workers", "workers", **workers, train__total_iter=5),
@@ -162,7 +162,7 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     }
     for copy in ("half1", "slower"):
         shutil.copytree(root / "half", root / copy)
-    printed[3] = outputs(launch(3, [call("resumed3", "half"), call("test3", "whole2", TEST)]))
+    printed[3] = outputs(launch(3, [call("resumed3", "half", logging__use_wandb=True), call("test3", "whole2", TEST)]))
     one = [call("resumed1", "half1"), call("whole1", "whole1"), call("test1", "whole2", TEST)]
     one += [call("owntest", "own", TEST, **own(root / "released.pth"))]
     one += [
@@ -348,6 +348,13 @@ def test_a_secret_in_the_options_is_seen_nowhere(runs: Runs) -> None:
     assert importlib.util.find_spec("wandb") or "wandb is not installed, so nothing goes" in printed[2][0]["whole2"]
     files = [path for path in (root / "whole2/tiny").rglob("*") if path.is_file()]
     assert not [path for path in files if b"s3cret" in path.read_bytes()]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_a_run_that_goes_on_is_the_same_run_of_weights_and_biases(runs: Runs) -> None:
+    folders = list((runs[0] / "half/tiny/wandb").glob("offline-run-*"))
+    assert len(folders) == 2 and len({folder.name.rpartition("-")[2] for folder in folders}) == 1
+    assert list((runs[0] / "half/tiny/wandb").rglob("media/images/test/x_*.png"))
 
 
 def test_without_spikes_and_in_mixed_precision_it_trains_too(runs: Runs) -> None:

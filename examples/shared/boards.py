@@ -1,0 +1,79 @@
+"""Show a run's numbers and pictures in TensorBoard and in Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import ddpkit
+from shared.program import user_error
+
+log = logging.getLogger("trainer")
+
+
+class Boards:
+    """Where a run's numbers and pictures go; the main process sends them. Collective.
+
+    Args:
+        step: The last step before this part of the run; what TensorBoard has of later ones is hidden.
+        tensorboard: Folder of TensorBoard's files, if there are to be some.
+        wandb: What `wandb.init` takes, if that is to be called. The key is the environment's `WANDB_API_KEY`.
+        run_id: `run_id` of the part before, so that Weights & Biases goes on with that run.
+    """
+
+    def __init__(
+        self, step: int, tensorboard: Path | None, wandb: Mapping[str, Any] | None, run_id: str | None = None
+    ) -> None:
+        self.writer: Any = None
+        self.run: Any = None
+        if ddpkit.is_main_process():
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.writer = SummaryWriter(tensorboard, purge_step=step + 1)
+            if wandb is not None:
+                self.run = _begin_run(wandb, run_id)
+                run_id = self.run.id if self.run else run_id
+        self.run_id: str | None = ddpkit.broadcast(run_id)
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Log numbers by their tags."""
+        if self.writer:
+            for tag, value in values.items():
+                self.writer.add_scalar(tag, value, step)
+            self.writer.flush()
+        if self.run:
+            self.run.log(dict(values), step=step)
+
+    def show(self, pictures: Mapping[str, NDArray[np.uint8]], step: int) -> None:
+        """Log pictures, (height, width, 3), by their tags."""
+        if self.writer:
+            for tag, picture in pictures.items():
+                self.writer.add_image(tag, picture, step, dataformats="HWC")
+        if self.run:
+            import wandb
+
+            self.run.log({tag: wandb.Image(picture) for tag, picture in pictures.items()}, step=step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self.writer:
+            self.writer.close()
+        if self.run:
+            self.run.finish()
+
+
+def _begin_run(settings: Mapping[str, Any], run_id: str | None) -> Any:
+    if importlib.util.find_spec("wandb") is None:
+        log.warning("wandb is not installed, so nothing goes to Weights & Biases (pip install wandb)")
+        return None
+    import wandb
+
+    with user_error("cannot begin a run of Weights & Biases", wandb.Error):
+        return wandb.init(**settings, id=run_id, resume="allow")
