@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,20 @@ def wait_until(happened: Callable[[], bool]) -> None:
     while not happened():
         assert time.monotonic() < end, "another rank never did this"
         time.sleep(0.01)
+
+
+def come_last(folder: str) -> bool:
+    done = Path(folder, "done")
+    if get_rank() == ddpkit.get_world_size() - 1:
+        time.sleep(0.3)
+        done.touch()
+    ddpkit.barrier()
+    return done.exists()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_is_done_before_a_barrier_is_seen_after_it(world_size: int, tmp_path: Path) -> None:
+    assert all(on_ranks(come_last, world_size, str(tmp_path)))
 
 
 def late_for_barrier() -> Any:
