@@ -315,6 +315,7 @@ def test_if_one_rank_raises_in_together_all_raise_and_name_it(world_size: int) -
 def helpers() -> dict[str, Any]:
     rank, out = get_rank(), {}
     out["value"] = ddpkit.run_on_main(lambda: {"rank": get_rank()})
+    out["arguments"] = ddpkit.run_on_main(int, "11", base=2)
     out["error"] = caught(ddpkit.run_on_main, int, "seven")[0]
     out["unpicklable"] = caught(ddpkit.run_on_main, lambda: lambda: 0)[0]
     out["only"] = ddpkit.main_process_only(lambda: "main")()
@@ -343,7 +344,7 @@ def helpers() -> dict[str, Any]:
 def test_what_rank_zero_does_reaches_every_rank(world_size: int) -> None:
     results = on_ranks(helpers, world_size)
     for rank, out in enumerate(results):
-        assert out["value"] == {"rank": 0}
+        assert out["value"] == {"rank": 0} and out["arguments"] == 3
         assert out["only"] == ("main" if rank == 0 else None)
         assert out["stop"] == [True, False]
         assert out["time"] >= results[0]["time"] and out["local time"] >= results[0]["local time"]

@@ -81,3 +81,13 @@ def test_sample_seeds_differ_and_never_change():
 def test_sample_seeds_are_numbers_only():
     with pytest.raises(TypeError):
         sample_seed(0, 1.5, 2)
+
+
+def test_a_seed_leaves_deterministic_settings_alone():
+    def settings():
+        cudnn = torch.backends.cudnn
+        return cudnn.deterministic, cudnn.benchmark, torch.get_deterministic_debug_mode()
+
+    before = settings()
+    seed_everything(42)
+    assert settings() == before

@@ -288,6 +288,7 @@ BROKEN: list[tuple[str, dict[str, str], list[str]]] = [
     ("WORLD_SIZE alone, and no number", {"WORLD_SIZE": "x"}, ["WORLD_SIZE=x is not an integer", "RANK, MASTER_ADDR"]),
     ("all but RANK", MASTER | {"WORLD_SIZE": "4"}, ["RANK is not set"]),
     ("an empty RANK", RANK | MASTER | {"RANK": ""}, ["RANK is not set"]),
+    ("a negative RANK", RANK | MASTER | {"RANK": "-1"}, ["RANK=-1 is not an integer of at least 0"]),
     ("RANK = WORLD_SIZE", RANK | MASTER | {"RANK": "4"}, ["RANK=4 is not below WORLD_SIZE=4"]),
     ("everything at once", {"RANK": "x", "WORLD_SIZE": "0", "MASTER_PORT": "70000", "LOCAL_RANK": "-1"},
      ["MASTER_ADDR is not set", "RANK=x is not an integer of at least 0", "LOCAL_RANK=-1 is not an integer of at",
