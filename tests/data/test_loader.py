@@ -1,7 +1,10 @@
 """Loaders on real ranks against one process that goes through the same global order."""
 
+import gc
+import pickle
 import random
 import warnings
+import weakref
 from itertools import chain, islice
 
 import numpy as np
@@ -779,6 +782,21 @@ def test_any_true_value_shuffles(yes):
     assert repr(loader.state_dict()["shuffle"]) == "True"
 
 
+def test_a_loader_can_be_pickled():
+    loader = make_loader(range(12), 3)
+    assert plain(pickle.loads(pickle.dumps(loader))) == plain(loader)
+
+
+def test_a_loader_that_nobody_holds_is_freed():
+    loader = make_loader(range(16), 4)
+    batches = iter(loader)
+    next(batches)
+    known = weakref.ref(loader)
+    del loader, batches
+    gc.collect()
+    assert known() is None
+
+
 def test_it_shows_what_a_data_loader_shows():
     loader = make_loader(range(20), 4, drop_last=True)
     assert isinstance(loader, torch.utils.data.DataLoader)
@@ -1019,6 +1037,7 @@ def test_a_stream_without_shards_is_not_read_by_several_workers():
         (ValueError, {"batch_size": 0}, "batch_size must be a positive integer, got 0"),
         (ValueError, {"batch_size": 2.0}, "batch_size must be a positive integer, got 2.0"),
         (ValueError, {"batch_size": True}, "batch_size must be a positive integer, got True"),
+        (ValueError, {"dataset": Stream(), "batch_size": None}, "batch_size must be a positive integer, got None"),
         (ValueError, {"dataset": []}, "The dataset is empty"),
         (ValueError, {"dataset": [], "train": False}, "The dataset is empty"),
         (ValueError, {"batch_size": 9, "drop_last": True}, "drop_last=True leaves nothing of 8 samples"),
