@@ -782,6 +782,15 @@ def test_any_true_value_shuffles(yes):
     assert repr(loader.state_dict()["shuffle"]) == "True"
 
 
+def test_a_sampler_whose_set_epoch_is_no_function_is_used_as_it_is():
+    sampler = OwnOrder(8)
+    sampler.set_epoch = "not a method"
+    loader = make_loader(range(8), 2, sampler=sampler)
+    loader.set_epoch(5)
+    assert sorted(chain(*plain(loader))) == list(range(8))
+    assert loader.sampler is sampler and sampler.set_epoch == "not a method"
+
+
 def test_a_loader_can_be_pickled():
     loader = make_loader(range(12), 3)
     assert plain(pickle.loads(pickle.dumps(loader))) == plain(loader)
@@ -1048,6 +1057,7 @@ def test_a_stream_without_shards_is_not_read_by_several_workers():
         (ValueError, {"dataset": Stream(), "shuffle": True}, "Leave out shuffle"),
         (ValueError, {"dataset": Stream(), "sampler": RandomSampler(range(8))}, "leave out the sampler"),
         (TypeError, {"dataset": (i for i in range(3))}, "generator has no __len__"),
+        (TypeError, {"dataset": None}, "NoneType has no __len__"),
         (TypeError, {"generator": torch.Generator()}, "takes no generator: it seeds one of its own"),
         (ValueError, {"batch_sampler": [[1]]}, "leave out batch_size, sampler, shuffle and drop_last"),
         (ValueError, {"dataset": Stream(), "batch_size": None, "batch_sampler": [[1]]}, "For a stream.* leave it out"),
