@@ -96,6 +96,7 @@ def broadcasted() -> list[Any]:
         model.weight.fill_(rank)
     other = broadcast(model if rank == 0 else None)
     assert [type(p) for p in other.parameters()] == [nn.Parameter] * 2 and other.weight.unique().tolist() == [0.0]
+    assert broadcast(None if rank == 0 else "ignored") is None
     kept = broadcast({"a": torch.ones(1)}) if rank == 0 else broadcast("ignored")
     kept["a"].add_(rank)
     assert [x["a"].item() for x in all_gather_object(kept)] == [1.0 + other for other in range(world)]

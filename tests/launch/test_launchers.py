@@ -192,6 +192,7 @@ LAUNCHES: list[tuple[str, dict[str, str], str]] = [
     ("a script that tells srun's tasks all four", TASK | RANK | MASTER, PLAIN_RANKS),
     ("another launcher in a task per node",
      TASK | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"} | RANK | MASTER, PLAIN_RANKS),
+    ("another launcher in a lone task", LONE_TASK | RANK | MASTER, PLAIN_RANKS),
     ("srun on two nodes", TASK, "slurm 3/4 1/2 1/2 n1:28663"),
     ("srun on one node", ONE_NODE, "slurm 3/4 3/4 0/1 127.0.0.1:28663"),
     ("srun -m cyclic", TASK | CYCLIC, "slurm 3/4 2/3 0/2 n1:28663"),
