@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import on_ranks
 
+from ddpkit.data.samplers import DistributedSampler
 from ddpkit.data.seeds import hash_seeds, sample_seed, seed_everything
 
 
@@ -91,3 +92,10 @@ def test_a_seed_leaves_deterministic_settings_alone():
     before = settings()
     seed_everything(42)
     assert settings() == before
+
+
+def test_the_order_of_samples_does_not_depend_on_the_seed_of_the_process():
+    seed_everything(42)
+    order = list(DistributedSampler(range(30), 1, 0))
+    seed_everything(999)
+    assert list(DistributedSampler(range(30), 1, 0)) == order
