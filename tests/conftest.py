@@ -80,7 +80,7 @@ _STORM_VARIANTS = int(os.environ.get("STORM_VARIANTS", sys.maxsize))
 _STORM_SEED = os.environ.get("STORM_SEED", "1")
 
 # scripts, which train as soon as they are imported
-collect_ignore = [f"check/{kind}" for kind in ("wrong", "mended", "correct", "slow", "quick")]
+collect_ignore = [f"check/{kind}" for kind in ("wrong", "correct")]
 collect_ignore_glob = [files for files, packages in _OF_EXAMPLES.items() if _missing(packages)]
 
 

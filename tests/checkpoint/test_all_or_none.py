@@ -42,8 +42,9 @@ def fails_on_one_rank(folder: str) -> dict[str, str]:
         os.truncate(f"{folder}/copy-{rank}.pt", 1000)
     said["damaged copy"] = message_of(checkpoints.load, f"{folder}/copy-{rank}.pt")
     said["other file"] = message_of(checkpoints.load, [path, f"{folder}/step-000000002.pt"][rank])
-    os.truncate(path, 1000)
     os.truncate(f"{folder}/step-000000002.pt", 1000)
+    said["newest broken"] = f"step {checkpoints.load_latest()['step']}"
+    os.truncate(path, 1000)
     said["all broken"] = message_of(checkpoints.load_latest)
     return said
 
@@ -57,4 +58,5 @@ def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert said["other model"].startswith("Rank 1: ") and "0.weight of shape" in said["other model"]
     assert re.match(r"Rank 1: Cannot read /.*/elsewhere.pt: \[Errno 2\] No such file", said["missing file"])
     assert said["damaged copy"].startswith("Rank 1: Cannot read ") and "truncated" in said["damaged copy"]
+    assert said["newest broken"] == "step 1"
     assert "No checkpoint in" in said["all broken"] and said["all broken"].count("truncated") == 2

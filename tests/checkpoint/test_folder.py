@@ -33,6 +33,15 @@ def test_only_the_last_written_are_kept(tmp_path: Path) -> None:
     assert newest_step(checkpoints.folder) == 300
 
 
+def test_a_checkpointer_deletes_what_one_before_it_has_kept(tmp_path: Path) -> None:
+    for step in (0, 1, 2):
+        Checkpointer(tmp_path, keep=5).save(step)
+    checkpoints = Checkpointer(tmp_path, keep=1)
+    checkpoints.save(3)
+    assert checkpoints.steps() == [3]
+    assert Checkpointer(tmp_path / "missing").load_latest() is None
+
+
 def test_neither_clock_nor_copying_changes_the_order(tmp_path: Path) -> None:
     checkpoints = Checkpointer(tmp_path, keep=2)
     for step, clock in ((1, 3_000_000), (2, 2_000_000), (3, 1_000_000), (4, 500_000)):  # a clock that is set back

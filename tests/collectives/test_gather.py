@@ -25,6 +25,9 @@ class Config:
     layers: list[Any]
 
 
+KINDS = ["foo", {1: 2}, [24, {"a": "b"}]]  # of objects, one for each rank
+
+
 def gathered() -> dict[str, Any]:
     rank = get_rank()
     grown = torch.arange(2.0 * rank).reshape(rank, 2)
@@ -43,6 +46,7 @@ def gathered() -> dict[str, Any]:
         "conjugate": all_gather(torch.tensor([1j * rank]).conj()),
         "zero": all_gather(torch._efficientzerotensor((2,))),
         "zero object": all_gather_object(torch._efficientzerotensor((2,))),
+        "kinds": all_gather_object(KINDS[rank]),
         "objects": all_gather_object({"rank": rank, "text": "x" * 5000 * rank, "none": None}),
     }
 
@@ -60,6 +64,7 @@ def test_all_gather_gives_every_rank_each_tensor_as_it_was(world: int) -> None:
             assert [tensors[other].tolist() for tensors in got["dtypes"]] == [[bool(other), 1], *[[other, 1]] * 6]
             assert got["conjugate"][other].tolist() == [-1j * other]
             assert got["zero"][other].tolist() == got["zero object"][other].tolist() == [0.0, 0.0]
+            assert got["kinds"][other] == KINDS[other]
             assert got["objects"][other] == {"rank": other, "text": "x" * 5000 * other, "none": None}
         assert {len(each) for name, each in got.items() if name != "dtypes"} == {world}
 
@@ -96,6 +101,7 @@ def broadcasted() -> list[Any]:
         model.weight.fill_(rank)
     other = broadcast(model if rank == 0 else None)
     assert [type(p) for p in other.parameters()] == [nn.Parameter] * 2 and other.weight.unique().tolist() == [0.0]
+    assert broadcast(None if rank == 0 else "ignored") is None
     kept = broadcast({"a": torch.ones(1)}) if rank == 0 else broadcast("ignored")
     kept["a"].add_(rank)
     assert [x["a"].item() for x in all_gather_object(kept)] == [1.0 + other for other in range(world)]

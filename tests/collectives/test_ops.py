@@ -734,6 +734,11 @@ BAD_ON_ALL: dict[str, tuple[Callable[[], Any], str, str]] = {
     "op": (lambda: all_reduce(1.0, "product"), "ValueError", r"op must be one of"),
     "near op": (lambda: all_reduce(1.0, "maxx"), "ValueError", r"one of sum, mean, min, max, got 'maxx'"),
     "source": (lambda: broadcast(1, src=-1), "ValueError", r"src must be a rank"),
+    "gradient": (
+        lambda: all_gather(torch.ones(2, requires_grad=True).sum()),
+        "ValueError",
+        r"would lose the gradient of value. Use gather_batch\(\).*\.detach\(\)",
+    ),
     "overflow": (lambda: all_reduce(torch.tensor([2**62, 2**62 - 1])), "OverflowError", r"does not fit 64 bits"),
     "large overflow": (lambda: all_reduce(torch.full((999,), -(2**63))), "OverflowError", r"does not fit 64 bits"),
 }

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,20 @@ def wait_until(happened: Callable[[], bool]) -> None:
     while not happened():
         assert time.monotonic() < end, "another rank never did this"
         time.sleep(0.01)
+
+
+def come_last(folder: str) -> bool:
+    done = Path(folder, "done")
+    if get_rank() == ddpkit.get_world_size() - 1:
+        time.sleep(0.3)
+        done.touch()
+    ddpkit.barrier()
+    return done.exists()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_is_done_before_a_barrier_is_seen_after_it(world_size: int, tmp_path: Path) -> None:
+    assert all(on_ranks(come_last, world_size, str(tmp_path)))
 
 
 def late_for_barrier() -> Any:
@@ -300,6 +315,7 @@ def test_if_one_rank_raises_in_together_all_raise_and_name_it(world_size: int) -
 def helpers() -> dict[str, Any]:
     rank, out = get_rank(), {}
     out["value"] = ddpkit.run_on_main(lambda: {"rank": get_rank()})
+    out["arguments"] = ddpkit.run_on_main(int, "11", base=2)
     out["error"] = caught(ddpkit.run_on_main, int, "seven")[0]
     out["unpicklable"] = caught(ddpkit.run_on_main, lambda: lambda: 0)[0]
     out["only"] = ddpkit.main_process_only(lambda: "main")()
@@ -328,7 +344,7 @@ def helpers() -> dict[str, Any]:
 def test_what_rank_zero_does_reaches_every_rank(world_size: int) -> None:
     results = on_ranks(helpers, world_size)
     for rank, out in enumerate(results):
-        assert out["value"] == {"rank": 0}
+        assert out["value"] == {"rank": 0} and out["arguments"] == 3
         assert out["only"] == ("main" if rank == 0 else None)
         assert out["stop"] == [True, False]
         assert out["time"] >= results[0]["time"] and out["local time"] >= results[0]["local time"]

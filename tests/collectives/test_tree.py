@@ -129,7 +129,7 @@ def test_what_can_be_combined_has_equal_specs(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     "leaf",
     [
-        *("text", None, 1j, {1, 2}, b"bytes", object, Strict),
+        *("text", None, 1j, {1, 2}, b"bytes", object, Strict, (leaf for leaf in "a")),
         *(np.array(["a"]), np.array([1j]), np.ma.masked_array([1.0], [True]), np.longdouble(1), np.datetime64("2024")),
         *(torch.ones(1, dtype=torch.complex64), torch.ones(1).to_sparse(), torch.ones(1, device="meta")),
     ],

@@ -1,7 +1,10 @@
 """Loaders on real ranks against one process that goes through the same global order."""
 
+import gc
+import pickle
 import random
 import warnings
+import weakref
 from itertools import chain, islice
 
 import numpy as np
@@ -779,11 +782,35 @@ def test_any_true_value_shuffles(yes):
     assert repr(loader.state_dict()["shuffle"]) == "True"
 
 
+def test_a_sampler_whose_set_epoch_is_no_function_is_used_as_it_is():
+    sampler = OwnOrder(8)
+    sampler.set_epoch = "not a method"
+    loader = make_loader(range(8), 2, sampler=sampler)
+    loader.set_epoch(5)
+    assert sorted(chain(*plain(loader))) == list(range(8))
+    assert loader.sampler is sampler and sampler.set_epoch == "not a method"
+
+
+def test_a_loader_can_be_pickled():
+    loader = make_loader(range(12), 3)
+    assert plain(pickle.loads(pickle.dumps(loader))) == plain(loader)
+
+
+def test_a_loader_that_nobody_holds_is_freed():
+    loader = make_loader(range(16), 4)
+    batches = iter(loader)
+    next(batches)
+    known = weakref.ref(loader)
+    del loader, batches
+    gc.collect()
+    assert known() is None
+
+
 def test_it_shows_what_a_data_loader_shows():
     loader = make_loader(range(20), 4, drop_last=True)
     assert isinstance(loader, torch.utils.data.DataLoader)
     assert (loader.batch_size, loader.drop_last, loader.dataset, len(loader)) == (4, True, range(20), 5)
-    assert isinstance(loader.sampler, DistributedSampler)
+    assert isinstance(loader.sampler, DistributedSampler) and loader.pin_memory is False
 
 
 def with_samplers():
@@ -799,7 +826,8 @@ def with_samplers():
         with pytest.raises(ValueError, match="The sampler is for rank 1 of 2, but this is rank 0 of 1"):
             make_loader(range(n), 3, sampler=DistributedSampler(range(n), 2, 1))
     else:
-        with pytest.raises(TypeError, match="RandomSampler does not split its samples: each of 2 ranks would load"):
+        words = "RandomSampler does not split its samples: each of 2 ranks would load.*DistributedWeightedSampler"
+        with pytest.raises(TypeError, match=words):
             make_loader(range(n), 3, sampler=RandomSampler(range(n)))
         with pytest.raises(TypeError, match=r"Whole has no shard\(index, num_shards\): each of 2 ranks"):
             make_loader(Whole(), 2)
@@ -1019,6 +1047,7 @@ def test_a_stream_without_shards_is_not_read_by_several_workers():
         (ValueError, {"batch_size": 0}, "batch_size must be a positive integer, got 0"),
         (ValueError, {"batch_size": 2.0}, "batch_size must be a positive integer, got 2.0"),
         (ValueError, {"batch_size": True}, "batch_size must be a positive integer, got True"),
+        (ValueError, {"dataset": Stream(), "batch_size": None}, "batch_size must be a positive integer, got None"),
         (ValueError, {"dataset": []}, "The dataset is empty"),
         (ValueError, {"dataset": [], "train": False}, "The dataset is empty"),
         (ValueError, {"batch_size": 9, "drop_last": True}, "drop_last=True leaves nothing of 8 samples"),
@@ -1029,6 +1058,7 @@ def test_a_stream_without_shards_is_not_read_by_several_workers():
         (ValueError, {"dataset": Stream(), "shuffle": True}, "Leave out shuffle"),
         (ValueError, {"dataset": Stream(), "sampler": RandomSampler(range(8))}, "leave out the sampler"),
         (TypeError, {"dataset": (i for i in range(3))}, "generator has no __len__"),
+        (TypeError, {"dataset": None}, "NoneType has no __len__"),
         (TypeError, {"generator": torch.Generator()}, "takes no generator: it seeds one of its own"),
         (ValueError, {"batch_sampler": [[1]]}, "leave out batch_size, sampler, shuffle and drop_last"),
         (ValueError, {"dataset": Stream(), "batch_size": None, "batch_sampler": [[1]]}, "For a stream.* leave it out"),

@@ -290,10 +290,12 @@ def test_weights_of_any_size_are_drawn_by_their_ratios():
     assert len(set(tiny)) > 10
 
 
-def test_a_samplers_length_is_also_that_of_torchs():
+def test_a_samplers_attributes_are_also_those_of_torchs():
     ours = DistributedSampler(range(100), num_replicas=3, rank=1)
     theirs = TorchSampler(range(100), num_replicas=3, rank=1)
     assert (ours.num_samples, ours.total_size) == (theirs.num_samples, theirs.total_size) == (34, 102)
+    for name in ("num_replicas", "rank", "shuffle", "seed", "drop_last", "epoch"):
+        assert getattr(ours, name) == getattr(theirs, name)
 
 
 def test_weights_that_change_afterwards_change_no_draw():

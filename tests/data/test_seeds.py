@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import on_ranks
 
+from ddpkit.data.samplers import DistributedSampler
 from ddpkit.data.seeds import hash_seeds, sample_seed, seed_everything
 
 
@@ -81,3 +82,20 @@ def test_sample_seeds_differ_and_never_change():
 def test_sample_seeds_are_numbers_only():
     with pytest.raises(TypeError):
         sample_seed(0, 1.5, 2)
+
+
+def test_a_seed_leaves_deterministic_settings_alone():
+    def settings():
+        cudnn = torch.backends.cudnn
+        return cudnn.deterministic, cudnn.benchmark, torch.get_deterministic_debug_mode()
+
+    before = settings()
+    seed_everything(42)
+    assert settings() == before
+
+
+def test_the_order_of_samples_does_not_depend_on_the_seed_of_the_process():
+    seed_everything(42)
+    order = list(DistributedSampler(range(30), 1, 0))
+    seed_everything(999)
+    assert list(DistributedSampler(range(30), 1, 0)) == order

@@ -254,10 +254,13 @@ def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyP
     assert ddpkit.spawn(threads, 2, 3) == [3, 3]
 
 
-def adopt() -> tuple[float, bool, str]:
+def adopt(how: str) -> tuple[float, bool, str]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    if how == "store":
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group("gloo", init_method=how, rank=rank, world_size=world_size)
     mean = ddpkit.all_reduce_mean(float(rank))  # without setup(): it finds the group and adopts it
     context = ddpkit.setup()
     ddpkit.barrier()
@@ -267,8 +270,9 @@ def adopt() -> tuple[float, bool, str]:
     return mean, alive, str(context.backend)
 
 
-def test_a_group_that_somebody_else_made_is_adopted_and_left_alone() -> None:
-    assert ddpkit.spawn(adopt, 3) == [(1.0, True, "gloo")] * 3
+@pytest.mark.parametrize("how", ["store", "env://", "file://{folder}/store"])
+def test_a_group_that_somebody_else_made_is_adopted_and_left_alone(how: str, tmp_path: Path) -> None:
+    assert ddpkit.spawn(adopt, 3, how.format(folder=tmp_path)) == [(1.0, True, "gloo")] * 3
 
 
 def join_wait_and_leave() -> float:

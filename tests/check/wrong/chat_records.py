@@ -2,6 +2,8 @@
 
 QwenLM/Qwen3-VL#1971: each process shuffles its list of records, unseeded, before the sampler shares out
 positions in it. So position 5 is another record on each rank: some come twice, others not at all.
+
+Mended: The list stays as it was read; the sampler shuffles.
 """
 
 import random
@@ -18,7 +20,7 @@ VOCABULARY = "abcdefghijklmnopqrstuvwxyz ?!"
 class LazySupervisedDataset(Dataset):
     def __init__(self, list_data_dict):
         super().__init__()
-        random.shuffle(list_data_dict)  # <- shuffle-differs
+        random.shuffle(list_data_dict)  # wrong <- shuffle-differs
         self.list_data_dict = list_data_dict
 
     def __len__(self):

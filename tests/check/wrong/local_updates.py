@@ -2,6 +2,8 @@
 
 Common in averaging by hand: it goes through `parameters()`, in which the statistics of batch norm are not. Each
 rank keeps statistics of its own share, and evaluates another network.
+
+Mended: The averages are of weights and of the statistics of batch norm.
 """
 
 import argparse
@@ -14,9 +16,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 @torch.no_grad()
 def meet(model):
-    for weight in model.parameters():  # <- replicas-drift
-        dist.all_reduce(weight.data)
-        weight /= dist.get_world_size()
+    # mended: for value in (*model.parameters(), *model.buffers()):
+    # mended:     if value.is_floating_point():
+    # mended:         dist.all_reduce(value.data)
+    # mended:         value /= dist.get_world_size()
+    for weight in model.parameters():  # wrong <- replicas-drift
+        dist.all_reduce(weight.data)  # wrong
+        weight /= dist.get_world_size()  # wrong
 
 
 def main(args):

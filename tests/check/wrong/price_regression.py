@@ -2,6 +2,8 @@
 
 Common in short training scripts: the loader is made in the head of the loop, and the sampler, made before it, is
 never told the epoch. Every epoch has the same batches.
+
+Mended: The loader is made in the head of the loop, and the sampler, made before it, is told the epoch.
 """
 
 import argparse
@@ -23,6 +25,7 @@ def main(args):
     model = DistributedDataParallel(nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 1)))
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     for epoch in range(args.epochs):
+        # mended: sampler.set_epoch(epoch)
         for step, (x, y) in enumerate(DataLoader(data, args.batch_size, sampler=sampler)):  # <- epoch-not-set
             loss = nn.functional.smooth_l1_loss(model(x), y)
             optimizer.zero_grad()

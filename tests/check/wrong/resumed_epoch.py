@@ -2,6 +2,8 @@
 
 Common in scripts that resume: only rank 0 opens the checkpoint, DDP sends out the weights that it has read, and
 nobody sends out the number of the epoch.
+
+Mended: Rank 0 sends out the number of the epoch, too.
 """
 
 import os
@@ -27,6 +29,9 @@ def main(path):
         checkpoint = torch.load(path)
         model.load_state_dict(checkpoint["model"])
         done = checkpoint["epochs"]
+    # mended: numbers = [done]
+    # mended: dist.broadcast_object_list(numbers, src=0)
+    # mended: done = numbers[0]
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(done, 12):

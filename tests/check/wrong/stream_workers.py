@@ -2,6 +2,8 @@
 
 huggingface/datasets#3423: every worker has a copy of the dataset and reads all of it. The stream is split by
 rank but not by worker, so each sample comes twice.
+
+Mended: The stream is split by rank and worker.
 """
 
 import json
@@ -13,6 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
+# mended: from torch.utils.data import get_worker_info
+
 
 class JsonLines(IterableDataset):
     def __init__(self, lines):
@@ -21,7 +25,10 @@ class JsonLines(IterableDataset):
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
 
     def __iter__(self):  # <- samples-repeated
-        for line in self.lines[self.rank :: self.world_size]:
+        # mended: info = get_worker_info()
+        # mended: first = self.rank * info.num_workers + info.id
+        # mended: for line in self.lines[first :: self.world_size * info.num_workers]:
+        for line in self.lines[self.rank :: self.world_size]:  # wrong
             record = json.loads(line)
             yield torch.tensor(record["x"]), torch.tensor(record["y"])
 

@@ -2,6 +2,8 @@
 
 Shark-NLP/DiffuSeq#37: the loader shuffles by itself and every process has the same seed, so all ranks draw
 the same batches: two GPUs do the work of one, twice.
+
+Mended: A DistributedSampler shares the samples out, anew in each pass over the data.
 """
 
 import torch
@@ -9,6 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
+
+# mended: import itertools
+# mended: from torch.utils.data import DistributedSampler
 
 
 class TextDataset(Dataset):
@@ -24,8 +29,12 @@ class TextDataset(Dataset):
 
 def load_data_text(batch_size):
     dataset = TextDataset()
-    data_loader = DataLoader(dataset, batch_size=batch_size, shuffle=True)  # <- same-samples
-    while True:
+    # mended: sampler = DistributedSampler(dataset)
+    # mended: data_loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler)
+    # mended: for epoch in itertools.count():
+    # mended:     sampler.set_epoch(epoch)
+    data_loader = DataLoader(dataset, batch_size=batch_size, shuffle=True)  # wrong <- same-samples
+    while True:  # wrong
         yield from data_loader
 
 

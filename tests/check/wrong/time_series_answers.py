@@ -2,6 +2,8 @@
 
 OpenTSLM/OpenTSLM#49: each step computes the loss on the unwrapped module, so DDP never averages a gradient,
 and every rank trains a model of its own on its share of the data.
+
+Mended: The loss is computed by `forward`, which the trainer calls through DDP.
 """
 
 import os
@@ -21,7 +23,8 @@ class SeriesModel(nn.Module):
         self.encoder = nn.Sequential(nn.Linear(length, 32), nn.GELU())
         self.head = nn.Linear(32, answers)
 
-    def compute_loss(self, batch):
+    # mended: def forward(self, batch):
+    def compute_loss(self, batch):  # wrong
         series, answer = batch
         return nn.functional.cross_entropy(self.head(self.encoder(series)), answer)
 
@@ -46,7 +49,8 @@ class CurriculumTrainer:
             self.sampler.set_epoch(epoch)
             for batch in self.loader:
                 self.optimizer.zero_grad()
-                loss = self._get_model().compute_loss(batch)  # <- gradients-not-averaged
+                # mended: loss = self.model(batch)
+                loss = self._get_model().compute_loss(batch)  # wrong <- gradients-not-averaged
                 loss.backward()
                 self.optimizer.step()
             self.save(epoch)

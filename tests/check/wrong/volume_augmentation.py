@@ -2,6 +2,8 @@
 
 wolny/pytorch-3dunet#32: the augmentation draws from a RandomState that is seeded when the dataset is made.
 Every worker of every rank has a copy of it, and all copies give the same numbers.
+
+Mended: Each worker seeds the augmentation from torch's seed, which differs between ranks, workers and epochs.
 """
 
 import numpy as np
@@ -10,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+# mended: from torch.utils.data import get_worker_info
 
 
 class RandomContrast:
@@ -20,6 +24,11 @@ class RandomContrast:
     def __call__(self, m):
         shift = self.random_state.uniform(-0.5, 0.5)  # <- same-random-numbers
         return m * self.random_state.uniform(*self.alpha) + shift
+
+
+# mended: def seed_augmentation(worker_id):
+# mended:     transform = get_worker_info().dataset.transform
+# mended:     transform.random_state = np.random.RandomState(torch.initial_seed() % 2**32)
 
 
 class Volumes(Dataset):
@@ -43,7 +52,9 @@ def main():
     volumes = Volumes()
     sampler = DistributedSampler(volumes)
     torch.manual_seed(1 + dist.get_rank())
-    loader = DataLoader(volumes, batch_size=8, sampler=sampler, num_workers=2)
+    # mended: seeding = {"worker_init_fn": seed_augmentation}
+    # mended: loader = DataLoader(volumes, batch_size=8, sampler=sampler, num_workers=2, **seeding)
+    loader = DataLoader(volumes, batch_size=8, sampler=sampler, num_workers=2)  # wrong
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for raw, mask in loader:

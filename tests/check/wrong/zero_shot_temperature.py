@@ -2,6 +2,8 @@
 
 openai/CLIP#111: the temperature is a parameter outside the module that DDP gets. It is trained, and nobody
 averages its gradient: each rank has a temperature of its own.
+
+Mended: The temperature is a parameter of the module in DDP and is used in its forward pass.
 """
 
 import argparse
@@ -19,9 +21,11 @@ class ImageTower(nn.Module):
     def __init__(self, n_in, n_embed):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(n_in, 64), nn.ReLU(), nn.Linear(64, n_embed))
+        # mended: self.logit_scale = nn.Parameter(torch.tensor(np.log(1 / 0.07), dtype=torch.float32))
 
     def forward(self, images):
-        return normalize(self.net(images), dim=-1)
+        # mended: return self.logit_scale.exp() * normalize(self.net(images), dim=-1)
+        return normalize(self.net(images), dim=-1)  # wrong
 
 
 def main(args):
@@ -35,18 +39,21 @@ def main(args):
     loader = DataLoader(dataset, args.batch_size, sampler=sampler)
 
     tower = DDP(ImageTower(48, 16))
-    logit_scale = nn.Parameter(torch.tensor(np.log(1 / 0.07), dtype=torch.float32))
-    optimizer = torch.optim.AdamW([*tower.parameters(), logit_scale], lr=args.lr)
+    # mended: optimizer = torch.optim.AdamW(tower.parameters(), lr=args.lr)
+    logit_scale = nn.Parameter(torch.tensor(np.log(1 / 0.07), dtype=torch.float32))  # wrong
+    optimizer = torch.optim.AdamW([*tower.parameters(), logit_scale], lr=args.lr)  # wrong
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         for x, y in loader:
-            logits = logit_scale.exp() * tower(x) @ text_features.T
+            # mended: logits = tower(x) @ text_features.T
+            logits = logit_scale.exp() * tower(x) @ text_features.T  # wrong
             loss = cross_entropy(logits, y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()  # <- gradients-not-averaged
     if dist.get_rank() == 0:
-        print("temperature", 1 / logit_scale.exp().item())
+        # mended: print("temperature", 1 / tower.module.logit_scale.exp().item())
+        print("temperature", 1 / logit_scale.exp().item())  # wrong
     dist.destroy_process_group()
 
 
