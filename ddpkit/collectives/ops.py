@@ -46,9 +46,9 @@ def all_reduce_mean(
 ) -> Any:
     """Average a number, tensor or nested structure over all ranks. Collective.
 
-    Up to 123 Python numbers or 495 elements of tensors cost one small exchange, check included. Larger values go in
-    one further all-reduce for half, bfloat16 and float32, added in float32, and one for the rest. The check makes the
-    host wait for an accelerator's tensors.
+    Up to 495 Python numbers or elements of tensors cost one small exchange, check included. Larger ones go in a
+    further all-reduce for each dtype, half and bfloat16 added in float32. The check makes the host wait for an
+    accelerator's tensors.
 
     Args:
         value: This rank's value: Python numbers, NumPy arrays and scalars, tensors, and dicts, lists, tuples and
@@ -56,25 +56,24 @@ def all_reduce_mean(
             as floats: as float64, or as Python floats. A DTensor that is replicated, or a sum of the ranks' terms,
             counts as its full tensor, and comes back as such. Same structure, shapes, dtypes and kind of device on
             every rank. It is not modified, and shares no memory with the result.
-        weight: This rank's share of the mean, for example its number of samples, of any size; 1 on every rank by
-            default. A rank of weight 0 may hold anything, NaN too.
+        weight: This rank's share of the mean, for example its number of samples: 0, or from 1e-20 to 1e20; 1 on every
+            rank by default. A rank of weight 0 may hold anything, NaN too.
         check: False on every rank lets a single tensor without weight go unchecked, so that nothing waits for its
             device. Ranks that differ then get wrong values, or hang, or abort.
         group: Those over which it averages, in place of all: a group of torch's or one dimension of a mesh, with this
             rank in it. In messages and results ranks are still those of the job.
 
     Returns:
-        The same structure holding the means, equal on every rank. It carries no gradient. Without weights, the mean of
-        ints is exact but for one rounding, however large they are.
+        The same structure holding the means, equal on every rank. It carries no gradient. Ints beyond 2^53 count as
+        the floats next to them.
 
     Raises:
         MismatchError: If structure, shape or dtype differ between ranks, or only some pass a weight; the message lists
             what each rank passed. On the other ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        OverflowError: If a Python int does not fit 64 bits.
         TypeError: If `value` holds something else, such as a string, a sharded tensor, or an object that keeps more
             than its fields; the message says where.
-        ValueError: If a weight is negative or not finite, or all are 0.
+        ValueError: If a weight is negative, too large or too small, or all are 0.
 
     Example:
         >>> all_reduce_mean({"loss": 2.0})   # one process: the value itself
