@@ -57,12 +57,9 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
         reading = read(mpi_or_slurm, env)
         reading.check_agreement(RANKS | LOCAL)  # a job script may set some of them itself
         return reading.launch()
-    if is_stripped_step(env):
-        step = read_step(SLURM._replace(signs=("SLURM_PROCID", "SLURM_NTASKS")), env)
-        step.wrong.append("a container must be given all of a task's SLURM_ variables")
-        return step.launch()  # raises
-    platforms, names = environment.nodes(env)
-    signs = tuple(dict.fromkeys([*names, *environment.processes(env)]))
+    platforms = environment.nodes(env)
+    names = [name for platform in platforms for name in (platform.number, platform.rank) if name in env]
+    signs = tuple(names + environment.processes(env))
     if signs:
         launcher = PLATFORM._replace(signs=signs)
         if platforms:
@@ -78,8 +75,8 @@ def _find_mpi_or_slurm(env: Mapping[str, str]) -> Launcher | None:
     found = [launcher for launcher in MPI_AND_SLURM if any(sign in env for sign in launcher.signs)]
     if found and found[0].kind == "submitit" and env.get("SUBMITIT_LOCAL_NTASKS") == "1":
         found = found[1:]  # a lone task may start a launcher, which hands its variables on
-    if not found:
-        return None
+    if not found:  # a container may have passed on only some of a Slurm task's variables
+        return SLURM if environment.number(env.get("SLURM_PROCID")) > 0 else None
     if found[0].kind == "pmi" and "MPI_LOCALRANKID" not in env:
         return found[-1]  # srun --mpi=pmi2 speaks PMI too
     return found[0]
@@ -90,7 +87,7 @@ def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
     reading = Reading(launcher, env)
     if reading.values.get("world_size") == 1:
         meet_nobody(reading)
-        _refuse_copies(reading, _signs_around(reading))
+        _refuse_copies(reading)
         return reading
     absent = [name for name in MASTER.values() if name not in env]
     if len(absent) == 1:
@@ -99,51 +96,37 @@ def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
 
 
 def _read_platform(env: Mapping[str, str], launcher: Launcher | None) -> Reading:
-    """Read RANK and its kin, which are complete."""
+    """Read RANK and its kin, which are complete; refuse fewer ranks than this launcher has started processes."""
     reading = Reading(PLATFORM, env)
-    if launcher:
-        _compare_with(launcher, reading)
+    names = [launcher.needs[field] for field in RANKS] if launcher else []
+    if names and all(name in env for name in names) and RANKS.keys() <= reading.values.keys():
+        rank, world_size = [environment.number(env[name]) for name in names]
+        told_rank, told_size = [reading.values[field] for field in RANKS]
+        if told_size < world_size or (told_size == world_size and told_rank != rank):
+            told = f"{reading.said('rank')}, {reading.said('world_size')}"
+            started = ", ".join(f"{name}={env[name]}" for name in names)
+            reading.wrong.append(f"{told} contradict {started} (does a job script export them? then unset them there)")
     if reading.values.get("world_size") == 1 and not reading.wrong:
-        _refuse_copies(reading, [*_signs_around(reading), *environment.nodes(env)[1]])
+        _refuse_copies(reading)
     return reading
 
 
-def _compare_with(launcher: Launcher, reading: Reading) -> None:
-    """Refuse fewer ranks than this launcher has started processes: some would claim the same one."""
-    needs = {field: launcher.needs[field] for field in RANKS}
-    started = Reading(launcher._replace(needs=needs, takes={}), reading.env)
-    told, real = reading.values, started.values
-    if not RANKS.keys() <= told.keys() & real.keys():
-        return
-    too_few = told["world_size"] < real["world_size"]
-    same_size = told["world_size"] == real["world_size"]
-    if too_few or (same_size and told["rank"] != real["rank"]):
-        said, counted = [f"{each.said('rank')}, {each.said('world_size')}" for each in (reading, started)]
-        reading.wrong.append(f"{said} contradict {counted} (does a job script export them? then unset them there)")
-
-
-def _signs_around(reading: Reading) -> list[str]:
-    """Name the variables of launches of several processes in which this one of one process was started.
+def _refuse_copies(reading: Reading) -> None:
+    """Refuse a launch of one process in each of several.
 
     A Flux instance may span the tasks of a Slurm step, and a shell in a step is one of its tasks.
     """
     if reading.launcher.kind == "flux" or "SLURM_PTY_PORT" in reading.env:
-        return []
-    sizes = [launcher.needs["world_size"] for launcher in MPI_AND_SLURM]
-    several = [name for name in sizes if environment.number(reading.env.get(name)) > 1]
-    return list(dict.fromkeys([*several, *environment.others(reading.env)]))
-
-
-def _refuse_copies(reading: Reading, signs: list[str]) -> None:
-    """Refuse a launch of one process in each of several."""
-    if not signs:
         return
-    sign = f"{signs[0]}={reading.env[signs[0]]}"
-    reading.evidence.append(sign)
-    reading.wrong.append(
-        f"{reading.said('world_size')} contradicts {sign}: each of several processes would run alone (if this is "
-        f"meant, unset {', '.join(signs)})"
-    )
+    sizes = [launcher.needs["world_size"] for launcher in MPI_AND_SLURM]
+    signs = [name for name in sizes if environment.number(reading.env.get(name)) > 1]
+    signs += [platform.number for platform in environment.nodes(reading.env)]
+    for sign in signs:
+        reading.evidence.append(f"{sign}={reading.env[sign]}")
+        reading.wrong.append(
+            f"{reading.said('world_size')} contradicts {sign}={reading.env[sign]}: each of several processes would run "
+            f"alone (if this is meant, unset {sign})"
+        )
 
 
 def _single(env: Mapping[str, str]) -> Launch:
@@ -167,7 +150,6 @@ def read_step(launcher: Launcher, env: Mapping[str, str]) -> Reading:
     step = Reading(launcher, env)
     hosts = step.read("SLURM_STEP_NODELIST", expand_nodelist) or []
     counts = step.read("SLURM_STEP_TASKS_PER_NODE", expand_counts) or []
-    step.check_agreement({"rank": "PMI_RANK", "world_size": "PMI_SIZE"})
     world_size = step.values.get("world_size")
     if hosts and counts and world_size:
         _place_on_nodes(step, hosts, counts)
@@ -180,18 +162,6 @@ def read_step(launcher: Launcher, env: Mapping[str, str]) -> Reading:
         _derive_address(step, hosts)
         _derive_port(step)
     return step
-
-
-def is_stripped_step(env: Mapping[str, str]) -> bool:
-    """Return whether a container has passed on only some of a Slurm task's variables.
-
-    A batch script has rank 0 and the job's number of tasks as well, but the job's id too and nothing of a step.
-    """
-    tasks = env.get("SLURM_NTASKS", env.get("SLURM_NPROCS"))
-    if "SLURM_PROCID" not in env or environment.number(tasks) < 2:
-        return False
-    of_a_step = any(name.startswith("SLURM_STEP") for name in env)
-    return of_a_step or env["SLURM_PROCID"] != "0" or "SLURM_JOB_ID" not in env
 
 
 def _place_on_nodes(step: Reading, hosts: list[str], counts: list[int]) -> None:
@@ -227,8 +197,7 @@ def _derive_port(step: Reading) -> None:
     ids = [step.read(name, str) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     port = derive_port(*map(str, ids))
     step.values["master_port"] = port
-    if None not in ids:
-        step.evidence.append(f"port {port} follows from job and step")
+    step.evidence.append(f"port {port} follows from job and step")
 
 
 def expand_nodelist(text: str) -> list[str]:

@@ -142,9 +142,7 @@ MPI_AND_SLURM = (
 ALLOCATIONS = {
     "SLURM_NTASKS": "srun",
     "SLURM_JOB_NUM_NODES": "srun",
-    "LSB_MCPU_HOSTS": "mpirun",
     "PBS_NUM_NODES": "mpiexec",
     "NHOSTS": "mpirun",
-    "COBALT_JOBSIZE": "mpirun",
     "PET_NPROC_PER_NODE": "torchrun",
 }
