@@ -510,7 +510,6 @@ def counted() -> dict[str, int]:
         "max": lambda: all_reduce(big, "max"),
         "unchecked": lambda: all_reduce_mean(torch.ones(5), check=False),
         "broadcast": lambda: broadcast({"lr": 0.1, "name": "run"} if get_rank() == 0 else None),
-        "unchecked broadcast": lambda: broadcast(torch.arange(512), check=False),
         "all_gather": lambda: all_gather(torch.ones(get_rank())),
     }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -531,39 +530,7 @@ def test_fifty_scalars_cost_one_collective_check_included() -> None:
         assert counts == {
             **{"50 numbers": 1, "50 tensors": 1, "mixed": 1, "weighted": 1},
             **{"big": 4, "max": 6, "unchecked": 1, "broadcast": 1, "all_gather": 2},
-            "unchecked broadcast": 1,
         }
-
-
-def broadcast_unchecked() -> list[Any]:
-    rank, last_rank = get_rank(), get_world_size() - 1
-    found = []
-    for dtype in (torch.int64, torch.float64, torch.bfloat16, torch.bool, torch.complex64):
-        for shape in ((), (0, 3), (2, 3)):
-            own = torch.full(shape, rank + 1, dtype=dtype)
-            got = broadcast(own, last_rank, check=False)
-            assert (got is own) == (rank == last_rank) and got.dtype == dtype
-            assert torch.equal(own, torch.full(shape, rank + 1, dtype=dtype))
-            found.append(torch.equal(got, torch.full(shape, last_rank + 1, dtype=dtype)))
-    columns = torch.arange(6.0).reshape(2, 3).t() * (rank + 1)
-    found.append(torch.equal(broadcast(columns, check=False), torch.arange(6.0).reshape(2, 3).t()))
-    learned = broadcast(torch.nn.Parameter(torch.full((2,), float(rank))), 0, check=False)
-    found.append(learned.tolist() == [0.0, 0.0] and learned.requires_grad == (rank == 0))
-    for value, src, kind, words in (
-        (None, None, TypeError, "with check=False takes a dense tensor on every rank, .*, found NoneType"),
-        ([torch.ones(1)], None, TypeError, "found list"),
-        (torch.ones(2).to_sparse(), None, TypeError, "found a sparse_coo tensor"),
-        (torch.ones(2), 99, ValueError, "src must be a rank"),
-    ):
-        with pytest.raises(kind, match=words):
-            broadcast(value, src, check=False)
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_an_unchecked_broadcast_gives_a_new_tensor_like_ones_own(world_size: int) -> None:
-    for found in on_ranks(broadcast_unchecked, world_size):
-        assert all(found) and len(found) == 17
 
 
 # --- ranks that differ ------------------------------------------------------------------------------------------------
@@ -636,7 +603,7 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
     "size": (
         lambda: all_reduce({"a": last(torch.Size([2]), [2])}, "max"),
         "TypeError",
-        r"Size \(pass list\(it\)\) at value\['a'\]",
+        r"object of type Size at value\['a'\]",
     ),
     "enum": (lambda: all_reduce([last(Color.RED, 1)]), "TypeError", r"member of Color .*at value\[0\]"),
     "attribute": (lambda: all_reduce(last(Sneaky(1.0), 1)), "TypeError", r"attributes twice beside .* at value\."),
