@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from itertools import product
 
 from . import environment
 from .environment import Reading, derive_port, filled, meet_nobody, warn_of_allocation
@@ -53,8 +52,7 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
     if all(name in env for name in PLATFORM.needs.values()):
         return _read_platform(env, mpi_or_slurm).launch()
     if mpi_or_slurm:
-        read = read_step if mpi_or_slurm is SLURM else _read_mpirun
-        reading = read(mpi_or_slurm, env)
+        reading = read_step(env) if mpi_or_slurm is SLURM else _read_mpirun(mpi_or_slurm, env)
         reading.check_agreement(RANKS | LOCAL)  # a job script may set some of them itself
         return reading.launch()
     platforms = environment.nodes(env)
@@ -141,52 +139,41 @@ def _single(env: Mapping[str, str]) -> Launch:
     return Launch("single", 0, 1, 0, 1, 0, 1, evidence=tuple(evidence))
 
 
-# A Slurm step. Only its own variables tell the place of a task: SLURM_NTASKS and
-# SLURM_JOB_NODELIST are the job's, and layouts may be uneven.
+# A Slurm step. Only its own variables tell the place of a task: SLURM_NTASKS and SLURM_JOB_NODELIST are the job's, and
+# layouts may be uneven.
 
 
-def read_step(launcher: Launcher, env: Mapping[str, str]) -> Reading:
+def read_step(env: Mapping[str, str]) -> Reading:
     """Read what a task is told of its step, and derive the address at which all tasks meet."""
-    step = Reading(launcher, env)
-    hosts = step.read("SLURM_STEP_NODELIST", expand_nodelist) or []
-    counts = step.read("SLURM_STEP_TASKS_PER_NODE", expand_counts) or []
-    world_size = step.values.get("world_size")
-    if hosts and counts and world_size:
-        _place_on_nodes(step, hosts, counts)
-    if world_size == 1:
+    step = Reading(SLURM, env)
+    host = step.read("SLURM_STEP_NODELIST", first_host)
+    layout = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    even = re.fullmatch(r"(\d+)(?:\(x\d+\))?", layout)
+    if even:  # else setup() asks the other ranks
+        step.values["local_world_size"] = int(even[1])
+        step.evidence.append(f"SLURM_STEP_TASKS_PER_NODE={layout}")
+    if step.values.get("world_size") == 1:
         meet_nobody(step)
         warning = warn_of_allocation(env, "SLURM_NTASKS")
         if warning:  # salloc may open its shell in a step of one task
             step.evidence.append(FORGOTTEN + warning)
     else:
-        _derive_address(step, hosts)
+        _derive_address(step, host)
         _derive_port(step)
     return step
 
 
-def _place_on_nodes(step: Reading, hosts: list[str], counts: list[int]) -> None:
-    """Find the number of nodes, and of tasks on this one."""
-    step.values["num_nodes"] = len(hosts)
-    world_size = step.values["world_size"]
-    if len(hosts) != len(counts) or sum(counts) != world_size:
-        layout = f"SLURM_STEP_TASKS_PER_NODE={step.env['SLURM_STEP_TASKS_PER_NODE']}"
-        step.wrong.append(f"{layout} is not {world_size} tasks on {len(hosts)} nodes")
-        return
-    node_rank = step.values.get("node_rank")
-    if node_rank is not None and node_rank < len(hosts):
-        step.values["local_world_size"] = counts[node_rank]
-
-
-def _derive_address(step: Reading, hosts: list[str]) -> None:
+def _derive_address(step: Reading, host: str | None) -> None:
     """Let all tasks meet on the step's first node, where rank 0 runs unless the layout is arbitrary."""
-    if "MASTER_ADDR" in step.env or not hosts:
+    if "MASTER_ADDR" in step.env or not host:
         return
+    several = step.values.get("num_nodes", 1) > 1
     arbitrary = step.env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
     elsewhere = step.values.get("rank") == 0 and step.values.get("node_rank", 0) > 0
-    if len(hosts) > 1 and (arbitrary or elsewhere):
+    if several and (arbitrary or elsewhere):
         step.wrong.append("srun -m arbitrary may run rank 0 on any node: export MASTER_ADDR, the host of rank 0")
         return
-    address = hosts[0] if len(hosts) > 1 else "127.0.0.1"
+    address = host if several else "127.0.0.1"
     step.values["master_addr"] = address
     step.evidence.append(f"the ranks meet at {address}, on the first node of the step")
 
@@ -200,46 +187,13 @@ def _derive_port(step: Reading) -> None:
     step.evidence.append(f"port {port} follows from job and step")
 
 
-def expand_nodelist(text: str) -> list[str]:
-    """Return the host names that Slurm's short form stands for; raise `ValueError` if it is none.
+def first_host(text: str) -> str:
+    """Return the first host name that Slurm's short form stands for; raise `ValueError` if it is none.
 
-    >>> expand_nodelist("gpu-a[01-03,7],b5")
-    ['gpu-a01', 'gpu-a02', 'gpu-a03', 'gpu-a7', 'b5']
+    >>> first_host("gpu-a[01-03,7]-x,b5")
+    'gpu-a01-x'
     """
-    name = r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
-    if not re.fullmatch(f"{name}(?:,{name})*", text, re.ASCII):
+    found = re.fullmatch(r"((?:[^\s,\[\]]|\[\d[\d,-]*\])+)(?:,\S+)?", text, re.ASCII)
+    if not found:
         raise ValueError("not a list of nodes")
-    hosts = []
-    for short in re.findall(name, text):
-        parts = re.split(r"\[(.*?)\]", short)  # literal, numbers, literal, numbers, ..., literal
-        choices = []
-        for place, part in enumerate(parts):
-            choices.append(_expand_numbers(part) if place % 2 else [part])
-        hosts += ["".join(choice) for choice in product(*choices)]
-    return hosts
-
-
-def _expand_numbers(text: str) -> list[str]:
-    """Expand "01-03,7" to 01, 02, 03, 7."""
-    numbers = []
-    for item in text.split(","):
-        low, _, high = item.partition("-")
-        width = len(low)
-        for each in range(int(low), int(high or low) + 1):
-            numbers.append(f"{each:0{width}}")
-    return numbers
-
-
-def expand_counts(text: str) -> list[int]:
-    """Return the numbers that Slurm's short form stands for; raise `ValueError` if it is none.
-
-    >>> expand_counts("4(x2),3")
-    [4, 4, 3]
-    """
-    count = r"(\d+)(?:\(x(\d+)\))?"
-    if not re.fullmatch(f"{count}(?:,{count})*", text, re.ASCII):
-        raise ValueError("not a list of counts")
-    counts = []
-    for each, times in re.findall(count, text):
-        counts += [int(each)] * int(times or 1)
-    return counts
+    return re.sub(r"\[(\d+)[\d,-]*\]", r"\1", found[1])

@@ -86,7 +86,7 @@ MASTER = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
 _GROUP = {"node_rank": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"}
 _NODES = {"node_rank": "NODE_RANK|GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"}
 _TASK = {"rank": "SLURM_PROCID", "world_size": "SLURM_STEP_NUM_TASKS"}
-_PLACE = {"local_rank": "SLURM_LOCALID", "node_rank": "SLURM_NODEID"}
+_PLACE = {"local_rank": "SLURM_LOCALID", "node_rank": "SLURM_NODEID", "num_nodes": "SLURM_STEP_NUM_NODES"}
 
 
 def _mpi_row(kind: str, title: str, rank: str, world_size: str, **takes: str) -> Launcher:

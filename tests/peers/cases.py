@@ -84,6 +84,7 @@ def slurm(rank: int, local_rank: int, hosts: str, per_node: str, size: int, **mo
         "SLURM_NODEID": "0" if rank == local_rank else "1",
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NODELIST": hosts,
+        "SLURM_STEP_NUM_NODES": per_node.partition("x")[2].rstrip(")") or "1",
         "SLURM_STEP_NUM_TASKS": f"{size}",
         "SLURM_STEP_TASKS_PER_NODE": per_node,
     } | more
