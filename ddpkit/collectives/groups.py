@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
@@ -10,10 +9,10 @@ import torch.distributed as dist
 from ..job import current_job, lifecycle
 from ..job.job import Peers, ranks_of
 from ..launch import ranks
-from ..parsing import parse
 from ..torch_internals import current_group, is_mesh
-from .consistency import check_fingerprint, fingerprint_of, raise_everywhere
+from .consistency import raise_everywhere
 from .differences import list_lines, name_ranks
+from .transfer import gather_objects
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -97,9 +96,7 @@ def set_data_parallel(group: Group | None) -> None:
         own = _ranks_in(group)
     if not lifecycle.joined():
         return
-    check_fingerprint(fingerprint_of("set_data_parallel()"))
-    texts = lifecycle.exchange(json.dumps({"ranks": own}))
-    named = [parse(text, "exchange", {"ranks": [int]})["ranks"] for text in texts]
+    named = gather_objects("set_data_parallel()", own)
     if not _is_partition(named):
         lines = [f"rank {rank} names {name_ranks(members)}" for rank, members in enumerate(named)]
         headline = "set_data_parallel() needs groups of one size, and from each rank the group that it is in, but:"

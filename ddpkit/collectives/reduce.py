@@ -299,11 +299,9 @@ def normalise(count: int) -> tuple[float, float]:
 
 
 def _name_call(op: str, weighted: bool) -> str:
-    if weighted:
-        return "all_reduce_mean(value, weight)"
-    if op == "mean":
-        return "all_reduce_mean(value)"
-    return f"all_reduce(value, {op!r})"
+    if op != "mean":
+        return f"all_reduce(value, {op!r})"
+    return "all_reduce_mean(value, weight)" if weighted else "all_reduce_mean(value)"
 
 
 def _as_float(weight: Any) -> float:
