@@ -46,7 +46,6 @@ from .collectives.ops import (
     all_reduce,
     all_reduce_mean,
     broadcast,
-    gather_batch,
 )
 from .collectives.sync import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
 from .data.loader import Loader, make_loader
@@ -87,6 +86,7 @@ from .parallel.wrap import clean_state_dict, wrap_model
 
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import Checkpointer
+    from .contrastive import gather_batch
     from .exact.gather import gather_exact
     from .exact.gradients import MicroBatches, exact_gradients
     from .exact.loader import make_micro_batch_loader
@@ -187,6 +187,7 @@ __all__ = [
 
 _LOADED_AT_USE = {  # by their names, what an ordinary script does not need; also above, for type checkers
     "Checkpointer": "checkpoint.checkpointer",
+    "gather_batch": "contrastive",
     "gather_exact": "exact.gather",
     "MicroBatches": "exact.gradients",
     "exact_gradients": "exact.gradients",

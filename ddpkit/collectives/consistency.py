@@ -126,10 +126,8 @@ def _sum_over_ranks(block: Block, peers: Peers | None) -> None:
         block[:] = on_device.cpu().numpy()
     elif len(everyone) <= _FEW:
         _exchange_blocks(block, len(everyone), group)
-    elif ranks.get_rank() == everyone[0]:
-        _sum_for_all(block, everyone, group)
     else:
-        _let_first_rank_sum(block, everyone[0], group)
+        _sum_on_first(block, everyone, group)
 
 
 def _exchange_blocks(block: Block, count: int, group: dist.ProcessGroup | None) -> None:
@@ -141,19 +139,15 @@ def _exchange_blocks(block: Block, count: int, group: dist.ProcessGroup | None) 
     _add_up(received, block)
 
 
-def _sum_for_all(block: Block, everyone: Sequence[int], group: dist.ProcessGroup | None) -> None:
-    """Add up the blocks of all ranks, as the first of them, and send out the sum."""
-    received = np.empty((len(everyone), len(block)))
-    buffer = torch.from_numpy(block)
-    dist.gather(buffer, list(torch.from_numpy(received)), everyone[0], group)
-    _add_up(received, block)
-    dist.broadcast(buffer, everyone[0], group)
-
-
-def _let_first_rank_sum(block: Block, first: int, group: dist.ProcessGroup | None) -> None:
-    """Send a block to the first rank, and overwrite it with the sum."""
-    total = torch.empty(len(block), dtype=torch.float64, device="cpu")
-    sending = dist.gather(torch.from_numpy(block), None, first, group, async_op=True)
+def _sum_on_first(block: Block, everyone: Sequence[int], group: dist.ProcessGroup | None) -> None:
+    """Let the first rank add up the blocks of all, and send out the sum."""
+    first = everyone[0]
+    received = np.empty((len(everyone) if ranks.get_rank() == first else 0, len(block)))
+    total = torch.from_numpy(block.copy())
+    sending = dist.gather(torch.from_numpy(block), list(torch.from_numpy(received)), first, group, async_op=True)
+    if len(received):
+        sending.wait()
+        _add_up(received, total.numpy())
     dist.broadcast(total, first, group)
     sending.wait()
     block[:] = total.numpy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
@@ -10,10 +9,10 @@ import torch.distributed as dist
 from ..job import current_job, lifecycle
 from ..job.job import Peers, ranks_of
 from ..launch import ranks
-from ..parsing import parse
 from ..torch_internals import current_group, is_mesh
-from .consistency import check_fingerprint, fingerprint_of, raise_everywhere
-from .differences import name_ranks
+from .consistency import raise_everywhere
+from .differences import list_lines, name_ranks
+from .transfer import gather_objects
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -97,12 +96,11 @@ def set_data_parallel(group: Group | None) -> None:
         own = _ranks_in(group)
     if not lifecycle.joined():
         return
-    check_fingerprint(fingerprint_of("set_data_parallel()"))
-    texts = lifecycle.exchange(json.dumps({"ranks": own}))
-    named = [parse(text, "exchange", {"ranks": [int]})["ranks"] for text in texts]
-    problem = _explain_no_partition(named)
-    if problem:
-        raise ValueError(f"set_data_parallel() {problem}")
+    named = gather_objects("set_data_parallel()", own)
+    if not _is_partition(named):
+        lines = [f"rank {rank} names {name_ranks(members)}" for rank, members in enumerate(named)]
+        headline = "set_data_parallel() needs groups of one size, and from each rank the group that it is in, but:"
+        raise ValueError(list_lines(headline, lines))
     if len(own) == ranks.get_world_size():
         current_job.choose_data_parallel(None)
         return
@@ -130,20 +128,11 @@ def _ranks_in(group: Any) -> list[int]:
     return sorted(ranks_of(peers_of(group)))
 
 
-def _explain_no_partition(named: list[list[int]]) -> str:
-    """Say why what each rank names, by rank, are not groups of one size with each rank in one; "" if they are."""
+def _is_partition(named: list[list[int]]) -> bool:
+    """Return whether what each rank names, by rank, are groups of one size with each rank in one."""
     for rank, members in enumerate(named):
-        if rank not in members:
-            return f"needs the group that the rank is in, but rank {rank} names that of {name_ranks(members)}."
-        for other in members:
-            if named[other] != members:
-                return (
-                    f"needs the same group from all of its ranks, but rank {rank} names {name_ranks(members)} and rank "
-                    f"{other} names {name_ranks(named[other])}."
-                )
-        if len(members) != len(named[0]):
-            return (
-                f"needs groups of one size, but {name_ranks(named[0])} are {len(named[0])} and {name_ranks(members)} "
-                f"are {len(members)}."
-            )
-    return ""
+        if rank not in members or len(members) != len(named[0]):
+            return False
+        if any(named[other] != members for other in members):
+            return False
+    return True

@@ -6,11 +6,10 @@ from typing import Any, Literal, SupportsFloat, TypeVar, overload
 
 from torch import Tensor
 
-from ..job import current_job
 from ..torch_internals import untraced
 from .groups import Group, peers_of
 from .reduce import reduce_tree
-from .transfer import broadcast_value, gather_objects, gather_trees, join_trees
+from .transfer import broadcast_value, gather_objects, gather_trees
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -46,9 +45,9 @@ def all_reduce_mean(
 ) -> Any:
     """Average a number, tensor or nested structure over all ranks. Collective.
 
-    Up to 123 Python numbers or 495 elements of tensors cost one small exchange, check included. Larger values go in
-    one further all-reduce for half, bfloat16 and float32, added in float32, and one for the rest. The check makes the
-    host wait for an accelerator's tensors.
+    Up to 495 Python numbers or elements of tensors cost one small exchange, check included. Larger ones go in a
+    further all-reduce for each dtype, half and bfloat16 added in float32. The check makes the host wait for an
+    accelerator's tensors.
 
     Args:
         value: This rank's value: Python numbers, NumPy arrays and scalars, tensors, and dicts, lists, tuples and
@@ -56,25 +55,24 @@ def all_reduce_mean(
             as floats: as float64, or as Python floats. A DTensor that is replicated, or a sum of the ranks' terms,
             counts as its full tensor, and comes back as such. Same structure, shapes, dtypes and kind of device on
             every rank. It is not modified, and shares no memory with the result.
-        weight: This rank's share of the mean, for example its number of samples, of any size; 1 on every rank by
-            default. A rank of weight 0 may hold anything, NaN too.
+        weight: This rank's share of the mean, for example its number of samples: 0, or from 1e-20 to 1e20; 1 on every
+            rank by default. A rank of weight 0 may hold anything, NaN too.
         check: False on every rank lets a single tensor without weight go unchecked, so that nothing waits for its
             device. Ranks that differ then get wrong values, or hang, or abort.
         group: Those over which it averages, in place of all: a group of torch's or one dimension of a mesh, with this
             rank in it. In messages and results ranks are still those of the job.
 
     Returns:
-        The same structure holding the means, equal on every rank. It carries no gradient. Without weights, the mean of
-        ints is exact but for one rounding, however large they are.
+        The same structure holding the means, equal on every rank. It carries no gradient. Ints beyond 2^53 count as
+        the floats next to them.
 
     Raises:
         MismatchError: If structure, shape or dtype differ between ranks, or only some pass a weight; the message lists
             what each rank passed. On the other ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        OverflowError: If a Python int does not fit 64 bits.
         TypeError: If `value` holds something else, such as a string, a sharded tensor, or an object that keeps more
             than its fields; the message says where.
-        ValueError: If a weight is negative or not finite, or all are 0.
+        ValueError: If a weight is negative, too large or too small, or all are 0.
 
     Example:
         >>> all_reduce_mean({"loss": 2.0})   # one process: the value itself
@@ -133,15 +131,13 @@ def all_reduce(value: Any, op: Op = "sum", *, check: bool = True, group: Group |
 
 
 @untraced
-def all_gather(value: T, *, check: bool = True, group: Group | None = None) -> list[T]:
+def all_gather(value: T, *, group: Group | None = None) -> list[T]:
     """Give every rank the tensors of all ranks, which may differ in length. Collective.
 
     Args:
         value: This rank's tensor, of any dtype, or dicts, lists, tuples and dataclasses of tensors. Same structure and
             dtypes on every rank, and same shapes but for the first dimension. None of them requires a gradient, unless
             gradients are turned off: use `gather_batch` for those that do.
-        check: False on every rank leaves out the check, which also tells the lengths: all shapes must be equal then.
-            Ranks that differ get wrong values, or hang, or abort.
         group: As for `all_reduce_mean`; the values are then in its order.
 
     Returns:
@@ -165,55 +161,7 @@ def all_gather(value: T, *, check: bool = True, group: Group | None = None) -> l
             all_gather(torch.tensor([1, 2]))    # rank 0
             all_gather(torch.tensor([3]))       # rank 1; both get [tensor([1, 2]), tensor([3])]
     """
-    return gather_trees("all_gather(value)", value, peers_of(group), check)
-
-
-@untraced
-def gather_batch(value: T, *, check: bool = True, group: Group | None = None) -> T:
-    """Join the rows of all ranks to the batch that one process would have, with gradients. Collective.
-
-    It is for losses that compare each sample with all others (CLIP, SimCLR, queues of negatives): compute the loss of
-    the joined batch on every rank. With the gradients averaged by `wrap_model` or `average_gradients`, each step is
-    then that of one process on the joined batch. Its backward is collective, too: every rank must run it. There is no
-    second derivative.
-
-    Args:
-        value: This rank's tensor of shape (rows, ...), or dicts, lists, tuples and dataclasses of such tensors, which
-            travel together. The number of rows may differ between ranks, and be 0. Same structure, dtypes, trailing
-            shapes, and the same ones that require a gradient, on every rank.
-        check: As for `all_gather`; the backward is left unchecked, too.
-        group: As for `all_reduce_mean`; by default the data-parallel ranks.
-
-    Returns:
-        The same structure. Each tensor has the rows of all ranks, in the order in which a loader with the same global
-        batch would give them to one process: row 0 of each rank, row 1 of each rank, and so on. Row i of rank r is
-        row ``i * world_size + r`` where the numbers of rows are equal, or where `make_loader` shared out the batch.
-
-    Raises:
-        MismatchError: If ranks differ in what must be the same; on the other ranks, if one raises an error below.
-        NotSetUpError: If several processes were launched but `setup()` was not called.
-        TypeError: If it holds something else than dense tensors.
-        ValueError: If a tensor has no dimensions.
-
-    Note:
-        In backward each rank gets, for its own rows, the sum over ranks s of dL_s/dz, where L_s is the loss on rank s
-        and z the joined rows. DDP and `average_gradients` take the mean of the parameters' gradients over the W ranks,
-        which is then the gradient of (L_0 + ... + L_{W-1}) / W: of the joined batch's loss L, where every rank
-        computes all of it, or of the mean of the ranks' losses, where each computes a share.
-
-    Example:
-        >>> import torch
-        >>> gather_batch(torch.tensor([[1.0], [2.0]]))
-        tensor([[1.],
-                [2.]])
-
-        On two::
-
-            gather_batch(torch.tensor([1, 3]))    # rank 0
-            gather_batch(torch.tensor([2]))       # rank 1; both get tensor([1, 2, 3])
-    """
-    peers = current_job.data_parallel() if group is None else peers_of(group)
-    return join_trees("gather_batch(value)", value, peers, check)  # type: ignore[no-any-return]
+    return gather_trees("all_gather(value)", value, peers_of(group))
 
 
 @untraced
@@ -239,7 +187,7 @@ def all_gather_object(obj: T, *, group: Group | None = None) -> list[T]:
 
 
 @untraced
-def broadcast(value: T, src: int | None = None, *, check: bool = True, group: Group | None = None) -> T:
+def broadcast(value: T, src: int | None = None, *, group: Group | None = None) -> T:
     """Give every rank the value of one. Collective.
 
     A value of up to 1.9 kB costs one small exchange, and each tensor in it one broadcast.
@@ -249,9 +197,6 @@ def broadcast(value: T, src: int | None = None, *, check: bool = True, group: Gr
             placeholder, for example None; it is ignored.
         src: The rank whose value it is, by its number in the job; the same on every rank. By default the first of
             those that take part.
-        check: False on every rank sends a single tensor by one broadcast and nothing else, so that nothing waits for
-            its device. Then every rank passes a tensor of the same shape and dtype, on the same kind of device, which
-            is not modified. Ranks that differ get wrong values, or hang, or abort.
         group: As for `all_reduce_mean`.
 
     Returns:
@@ -261,11 +206,10 @@ def broadcast(value: T, src: int | None = None, *, check: bool = True, group: Gr
     Raises:
         MismatchError: If `src` differs between ranks; on the other ranks, if the value cannot be pickled.
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        TypeError: If the value is no dense tensor, with `check=False`; on this rank alone.
         ValueError: If there is no rank `src`.
 
     Example:
         >>> broadcast({"run": "2024-05-01", "lr": 0.1})
         {'run': '2024-05-01', 'lr': 0.1}
     """
-    return broadcast_value(value, src, peers_of(group), check)  # type: ignore[no-any-return]
+    return broadcast_value(value, src, peers_of(group))  # type: ignore[no-any-return]

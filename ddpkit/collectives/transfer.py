@@ -5,19 +5,17 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..arguments import plain_index
-from ..errors import MismatchError, describe_error
+from ..errors import MismatchError
 from ..job import current_job, lifecycle
-from ..job.job import Peers, group_of, ranks_of, subset_of
+from ..job.job import Peers, group_of, ranks_of
 from ..launch import ranks
 from ..torch_internals import is_sharded, untraced
 from .consistency import (
@@ -44,7 +42,6 @@ from .tree import (
     replace_leaves,
 )
 
-_OF_A_CLASS = b"\x93"  # in a pickle that holds more than plain data: pickle.STACK_GLOBAL
 _SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exact in a float64
 
 # Pickles for other ranks: tensors of any dtype, without the memory around a view, and never one rank's shard.
@@ -64,7 +61,7 @@ class ValuePickler(pickle.Pickler):
         if type(obj) is not Tensor or not is_dense(obj):
             return NotImplemented
         data = flat_bytes(obj).cpu().numpy()
-        return _from_bytes, (data, obj.dtype, tuple(obj.shape), obj.device, obj.requires_grad)
+        return _from_bytes, (data, obj.dtype, tuple(obj.shape), obj.device)
 
 
 class _TensorPickler(ValuePickler):
@@ -79,18 +76,16 @@ class _TensorPickler(ValuePickler):
         """Give a dense tensor its index in the list."""
         if type(obj) is not Tensor or not is_dense(obj):  # a Parameter is asked for again by its data
             return None
-        if id(obj) not in self.indices:
-            self.indices[id(obj)] = len(self.tensors)
+        index = self.indices.setdefault(id(obj), len(self.tensors))
+        if index == len(self.tensors):
             self.tensors.append(obj)  # keeps it alive, and with it its id
-        return self.indices[id(obj)]
+        return index
 
 
 class _TensorUnpickler(pickle.Unpickler):
     """Read what `_TensorPickler` wrote, given the tensors that it left out."""
 
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file)
-        self.tensors = tensors
+    tensors: list[Tensor]
 
     def persistent_load(self, index: int) -> Tensor:
         """Find a tensor by its index in the list."""
@@ -104,33 +99,15 @@ def pickled(call: str, value: Any) -> bytes:
     return file.getvalue()
 
 
-def check_copies(call: str, data: bytes, load: Callable[[bytes], object]) -> None:
-    """Raise if a value that was pickled cannot be unpickled, before others try to and part ways."""
-    if _OF_A_CLASS not in data:
-        return
-    try:
-        load(data)
-    except Exception as error:
-        raise TypeError(
-            f"{call} sends copies, and this value can be pickled but not unpickled: {describe_error(error)}"
-        ) from error
-
-
 def reduce_to_own_elements(tensor: Tensor) -> Any:
     """Return what pickle asks of a dense tensor, for its own elements: torch writes all of a view's storage."""
     copy: Any = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return copy.__reduce_ex__(2)
 
 
-def _from_bytes(
-    data: np.ndarray[Any, np.dtype[np.uint8]],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    device: torch.device,
-    requires_grad: bool,
-) -> Tensor:
+def _from_bytes(data: Any, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Make a tensor that was pickled as its bytes."""
-    return torch.from_numpy(data).view(dtype).reshape(shape).to(device).requires_grad_(requires_grad)
+    return torch.from_numpy(data).view(dtype).reshape(shape).to(device)
 
 
 # Broadcast: a small value travels in the block of the check, a larger one and tensors after it.
@@ -144,12 +121,10 @@ class Description(NamedTuple):
     on_cpu: bool
 
 
-def broadcast_value(value: Any, src: Any, peers: Peers | None = None, check: bool = True) -> Any:
+def broadcast_value(value: Any, src: Any, peers: Peers | None = None) -> Any:
     """Give every rank the value of rank `src`: there itself, elsewhere a copy. Collective."""
     src = ranks_of(peers)[0] if src is None else plain_index(src)
     call = f"broadcast(src={src!r})"
-    if not check:
-        return _broadcast_unchecked(call, value, src, peers)
     tensors: list[Tensor] = []
     data = b""
     with raise_everywhere(call, peers):
@@ -164,27 +139,9 @@ def broadcast_value(value: Any, src: Any, peers: Peers | None = None, check: boo
             broadcast_tensor(flat_bytes(tensor), src, peers)
         return value
     descriptions, body = pickle.loads(data)
-    received = [receive(description, src, peers) for description in descriptions]
-    return _TensorUnpickler(io.BytesIO(body), received).load()
-
-
-def _broadcast_unchecked(call: str, value: Any, src: Any, peers: Peers | None) -> Any:
-    """Give every rank the tensor of rank `src` in the place of its own, by nothing but a broadcast. Collective.
-
-    An error is this rank's alone: in the broadcast the others would not hear of it.
-    """
-    _check_src(src, peers)
-    problem = explain_not_dense(value) if isinstance(value, Tensor) else type(value).__name__
-    if problem:
-        like = "a dense tensor on every rank, of the same shape and dtype"
-        raise TypeError(f"{call} with check=False takes {like}, found {problem}.")
-    _refuse_gradients(call, value)
-    if not lifecycle.joined():
-        return value
-    if ranks.get_rank() != src:
-        return receive(_describe(value), src, peers)
-    broadcast_tensor(flat_bytes(value), src, peers)
-    return value
+    unpickler = _TensorUnpickler(io.BytesIO(body))
+    unpickler.tensors = [receive(description, src, peers) for description in descriptions]
+    return unpickler.load()
 
 
 def _check_src(src: object, peers: Peers | None) -> None:
@@ -196,28 +153,13 @@ def _check_src(src: object, peers: Peers | None) -> None:
 
 def _pickle(call: str, value: Any, tensors: list[Tensor]) -> bytes:
     """Pickle a value and the descriptions of its tensors, which are appended to `tensors`."""
-
-    def load(body: bytes) -> Any:
-        return _TensorUnpickler(io.BytesIO(body), tensors).load()
-
-    _refuse_gradients(call, value)
-    file = io.BytesIO()
-    _TensorPickler(file, call, tensors).dump(value)
-    body = file.getvalue()
-    check_copies(call, body, load)
-    descriptions = [_describe(tensor) for tensor in tensors]
-    return pickle.dumps((descriptions, body))
-
-
-def _refuse_gradients(call: str, value: Any) -> None:
     for path, leaf in leaves_of(value).items():
         if isinstance(leaf, Tensor) and loses_gradient(leaf):
             raise ValueError(f"{call} would lose the gradient of {path}. Pass {path}.detach().")
-
-
-def _describe(tensor: Tensor) -> Description:
-    on_cpu = tensor.device.type == "cpu"
-    return Description(tensor.dtype, tuple(tensor.shape), on_cpu)
+    file = io.BytesIO()
+    _TensorPickler(file, call, tensors).dump(value)
+    descriptions = [Description(tensor.dtype, tuple(tensor.shape), tensor.device.type == "cpu") for tensor in tensors]
+    return pickle.dumps((descriptions, file.getvalue()))
 
 
 @untraced
@@ -256,16 +198,12 @@ def broadcast_tensor(data: Tensor, src: int, peers: Peers | None = None) -> Tens
 
 
 # Gather: rows of bytes, of any dtype, and uneven in number.
-#
-# What is gathered carries no gradient, except by `gather_batch`. That is a linear map, each rank's rows to all ranks,
-# and its backward is the adjoint: each rank receives the gradients that all ranks have for its own rows, and adds them
-# up.
 
 
-def gather_trees(call: str, value: Any, peers: Peers | None, check: bool) -> list[Any]:
+def gather_trees(call: str, value: Any, peers: Peers | None) -> list[Any]:
     """Give every rank the trees of tensors of all ranks. Collective."""
     with raise_everywhere(call, peers):
-        tensors = _tensors_of(call, value)
+        tensors = tensors_of(call, value)
         for path, tensor in tensors.items():
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
@@ -274,96 +212,21 @@ def gather_trees(call: str, value: Any, peers: Peers | None, check: bool) -> lis
                 )
         matrices = [as_rows(tensor) for tensor in tensors.values()]
     trees = []
-    for parts in _gather_rows(_fingerprint(call, tensors), matrices, peers, check):
+    for parts in gather_rows(fingerprint_of_rows(call, tensors), matrices, peers):
         leaves = map(from_rows, parts, tensors.values())
         trees.append(replace_leaves(value, leaves))
     return trees
-
-
-def join_trees(call: str, value: Any, peers: Peers | None, check: bool) -> Any:
-    """Join the rows of all ranks' tensors, with their gradients. Collective."""
-    with raise_everywhere(call, peers):
-        tensors = _tensors_of(call, value)
-        for path, tensor in tensors.items():
-            if not tensor.dim():
-                raise ValueError(f"{call} joins rows, but {path} has no dimensions. Pass value.unsqueeze(0).")
-    if not lifecycle.joined():
-        joined = [tensor.clone() for tensor in tensors.values()]
-    else:
-        fingerprint = _fingerprint(call, tensors)
-        joined = _Joined.apply(call, fingerprint, peers, check, *tensors.values())  # type: ignore[no-untyped-call]
-    return replace_leaves(value, iter(joined))
-
-
-class _Joined(torch.autograd.Function):
-    """Join the rows of all ranks; in backward, add up all ranks' gradients of this rank's rows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: str, fingerprint: str, peers: Peers | None, check: bool, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        by_rank = _gather_rows(fingerprint, [as_rows(tensor) for tensor in tensors], peers, check)
-        # counted where all have met; the ranks may come to the backwards of several calls in another order
-        key = current_job.current_session().count(call, subset_of(peers))
-        ctx.fingerprint = fingerprint_of(f"the backward of {call}, call number {key.rpartition('/')[2]}")
-        ctx.peers = peers
-        ctx.check = check
-        ctx.counts = []
-        joined = []
-        for tensor, *parts in zip(tensors, *by_rank, strict=True):
-            counts = [len(part) for part in parts]
-            ctx.counts.append(counts)
-            rows = tensor.new_empty((sum(counts), *tensor.shape[1:]))
-            torch.index_select(torch.cat(parts), 0, _turns(counts).to(tensor.device), out=as_rows(rows))
-            joined.append(rows)
-        needs_gradient = ctx.needs_input_grad[-len(tensors) :]
-        ctx.mark_non_differentiable(*[rows for rows, needs in zip(joined, needs_gradient, strict=True) if not needs])
-        return tuple(joined)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if ctx.check:
-            sum_block(ctx.fingerprint, new_block(), ctx.peers)
-        found: list[Tensor | None] = []
-        for i, gradient in enumerate(gradients):
-            if ctx.needs_input_grad[4 + i]:
-                found.append(_add_up_own(gradient, ctx.counts[i], ctx.peers))
-            else:
-                found.append(None)
-        return None, None, None, None, *found
-
-
-def _add_up_own(gradient: Tensor, counts: list[int], peers: Peers | None) -> Tensor:
-    """Add up, over all ranks, their gradients of this rank's rows of a joined batch. Collective."""
-    own = counts[ranks_of(peers).index(ranks.get_rank())]
-    by_rank = torch.argsort(_turns(counts)).to(gradient.device)
-    rows = as_rows(gradient)[by_rank].to(communication_device(gradient.device, peers))
-    received = rows.new_empty((own * len(counts), rows.shape[1]))
-    if rows.numel():
-        with current_job.peer_errors():
-            dist.all_to_all_single(received, rows, [own] * len(counts), counts, group_of(peers))
-    terms = from_rows(received.to(gradient.device), gradient)
-    terms = terms.reshape(len(counts), own, *gradient.shape[1:])
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    return terms.sum(0, dtype=wide).to(gradient.dtype)
-
-
-def _turns(counts: list[int]) -> Tensor:
-    """Return, for each row of a batch that a loader dealt to the ranks in turn, its place among their rows by rank."""
-    turns = np.concatenate([np.arange(count) for count in counts])
-    return torch.from_numpy(np.argsort(turns, kind="stable"))
 
 
 def gather_objects(call: str, obj: Any, peers: Peers | None = None) -> list[Any]:
     """Give every rank the objects of all ranks, as pickled copies. Collective."""
     with raise_everywhere(call, peers):
         rows = bytes_as_tensor(pickled(call, obj)).unsqueeze(1)
-    gathered = _gather_rows(fingerprint_of(call), [rows], peers, check=True)
+    gathered = gather_rows(fingerprint_of(call), [rows], peers)
     return [pickle.loads(part.numpy().data) for (part,) in gathered]
 
 
-def _tensors_of(call: str, value: Any) -> dict[str, Tensor]:
+def tensors_of(call: str, value: Any) -> dict[str, Tensor]:
     """Return the tensors of a tree by path; refuse what is none.
 
     Raises:
@@ -380,7 +243,7 @@ def _tensors_of(call: str, value: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _fingerprint(call: str, tensors: dict[str, Tensor]) -> str:
+def fingerprint_of_rows(call: str, tensors: dict[str, Tensor]) -> str:
     """Describe a call by all that must be equal on all ranks: not the lengths."""
     kinds = {}
     for path, tensor in tensors.items():
@@ -425,7 +288,9 @@ def from_rows(rows: Tensor, like: Tensor) -> Tensor:
     return rows.reshape(-1).view(like.dtype).reshape(shape)
 
 
-def _gather_rows(fingerprint: str, matrices: list[Tensor], peers: Peers | None, check: bool) -> list[list[Tensor]]:
+def gather_rows(
+    fingerprint: str, matrices: list[Tensor], peers: Peers | None, check: bool = True
+) -> list[list[Tensor]]:
     """Gather matrices of bytes, by rank. Collective.
 
     Each has its own number of rows on each rank; without check, the same on all.

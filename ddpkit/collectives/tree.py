@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import islice, pairwise
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,11 +100,12 @@ def bytes_as_tensor(data: bytes) -> Tensor:
 
 # Nested values and what they are made of.
 
-_NATIVE_NAMES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
+_NATIVE_NAMES = ["bool", "u1", "u2", "u4", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
 _NATIVE = {np.dtype(name) for name in _NATIVE_NAMES}
 _REAL = {torch.from_numpy(np.zeros(0, dtype)).dtype for dtype in _NATIVE} | {torch.bfloat16}
 _NO_CONTAINERS = {float, Tensor, nn.Parameter}
-_DICTS = {dict, OrderedDict, defaultdict, Counter}  # their values are all there is to them
+_DICTS = {dict, OrderedDict, defaultdict, Counter}
+_PLAIN = {*_DICTS, list, tuple}  # their children are all there is to them
 
 
 class Container(str):
@@ -140,6 +140,7 @@ class Leaf(NamedTuple):
 
 
 NUMBER = Leaf("number")
+_leaf_of = lru_cache(maxsize=1024)(Leaf)  # the same one for each of many tensors, so that they are compared quickly
 IsLeaf = Callable[[Any], bool]
 
 
@@ -246,7 +247,7 @@ def _describe_leaf(value: Any) -> tuple[Leaf, Any]:
         return NUMBER, float(value)
     if isinstance(value, Leaf):
         return value, None
-    return Leaf(_explain_no_value(value, name)), None
+    return Leaf(f"object of type {name}"), None
 
 
 def _describe_tensor(value: Tensor) -> tuple[Leaf, Any]:
@@ -262,7 +263,7 @@ def _describe_tensor(value: Tensor) -> tuple[Leaf, Any]:
     tensor = value.detach() if value.requires_grad else value
     if type(tensor) is not Tensor:
         tensor = tensor.as_subclass(Tensor)
-    return Leaf("tensor", tensor.dtype, tensor.shape, tensor.device.type), tensor
+    return _leaf_of("tensor", tensor.dtype, tensor.shape, tensor.device.type), tensor
 
 
 def _describe_array(value: Any) -> tuple[Leaf, Any]:
@@ -276,18 +277,6 @@ def _describe_array(value: Any) -> tuple[Leaf, Any]:
         return Leaf(f"{kind} of {dtype}"), None
     tensor = torch.from_numpy(np.array(value, dtype=dtype))
     return Leaf("scalar" if is_scalar else "array", tensor.dtype, tensor.shape), tensor
-
-
-def _explain_no_value(value: Any, name: str) -> str:
-    if isinstance(value, Mapping):
-        return f"{name} (pass dict(it))"
-    if isinstance(value, SimpleNamespace):
-        return f"{name} (pass vars(it))"
-    if isinstance(value, Set):
-        return f"{name} (it has no order: pass a sorted list)"
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return f"{name} (pass list(it))"
-    return f"object of type {name}"
 
 
 # Containers: how they are taken apart and put together.
@@ -307,18 +296,17 @@ def _flatten_into(paths: list[str], parts: list[Any], value: Any, is_leaf: IsLea
     paths.append(path)
     if taken is None:
         parts.append(value)
-        return
-    if taken.problem:
+    elif taken.problem:
         parts.append(Leaf(taken.problem))
-        return
-    parts.append(Container(f"{taken.kind} of {len(taken.children)}"))
-    child_paths = _child_paths(path, taken.suffixes)
-    if _has_no_containers(taken.children):
-        paths += child_paths
-        parts += taken.children
-        return
-    for child_path, child in zip(child_paths, taken.children, strict=True):
-        _flatten_into(paths, parts, child, is_leaf, child_path)
+    else:
+        parts.append(Container(f"{taken.kind} of {len(taken.children)}"))
+        child_paths = _child_paths(path, taken.suffixes)
+        if _has_no_containers(taken.children):
+            paths += child_paths
+            parts += taken.children
+            return
+        for child_path, child in zip(child_paths, taken.children, strict=True):
+            _flatten_into(paths, parts, child, is_leaf, child_path)
 
 
 @lru_cache(maxsize=256)
@@ -334,21 +322,19 @@ def _has_no_containers(values: list[Any]) -> bool:
 def _take_apart(value: Any) -> _Parts | None:
     """Take a container apart; return None for a value that is none."""
     if isinstance(value, dict):
-        return _take_dict_apart(value)
-    if isinstance(value, (list, tuple)):
+        items = value
+        if type(value) not in _DICTS:
+            items = dict(_built_in(value).items(value))
+        keys, suffixes = _sort_keys(*items)
+        return _Parts("dict", suffixes, [items[key] for key in keys], _explain_hidden(value, items))
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):  # which takes nothing but ints
         return _take_sequence_apart(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return _take_dataclass_apart(value)
+        children = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        suffixes = tuple(f".{name}" for name in children)
+        problem = _explain_hidden(value, children)
+        return _Parts(f"dataclass {type(value).__name__}", suffixes, list(children.values()), problem)
     return None
-
-
-def _take_dict_apart(value: dict[Any, Any]) -> _Parts:
-    items, problem = value, ""
-    if type(value) not in _DICTS:
-        items = dict(_built_in(value).items(value))
-        problem = _explain_hidden(value, items, "keys (pass dict(it))")
-    keys, suffixes = _sort_keys(*items)
-    return _Parts("dict", suffixes, [items[key] for key in keys], problem)
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -365,30 +351,19 @@ def _sort_keys(*keys: Any) -> tuple[list[Any], tuple[str, ...]]:
 def _take_sequence_apart(value: list[Any] | tuple[Any, ...]) -> _Parts:
     kind, built_in = ("list", list) if isinstance(value, list) else ("tuple", tuple)
     children: list[Any] = list(built_in.__iter__(value))  # type: ignore[arg-type]
-    suffixes = [f"[{i}]" for i in range(len(children))]
-    problem = ""
-    if type(value) is built_in:
-        return _Parts(kind, tuple(suffixes), children)
     names = getattr(type(value), "_fields", None)
-    if names is not None:
+    if names is None:
+        suffixes = [f"[{i}]" for i in range(len(children))]
+    else:
         kind = f"namedtuple {type(value).__name__}"
         suffixes = [f".{name}" for name in names]
-    if isinstance(value, torch.Size):  # whose constructor takes nothing but ints
-        problem = "Size (pass list(it))"
-    else:
-        problem = _explain_hidden(value, {}, "elements (pass list(it))")
-    return _Parts(kind, tuple(suffixes), children, problem)
+    return _Parts(kind, tuple(suffixes), children, _explain_hidden(value, {}))
 
 
-def _take_dataclass_apart(value: Any) -> _Parts:
-    children = {field.name: getattr(value, field.name, None) for field in fields(value)}
-    problem = _explain_hidden(value, children, "fields (pass its values alone, as a dict)")
-    suffixes = tuple(f".{name}" for name in children)
-    return _Parts(f"dataclass {type(value).__name__}", suffixes, list(children.values()), problem)
-
-
-def _explain_hidden(value: Any, children: dict[Any, Any], where: str) -> str:
+def _explain_hidden(value: Any, children: dict[Any, Any]) -> str:
     """Say which attributes a copy with other children would lack, or have wrong; "" if none."""
+    if type(value) in _PLAIN:
+        return ""
     hidden = []
     for name, attribute in getattr(value, "__dict__", {}).items():
         is_child = attribute is None or children.get(name) is attribute  # some dicts keep keys as attributes, too
@@ -396,7 +371,8 @@ def _explain_hidden(value: Any, children: dict[Any, Any], where: str) -> str:
             hidden.append(name)
     if not hidden:
         return ""
-    return f"{type(value).__name__}, with attributes {', '.join(hidden)} beside its {where}"
+    names = ", ".join(hidden)
+    return f"{type(value).__name__}, with attributes {names} beside what it contains (pass a plain dict or list)"
 
 
 def _put_together(value: Any, children: list[Any]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from itertools import product
 
 from . import environment
 from .environment import Reading, derive_port, filled, meet_nobody, warn_of_allocation
@@ -53,16 +52,12 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
     if all(name in env for name in PLATFORM.needs.values()):
         return _read_platform(env, mpi_or_slurm).launch()
     if mpi_or_slurm:
-        read = read_step if mpi_or_slurm is SLURM else _read_mpirun
-        reading = read(mpi_or_slurm, env)
+        reading = read_step(env) if mpi_or_slurm is SLURM else _read_mpirun(mpi_or_slurm, env)
         reading.check_agreement(RANKS | LOCAL)  # a job script may set some of them itself
         return reading.launch()
-    if is_stripped_step(env):
-        step = read_step(SLURM._replace(signs=("SLURM_PROCID", "SLURM_NTASKS")), env)
-        step.wrong.append("a container must be given all of a task's SLURM_ variables")
-        return step.launch()  # raises
-    platforms, names = environment.nodes(env)
-    signs = tuple(dict.fromkeys([*names, *environment.processes(env)]))
+    platforms = environment.nodes(env)
+    names = [name for platform in platforms for name in (platform.number, platform.rank) if name in env]
+    signs = tuple(names + environment.processes(env))
     if signs:
         launcher = PLATFORM._replace(signs=signs)
         if platforms:
@@ -78,8 +73,8 @@ def _find_mpi_or_slurm(env: Mapping[str, str]) -> Launcher | None:
     found = [launcher for launcher in MPI_AND_SLURM if any(sign in env for sign in launcher.signs)]
     if found and found[0].kind == "submitit" and env.get("SUBMITIT_LOCAL_NTASKS") == "1":
         found = found[1:]  # a lone task may start a launcher, which hands its variables on
-    if not found:
-        return None
+    if not found:  # a container may have passed on only some of a Slurm task's variables
+        return SLURM if environment.number(env.get("SLURM_PROCID")) > 0 else None
     if found[0].kind == "pmi" and "MPI_LOCALRANKID" not in env:
         return found[-1]  # srun --mpi=pmi2 speaks PMI too
     return found[0]
@@ -90,7 +85,7 @@ def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
     reading = Reading(launcher, env)
     if reading.values.get("world_size") == 1:
         meet_nobody(reading)
-        _refuse_copies(reading, _signs_around(reading))
+        _refuse_copies(reading)
         return reading
     absent = [name for name in MASTER.values() if name not in env]
     if len(absent) == 1:
@@ -99,51 +94,37 @@ def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
 
 
 def _read_platform(env: Mapping[str, str], launcher: Launcher | None) -> Reading:
-    """Read RANK and its kin, which are complete."""
+    """Read RANK and its kin, which are complete; refuse fewer ranks than this launcher has started processes."""
     reading = Reading(PLATFORM, env)
-    if launcher:
-        _compare_with(launcher, reading)
+    names = [launcher.needs[field] for field in RANKS] if launcher else []
+    if names and all(name in env for name in names) and RANKS.keys() <= reading.values.keys():
+        rank, world_size = [environment.number(env[name]) for name in names]
+        told_rank, told_size = [reading.values[field] for field in RANKS]
+        if told_size < world_size or (told_size == world_size and told_rank != rank):
+            told = f"{reading.said('rank')}, {reading.said('world_size')}"
+            started = ", ".join(f"{name}={env[name]}" for name in names)
+            reading.wrong.append(f"{told} contradict {started} (does a job script export them? then unset them there)")
     if reading.values.get("world_size") == 1 and not reading.wrong:
-        _refuse_copies(reading, [*_signs_around(reading), *environment.nodes(env)[1]])
+        _refuse_copies(reading)
     return reading
 
 
-def _compare_with(launcher: Launcher, reading: Reading) -> None:
-    """Refuse fewer ranks than this launcher has started processes: some would claim the same one."""
-    needs = {field: launcher.needs[field] for field in RANKS}
-    started = Reading(launcher._replace(needs=needs, takes={}), reading.env)
-    told, real = reading.values, started.values
-    if not RANKS.keys() <= told.keys() & real.keys():
-        return
-    too_few = told["world_size"] < real["world_size"]
-    same_size = told["world_size"] == real["world_size"]
-    if too_few or (same_size and told["rank"] != real["rank"]):
-        said, counted = [f"{each.said('rank')}, {each.said('world_size')}" for each in (reading, started)]
-        reading.wrong.append(f"{said} contradict {counted} (does a job script export them? then unset them there)")
-
-
-def _signs_around(reading: Reading) -> list[str]:
-    """Name the variables of launches of several processes in which this one of one process was started.
+def _refuse_copies(reading: Reading) -> None:
+    """Refuse a launch of one process in each of several.
 
     A Flux instance may span the tasks of a Slurm step, and a shell in a step is one of its tasks.
     """
     if reading.launcher.kind == "flux" or "SLURM_PTY_PORT" in reading.env:
-        return []
-    sizes = [launcher.needs["world_size"] for launcher in MPI_AND_SLURM]
-    several = [name for name in sizes if environment.number(reading.env.get(name)) > 1]
-    return list(dict.fromkeys([*several, *environment.others(reading.env)]))
-
-
-def _refuse_copies(reading: Reading, signs: list[str]) -> None:
-    """Refuse a launch of one process in each of several."""
-    if not signs:
         return
-    sign = f"{signs[0]}={reading.env[signs[0]]}"
-    reading.evidence.append(sign)
-    reading.wrong.append(
-        f"{reading.said('world_size')} contradicts {sign}: each of several processes would run alone (if this is "
-        f"meant, unset {', '.join(signs)})"
-    )
+    sizes = [launcher.needs["world_size"] for launcher in MPI_AND_SLURM]
+    signs = [name for name in sizes if environment.number(reading.env.get(name)) > 1]
+    signs += [platform.number for platform in environment.nodes(reading.env)]
+    for sign in signs:
+        reading.evidence.append(f"{sign}={reading.env[sign]}")
+        reading.wrong.append(
+            f"{reading.said('world_size')} contradicts {sign}={reading.env[sign]}: each of several processes would run "
+            f"alone (if this is meant, unset {sign})"
+        )
 
 
 def _single(env: Mapping[str, str]) -> Launch:
@@ -158,65 +139,41 @@ def _single(env: Mapping[str, str]) -> Launch:
     return Launch("single", 0, 1, 0, 1, 0, 1, evidence=tuple(evidence))
 
 
-# A Slurm step. Only its own variables tell the place of a task: SLURM_NTASKS and
-# SLURM_JOB_NODELIST are the job's, and layouts may be uneven.
+# A Slurm step. Only its own variables tell the place of a task: SLURM_NTASKS and SLURM_JOB_NODELIST are the job's, and
+# layouts may be uneven.
 
 
-def read_step(launcher: Launcher, env: Mapping[str, str]) -> Reading:
+def read_step(env: Mapping[str, str]) -> Reading:
     """Read what a task is told of its step, and derive the address at which all tasks meet."""
-    step = Reading(launcher, env)
-    hosts = step.read("SLURM_STEP_NODELIST", expand_nodelist) or []
-    counts = step.read("SLURM_STEP_TASKS_PER_NODE", expand_counts) or []
-    step.check_agreement({"rank": "PMI_RANK", "world_size": "PMI_SIZE"})
-    world_size = step.values.get("world_size")
-    if hosts and counts and world_size:
-        _place_on_nodes(step, hosts, counts)
-    if world_size == 1:
+    step = Reading(SLURM, env)
+    host = step.read("SLURM_STEP_NODELIST", first_host)
+    layout = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    even = re.fullmatch(r"(\d+)(?:\(x\d+\))?", layout)
+    if even:  # else setup() asks the other ranks
+        step.values["local_world_size"] = int(even[1])
+        step.evidence.append(f"SLURM_STEP_TASKS_PER_NODE={layout}")
+    if step.values.get("world_size") == 1:
         meet_nobody(step)
         warning = warn_of_allocation(env, "SLURM_NTASKS")
         if warning:  # salloc may open its shell in a step of one task
             step.evidence.append(FORGOTTEN + warning)
     else:
-        _derive_address(step, hosts)
+        _derive_address(step, host)
         _derive_port(step)
     return step
 
 
-def is_stripped_step(env: Mapping[str, str]) -> bool:
-    """Return whether a container has passed on only some of a Slurm task's variables.
-
-    A batch script has rank 0 and the job's number of tasks as well, but the job's id too and nothing of a step.
-    """
-    tasks = env.get("SLURM_NTASKS", env.get("SLURM_NPROCS"))
-    if "SLURM_PROCID" not in env or environment.number(tasks) < 2:
-        return False
-    of_a_step = any(name.startswith("SLURM_STEP") for name in env)
-    return of_a_step or env["SLURM_PROCID"] != "0" or "SLURM_JOB_ID" not in env
-
-
-def _place_on_nodes(step: Reading, hosts: list[str], counts: list[int]) -> None:
-    """Find the number of nodes, and of tasks on this one."""
-    step.values["num_nodes"] = len(hosts)
-    world_size = step.values["world_size"]
-    if len(hosts) != len(counts) or sum(counts) != world_size:
-        layout = f"SLURM_STEP_TASKS_PER_NODE={step.env['SLURM_STEP_TASKS_PER_NODE']}"
-        step.wrong.append(f"{layout} is not {world_size} tasks on {len(hosts)} nodes")
-        return
-    node_rank = step.values.get("node_rank")
-    if node_rank is not None and node_rank < len(hosts):
-        step.values["local_world_size"] = counts[node_rank]
-
-
-def _derive_address(step: Reading, hosts: list[str]) -> None:
+def _derive_address(step: Reading, host: str | None) -> None:
     """Let all tasks meet on the step's first node, where rank 0 runs unless the layout is arbitrary."""
-    if "MASTER_ADDR" in step.env or not hosts:
+    if "MASTER_ADDR" in step.env or not host:
         return
+    several = step.values.get("num_nodes", 1) > 1
     arbitrary = step.env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
     elsewhere = step.values.get("rank") == 0 and step.values.get("node_rank", 0) > 0
-    if len(hosts) > 1 and (arbitrary or elsewhere):
+    if several and (arbitrary or elsewhere):
         step.wrong.append("srun -m arbitrary may run rank 0 on any node: export MASTER_ADDR, the host of rank 0")
         return
-    address = hosts[0] if len(hosts) > 1 else "127.0.0.1"
+    address = host if several else "127.0.0.1"
     step.values["master_addr"] = address
     step.evidence.append(f"the ranks meet at {address}, on the first node of the step")
 
@@ -227,50 +184,16 @@ def _derive_port(step: Reading) -> None:
     ids = [step.read(name, str) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     port = derive_port(*map(str, ids))
     step.values["master_port"] = port
-    if None not in ids:
-        step.evidence.append(f"port {port} follows from job and step")
+    step.evidence.append(f"port {port} follows from job and step")
 
 
-def expand_nodelist(text: str) -> list[str]:
-    """Return the host names that Slurm's short form stands for; raise `ValueError` if it is none.
+def first_host(text: str) -> str:
+    """Return the first host name that Slurm's short form stands for; raise `ValueError` if it is none.
 
-    >>> expand_nodelist("gpu-a[01-03,7],b5")
-    ['gpu-a01', 'gpu-a02', 'gpu-a03', 'gpu-a7', 'b5']
+    >>> first_host("gpu-a[01-03,7]-x,b5")
+    'gpu-a01-x'
     """
-    name = r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
-    if not re.fullmatch(f"{name}(?:,{name})*", text, re.ASCII):
+    found = re.fullmatch(r"((?:[^\s,\[\]]|\[\d[\d,-]*\])+)(?:,\S+)?", text, re.ASCII)
+    if not found:
         raise ValueError("not a list of nodes")
-    hosts = []
-    for short in re.findall(name, text):
-        parts = re.split(r"\[(.*?)\]", short)  # literal, numbers, literal, numbers, ..., literal
-        choices = []
-        for place, part in enumerate(parts):
-            choices.append(_expand_numbers(part) if place % 2 else [part])
-        hosts += ["".join(choice) for choice in product(*choices)]
-    return hosts
-
-
-def _expand_numbers(text: str) -> list[str]:
-    """Expand "01-03,7" to 01, 02, 03, 7."""
-    numbers = []
-    for item in text.split(","):
-        low, _, high = item.partition("-")
-        width = len(low)
-        for each in range(int(low), int(high or low) + 1):
-            numbers.append(f"{each:0{width}}")
-    return numbers
-
-
-def expand_counts(text: str) -> list[int]:
-    """Return the numbers that Slurm's short form stands for; raise `ValueError` if it is none.
-
-    >>> expand_counts("4(x2),3")
-    [4, 4, 3]
-    """
-    count = r"(\d+)(?:\(x(\d+)\))?"
-    if not re.fullmatch(f"{count}(?:,{count})*", text, re.ASCII):
-        raise ValueError("not a list of counts")
-    counts = []
-    for each, times in re.findall(count, text):
-        counts += [int(each)] * int(times or 1)
-    return counts
+    return re.sub(r"\[(\d+)[\d,-]*\]", r"\1", found[1])

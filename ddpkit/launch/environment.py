@@ -1,21 +1,18 @@
-"""Read what a launcher tells, and find signs of launchers that tell no rank."""
+"""Read what a launcher tells, and find signs of ranks or nodes where it tells too little."""
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 from ..errors import LaunchError
 from .launch import ALLOCATIONS, LOCAL, MASTER, RANKS, Launch, Launcher
 
-# Signs that this is one of several processes or nodes, where no rank is told that could be read.
-# Platforms start a process on each node and leave the ranks there to torchrun: where it is
-# forgotten, each would believe to be alone.
+# Platforms that start a process on each node and leave the ranks there to torchrun: where it is forgotten, each would
+# believe to be alone.
 
 
 class Nodes(NamedTuple):
@@ -30,9 +27,8 @@ class Nodes(NamedTuple):
         """Return the line that starts the ranks of each node."""
         if self.number == "PET_NNODES":  # torchrun reads these by itself
             return "torchrun train.py"
-        number, rank = "<number of nodes>", "<number of this one, from 0>"
-        if self.rank:
-            number, rank = f"${self.number}", f"${self.rank}"
+        rank = f"${self.rank}" if self.rank else "<number of this one, from 0>"
+        number = f"${self.number}" if self.rank else "<number of nodes>"
         return (
             f"torchrun --nnodes={number} --node-rank={rank} --master-addr={self.address} --nproc-per-node=gpu train.py"
         )
@@ -48,160 +44,37 @@ _PLATFORMS = (
     Nodes("Arnold", "ARNOLD_WORKER_NUM", "ARNOLD_ID", "$ARNOLD_WORKER_0_HOST"),
     Nodes("Volcano Engine", "MLP_WORKER_NUM", "MLP_ROLE_INDEX", "$MLP_WORKER_0_HOST"),
     Nodes("ModelArts", "MA_NUM_HOSTS", "VC_TASK_INDEX"),
-    Nodes("PaddleCloud", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID"),
     Nodes("AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"),
     Nodes("Azure Batch", "AZ_BATCH_NODE_LIST", address="${AZ_BATCH_MASTER_NODE%:*}"),
     Nodes("SageMaker", "SM_HOSTS"),
-    Nodes("SageMaker", "SM_RESOURCE_CONFIG"),
-    Nodes("Vertex AI", "CLUSTER_SPEC"),
-    Nodes("a TensorFlow cluster", "TF_CONFIG"),
-    Nodes("a TPU slice", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
     Nodes("Kubeflow", "PET_NNODES", "PET_NODE_RANK"),
 )
-_ABOVE_0 = (
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "GLOBAL_RANK", "LWS_WORKER_INDEX"),
-    *("PALS_RANKID", "ALPS_APP_PE", "PBS_NODENUM", "PBS_VNODENUM", "VC_TASK_INDEX"),
-    *("SUBMITIT_LOCAL_LOCALID", "FLUX_TASK_LOCAL_ID"),
-)
-_PAIRS = {
-    "JAX_PROCESS_ID": "JAX_NUM_PROCESSES",
-    "PROCESS_ID": "NUM_PROCESSES",
-    "WORKER_RANK": "WORKER_NUM",
-    "DMLC_WORKER_ID": "DMLC_NUM_WORKER",
-    "RANK_ID": "RANK_SIZE",
-}
-_NEURON = ("NEURON_PJRT_PROCESS_INDEX", "NEURON_PJRT_PROCESSES_NUM_DEVICES")
 
-# endings of the number of a node, and of how many there are
-_NODE_NUMBERS = ("NODE_RANK", "MACHINE_RANK", "GROUP_RANK")
-_NODE_COUNTS = (
-    *("NNODES", "NNODE", "NODES", "NODES_NUM", "NODE_NUM", "NODE_COUNT"),
-    *("MACHINES", "MACHINES_NUM", "MACHINE_NUM", "MACHINE_COUNT"),
-)
-_OF_PROCESSES = "(^|_)(WORLD|COMM|JOB|GLOBAL|CROSS|DIST|DDP|DP|TP|PP)(_|$)|MPI"  # words of launchers, none of models
+
+def nodes(env: Mapping[str, str]) -> list[Nodes]:
+    """Find the platforms that say that this is one of several nodes."""
+    return [platform for platform in _PLATFORMS if _count(env.get(platform.number, "")) > 1]
 
 
 def processes(env: Mapping[str, str]) -> list[str]:
     """Name the variables that say that this is one of several processes."""
-    hints = []
-    for name in ("RANK", "LOCAL_RANK"):
+    found = []
+    for name in ("RANK", "LOCAL_RANK", "PMIX_RANK"):
         told_alone = env.get(name) == "0" and env.get("WORLD_SIZE") == "1"
         if name in env and not told_alone:
-            hints.append(name)
-    hints += [name for name in ["PMIX_RANK"] if name in env]
-    hints += [name for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if env.get(name, "1") != "1"]
-    hints += _above_0(env)
-    for name in _ending(env, "RANK", "RANKID"):
-        value = number(env[name], -1)
-        is_local = re.search("_LOCAL_?RANK(ID)?$", name.upper()) and value >= 0
-        is_node = name.upper().endswith("_NODE_RANK") and value > 0
-        if is_local or is_node:
-            hints.append(name)
-    return [*hints, *pairs(env)]
+            found.append(name)
+    return found + [name for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if env.get(name, "1") != "1"]
 
 
-def others(env: Mapping[str, str]) -> list[str]:
-    """Name the variables that say that there are others beside a process that was told to be the only one."""
-    pmix = [name for name in ["PMIX_RANK"] if number(env.get(name)) > 0]
-    return [*_above_0(env), *pmix, *pairs(env)]
-
-
-def _above_0(env: Mapping[str, str]) -> list[str]:
-    names = [name for name in _ABOVE_0 if number(env.get(name)) > 0]
-    if number(env.get("LSF_PM_TASKID")) > 1:  # counts from 1
-        names.append("LSF_PM_TASKID")
-    return names
-
-
-def _ending(env: Mapping[str, str], *ends: str) -> list[str]:
-    return [name for name in env if name.upper().endswith(ends)]
-
-
-def pairs(env: Mapping[str, str]) -> list[str]:
-    """Name pairs such as DP_RANK and DP_WORLD_SIZE that say several processes; LORA_RANK and LORA_SIZE do not."""
-    ranks = _ending(env, "_RANK")
-    names = {name.upper(): name for name in env} if ranks else {}
-    found = []
-    for rank, size in _PAIRS.items():
-        if _is_one_of_several(env, rank, size):
-            found += [rank, size]
-    if all(name in env for name in _NEURON) and "," in env[_NEURON[1]]:  # devices of each process
-        found += _NEURON
-    for rank in ranks:
-        stem = rank.upper().removesuffix("_RANK")
-        sizes = [f"{stem}_{word}" for word in ("WORLD_SIZE", "NPROCS", "NRANKS")]
-        if re.search(_OF_PROCESSES, stem) or f"{stem}_LOCAL_RANK" in names:
-            sizes.append(f"{stem}_SIZE")
-        for size in sizes:
-            if _is_one_of_several(env, rank, names.get(size, "")):
-                found += [rank, names[size]]
-    return found
-
-
-def _is_one_of_several(env: Mapping[str, str], rank: str, size: str) -> bool:
-    """Return whether two variables hold a number and how many there are, more than one."""
-    index = number(env.get(rank), -1)
-    count = number(env.get(size))
-    return count > 1 and 0 <= index < count
-
-
-def nodes(env: Mapping[str, str]) -> tuple[list[Nodes], list[str]]:
-    """Find who says that this is one of several nodes, and in which variables."""
-    platforms = [each for each in _PLATFORMS if each.number in env and _count(env[each.number]) > 1]
-    platforms += _numbered(env)
-    names = [name for platform in platforms for name in platform[1:3] if name in env]
-    tasks = _volcano(env)
-    if tasks:
-        platforms.append(Nodes("Volcano", tasks[0]))
-        names += tasks
-    return platforms, list(dict.fromkeys(names))
-
-
-def _numbered(env: Mapping[str, str]) -> Iterator[Nodes]:
-    """Find pairs such as NODE_RANK beside NNODES, of whoever starts a process on each node."""
-    known = [platform.number for platform in _PLATFORMS]
-    for rank, size in product(("NODE_ID", "NODE_INDEX"), ("NNODES", "NUM_NODES", "NODE_COUNT")):
-        if _is_one_of_several(env, rank, size):
-            yield Nodes("a cluster", size, rank)
-    found = [*product(_ending(env, *_NODE_NUMBERS), _ending(env, *_NODE_COUNTS))]
-    found += [("HOST_INDEX", "HOST_NUM"), ("INDEX", "HOST_NUM")]
-    for rank, size in found:
-        if rank in env and number(env.get(size)) > 1 and size not in known:
-            yield Nodes("a cluster", size, rank)
-
-
-def _volcano(env: Mapping[str, str]) -> list[str]:
-    """Name the numbers of pods, one for each kind of task; a version of a build may be called VC_BUILD_NUM."""
-    sizes = []
-    for name in env:
-        if not name.startswith("VC_") or not name.endswith("_NUM"):
-            continue
-        if "VC_TASK_INDEX" in env or f"{name.removesuffix('_NUM')}_HOSTS" in env:
-            sizes.append(name)
-    pods = sum(number(env[name]) for name in sizes)
-    return sizes if pods > 1 else []
-
-
-def number(text: str | None, otherwise: int = 0) -> int:
-    """Return a number, or the greatest of a range such as torchrun's 1:4."""
+def number(text: str | None) -> int:
+    """Return a number, or the greatest of a range such as torchrun's 1:4; 0 for another text."""
     found = re.fullmatch("(?:[0-9]+:)?([0-9]{1,9})", text or "")
-    return int(found[1]) if found else otherwise
+    return int(found[1]) if found else 0
 
 
 def _count(text: str) -> int:
-    """Return a number of nodes, which may be that of the entries of a list or of a cluster in JSON."""
-    count = number(text)
-    if count:
-        return count
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return len(re.findall(r"[^\s,;]+", text))
-    if isinstance(found, dict):
-        found = found.get("hosts") or found.get("cluster")
-    if isinstance(found, dict):
-        return sum(len(hosts) for hosts in found.values() if isinstance(hosts, list))
-    return len(found) if isinstance(found, list) else 0
+    """Return a number of nodes, which may be given as their list."""
+    return number(text) or len(re.findall(r"[^\s,;]+", text))
 
 
 # Reading what a launcher tells.
@@ -318,17 +191,13 @@ class Reading:
         if self.missing:
             verb = "is" if len(self.missing) == 1 else "are"
             problems.insert(0, f"{', '.join(self.missing)} {verb} not set")
-        found = []
-        for line in self.evidence:
-            found.append(line if len(line) < _VARIABLE_LENGTH else f"{line[:_VARIABLE_LENGTH]}…")
+        found = ", ".join(line[:_VARIABLE_LENGTH] for line in self.evidence)
         told = (self._names["rank"], self._names["world_size"])
-        marks = (*self.launcher.signs, *told, *RANKS.values(), *LOCAL.values(), *pairs(self.env))
+        marks = (*self.launcher.signs, *told, *RANKS.values(), *LOCAL.values())
         unset = [name for name in dict.fromkeys(marks) if name in self.env]
-        text = f"This looks like {self.launcher.title}, but {'; '.join(problems)}. Found: {', '.join(found)}. "
-        warning = None
-        if self.launcher.kind == "platform":
-            warning = warn_of_allocation(self.env, "SLURM_NTASKS")
-        if warning:
+        text = f"This looks like {self.launcher.title}, but {'; '.join(problems)}. Found: {found}. "
+        warning = warn_of_allocation(self.env, "SLURM_NTASKS")
+        if warning and self.launcher.kind == "platform":
             text += f"{warning}. "
         return f"{text}{self.launcher.start}; to run on one process, unset {', '.join(unset)}."
 
@@ -352,14 +221,10 @@ def meet_nobody(reading: Reading) -> None:
 def warn_of_allocation(env: Mapping[str, str], *names: str) -> str | None:
     """Return a sentence if one of these variables tells of several tasks, of which this process is none."""
     for name in names:
-        text = env.get(name, "1")
-        several = text != "1"
-        if name == "LSB_MCPU_HOSTS":  # "host1 4 host2 4"
-            several = len(text.split()) > 2
-        if several:
-            tool = ALLOCATIONS[name]
+        tool = ALLOCATIONS[name]
+        if env.get(name, "1") != "1":
             return (
-                f"{name}={text}, but this process is none of {tool}'s tasks (a batch script, or a shell in an "
+                f"{name}={env[name]}, but this process is none of {tool}'s tasks (a batch script, or a shell in an "
                 f"allocation), so it runs alone: start the ranks with {tool}"
             )
     return None

@@ -86,7 +86,7 @@ MASTER = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
 _GROUP = {"node_rank": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"}
 _NODES = {"node_rank": "NODE_RANK|GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"}
 _TASK = {"rank": "SLURM_PROCID", "world_size": "SLURM_STEP_NUM_TASKS"}
-_PLACE = {"local_rank": "SLURM_LOCALID", "node_rank": "SLURM_NODEID"}
+_PLACE = {"local_rank": "SLURM_LOCALID", "node_rank": "SLURM_NODEID", "num_nodes": "SLURM_STEP_NUM_NODES"}
 
 
 def _mpi_row(kind: str, title: str, rank: str, world_size: str, **takes: str) -> Launcher:
@@ -142,9 +142,7 @@ MPI_AND_SLURM = (
 ALLOCATIONS = {
     "SLURM_NTASKS": "srun",
     "SLURM_JOB_NUM_NODES": "srun",
-    "LSB_MCPU_HOSTS": "mpirun",
     "PBS_NUM_NODES": "mpiexec",
     "NHOSTS": "mpirun",
-    "COBALT_JOBSIZE": "mpirun",
     "PET_NPROC_PER_NODE": "torchrun",
 }

@@ -53,11 +53,9 @@ def find_agent(env: Mapping[str, str], pid: int) -> Agent | None:
 
 def ancestors() -> dict[int, str]:
     """Return the processes above this one and when they were born; only the parent where `/proc` does not tell."""
-    pid = os.getppid()
-    found = {}
+    found = {os.getppid(): ""}
     with suppress(OSError, ValueError, IndexError):
-        found[pid] = born(pid)
-        for above in _parents(pid):
+        for above in _parents(os.getpid()):
             found[above] = born(above)
     return found
 

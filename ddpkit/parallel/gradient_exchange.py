@@ -264,7 +264,7 @@ class _Bucket:
             torch.cat(pieces, out=flat)
         else:
             flat.copy_(torch.cat(pieces))
-        factor, self.divisor = normalise(None, get_data_parallel_world_size())
+        factor, self.divisor = normalise(get_data_parallel_world_size())
         if factor != 1:
             flat.mul_(factor)
         self.flat = flat

@@ -143,7 +143,6 @@ def shuffle() -> Ways:
     return {
         "by hand": lambda: shuffle_by_hand(indices),
         "broadcast": lambda: ddpkit.broadcast(indices),
-        "check=False": lambda: ddpkit.broadcast(indices, check=False),
     }
 
 
@@ -176,11 +175,11 @@ def moco_by_hand(images: Tensor, keys: Tensor, order: Tensor) -> None:
     gather_tensors_by_hand(keys)
 
 
-def moco(images: Tensor, keys: Tensor, order: Tensor, check: bool) -> None:
-    ddpkit.all_gather(images, check=check)
-    ddpkit.broadcast(order, check=check)
-    ddpkit.all_gather(keys, check=check)
-    ddpkit.all_gather(keys, check=check)
+def moco(images: Tensor, keys: Tensor, order: Tensor) -> None:
+    ddpkit.all_gather(images)
+    ddpkit.broadcast(order)
+    ddpkit.all_gather(keys)
+    ddpkit.all_gather(keys)
 
 
 def moco_step() -> Ways:
@@ -189,8 +188,7 @@ def moco_step() -> Ways:
     order = torch.randperm(32 * dist.get_world_size())
     return {
         "by hand": lambda: moco_by_hand(images, keys, order),
-        "ddpkit": lambda: moco(images, keys, order, True),
-        "check=False": lambda: moco(images, keys, order, False),
+        "ddpkit": lambda: moco(images, keys, order),
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import random
 import re
 import time
 import warnings
@@ -203,10 +202,8 @@ def check_leaf(got: Any, each: list[Any], own: Any, op: str, weights: list[Any])
             assert x == (expected if ints else float(expected))
         elif ints and weights[0] is None and op == "sum":
             assert x == expected
-        elif ints and weights[0] is None:
-            correctly_rounded = expected.numerator / expected.denominator
-            rounding_of_mean = 0 if abs(expected * len(each)) <= 2**53 else 2.0**-52
-            assert x == pytest.approx(correctly_rounded, rel=rounding_of_mean, abs=0)
+        elif ints and weights[0] is None and size <= 2**53:
+            assert x == expected.numerator / expected.denominator
         else:
             assert abs(Fraction(x) - expected) <= 2 * rounding * size + Fraction(1e-7 if rounding > 1e-4 else 0)
 
@@ -321,30 +318,6 @@ def known_traps() -> dict[str, Any]:
     }
 
 
-def huge_of(rank: int) -> list[int]:
-    """This rank's integers of 64 bits: one whose mean is hard to round, then random ones."""
-    rng = random.Random(rank)
-    first = [2063716425093236682, -2008596548761560162, 663049671578551872][rank]
-    return [first, *(rng.randrange(-(2**63), 2**63) for _ in range(999))]
-
-
-def means_of_huge_integers() -> list[list[float]]:
-    values = huge_of(get_rank())
-    tensor = torch.tensor(values)
-    means = [all_reduce_mean(tensor), all_reduce_mean(tensor, check=False), all_reduce_mean(np.array(values))]
-    few = [all_reduce_mean(tensor[:100]), all_reduce_mean({"x": tensor[:1]})["x"]]
-    return [*(mean.tolist() for mean in (*means, *few)), all_reduce_mean(values[:100])]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_mean_of_huge_integers_is_rounded_once(world_size: int) -> None:
-    columns = zip(*map(huge_of, range(world_size)), strict=True)
-    exact = [float(Fraction(sum(column), world_size)) for column in columns]
-    for found in on_ranks(means_of_huge_integers, world_size):
-        for means in found:
-            assert means == exact[: len(means)]
-
-
 def test_known_traps_on_two_ranks() -> None:
     for rank, got in enumerate(on_ranks(known_traps, 2)):
         assert got["bool"] == 0.5 and type(got["bool"]) is float
@@ -414,28 +387,19 @@ GREATEST = {
 
 def huge() -> dict[Any, Any]:
     """Means and sums near the largest number of a dtype."""
-    rank = get_rank()
     found: dict[Any, Any] = {}
     for size in SIZES:
         for dtype, top in GREATEST.items():
             big = torch.full((size,), top, dtype=dtype)
-            small = torch.full((size,), 2.0**-10 * (rank + 1), dtype=dtype)
-            mixed = torch.cat([big, small])
-            found[size, dtype, "mean"] = all_reduce_mean(mixed).tolist()
-            found[size, dtype, "weighted"] = all_reduce_mean(mixed, weight=rank + 1).tolist()
-            found[size, dtype, "huge weight"] = all_reduce_mean(mixed, weight=1e308).tolist()
-            found[size, dtype, "tiny weight"] = all_reduce_mean(mixed, weight=5e-324).tolist()
-            found[size, dtype, "sum"] = all_reduce(big if rank else -big).tolist()
+            small = torch.full((size,), 2.0**-10 * (get_rank() + 1), dtype=dtype)
+            found[size, dtype, "mean"] = all_reduce_mean(torch.cat([big, small])).tolist()
             found[size, dtype, "overflow"] = all_reduce(big).tolist()
             found[size, dtype, "nan"] = all_reduce_mean(torch.cat([big, big * math.nan, big * math.inf])).tolist()
             found[size, dtype, "unchecked"] = all_reduce_mean(big, check=False).tolist()
         numbers = [1.7e308] * size + [0.1] * size
         found[size, "number", "mean"] = all_reduce_mean(numbers)
-        found[size, "number", "huge weight"] = all_reduce_mean(numbers, weight=1e308)
-        found[size, "number", "tiny weight"] = all_reduce_mean(numbers, weight=5e-324)
-        found[size, "number", "mixed"] = all_reduce_mean([1.7e308, 2 if rank else 2.5, 3] * size)
+        found[size, "number", "mixed"] = all_reduce_mean([1.7e308, 2 if get_rank() else 2.5, 3] * size)
         found[size, "number", "overflow"] = all_reduce(numbers[:size])
-        found[size, "int", "huge weight"] = all_reduce_mean(np.arange(size), weight=1e308).tolist()
     return found
 
 
@@ -448,65 +412,52 @@ def test_the_largest_numbers_have_means_in_every_size(world: int) -> None:
             big = torch.tensor(top, dtype=dtype).item()
             eps = torch.finfo(dtype).eps
             low = 2.0**-10 * (world + 1) / 2
-            weighted = 2.0**-10 * sum((r + 1) ** 2 for r in range(world)) / sum(r + 1 for r in range(world))
-            expected = {
-                "mean": [big, low],
-                "weighted": [big, weighted],
-                "huge weight": [big, low],
-                "tiny weight": [big, low],
-                "sum": [big * (world - 2)],
-                "unchecked": [big],
-            }
-            for name, values in expected.items():
+            for name, values in {"mean": [big, low], "unchecked": [big]}.items():
                 each = [x for x in values for _ in range(size)]
                 assert got[size, dtype, name] == pytest.approx(each, rel=2 * eps, abs=1e-300), (size, dtype, name)
             overflow = got[size, dtype, "overflow"]
             assert overflow == [big if world == 1 else math.inf] * size, (size, dtype)
             nan = got[size, dtype, "nan"]
             assert nan[0] == pytest.approx(big, rel=eps) and nan[size] != nan[size] and nan[2 * size] == math.inf
-        for name in ("mean", "huge weight", "tiny weight"):
-            assert got[size, "number", name] == pytest.approx([1.7e308] * size + [0.1] * size, rel=1e-15)
+        assert got[size, "number", "mean"] == pytest.approx([1.7e308] * size + [0.1] * size, rel=1e-15)
         mixed = got[size, "number", "mixed"]
         assert mixed[0] == pytest.approx(1.7e308) and mixed[1] == pytest.approx((2.5 + 2 * (world - 1)) / world)
         assert mixed[2] == 3.0
         assert got[size, "number", "overflow"] == [1.7e308 if world == 1 else math.inf] * size
-        assert got[size, "int", "huge weight"] == pytest.approx(list(range(size)))
 
 
-SMALL_SHARES = {  # weights by rank, and values
-    "a weight below float32": ((1.0, 1e-40, 1e-40), torch.float32, (0.0, 3e38, 3e38)),
-    "a weight far below float32": ((1.0, 1e-50, 1e-50), torch.float32, (0.0, 3e38, 3e38)),
-    "all weights below float32": ((1e-40, 3e-40, 1e-39), torch.float32, (1.0, 2.0, 3.0)),
-    "half precision": ((1.0, 1e-42, 1e-42), torch.bfloat16, (0.0, 3e38, 3e38)),
-    "small weights of small numbers": ((1e-20, 3e-20, 1e-20), torch.float64, (1e-290, 3e-290, 2e-290)),
+WEIGHTS = {  # by rank
+    "samples": (3, 0, 1),
+    "small": (1e-20, 3e-20, 2e-20),
+    "large": (1e20, 1e19, 3e20 / 4),
 }
 
 
-def with_small_shares() -> dict[str, list[float]]:
+def weighted() -> dict[str, list[float]]:
     rank = get_rank()
+    tensors = [torch.full((size,), rank + 1.5, dtype=dtype) for size in SIZES for dtype in GREATEST]
     found = {}
-    for name, (weights, dtype, values) in SMALL_SHARES.items():
-        each = (torch.full((size,), values[rank], dtype=dtype) for size in SIZES)
-        found[name] = [all_reduce_mean(tensor, weight=weights[rank])[-1].item() for tensor in each]
+    for name, weights in WEIGHTS.items():
+        means = all_reduce_mean([*tensors, np.arange(600) + rank], weight=weights[rank])
+        found[name] = [mean[-1].item() for mean in means]
     return found
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_smallest_weights_count_in_every_size(world: int) -> None:
-    for got in on_ranks(with_small_shares, world):
-        for name, (weights, dtype, values) in SMALL_SHARES.items():
-            shares = list(map(Fraction, weights[:world]))
-            exact = torch.tensor(values[:world], dtype=dtype).tolist()
-            mean = sum(share * Fraction(x) for share, x in zip(shares, exact, strict=True)) / sum(shares)
-            assert got[name] == pytest.approx([float(mean)] * 2, rel=2 * torch.finfo(dtype).eps, abs=0), name
+def test_weights_count_alike_in_every_size_and_dtype(world: int) -> None:
+    for got in on_ranks(weighted, world):
+        for name, weights in WEIGHTS.items():
+            rank = sum(rank * weight for rank, weight in enumerate(weights[:world])) / sum(weights[:world])
+            *means, of_ints = got[name]
+            assert means == pytest.approx([1.5 + rank] * 8, rel=0.01) and of_ints == pytest.approx(599 + rank)
 
 
 def without_warnings() -> None:
     with warnings.catch_warnings(), np.errstate(over="raise", divide="raise", invalid="raise"):
         warnings.simplefilter("error")
-        for call in (huge, with_small_shares, contained):
+        for call in (huge, weighted, contained):
             call()
-        assert all_reduce_mean([1.7e308, math.inf, math.nan], weight=10)[0] == 1.7e308
+        assert all_reduce_mean([1e300, math.inf, math.nan], weight=10)[0] == 1e300
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -559,7 +510,6 @@ def counted() -> dict[str, int]:
         "max": lambda: all_reduce(big, "max"),
         "unchecked": lambda: all_reduce_mean(torch.ones(5), check=False),
         "broadcast": lambda: broadcast({"lr": 0.1, "name": "run"} if get_rank() == 0 else None),
-        "unchecked broadcast": lambda: broadcast(torch.arange(512), check=False),
         "all_gather": lambda: all_gather(torch.ones(get_rank())),
     }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -579,40 +529,8 @@ def test_fifty_scalars_cost_one_collective_check_included() -> None:
     for counts in on_ranks(counted, 2):
         assert counts == {
             **{"50 numbers": 1, "50 tensors": 1, "mixed": 1, "weighted": 1},
-            **{"big": 3, "max": 2, "unchecked": 1, "broadcast": 1, "all_gather": 2},
-            "unchecked broadcast": 1,
+            **{"big": 4, "max": 6, "unchecked": 1, "broadcast": 1, "all_gather": 2},
         }
-
-
-def broadcast_unchecked() -> list[Any]:
-    rank, last_rank = get_rank(), get_world_size() - 1
-    found = []
-    for dtype in (torch.int64, torch.float64, torch.bfloat16, torch.bool, torch.complex64):
-        for shape in ((), (0, 3), (2, 3)):
-            own = torch.full(shape, rank + 1, dtype=dtype)
-            got = broadcast(own, last_rank, check=False)
-            assert (got is own) == (rank == last_rank) and got.dtype == dtype
-            assert torch.equal(own, torch.full(shape, rank + 1, dtype=dtype))
-            found.append(torch.equal(got, torch.full(shape, last_rank + 1, dtype=dtype)))
-    columns = torch.arange(6.0).reshape(2, 3).t() * (rank + 1)
-    found.append(torch.equal(broadcast(columns, check=False), torch.arange(6.0).reshape(2, 3).t()))
-    learned = broadcast(torch.nn.Parameter(torch.full((2,), float(rank))), 0, check=False)
-    found.append(learned.tolist() == [0.0, 0.0] and learned.requires_grad == (rank == 0))
-    for value, src, kind, words in (
-        (None, None, TypeError, "with check=False takes a dense tensor on every rank, .*, found NoneType"),
-        ([torch.ones(1)], None, TypeError, "found list"),
-        (torch.ones(2).to_sparse(), None, TypeError, "found a sparse_coo tensor"),
-        (torch.ones(2), 99, ValueError, "src must be a rank"),
-    ):
-        with pytest.raises(kind, match=words):
-            broadcast(value, src, check=False)
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_an_unchecked_broadcast_gives_a_new_tensor_like_ones_own(world_size: int) -> None:
-    for found in on_ranks(broadcast_unchecked, world_size):
-        assert all(found) and len(found) == 17
 
 
 # --- ranks that differ ------------------------------------------------------------------------------------------------
@@ -685,7 +603,7 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
     "size": (
         lambda: all_reduce({"a": last(torch.Size([2]), [2])}, "max"),
         "TypeError",
-        r"Size \(pass list\(it\)\) at value\['a'\]",
+        r"object of type Size at value\['a'\]",
     ),
     "enum": (lambda: all_reduce([last(Color.RED, 1)]), "TypeError", r"member of Color .*at value\[0\]"),
     "attribute": (lambda: all_reduce(last(Sneaky(1.0), 1)), "TypeError", r"attributes twice beside .* at value\."),
@@ -694,11 +612,11 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
     "weight": (
         lambda: all_reduce_mean(1.0, last(-1, 1)),
         "ValueError",
-        r"weight must be finite and not negative, got -1",
+        r"weight must be 0, or from 1e-20 to 1e\+20, got -1",
     ),
     "weight nan": (lambda: all_reduce_mean(1.0, last(math.nan, 1)), "ValueError", r"weight must be .*, got nan"),
     "weight type": (lambda: all_reduce_mean(1.0, last("3", 1)), "TypeError", r"weight must be a number, got str"),
-    "huge": (lambda: all_reduce(last(2**64, 1)), "OverflowError", r"must fit 64 bits.*18446744073709551616"),
+    "huge": (lambda: all_reduce(last(2**64, 1)), "OverflowError", r"beyond 2\^63 .*18446744073709551616"),
     "nanoseconds": (
         lambda: all_reduce({"now": last(time.time_ns(), 1)}, "max"),
         "OverflowError",

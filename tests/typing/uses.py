@@ -77,7 +77,7 @@ def gathering(tensor: Tensor, floats: dict[str, float]) -> None:
     assert_type(ddpkit.gather_exact({"a": tensor}, [0], 1), dict[str, Tensor])
     assert_type(ddpkit.gather_exact(["a"], range(1), 1), list[str])
     assert_type(ddpkit.broadcast(floats), dict[str, float])
-    assert_type(ddpkit.broadcast(tensor, check=False), Tensor)
+    assert_type(ddpkit.broadcast(tensor), Tensor)
 
 
 def models(net: Net, other: nn.Module, ddp: DistributedDataParallel, parallel: DataParallel[Net]) -> None:
