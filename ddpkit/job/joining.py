@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import re
-import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from ..join.members import Member, Members, children_of, usable_cores
+from ..join.members import Member, Members, usable_cores
 from ..join.rendezvous import complete_launch, join, raise_if_orphaned
 from ..join.session import Session
 from ..join.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_to
@@ -44,41 +43,6 @@ from .refusal import is_child_of_rank, refuse_job
 log = logging.getLogger(__name__)
 _CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
 _CONCLUSION = {"error": str, "shared": bool}
-_OTHERS = 24  # files that joining opens beside one for each connection
-_ROOM = 1024  # files that the limit to set leaves for data loaders and logs
-
-
-def check_open_files(launch: Launch, asked: Options) -> None:
-    """Raise if this rank may not open as many files as it has connections to the others."""
-    if launch.world_size == 1:
-        return
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _connections(launch, asked) + _OTHERS + _open_now()
-    if limit == resource.RLIM_INFINITY or needed <= limit:
-        return
-    raise LaunchError(
-        f"Rank {launch.rank} of {launch.world_size} needs about {needed} open files, most of them connections to the "
-        f"other ranks, but the limit is {limit}. Raise it in front of the launcher: ulimit -n {needed + _ROOM}"
-    )
-
-
-def _connections(launch: Launch, asked: Options) -> int:
-    others = launch.world_size - 1
-    count = 0
-    if asked.backend is None or "gloo" in asked.backend:  # which connects each rank to all others
-        count += others
-    if asked.watch:
-        count += len(children_of(launch.rank, launch.world_size))
-    if launch.rank == 0 and asked.origin.store is None and not store_outlives_ranks(launch):
-        count += others
-    return count
-
-
-def _open_now() -> int:
-    try:
-        return len(os.listdir("/dev/fd"))
-    except OSError:  # where the system does not tell
-        return 0
 
 
 class OpenStore(NamedTuple):

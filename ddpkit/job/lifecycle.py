@@ -221,8 +221,6 @@ def checked_launch(asked: Options) -> Launch:
         check_torch()
         if launch is None:
             launch, warning = unnested_launch()
-        if launch.world_size > 1:
-            import_module(".joining", __package__).check_open_files(launch, asked)
     except LaunchError as error:
         import_module(".refusal", __package__).tell_peers(error, asked.origin)
         raise
