@@ -260,14 +260,8 @@ class Watch(Protocol):
     def tell(self, failure: Failure) -> None:
         """Tell the other ranks that this one has failed."""
 
-    def depart(self, reason: Failure | None) -> None:
-        """Leave while an exception is being handled."""
-
-    def close(self) -> None:
-        """Leave in good order."""
-
-    def close_at_exit(self, reason: Failure | None) -> None:
-        """Leave as the process ends."""
+    def close(self, tells_code: bool = False) -> None:
+        """Leave in good order, or as the process ends."""
 
     def hand_over(self) -> None:
         """Let the end of the process say its exit code."""
@@ -290,7 +284,6 @@ class Job:
         first_hook: The exception hook from before `setup()`.
         former_hook: That which torch has put in its place, as it made the group.
         former_error: Identity of the exception that had ended something in this interpreter before.
-        interrupted: Whether it was left while a KeyboardInterrupt was handled.
         finalizer: Runs where a child of multiprocessing ends.
         data_parallel: The ranks among which the samples are shared out, this one among them; None for all.
         caller: The thread that calls its collectives, from the first one on.
@@ -311,7 +304,6 @@ class Job:
     first_hook: Any = None
     former_hook: Any = None
     former_error: int = 0
-    interrupted: bool = False
     finalizer: Any = None
     data_parallel: Peers | None = None
     caller: threading.Thread | None = None

@@ -37,7 +37,7 @@ from ..parsing import parse
 from ..torch_internals import current_group, group_store, reference
 from . import current_job
 from .device import bind_device, choose_device, default_backend, identity
-from .job import ChooseDevice, Job, Options, context_of
+from .job import ChooseDevice, Job, context_of
 from .refusal import is_child_of_rank, refuse_job
 
 log = logging.getLogger(__name__)

@@ -62,29 +62,6 @@ def fill_error_file(error: BaseException) -> None:
         json.dump({"message": message}, file)
 
 
-def say_goodbye(job: Job, session: Session, error: BaseException | None, at_exit: bool) -> None:
-    """Tell the other ranks that this one leaves.
-
-    Args:
-        job: That it leaves.
-        session: The one of the job.
-        error: The exception that it is handling, or that has ended it, if the others do not know it.
-        at_exit: Whether the process is ending, so that its exit code tells whether it has failed.
-    """
-    watch = job.watch
-    reason = None if error is None else session.describe(error)
-    if watch is None:
-        if reason and at_exit:
-            session.failures.announce(reason)
-    elif session.failures.known is None and at_exit:
-        watch.close_at_exit(reason)
-    elif error is None:
-        watch.close()
-    else:
-        job.interrupted = isinstance(error, KeyboardInterrupt)
-        watch.depart(None if job.interrupted else reason)
-
-
 def destroy_group(job: Job, session: Session) -> None:
     """Destroy the process group, if `setup()` made it and it is still there."""
     if not job.owns_group or not dist.is_initialized() or not job.is_current():

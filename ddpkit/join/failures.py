@@ -128,7 +128,6 @@ class Failures:
         grace: Seconds from the first attempt to raise it until a main thread that neither ends nor handles it is given
             up, and the process ended.
         left: Ranks that have left the job.
-        reasons: By rank, the failure that it was handling when it left.
         exiting: Ranks whose process is about to end, and until when to wait for its exit code.
         orphaned: Returns what became of the process that must outlive this one, "" while it lives.
         explained: The last exception whose cause was looked for.
@@ -144,7 +143,6 @@ class Failures:
         self.held = False
         self.grace = GRACE
         self.left: list[int] = []
-        self.reasons: dict[int, Failure] = {}
         self.exiting: dict[int, float] = {}
         self.orphaned = orphaned
         self.explained: BaseException | None = None
@@ -216,9 +214,7 @@ class Failures:
             return None
         return PeerError(self._rank, self._hosts[self._rank], "orphaned", words)
 
-    def departure(self, rank: int) -> DdpkitError:
+    def departure(self, rank: int) -> PeerError:
         """Make the error to raise where this rank waits for one that has left."""
-        if rank in self.reasons:
-            return self.reasons[rank].to_error()
         words = "it called teardown() or ended while others still wait for it"
         return PeerError(rank, self._hosts[rank], "left", words)

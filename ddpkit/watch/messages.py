@@ -309,7 +309,6 @@ class Message:
     left: int | None = None
     exiting: int | None = None
     failure: Failure | None = None
-    reason: Failure | None = None  # the failure that a rank handled when it left, or by which it ends
     code: int | None = None
     asks: bool = False
     activity: Activity | None = None
@@ -430,7 +429,6 @@ _READERS: dict[str, Callable[[Any, int], Any]] = {  # of each field; they return
     "left": _read_rank,
     "exiting": _read_rank,
     "failure": _read_failure,
-    "reason": _read_failure,
     "asks": _read_question,
     "activity": _read_activity,
     "wants_stop": _read_request,

@@ -65,7 +65,7 @@ class WatchThread(threading.Thread):
     | heard of a rank           | what each rank does                                                |
     |---------------------------|--------------------------------------------------------------------|
     | its process is exiting    | wait up to 60 s for its exit code                                  |
-    | its exit code             | 0: it has left; else it has failed, by the error that it named     |
+    | its exit code             | 0: it has left; else it has failed                                 |
     | it has left               | raise where the rank is waited for                                 |
     | its connection has closed | it has failed, unless it has left, or was exiting without an error |
     | a failure                 | raise it in the main thread; where that cannot be, end the process |
@@ -88,7 +88,6 @@ class WatchThread(threading.Thread):
         self._main_thread = MainThread(session, self._connections.wake)
         self._closing = False
         self._keeps = False  # whether the connections outlive the thread
-        self._exit_reasons: dict[int, Failure | None] = {}  # of processes that are exiting, as far as they know
         self._failure_sent = False  # whether this rank has told the others of a failure
         self._logged = False  # whether it has logged one
         self._watcher = MainThreadWatcher(session.rank)
@@ -121,35 +120,26 @@ class WatchThread(threading.Thread):
         self._tell_others(failure)
         self._connections.settle(_LAST_WORDS)
 
-    def depart(self, reason: Failure | None) -> None:
-        """Leave while an exception is being handled, which may be this rank's failure.
+    def close(self, tells_code: bool = False) -> None:
+        """Leave: after this, no end of a connection is a failure. First set `failures.settled`.
 
-        The others hear at once that it leaves, and from `close_at_exit()` whether it has failed.
+        Args:
+            tells_code: Whether the process ends, and `hand_over()`, called last of all, lets it say its exit code.
         """
-        self._connections.post(_line(left=self._session.rank, reason=reason))
+        if tells_code:
+            self._keeps = True
+            self._connections.post(_line(exiting=self._session.rank))
+        else:
+            self._connections.post_news(_line(left=self._session.rank, failure=self._failures.known))
+        self._closing = True  # only now: the thread then parts from all connections
+        self._connections.wake()
+        self.join(_LAST_WORDS)
         self._main_thread.close()
-
-    def close_at_exit(self, reason: Failure | None) -> None:
-        """Leave as the process ends, by this failure if there is one; call `hand_over()` last of all."""
-        self._connections.post(_line(exiting=self._session.rank, reason=reason))
-        self._keeps = True
-        self._end_thread()
 
     def hand_over(self) -> None:
         """Let the end of the process say its exit code: it has failed unless that is 0."""
         if self._keeps and not self.is_alive():
             send_exit_code(self._connections.give_away())
-
-    def close(self) -> None:
-        """Leave in good order: after this, no end of a connection is a failure. First set `failures.settled`."""
-        self._connections.post_news(_line(left=self._session.rank, failure=self._failures.known))
-        self._end_thread()
-
-    def _end_thread(self) -> None:
-        self._closing = True  # only now: the thread then parts from all connections
-        self._connections.wake()
-        self.join(_LAST_WORDS)
-        self._main_thread.close()
 
     def run(self) -> None:
         """Listen until the watch is closed; if that fails, the rank does."""
@@ -178,7 +168,7 @@ class WatchThread(threading.Thread):
                 self._on_failure(Failure.of(self._session.rank, orphan))
         for rank, deadline in list(self._failures.exiting.items()):
             if time.monotonic() > deadline:
-                self._on_departure(rank, self._exit_reasons.get(rank), rank)
+                self._on_departure(rank, rank)
         self._look_after_main_thread()
         self._look()
         self._agree_to_stop()
@@ -204,11 +194,11 @@ class WatchThread(threading.Thread):
         if message.failure is not None:  # before its sender's departure, for which the main thread may be waiting
             self._on_failure(message.failure, sender)
         if message.exiting is not None:
-            self._on_exiting(message.exiting, message.reason, sender)
+            self._on_exiting(message.exiting, sender)
         if message.code is not None:
             self._on_exit_code(sender, message.code)
         if message.left is not None:
-            self._on_departure(message.left, message.reason, sender)
+            self._on_departure(message.left, sender)
 
     def _hear_of_work(self, message: Message, sender: int | None) -> None:
         """Take in a question about the ranks' work, which comes from above, or an answer, which comes from below."""
@@ -232,36 +222,28 @@ class WatchThread(threading.Thread):
         if message.stop is not None:
             self._on_stop(message.stop)
 
-    def _on_exiting(self, rank: int, reason: Failure | None, sender: int) -> None:
-        self._exit_reasons[rank] = reason
+    def _on_exiting(self, rank: int, sender: int) -> None:
         self._failures.exiting[rank] = time.monotonic() + _EXITING
-        self._connections.post(_line(exiting=rank, reason=reason), exclude=sender)
+        self._connections.post(_line(exiting=rank), exclude=sender)
 
     def _on_exit_code(self, rank: int, code: int) -> None:
-        reason = self._exit_reasons.pop(rank, None) or self._failures.reasons.get(rank)
         if code == 0:
-            self._on_departure(rank, None, rank)
+            self._on_departure(rank, rank)
         elif self._failures.known is None:
             words = f"it ended with exit code {code}, without teardown()"
-            self._fail_for(reason or self._failure_of(rank, "SystemExit", words))
+            self._fail_for(self._failure_of(rank, "SystemExit", words))
 
-    def _on_departure(self, rank: int, reason: Failure | None, sender: int) -> None:
+    def _on_departure(self, rank: int, sender: int) -> None:
         if rank not in self._failures.left:
-            if reason is not None:
-                self._failures.reasons[rank] = reason
             self._failures.left.append(rank)
-            self._connections.post(_line(left=rank, reason=reason), exclude=sender)
+            self._connections.post(_line(left=rank), exclude=sender)
         self._failures.exiting.pop(rank, None)  # last, for the main thread may be waiting for its end
 
     def _on_closed(self, rank: int, silent: bool) -> None:
         if self._failures.known or self._closing:
             return
-        reason = self._exit_reasons.pop(rank, None)
-        if reason is not None:  # its exit code did not come
-            self._fail_for(reason)
-            return
         if rank in self._failures.exiting:
-            self._on_departure(rank, None, rank)
+            self._on_departure(rank, rank)
         if rank in self._failures.left:
             return
         told = self._failures.ask_store(_LOOK)  # its last words may be lost, where it did not know this rank yet

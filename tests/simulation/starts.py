@@ -251,5 +251,6 @@ def leave(job: Job) -> None:
     session.let_all_arrive(session.timeout)
     if session.failures.known is not None:
         session.cut_connections(settled=True)
-    leaving.say_goodbye(job, session, None, at_exit=False)
+    if job.watch is not None:
+        job.watch.close()
     session.leave(job.hosts_store)
