@@ -24,7 +24,7 @@ from ..parsing import encode, refuse_text
 from .failures import Failure, JobContinues, first_failure, record_failure
 from .members import Member, Members, claim_key, watch_key
 from .sockets import connect
-from .store import Pause, add, call_with_timeout
+from .store import Pause, call_with_timeout
 
 # One start of a job in the store: who claims which rank, who its members are, and why it was given up.
 #
@@ -46,7 +46,7 @@ class Generation:
     @classmethod
     def new(cls, store: dist.Store) -> Generation:
         """Begin a generation that no process has joined."""
-        generation = cls(store, add(store, _NUMBER, 1))
+        generation = cls(store, store.add(_NUMBER, 1))
         generation._count_change()
         return generation
 
@@ -56,22 +56,22 @@ class Generation:
 
         The reason is there first: who sees a generation without one would take it for a start, or for another job.
         """
-        record_failure(cls(store, add(store, _NUMBER, 0) + 1).store, failure)
+        record_failure(cls(store, store.add(_NUMBER, 0) + 1).store, failure)
         cls.new(store)
 
     @classmethod
     def latest(cls, store: dist.Store) -> Generation | None:
         """Return the newest generation, None if there is none."""
-        number = add(store, _NUMBER, 0)
+        number = store.add(_NUMBER, 0)
         return cls(store, number) if number else None
 
     @staticmethod
     def changes(store: dist.Store) -> int:
         """Return how often a generation has begun, was completed or given up."""
-        return add(store, _CHANGES, 0)
+        return store.add(_CHANGES, 0)
 
     def _count_change(self) -> None:
-        add(self._all, _CHANGES, 1)
+        self._all.add(_CHANGES, 1)
 
     # Claims and members
 
@@ -81,13 +81,13 @@ class Generation:
         text = self.store.compare_set(claim_key(me.rank), "", mine)
         if text != mine.encode():
             return Member.from_json(text, me.rank)
-        number = add(self.store, "claims", 1)
+        number = self.store.add("claims", 1)
         self.store.set(_claimant_key(number), f"{me.rank}")
         return me
 
     def claims_after(self, number: int) -> list[Member]:
         """Return the processes other than rank 0 that have claimed a rank since so many had."""
-        keys = [_claimant_key(later) for later in range(number + 1, add(self.store, "claims", 0) + 1)]
+        keys = [_claimant_key(later) for later in range(number + 1, self.store.add("claims", 0) + 1)]
         if not keys or not self.store.check(keys):  # one has counted its claim, and is just saying whose it is
             return []
         ranks = []
@@ -112,7 +112,7 @@ class Generation:
 
     def is_over(self) -> bool:
         """Return whether all ranks have left in good order: then nobody reads or writes here any more."""
-        return self.store.check(["members", "left"]) and add(self.store, "left", 0) >= self.members().world_size
+        return self.store.check(["members", "left"]) and self.store.add("left", 0) >= self.members().world_size
 
     def starter(self) -> Member | None:
         """Return the rank that started this process, if the job is complete and has not ended; None otherwise."""
@@ -167,11 +167,11 @@ class Generation:
         deadline = time.monotonic() + seconds
         while heard < readers and time.monotonic() < deadline:
             time.sleep(0.01)
-            heard = add(self.store, "heard", 0)
+            heard = self.store.add("heard", 0)
 
     def count_as_reader(self) -> int:
         """Count this rank among those that have read why the job is off; return their number."""
-        return add(self.store, "heard", 1)
+        return self.store.add("heard", 1)
 
     # Deleting
 

@@ -33,7 +33,7 @@ def give_two_processes_one_number() -> None:
         key = generation.claim_key(me.rank)
         if not self.store.check([key]):
             self.store.set(key, me.to_json())
-            number = generation.add(self.store, "claims", 1)
+            number = self.store.add("claims", 1)
             self.store.set(generation._claimant_key(number), f"{me.rank}")
             return me
         return generation.Member.from_json(self.store.get(key), me.rank)
@@ -45,7 +45,8 @@ def pass_a_barrier_that_others_gave_up() -> None:
     """A rank whose time is up does not break the barrier."""
 
     def give_up(self: store_barrier.StoreBarrier) -> bool:
-        absent = [(rank, "") for rank in self._absent()]
+        self._store.set(self._present(self._waits.rank), "")
+        absent = [(rank, "") for rank in self._call_roll(self._store.add(self.counter, 0))]
         if not absent:
             return True
         raise store_barrier.BarrierTimeoutError("too late", absent, [])
