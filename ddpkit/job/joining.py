@@ -88,7 +88,7 @@ def assemble(job: Job) -> None:
     backend_asked = _backend_of_group() if adopted else asked.backend
     device, backend = choose_together(session, job.launch, asked.device, backend_asked)
     bind_device(device)
-    job.set_threads(members.sharers(launch.rank), len(usable_cores()))
+    job.set_threads(members.sharers[launch.rank], len(usable_cores()))
     if not adopted:
         _make_group(job, session, device, backend)
 
@@ -154,9 +154,7 @@ def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Ses
         if listener:
             listener.close()
         raise
-    nodes = members.node_of_each()
-    hosts = [members.nodes[node] for node in nodes]
-    session = Session(store, me.rank, hosts, timeout, nodes, orphaned)
+    session = Session(store, me.rank, members.hosts, timeout, members.node_of, orphaned)
     session.store_host = job.asked.origin.store_host
     is_agents = job.asked.origin.store is None and me.store_outlives_ranks
     if launch.rank != session.store_host or is_agents:  # this process does not host it

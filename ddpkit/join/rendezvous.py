@@ -22,7 +22,7 @@ from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 from ..parsing import encode, refuse_text
 from .failures import Failure, JobContinues, first_failure, record_failure
-from .members import Member, Members, claim_key, watch_key
+from .members import Member, Members, claim_key
 from .sockets import connect
 from .store import Pause, call_with_timeout
 
@@ -173,22 +173,6 @@ class Generation:
         """Count this rank among those that have read why the job is off; return their number."""
         return self.store.add("heard", 1)
 
-    # Deleting
-
-    def delete_keys(self) -> None:
-        """Delete the keys of a job that is over; but for those of its last barrier where torch cannot list them."""
-        for key in self._keys():
-            self.store.delete_key(key)
-
-    def _keys(self) -> list[str]:
-        with suppress(AttributeError, RuntimeError):  # torch 2.6
-            return list(self.store.list_keys())
-        names = ["claims", "arrived", "left"]
-        for rank in range(self.members().world_size):
-            names += [claim_key(rank), _claimant_key(rank), watch_key(rank), f"group//cpu//0/{rank}"]
-        names.append("members")
-        return names
-
 
 def _claimant_key(number: int) -> str:
     """Return the key of the rank that was the n-th to be claimed, not counting rank 0."""
@@ -269,7 +253,7 @@ def raise_if_orphaned(reason: str) -> None:
 
 def complete_launch(launch: Launch, members: Members) -> Launch:
     """Fill in what the launcher did not tell, from the nodes of all ranks."""
-    nodes = members.node_of_each()
+    nodes = members.node_of
     mine = nodes[launch.rank]
     found = {
         "local_rank": nodes[: launch.rank].count(mine),
@@ -309,20 +293,7 @@ def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: tim
     members = Members.of([claims[rank] for rank in range(me.world_size)])
     generation.publish(members)
     generation.raise_if_failed(readers)  # of somebody who came too early to see the members, and to tell the watch
-    _delete_former(store, generation.number - 1)
     return generation.store, members
-
-
-def _delete_former(store: dist.Store, number: int) -> None:
-    """Delete the keys of this generation and of those before it, where all ranks had left in good order.
-
-    All ranks have joined the next one, so nobody reads them any more. Those of a failed job stay: they tell why.
-    """
-    former = Generation(store, number)
-    while former.is_complete():
-        if former.is_over():
-            former.delete_keys()
-        former = Generation(store, former.number - 1)
 
 
 def _claim_until_accepted(

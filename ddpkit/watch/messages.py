@@ -21,7 +21,7 @@ import torch
 
 from ..errors import printable
 from ..join.failures import FAILURE, Failure
-from ..join.members import as_ranges, parent_of
+from ..join.members import parent_of
 from ..parsing import all_printable, encode, fits
 from .stop_agreement import REQUEST, StopDecision, StopRequest
 
@@ -282,7 +282,18 @@ def _progress(some: list[Activity]) -> str:
 def _name(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    return f"ranks {as_ranges(ranks)}"
+    return f"ranks {_as_ranges(ranks)}"
+
+
+def _as_ranges(numbers: Iterable[int]) -> str:
+    """Write ascending numbers as ranges, such as "0-95,192"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in ranges)
 
 
 LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped
