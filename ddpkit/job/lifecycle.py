@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -429,8 +430,9 @@ def joined() -> bool:
     if job is None:
         return False
     _refuse_forked(job)
-    if job.context.world_size == 1:
+    if job.session is None or job.context.world_size == 1:
         return False
+    job.session.acted_at = time.monotonic()
     if threading.current_thread() is not job.caller:
         _check_thread(job, threading.current_thread())
     return True

@@ -50,6 +50,7 @@ class Session(Waits):
         self.timeout = timeout
         self.nodes = nodes
         self.told: dict[str, int] = {}  # how far the script is
+        self.acted_at = time.monotonic()  # when it got its last batch, or came to its last collective
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self.store_connections: set[int] = set()  # those to the store, to be cut if it does not answer after a failure
         self._has_arrived = False

@@ -25,7 +25,7 @@ from ..join.members import parent_of
 from ..parsing import all_printable, encode, fits
 from .stop_agreement import REQUEST, StopDecision, StopRequest
 
-# What each rank is doing: its stack, since when it is there, and the picture of all ranks.
+# What each rank is doing: its stack, how long since it got on, and the picture of all ranks.
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _PYTHON = os.path.dirname(os.__file__)
@@ -47,7 +47,7 @@ class Activity:
         pid: Its process.
         call: The function that it is in: of a library that its script has called, or of the script.
         place: The script's line.
-        seconds: For how long it has been at one place, as far as looks once a second tell; 0 if it moves.
+        seconds: Since its script got a batch from a loader, or came to a collective of ddpkit's.
         told: How far its script is, as far as that is known: the epoch and batch of the loader that it reads.
         stack: Its calls, the outermost first, as "file:line function".
     """
@@ -73,54 +73,11 @@ class Activity:
 ACTIVITY = get_type_hints(Activity)  # the form of its JSON
 
 
-class MainThreadWatcher:
-    """Sees, from another thread, where this process's main thread is and for how long."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._host = socket.gethostname()
-        self._main = threading.main_thread().ident
-        self._place = (0, 0)  # the call's frame, and its instruction
-        self._since = time.monotonic()
-
-    def look(self) -> None:
-        """Notice whether the main thread has moved since the last look."""
-        frame = _call(self._innermost())
-        if frame is None or not self._was_there(frame):
-            self._since = time.monotonic()
-
-    def describe(self, told: dict[str, int]) -> Activity:
-        """Say where the main thread is, and what it has told of how far its script is."""
-        self.look()
-        seconds = time.monotonic() - self._since
-        name, place, stack = _describe(self._innermost())
-        return Activity(self._rank, self._host, os.getpid(), name, place, seconds, told, stack)
-
-    def _innermost(self) -> FrameType | None:
-        return None if self._main is None else sys._current_frames().get(self._main)
-
-    def _was_there(self, frame: FrameType) -> bool:
-        """Return whether the main thread was in this call at the last look; in a function of the script, at this place.
-
-        The address of a frame is given again to the next call. So the call of a library is marked, also that which has
-        called the script's function; the mark matters to nobody but who traces libraries.
-        """
-        before, self._place = self._place, (id(frame), frame.f_lasti)
-        if frame.f_code.co_flags & CO_GENERATOR:  # in which one frame serves many calls
-            return False
-        caller: FrameType | None = frame
-        while caller is not None and not _is_library(caller.f_code.co_filename):
-            caller = caller.f_back
-        was_marked = caller is None or _mark(caller)
-        return was_marked and (caller is frame or before == self._place)
-
-
-def _mark(frame: FrameType) -> bool:
-    """Mark a call; return whether it was marked before."""
-    marked = not frame.f_trace_lines
-    if frame.f_trace is None:
-        frame.f_trace_lines = False
-    return marked
+def describe_main_thread(rank: int, told: dict[str, int], seconds: float) -> Activity:
+    """Say where the main thread is, from another one, and what it has told of how far its script is."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    name, place, stack = _describe(frame)
+    return Activity(rank, socket.gethostname(), os.getpid(), name, place, seconds, told, stack)
 
 
 def _call(innermost: FrameType | None) -> FrameType | None:
@@ -265,7 +222,7 @@ def _headline(some: list[Activity]) -> str:
         who += f" ({first.host}, pid {first.pid})"
     doing = f"{first.call} at {first.place}" if first.place else "its main thread has ended"
     seconds = min(each.seconds for each in some)
-    since = f", for {seconds:.0f} s" if seconds >= 1 else ""
+    since = f", {seconds:.0f} s since a batch or collective" if seconds >= 1 else ""
     return f"{who}: {doing}{since}{_progress(some)}"
 
 

@@ -40,7 +40,7 @@ from ..join.store import call_with_timeout
 from ..parsing import encode
 from .connections import Connections, Event
 from .main_thread import MainThread
-from .messages import Activity, MainThreadWatcher, Message, Picture, Steps
+from .messages import Activity, Message, Picture, Steps, describe_main_thread
 from .stop_agreement import StopAgreement, StopDecision, StopRequest
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,6 @@ class WatchThread(threading.Thread):
         self._keeps = False  # whether the connections outlive the thread
         self._failure_sent = False  # whether this rank has told the others of a failure
         self._logged = False  # whether it has logged one
-        self._watcher = MainThreadWatcher(session.rank)
         self._picture = Picture(len(session.hosts))
         self.stop_agreement = StopAgreement(len(session.hosts))
         self._has_requested = False  # whether this rank's request is on its way
@@ -306,7 +305,9 @@ class WatchThread(threading.Thread):
         """Ask the ranks below this one, and answer for it."""
         self._connections.post_down(_line(asks=True))
         with self._harmless():
-            self._on_activity(self._watcher.describe(self._session.told))
+            session = self._session
+            seconds = time.monotonic() - session.acted_at
+            self._on_activity(describe_main_thread(session.rank, session.told, seconds))
 
     def _on_activity(self, activity: Activity) -> None:
         """Pass on what a rank is doing: rank 0 to those who have asked, and into the picture."""
@@ -318,9 +319,7 @@ class WatchThread(threading.Thread):
         self._picture.add(activity)
 
     def _look(self) -> None:
-        """Look where the main thread is, and make the picture that is wanted."""
-        with self._harmless():
-            self._watcher.look()
+        """Make the picture that is wanted."""
         if self._session.rank == 0 and self._picture.begins(_ANSWERS):
             self._ask()
         self._show_picture()

@@ -174,7 +174,7 @@ def test_the_failure_of_a_rank_that_does_not_exist_is_refused(rank: int) -> None
     assert isinstance(error, ddpkit.LaunchError) and "under 'failure', which no rank" in str(error)
 
 
-@pytest.mark.parametrize("count", [4, -1, 1 << 62, (1 << 63) - 1])
+@pytest.mark.parametrize("count", [4, 1 << 62, (1 << 63) - 1])
 def test_a_counter_that_no_rank_made_is_not_a_meeting(count: int) -> None:
     def meet(session: Session) -> None:
         if session.rank == 1:

@@ -316,9 +316,6 @@ class _NoWatcher:
     def __init__(self, *_: object) -> None:
         pass
 
-    def look(self) -> None:
-        pass
-
     def want(self) -> bool:
         return False
 
@@ -383,7 +380,7 @@ def put_in_place() -> None:
     main_thread.threading = SimpleNamespace(main_thread=_current_thread, current_thread=_current_thread)
     member.Member.is_alive = _is_alive
     thread.MainThread = MainThread
-    thread.MainThreadWatcher = thread.Picture = _NoWatcher
+    thread.Picture = _NoWatcher
     thread.os = _os
     thread.send_exit_code = _send_exit_code
     thread._log = lambda *_: None
