@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..join.members import children_of, is_below, parent_of
+from ..join.members import children_of, parent_of
 from ..join.sockets import Attempts, keep_alive, segments_received
 from ..parsing import encode
 from .messages import Lines, Message, parse, shows_token
@@ -25,8 +25,7 @@ _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _MAX_STRANGERS = 64  # connections, beyond those of the ranks, that may be open without having shown the token
 _TOKEN_SECONDS = 30.0  # in which they must
 _TOKEN_BYTES = 200_000  # in which they must
-_MAX_ACCEPTED = 100  # connections that are accepted in a second, beyond those of the ranks
-_ACCEPT_PAUSE = 1.0  # seconds until connections are accepted again
+_MAX_ACCEPTED = 100  # connections that are accepted between two looks, beyond those of the ranks
 _LOOK = 1.0  # seconds between looks whether anything has come from each rank
 _DOUBTFUL = 2  # looks in a row without anything, from which on the rank's host is asked in a second way
 _SILENT = 9  # the same, after which its connection has ended
@@ -97,12 +96,9 @@ class Connections:
         self._writing: set[_Connection] = set()  # for which the selector waits until there is room
         self._lock = threading.Lock()  # around what is sent
         self._listener = listener
-        self._accepts = False
-        self._accept_again = 0.0
-        self._second = 0.0  # when the present second began
-        self._accepted = 0  # how many connections were accepted in it
+        self._listens = False
+        self._accepted = 0  # connections since the last look
         self._complained = False  # that nothing can be accepted
-        self._refused: set[int] = set()  # ranks that somebody else has claimed to be
         self._next_look = 0.0
         self._leaving = False
         self._news = b""  # for those that connect later
@@ -114,7 +110,7 @@ class Connections:
         self._selector.register(self._woken, _READ)
         if listener is not None:
             listener.setblocking(False)
-            self._accept_or_not(time.monotonic())
+            self._listen(True)
         if not self._children:
             self.full.set()
 
@@ -178,9 +174,6 @@ class Connections:
         """Wait for what comes, at most so long; send what is still unsent."""
         if self._behind or self._writing:
             self._select_writable()
-        if self._listener is not None and not self._accepts:
-            self._accept_or_not(time.monotonic())
-            seconds = min(seconds, _ACCEPT_PAUSE)
         seconds = min(seconds, max(0.0, self._next_look - time.monotonic()))
         events: list[Event] = []
         for key, _ in self._selector.select(seconds):
@@ -194,6 +187,8 @@ class Connections:
             self._dismiss()
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK
+            self._accepted = 0
+            self._listen(not self._leaving)
             events += self._end_silent()
         return events
 
@@ -225,8 +220,7 @@ class Connections:
         Closing over unread data would destroy our last words on their way to the other side.
         """
         self._leaving = True
-        if self._listener is not None:
-            self._stop_listening(until=float("inf"))
+        self._listen(False)
         for connection in list(self._ranks.values()):
             self._send(connection, b"")
         deadline = time.monotonic() + seconds
@@ -252,52 +246,37 @@ class Connections:
 
     # Accepting
 
-    def _accept_or_not(self, now: float) -> None:
-        assert self._listener is not None
-        if not self._accepts and now >= self._accept_again:
+    def _listen(self, on: bool) -> None:
+        if self._listener is None or on == self._listens:
+            return
+        self._listens = on
+        if on:
             self._selector.register(self._listener, _READ)
-            self._accepts = True
-
-    def _stop_listening(self, until: float) -> None:
-        assert self._listener is not None
-        if self._accepts:
+        else:
             self._selector.unregister(self._listener)
-        self._accepts = False
-        self._accept_again = until
 
     def _accept(self) -> None:
         assert self._listener is not None
-        now = time.monotonic()
-        if now > self._second + _ACCEPT_PAUSE:
-            self._second = now
-            self._accepted = 0
         self._accepted += 1
         if self._accepted > _MAX_ACCEPTED + len(self._children):
-            return self._stop_listening(self._second + _ACCEPT_PAUSE)
+            self._listen(False)  # until the next look
+            return
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in _OUT_OF_RESOURCES:
-                self._refuse_all(error, now)
-            return None  # else it has gone again
-        self._complained = False
-        try:
-            sock.setblocking(False)
-            self._strangers[self._open(sock)] = None
-        except OSError:
-            sock.close()
-        return None
+            if error.errno in _OUT_OF_RESOURCES:  # else it has gone again
+                self._listen(False)
+                self._complain(error)
+            return
+        sock.setblocking(False)
+        connection = _Connection(sock)
+        self._selector.register(sock, _READ, connection)
+        self._strangers[connection] = None
 
-    def _refuse_all(self, error: OSError, now: float) -> None:
-        self._stop_listening(now + _ACCEPT_PAUSE)
+    def _complain(self, error: OSError) -> None:
         if not self._complained:
             self._complained = True
             self._say(f"The watch cannot accept a connection: {error}. Raise the limit on open files (ulimit -n).")
-
-    def _open(self, sock: socket.socket) -> _Connection:
-        connection = _Connection(sock)
-        self._selector.register(sock, _READ, connection)
-        return connection
 
     def _dismiss(self) -> None:
         """Close the connections of strangers that take too long, or the oldest of too many."""
@@ -352,18 +331,8 @@ class Connections:
         message = parse(line, self._world_size)
         if message is None or message.rank is not None:
             return None
-        if not self._comes_from(connection.rank, message):
-            return None
         connection.exiting = connection.exiting or message.exiting == connection.rank
         return Event(connection.rank, message)
-
-    def _comes_from(self, sender: int, message: Message) -> bool:
-        """Return whether this is the way of a message about its ranks: from below if they are, else from the parent."""
-        ranks = [rank for rank in (message.left, message.exiting) if rank is not None]
-        for answer in (message.activity, message.wants_stop, message.steps):
-            if answer is not None:
-                ranks.append(answer.rank)
-        return sender < self._rank or all(is_below(rank, sender) for rank in ranks)
 
     def _admit(self, connection: _Connection, line: bytes) -> Event | None:
         """Read a stranger's first line: it is a rank's connection from now on, or closed."""
@@ -386,10 +355,7 @@ class Connections:
             self._adopt(connection, rank)
             self._send(connection, self._news)
             return
-        self._drop(connection)
-        if rank not in self._refused:
-            self._refused.add(rank)
-            self._say(f"The watch refuses a second connection that claims to be rank {rank}.")
+        self._drop(connection)  # there is one of that rank already
 
     def _adopt(self, connection: _Connection, rank: int) -> None:
         self._strangers.pop(connection, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import os
 import socket
 import sys
@@ -147,35 +148,22 @@ class Picture:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._activities: dict[int, Activity] = {}
-        self._wanted_at = -_PAUSE
+        self._begun_at = -math.inf
         self._until: float | None = None
-        self._shown = threading.Event()
 
-    def want(self) -> bool:
-        """Ask for the picture, from any thread; return whether it is to be made."""
-        now = time.monotonic()
-        if now < self._wanted_at + _PAUSE:
-            return False
-        self._wanted_at = now
-        self._shown.clear()
-        return True
-
-    def wait(self, seconds: float) -> None:
-        """Wait until it is shown, at most so long."""
-        self._shown.wait(seconds)
-
-    def begins(self, seconds: float) -> bool:
+    def begin(self, seconds: float) -> bool:
         """Return whether the ranks are to be asked now; their answers are waited for at most so long."""
-        if self._shown.is_set() or self._until is not None or self._wanted_at == -_PAUSE:
+        now = time.monotonic()
+        if now < self._begun_at + _PAUSE:
             return False
+        self._begun_at = now
+        self._until = now + seconds
         self._activities.clear()
-        self._until = time.monotonic() + seconds
         return True
 
     def add(self, activity: Activity) -> None:
         """Take what a rank is doing into the picture."""
-        if self._until is not None:
-            self._activities[activity.rank] = activity
+        self._activities[activity.rank] = activity
 
     def take(self, at_once: bool = False) -> list[str]:
         """Return its lines if it is to be shown now: when all have answered, or it has taken too long. Once."""
@@ -185,7 +173,6 @@ class Picture:
         if not (complete or at_once or time.monotonic() > self._until):
             return []
         self._until = None
-        self._shown.set()
         return fold(self._activities.values(), self._world_size)
 
 
@@ -338,69 +325,52 @@ def parse(line: bytes, world_size: int) -> Message | None:
         return None
     if not isinstance(fields, dict):
         return None
-    known = {}
-    for name in _READERS.keys() & fields.keys():
-        known[name] = _READERS[name](fields[name], world_size)
-        if known[name] is None:
-            return None
-    if not known:
+    known = {name: _read(name, fields[name], world_size) for name in _SHAPES.keys() & fields.keys()}
+    if not known or None in known.values():
         return None
     return Message(**known)
 
 
-def _read_rank(value: object, world_size: int) -> int | None:
-    if type(value) is int and value in range(world_size):  # not a bool, and not 1.0
-        return value
-    return None
-
-
-def _read_failure(fields: Any, world_size: int) -> Failure | None:
-    if not fits(fields, FAILURE):
+def _read(name: str, value: Any, world_size: int) -> Any:
+    """Read a field of a message; return None for what it cannot be."""
+    shape = _SHAPES[name]
+    if not fits(value, shape):
         return None
-    failure = Failure.from_fields(fields)
-    if failure.rank not in range(-1, world_size):  # -1: the job itself is wrong
+    if shape is bool:
+        return value or None
+    if name == "stop":
+        request = _read("wants_stop", value["request"], world_size)
+        return request and StopDecision(value["step"], request)
+    rank = value if shape is int else value["rank"]
+    least = -1 if name == "failure" else 0  # -1: the job itself is wrong
+    if rank not in range(least, world_size):
         return None
-    return failure
+    return _MAKERS[name](value) if name in _MAKERS else value
 
 
-def _read_question(value: object, _: int) -> bool | None:
-    return True if value is True else None
-
-
-def _read_activity(fields: Any, world_size: int) -> Activity | None:
-    if not fits(fields, ACTIVITY) or fields["rank"] not in range(world_size):
-        return None
-    return Activity.from_fields(fields)
-
-
-def _read_request(fields: Any, world_size: int) -> StopRequest | None:
-    if not fits(fields, REQUEST) or fields["rank"] not in range(world_size):
-        return None
+def _make_request(fields: dict[str, Any]) -> StopRequest:
     return StopRequest(**fields)
 
 
-def _read_steps(fields: Any, world_size: int) -> Steps | None:
-    if not fits(fields, _STEPS) or fields["rank"] not in range(world_size):
-        return None
+def _make_steps(fields: dict[str, Any]) -> Steps:
     return Steps(**fields)
 
 
-def _read_decision(fields: Any, world_size: int) -> StopDecision | None:
-    if not fits(fields, {"step": int, "request": REQUEST}) or fields["request"]["rank"] not in range(world_size):
-        return None
-    return StopDecision(fields["step"], StopRequest(**fields["request"]))
-
-
-_STEPS = get_type_hints(Steps)  # the form of its JSON
-_READERS: dict[str, Callable[[Any, int], Any]] = {  # of each field; they return None for what it cannot be
-    "rank": _read_rank,
-    "left": _read_rank,
-    "exiting": _read_rank,
-    "failure": _read_failure,
-    "asks": _read_question,
-    "activity": _read_activity,
-    "wants_stop": _read_request,
-    "asks_steps": _read_question,
-    "steps": _read_steps,
-    "stop": _read_decision,
+_SHAPES: dict[str, Any] = {  # of each field
+    "rank": int,
+    "left": int,
+    "exiting": int,
+    "failure": FAILURE,
+    "asks": bool,
+    "activity": ACTIVITY,
+    "wants_stop": REQUEST,
+    "asks_steps": bool,
+    "steps": get_type_hints(Steps),
+    "stop": {"step": int, "request": REQUEST},
+}
+_MAKERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "failure": Failure.from_fields,
+    "activity": Activity.from_fields,
+    "wants_stop": _make_request,
+    "steps": _make_steps,
 }

@@ -91,6 +91,7 @@ class WatchThread(threading.Thread):
         self._failure_sent = False  # whether this rank has told the others of a failure
         self._logged = False  # whether it has logged one
         self._picture = Picture(len(session.hosts))
+        self._wants_picture = False
         self.stop_agreement = StopAgreement(len(session.hosts))
         self._has_requested = False  # whether this rank's request is on its way
         _all_connections().add(self._connections)
@@ -169,7 +170,7 @@ class WatchThread(threading.Thread):
             if time.monotonic() > deadline:
                 self._on_departure(rank, rank)
         self._look_after_main_thread()
-        self._look()
+        self._make_picture()
         self._agree_to_stop()
 
     def _pause(self) -> float:
@@ -181,43 +182,33 @@ class WatchThread(threading.Thread):
 
     def _hear(self, event: Event) -> None:
         message, sender = event.message, event.rank
-        if message is not None:
-            self._hear_of_work(message, sender)
-        if sender is None:  # no rank: whoever says that the job is wrong, or asks
-            if message is not None and message.failure is not None:
-                self._on_failure(message.failure)
-            return
         if message is None:
-            self._on_closed(sender, event.silent)
+            if sender is not None:
+                self._on_closed(sender, event.silent)
             return
+        if message.asks:
+            self._on_question(sender)
         if message.failure is not None:  # before its sender's departure, for which the main thread may be waiting
             self._on_failure(message.failure, sender)
+        if sender is None:  # no rank: whoever says that the job is wrong, or asks
+            return
         if message.exiting is not None:
             self._on_exiting(message.exiting, sender)
         if message.code is not None:
             self._on_exit_code(sender, message.code)
         if message.left is not None:
             self._on_departure(message.left, sender)
-
-    def _hear_of_work(self, message: Message, sender: int | None) -> None:
-        """Take in a question about the ranks' work, which comes from above, or an answer, which comes from below."""
-        if message.asks:
-            self._on_question(sender)
-        if sender is None:
-            return
-        if sender < self._session.rank:
-            self._hear_from_above(message)
-            return
-        if message.wants_stop is not None:
-            self._on_stop_request(message.wants_stop)
-        if message.steps is not None:
-            self._on_steps(message.steps)
         if message.activity is not None:
             self._on_activity(message.activity)
+        self._hear_of_stop(message)
 
-    def _hear_from_above(self, message: Message) -> None:
+    def _hear_of_stop(self, message: Message) -> None:
+        if message.wants_stop is not None:
+            self._on_stop_request(message.wants_stop)
         if message.asks_steps:
             self._ask_steps()
+        if message.steps is not None:
+            self._on_steps(message.steps)
         if message.stop is not None:
             self._on_stop(message.stop)
 
@@ -282,24 +273,18 @@ class WatchThread(threading.Thread):
 
     def show_ranks(self) -> None:
         """Let rank 0 log what all ranks are doing, because a wait of this one was too long; once in ten minutes."""
-        if self._failures.known is not None or not self._picture.want():
+        if self._failures.known is not None:
             return
-        if self._session.rank == 0:
-            self._connections.wake()
-            self._picture.wait(2 * _ANSWERS)
-            return
-        self._connections.post_up(_line(asks=True))
-        time.sleep(_ANSWERS / 2)  # in which this rank is still seen in its wait
+        self._wants_picture = True
+        self._connections.wake()
+        time.sleep(_ANSWERS)  # in which this rank is still seen in its wait
 
     def _on_question(self, sender: int | None) -> None:
         """Pass on the question what the ranks are doing; rank 0 answers one from below by a picture in its log."""
-        rank = self._session.rank
-        if sender is None or sender < rank:
+        if sender is None or sender < self._session.rank:
             self._ask()
-        elif rank > 0:
-            self._connections.post_up(_line(asks=True))
         else:
-            self._picture.want()
+            self._wants_picture = True
 
     def _ask(self) -> None:
         """Ask the ranks below this one, and answer for it."""
@@ -318,9 +303,12 @@ class WatchThread(threading.Thread):
         self._connections.answer(line)
         self._picture.add(activity)
 
-    def _look(self) -> None:
-        """Make the picture that is wanted."""
-        if self._session.rank == 0 and self._picture.begins(_ANSWERS):
+    def _make_picture(self) -> None:
+        """Ask for the picture that is wanted, and show it."""
+        wants, self._wants_picture = self._wants_picture, False
+        if wants and self._session.rank > 0:
+            self._connections.post_up(_line(asks=True))
+        elif wants and self._picture.begin(_ANSWERS):
             self._ask()
         self._show_picture()
 

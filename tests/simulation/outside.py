@@ -310,16 +310,13 @@ class _Ended:
         return running().addresses.isdisjoint(addresses)
 
 
-class _NoWatcher:
+class _NoPicture:
     """What a rank is doing is not asked here."""
 
     def __init__(self, *_: object) -> None:
         pass
 
-    def want(self) -> bool:
-        return False
-
-    def begins(self, seconds: float) -> bool:
+    def begin(self, seconds: float) -> bool:
         return False
 
     def take(self, at_once: bool = False) -> list[str]:
@@ -380,7 +377,8 @@ def put_in_place() -> None:
     main_thread.threading = SimpleNamespace(main_thread=_current_thread, current_thread=_current_thread)
     member.Member.is_alive = _is_alive
     thread.MainThread = MainThread
-    thread.Picture = _NoWatcher
+    thread.Picture = _NoPicture
+    thread.WatchThread.show_ranks = lambda _: None
     thread.os = _os
     thread.send_exit_code = _send_exit_code
     thread._log = lambda *_: None
