@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from ..launch.launch import Launch
 from ..torch_internals import current_group, no_group
 
 if TYPE_CHECKING:
-    from ..join.failures import Failure
     from ..join.session import Session
 
 
@@ -251,22 +250,6 @@ def context_of(launch: Launch, device: torch.device, backend: str | None = None,
     )
 
 
-class Watch(Protocol):
-    """What the core asks of the watch, an optional room: see `ddpkit.watch.thread.WatchThread`."""
-
-    def wake(self) -> None:
-        """Look at once at what this process has changed."""
-
-    def tell(self, failure: Failure) -> None:
-        """Tell the other ranks that this one has failed."""
-
-    def close(self, tells_code: bool = False) -> None:
-        """Leave in good order, or as the process ends."""
-
-    def hand_over(self) -> None:
-        """Let the end of the process say its exit code."""
-
-
 @dataclass
 class Job:
     """A job: what `setup()` makes and `teardown()` ends.
@@ -277,7 +260,7 @@ class Job:
         context: Where this process stands in it.
         group: Returns the process group that it belongs to, as long as that lives; one process has none.
         session: Where its ranks meet; one process has none.
-        watch: The watch, by which it hears of failures.
+        watch: The `WatchThread` by which it hears of failures, of a room that is loaded only where it is asked for.
         control: The device on which small control messages travel, if that is not the CPU.
         owns_group: Whether `setup()` made the group.
         hosts_store: Whether this process hosts the store.
@@ -297,7 +280,7 @@ class Job:
     context: Context
     group: Callable[[], Any] = no_group
     session: Session | None = None
-    watch: Watch | None = None
+    watch: Any = None
     control: torch.device | None = None
     owns_group: bool = False
     hosts_store: bool = False

@@ -42,7 +42,7 @@ from .refusal import is_child_of_rank, refuse_job
 
 log = logging.getLogger(__name__)
 _CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
-_CONCLUSION = {"error": str, "shared": bool}
+_SHARED, _APART = "shared", "apart"  # what rank 0 concludes; anything else is why not
 
 
 class OpenStore(NamedTuple):
@@ -267,40 +267,31 @@ def choose_together(
     choice["kind"] = chosen.type
 
     def conclude(texts: list[str]) -> str:
+        choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
         try:
-            return json.dumps({"error": "", "shared": _check_choices(session, texts)})
+            _check_choices(choices)
+            return _SHARED if _check_sharing(session, choices) else _APART
         except LaunchError as error:
-            return json.dumps({"error": str(error), "shared": False})
+            return str(error)
 
-    found = parse(session.conclude(json.dumps(choice), conclude, "devices"), "devices", _CONCLUSION)
-    if found["error"]:
-        raise LaunchError(found["error"])
-    return chosen, backend or default_backend(chosen, found["shared"])
-
-
-def _check_choices(session: Session, texts: list[str]) -> bool:
-    """Return whether ranks share an accelerator; raise if what the ranks have chosen does not fit together."""
-    choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
-    _raise_errors(choices)
-    _raise_if_different(choices, "kind", "kinds of device")
-    _raise_if_different(choices, "backend", "backends")
-    return _check_sharing(session, choices)
+    found = session.conclude(json.dumps(choice), conclude, "devices")
+    if found not in (_SHARED, _APART):
+        raise LaunchError(found)
+    return chosen, backend or default_backend(chosen, found == _SHARED)
 
 
-def _raise_errors(choices: list[dict[str, Any]]) -> None:
-    errors = []
-    for rank, choice in enumerate(choices):
-        if choice["error"]:
-            errors.append(f"rank {rank}: {choice['error']}")
+def _check_choices(choices: list[dict[str, Any]]) -> None:
+    """Raise if what the ranks have chosen does not fit together."""
+    errors = [f"rank {rank}: {choice['error']}" for rank, choice in enumerate(choices) if choice["error"]]
     if errors:
         raise LaunchError("; ".join(errors))
-
-
-def _raise_if_different(choices: list[dict[str, Any]], key: str, name: str) -> None:
-    values = [choice[key] for choice in choices]
-    if len(set(values)) > 1:
-        found = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values))
-        raise LaunchError(f"The ranks use different {name}: {found}. Name one for all: setup(device=..., backend=...).")
+    for key, name in (("kind", "kinds of device"), ("backend", "backends")):
+        values = [choice[key] for choice in choices]
+        if len(set(values)) > 1:
+            found = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values))
+            raise LaunchError(
+                f"The ranks use different {name}: {found}. Name one for all: setup(device=..., backend=...)."
+            )
 
 
 def _check_sharing(session: Session, choices: list[dict[str, Any]]) -> bool:

@@ -7,14 +7,14 @@ import os
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import PeerError, describe_error, trace_of
 from ..torch_internals import abort_group
-from .job import Job, Watch
+from .job import Job
 
 if TYPE_CHECKING:
     from ..join.session import Session
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _REPORT_LENGTH = 100_000  # characters of a message in torchrun's report: a peer's holds its traceback
 
 
-def publish(error: BaseException, session: Session, watch: Watch | None) -> None:
+def publish(error: BaseException, session: Session, watch: Any) -> None:
     """Tell the other ranks that this one is failing, or which peer it fails for, unless they know."""
     if session.failures.known is None:
         failure = session.describe(error)

@@ -81,48 +81,31 @@ def describe_main_thread(rank: int, told: dict[str, int], seconds: float) -> Act
     return Activity(rank, socket.gethostname(), os.getpid(), name, place, seconds, told, stack)
 
 
-def _call(innermost: FrameType | None) -> FrameType | None:
-    """Return the call of the script's own code into a library; its own innermost function if it is in none."""
-    called = []
-    frame = innermost
-    while frame is not None and _is_library(frame.f_code.co_filename):
-        called.append(frame)
-        frame = frame.f_back
-    if frame is None:
-        return innermost
-    while len(called) > 1 and _is_wrapper(called[-1].f_code):
-        called.pop()
-    return called[-1] if called else frame
+def _describe(frame: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
+    """Return the call that a thread is in, the script's line, and the stack.
+
+    The call is that of the script's own code into a library, or its own innermost function if it is in none.
+    """
+    frames = [(each.f_code, line) for each, line in traceback.walk_stack(frame)][::-1]
+    if not frames:
+        return "", "", ()
+    scripts = [number for number, (code, _) in enumerate(frames) if not _is_library(code.co_filename)]
+    last = len(frames) - 1
+    script = scripts[-1] if scripts else 0
+    call = min(script + 1, last) if scripts else last
+    while call < last and _is_wrapper(frames[call][0]):
+        call += 1
+    code, line = frames[script]
+    shown = frames
+    if frames[call][0].co_filename.startswith(_LIBRARIES):  # what goes on in there says nothing
+        shown = frames[: call + 1]
+    stack = [f"{_short_path(each.co_filename)}:{number} {each.co_name}" for each, number in shown[-_MOST_FRAMES:]]
+    place = f"{os.path.basename(code.co_filename)}:{line}"
+    return _short(frames[call][0].co_name), _short(place), tuple(map(_short, stack))
 
 
 def _is_wrapper(code: CodeType) -> bool:
     return code.co_name in _WRAPPERS or bool(code.co_flags & CO_GENERATOR)
-
-
-def _describe(innermost: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
-    """Return the call that a thread is in, the script's line, and the stack."""
-    call = _call(innermost)
-    if innermost is None or call is None:
-        return "", "", ()
-    name, place = _name_call(call)
-    stack = _stack(call if call.f_code.co_filename.startswith(_LIBRARIES) else innermost)
-    return _short(name), _short(place), tuple(map(_short, stack))
-
-
-def _name_call(call: FrameType) -> tuple[str, str]:
-    """Return a call's function, and the script's line."""
-    script = call
-    while script.f_back is not None and _is_library(script.f_code.co_filename):
-        script = script.f_back
-    return call.f_code.co_name, f"{os.path.basename(script.f_code.co_filename)}:{script.f_lineno}"
-
-
-def _stack(frame: FrameType) -> tuple[str, ...]:
-    """List the calls that lead to a frame, the outermost first."""
-    lines: list[str] = []
-    for outer, line in traceback.walk_stack(frame):
-        lines.append(f"{_short_path(outer.f_code.co_filename)}:{line} {outer.f_code.co_name}")
-    return tuple(reversed(lines[:_MOST_FRAMES]))
 
 
 def _is_library(filename: str) -> bool:
