@@ -216,14 +216,7 @@ def _make_group(job: Job, session: Session, device: torch.device, backend: str) 
         job.group = reference(current_group())
     if backend == "gloo":
         session.follow_connections(current_group())
-    if not _connects_all(backend):
-        session.meet(session.count("group made"))
-    session.arrive()
-
-
-def _connects_all(backend: str) -> bool:
-    """Return whether making a group connects each rank with each, so that all have come this far, as gloo's does."""
-    return "gloo" in backend and not os.environ.get("TORCH_GLOO_LAZY_INIT")
+    session.meet(session.count("group made"))  # who left now would break connections that others still make
 
 
 @contextmanager

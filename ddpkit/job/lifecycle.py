@@ -255,9 +255,8 @@ def _install_hooks(job: Job) -> None:
 def teardown() -> None:
     """Leave the job and destroy the group that `setup()` made; harmless when there is none. Runs at exit by itself.
 
-    It waits for no other rank, with two exceptions: right after `setup()`, for ranks that are still in it; and the rank
-    that hosts the store stays for at most 2 s while others are still leaving. After a failure, or if the store does not
-    answer, it may take a few seconds.
+    It waits for no other rank, but the one that hosts the store stays for at most 2 s while others are still leaving.
+    After a failure, or if the store does not answer, it may take a few seconds.
 
     Where it is called in an `except` or `finally` block, all ranks hear of the exception at once, as where one leaves
     the block of `distributed()`. A `KeyboardInterrupt` and an exit with code 0 are no failures.
@@ -299,7 +298,6 @@ def _leave(at_exit: bool = False, lingers: bool = True) -> None:
     session = None if job is None else job.own_session()
     if session is not None:
         session.failures.settled = True  # nothing is raised in here
-        session.let_all_arrive(session.timeout)
     current_job.job = None
     ranks.set_launch(None)
     if job is None or session is None:

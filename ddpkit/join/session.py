@@ -53,8 +53,6 @@ class Session(Waits):
         self.acted_at = time.monotonic()  # when it got its last batch, or came to its last collective
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self.store_connections: set[int] = set()  # those to the store, to be cut if it does not answer after a failure
-        self._has_arrived = False
-        self._all_have_arrived = False
         self._pid = os.getpid()
         self._counts: dict[tuple[str, Ranks | None], int] = {}  # how often ranks that meet have used each name
         self._used: dict[Ranks | None, list[str]] = {}  # keys of the last meeting of these ranks
@@ -118,8 +116,6 @@ class Session(Waits):
                 barrier.call_off(failure)
                 return
             barrier.wait()
-            if ranks is None and self._has_arrived:
-                self._all_have_arrived = True
             for old in self._used.pop(ranks, ()):
                 self.store.delete_key(old)
             self._used[ranks] = list(used)
@@ -177,33 +173,6 @@ class Session(Waits):
                 return conclusion
             self.until(is_there, timeout, late)
             return read_long(self.store, answer)
-
-    def arrive(self) -> None:
-        """Count this rank in: it is connected to all others."""
-        with self.bounded(self.timeout):
-            self.store.add("arrived", 1)
-        self._has_arrived = True
-
-    def let_all_arrive(self, timeout: timedelta) -> None:
-        """Wait until all ranks are connected, or one has failed, for their connections to one that leaves would break.
-
-        So a rank that joins need not wait for those that are still connecting with each other. It does not wait for a
-        store that does not answer.
-        """
-        if not self._has_arrived:
-            return
-        pause = Pause.among(len(self.hosts))
-        deadline = time.monotonic() + timeout.total_seconds()
-        with suppress(DdpkitError, RuntimeError, TimeoutError):
-            while not self._all_have_arrived and self.failures.known is None and time.monotonic() < deadline:
-                self._all_have_arrived = call_with_timeout(self._need_not_wait, _LINGER + 1.0)
-                pause()
-
-    def _need_not_wait(self) -> bool:
-        """Return whether all ranks have arrived, or one has failed or left."""
-        if self.failures.left or self.failures.look_up():  # who leaves in good order has seen all arrive
-            return True
-        return self.store.add("arrived", 0) >= len(self.hosts)
 
     def leave(self, linger: bool) -> None:
         """Count this rank out; a rank that hosts the store lingers up to 2 s for those who still need it."""

@@ -196,7 +196,6 @@ class Start:
         job.hosts_store = self._server is None and mine.rank == 0
         startup._start_watch(job, session, members, listener, opened)
         session.meet(session.count("group made"))  # as gloo connects each rank with each
-        session.arrive()
         mine.session = session
         self.world.note(f"{mine.process.name} has joined")
 
@@ -248,7 +247,6 @@ def leave(job: Job) -> None:
     session = job.session
     assert session is not None
     session.failures.settled = True
-    session.let_all_arrive(session.timeout)
     if session.failures.known is not None:
         session.cut_connections(settled=True)
     if job.watch is not None:
