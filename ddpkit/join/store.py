@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from io import FileIO
 from typing import TypeVar
@@ -42,33 +41,6 @@ class Pause:
         """Sleep, a little longer than the last time."""
         time.sleep(self._seconds)
         self._seconds = min(1.3 * self._seconds, self._longest)
-
-
-class Question:
-    """Asks again and again for a yes, each time on a thread of its own, unless the last answer has not come yet.
-
-    Args:
-        ask: It may never return, because a process that it asks is stopped, or raise `RuntimeError`, which is no yes.
-        seconds: That are waited for an answer.
-    """
-
-    def __init__(self, ask: Callable[[], bool], seconds: float) -> None:
-        self._ask = ask
-        self._seconds = seconds
-        self._is_yes = False
-        self._thread: threading.Thread | None = None
-
-    def is_yes(self) -> bool:
-        """Ask, if no earlier question is open, and return whether the answer was yes once."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
-        self._thread.join(self._seconds)
-        return self._is_yes
-
-    def _run(self) -> None:
-        with suppress(RuntimeError):
-            self._is_yes = self._ask() or self._is_yes
 
 
 def _nothing() -> None:
