@@ -32,7 +32,6 @@ from .store import Pause, call_with_timeout
 # of all its keys.
 
 _NUMBER = "ddpkit/generation"  # key of the newest generation's number
-_CHANGES = "ddpkit/changes"  # counts what those who join wait for, so that they need not look for each of it
 
 
 class Generation:
@@ -40,15 +39,12 @@ class Generation:
 
     def __init__(self, store: dist.Store, number: int) -> None:
         self.number = number
-        self._all = store
         self.store = dist.PrefixStore(f"ddpkit/{number}", store)
 
     @classmethod
     def new(cls, store: dist.Store) -> Generation:
         """Begin a generation that no process has joined."""
-        generation = cls(store, store.add(_NUMBER, 1))
-        generation._count_change()
-        return generation
+        return cls(store, store.add(_NUMBER, 1))
 
     @classmethod
     def refuse(cls, store: dist.Store, failure: Failure) -> None:
@@ -64,14 +60,6 @@ class Generation:
         """Return the newest generation, None if there is none."""
         number = store.add(_NUMBER, 0)
         return cls(store, number) if number else None
-
-    @staticmethod
-    def changes(store: dist.Store) -> int:
-        """Return how often a generation has begun, was completed or given up."""
-        return store.add(_CHANGES, 0)
-
-    def _count_change(self) -> None:
-        self._all.add(_CHANGES, 1)
 
     # Claims and members
 
@@ -100,7 +88,6 @@ class Generation:
     def publish(self, members: Members) -> None:
         """Write down who is in the job: from now on, it is complete."""
         self.store.set("members", members.to_json())
-        self._count_change()
 
     def is_complete(self) -> bool:
         """Return whether rank 0 has written down who is in the job."""
@@ -140,7 +127,6 @@ class Generation:
     def give_up(self, failure: Failure) -> None:
         """Write down why this job cannot be, as `fail()`."""
         record_failure(self.store, failure)
-        self._count_change()
         if self.is_complete():  # only their watches can tell those who have joined
             _tell_watch(self.members(), failure)
 
@@ -300,23 +286,20 @@ def _claim_until_accepted(
     store: dist.Store, me: Member, deadline: float, timeout: timedelta
 ) -> tuple[dist.Store, Members]:
     """Claim this rank in the newest generation, again if there is a newer one, until rank 0 publishes its members."""
-    known = seen = -1
+    seen = -1
     claimed = None
     pause = Pause.among(me.world_size)
     while True:
-        changes = Generation.changes(store)
-        if changes != known:
-            known = changes
-            latest = Generation.latest(store)
-            if latest and latest.number > seen:  # those before it belong to dead attempts
-                seen = latest.number
-                continued = latest.continued()
-                if continued is not None and not continued.is_out_of_date:
-                    raise continued
-                claimed = latest if continued is None and _claim(latest, me) else None
-            members = _accepted(claimed, me) if claimed else None
-            if claimed and members:
-                return claimed.store, members
+        latest = Generation.latest(store)
+        if latest and latest.number > seen:  # those before it belong to dead attempts
+            seen = latest.number
+            continued = latest.continued()
+            if continued is not None and not continued.is_out_of_date:
+                raise continued
+            claimed = latest if continued is None and _claim(latest, me) else None
+        members = _accepted(claimed, me) if claimed else None
+        if claimed and members:
+            return claimed.store, members
         if time.monotonic() > deadline:
             if claimed is None:
                 raise LaunchError(
