@@ -103,8 +103,21 @@ class Waits:
         Args:
             host: The rank to which the connection led, None if that is not known.
         """
+        failures, store_answers = self.failures, True
         with self._deadline(_CAUSE_TIMEOUT) as deadline:
-            return self.failures.find_cause(deadline, host)
+            while True:
+                is_last_look = time.monotonic() > max([deadline, *failures.exiting.values()])
+                try:
+                    if store_answers:
+                        failures.look_up()
+                except DdpkitError as error:
+                    return error
+                except RuntimeError:  # the store has gone too: only the watch can tell
+                    store_answers = False
+                cause = failures.cause(host)
+                if cause or is_last_look:
+                    return cause
+                time.sleep(0.01)
 
     @contextmanager
     def _deadline(self, timeout: timedelta) -> Iterator[float]:

@@ -13,7 +13,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from ..join.members import children_of, parent_of
@@ -129,9 +129,19 @@ class Connections:
         """Return the children that are not connected."""
         return [rank for rank in self._children if rank not in self._ranks]
 
-    def post(self, line: bytes, exclude: int | None = None) -> None:
-        """Send a line to all ranks that are connected here: at once what the kernel takes, the rest later."""
-        self._post_to([rank for rank in list(self._ranks) if rank != exclude], line)
+    def post(self, line: bytes, exclude: int | None = None, to: Collection[int] | None = None) -> None:
+        """Send a line to ranks that are connected here: at once what the kernel takes, the rest later.
+
+        Args:
+            line: What to send.
+            exclude: A rank that is passed over.
+            to: The ranks; by default all.
+        """
+        for rank, connection in list(self._ranks.items()):
+            if rank != exclude and (to is None or rank in to):
+                self._send(connection, line)
+        if self._behind:
+            self.wake()
 
     def post_news(self, line: bytes, exclude: int | None = None) -> None:
         """Send a line to all ranks that are connected here, and to those that will be."""
@@ -140,18 +150,11 @@ class Connections:
 
     def post_up(self, line: bytes) -> None:
         """Send a line to the parent, if there is one."""
-        self._post_to(range(self._rank), line)
+        self.post(line, to=range(self._rank))
 
     def post_down(self, line: bytes) -> None:
         """Send a line to the children."""
-        self._post_to(self._children, line)
-
-    def _post_to(self, some: Sequence[int], line: bytes) -> None:
-        for rank, connection in list(self._ranks.items()):
-            if rank in some:
-                self._send(connection, line)
-        if self._behind:
-            self.wake()
+        self.post(line, to=self._children)
 
     def answer(self, line: bytes) -> None:
         """Send a line to those who are no ranks, and have asked."""

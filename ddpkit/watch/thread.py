@@ -427,10 +427,7 @@ class WatchThread(threading.Thread):
             session.failures.announce(failure)
         while not self._closing:
             time.sleep(_TICK_FAILED)
-            try:
-                self._look_after_main_thread()
-            except Exception:
-                self._kill_process(failure.to_error())
+            self._look_after_main_thread()
 
     def _kill_process(self, failure: DdpkitError) -> None:
         """End the process, whatever the main thread and its files are doing."""
