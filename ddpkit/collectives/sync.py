@@ -39,7 +39,7 @@ def barrier(name: str | None = None, timeout: timedelta | None = None, *, group:
     Raises:
         BarrierTimeoutError: If ranks are missing when the time is up; its `missing` and `arrived` say which, on
             every rank, also on those that come later. The message says where a missing rank waits instead.
-        PeerError: If a rank failed or left meanwhile, or passed a bad argument.
+        PeerError: If a rank failed or left meanwhile, or passed a bad time-out.
         TypeError: If `timeout` is a number: write `timedelta(seconds=...)`; if `name` is no string or `group` none.
         ValueError: If `timeout` is not positive, `name` empty or too long, or this rank is not in the group.
 
@@ -53,11 +53,11 @@ def barrier(name: str | None = None, timeout: timedelta | None = None, *, group:
             check_timeout(timeout)
         return
     session = current_job.current_session()
-    key, refusal_key = _keys(session, "barrier", name, subset)
+    key = _key(session, "barrier", name, subset)
     if timeout is not None:
         with _report_failure(session, key, subset):  # the others come with a good one
             check_timeout(timeout)
-    session.meet(key, timeout, refusal=refusal_key, ranks=subset)
+    session.meet(key, timeout, ranks=subset)
 
 
 @contextmanager
@@ -83,10 +83,10 @@ def together(name: str | None = None) -> Iterator[None]:
         yield
         return
     session = current_job.current_session()
-    key, refusal_key = _keys(session, "together", name)
+    key = _key(session, "together", name)
     with _report_failure(session, key):
         yield
-    session.meet(key, refusal=refusal_key)
+    session.meet(key)
 
 
 @contextmanager
@@ -207,9 +207,9 @@ def stop_together(flag: bool) -> bool:
     used = [counter] if session.rank == 0 else []  # and deleted later, by one rank
     with session.bounded(session.timeout):
         if wants:
-            session.add(counter, 1)
+            session.store.add(counter, 1)
         session.meet(key, used=used)
-        return session.add(counter, 0) > 0
+        return session.store.add(counter, 0) > 0
 
 
 def _check_name(name: object) -> None:
@@ -228,22 +228,12 @@ def _as_bool(flag: object) -> bool:
         raise TypeError(f"flag must be True or False, got {flag!r}: {error}") from error
 
 
-def _keys(session: Session, call: str, name: str | None, subset: Ranks | None = None) -> tuple[str, str]:
-    """Make the key of this use of a name, and that of this use of the call, where a rank with a bad name leaves word.
-
-    The quotes keep any name apart from all other keys.
-    """
-    refusal_key = session.count(f"{call} with a bad name", subset)
-    try:
-        _check_name(name)
-    except (TypeError, ValueError) as error:
-        with session.bounded(session.timeout):
-            session.store.set(refusal_key, session.describe(error).to_json())
-        session.count_anew(subset)
-        raise
+def _key(session: Session, call: str, name: str | None, subset: Ranks | None = None) -> str:
+    """Make the key of this use of a name; the quotes keep any name apart from all other keys."""
+    _check_name(name)
     if name is not None:
         call = f"{call} {str(name)!r}"
-    return session.count(call, subset), refusal_key
+    return session.count(call, subset)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -194,6 +195,7 @@ def tell(**progress: int) -> None:
     """Say how far the script is, for those who ask what the ranks are doing."""
     if job is not None and job.session is not None:
         job.session.told = {name: int(number) for name, number in progress.items()}
+        job.session.acted_at = time.monotonic()
 
 
 def tell_samples(indices: Sequence[object]) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from ..launch.launch import Launch
 from ..torch_internals import current_group, no_group
 
 if TYPE_CHECKING:
-    from ..join.failures import Failure
     from ..join.session import Session
 
 
@@ -251,28 +250,6 @@ def context_of(launch: Launch, device: torch.device, backend: str | None = None,
     )
 
 
-class Watch(Protocol):
-    """What the core asks of the watch, an optional room: see `ddpkit.watch.thread.WatchThread`."""
-
-    def wake(self) -> None:
-        """Look at once at what this process has changed."""
-
-    def tell(self, failure: Failure) -> None:
-        """Tell the other ranks that this one has failed."""
-
-    def depart(self, reason: Failure | None) -> None:
-        """Leave while an exception is being handled."""
-
-    def close(self) -> None:
-        """Leave in good order."""
-
-    def close_at_exit(self, reason: Failure | None) -> None:
-        """Leave as the process ends."""
-
-    def hand_over(self) -> None:
-        """Let the end of the process say its exit code."""
-
-
 @dataclass
 class Job:
     """A job: what `setup()` makes and `teardown()` ends.
@@ -283,14 +260,13 @@ class Job:
         context: Where this process stands in it.
         group: Returns the process group that it belongs to, as long as that lives; one process has none.
         session: Where its ranks meet; one process has none.
-        watch: The watch, by which it hears of failures.
+        watch: The `WatchThread` by which it hears of failures, of a room that is loaded only where it is asked for.
         control: The device on which small control messages travel, if that is not the CPU.
         owns_group: Whether `setup()` made the group.
         hosts_store: Whether this process hosts the store.
         first_hook: The exception hook from before `setup()`.
         former_hook: That which torch has put in its place, as it made the group.
         former_error: Identity of the exception that had ended something in this interpreter before.
-        interrupted: Whether it was left while a KeyboardInterrupt was handled.
         finalizer: Runs where a child of multiprocessing ends.
         data_parallel: The ranks among which the samples are shared out, this one among them; None for all.
         caller: The thread that calls its collectives, from the first one on.
@@ -304,14 +280,13 @@ class Job:
     context: Context
     group: Callable[[], Any] = no_group
     session: Session | None = None
-    watch: Watch | None = None
+    watch: Any = None
     control: torch.device | None = None
     owns_group: bool = False
     hosts_store: bool = False
     first_hook: Any = None
     former_hook: Any = None
     former_error: int = 0
-    interrupted: bool = False
     finalizer: Any = None
     data_parallel: Peers | None = None
     caller: threading.Thread | None = None

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import re
-import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from ..join.members import Member, Members, children_of, usable_cores
+from ..join.members import Member, Members, usable_cores
 from ..join.rendezvous import complete_launch, join, raise_if_orphaned
 from ..join.session import Session
 from ..join.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_to
@@ -38,47 +37,12 @@ from ..parsing import parse
 from ..torch_internals import current_group, group_store, reference
 from . import current_job
 from .device import bind_device, choose_device, default_backend, identity
-from .job import ChooseDevice, Job, Options, context_of
+from .job import ChooseDevice, Job, context_of
 from .refusal import is_child_of_rank, refuse_job
 
 log = logging.getLogger(__name__)
 _CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
-_CONCLUSION = {"error": str, "shared": bool}
-_OTHERS = 24  # files that joining opens beside one for each connection
-_ROOM = 1024  # files that the limit to set leaves for data loaders and logs
-
-
-def check_open_files(launch: Launch, asked: Options) -> None:
-    """Raise if this rank may not open as many files as it has connections to the others."""
-    if launch.world_size == 1:
-        return
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _connections(launch, asked) + _OTHERS + _open_now()
-    if limit == resource.RLIM_INFINITY or needed <= limit:
-        return
-    raise LaunchError(
-        f"Rank {launch.rank} of {launch.world_size} needs about {needed} open files, most of them connections to the "
-        f"other ranks, but the limit is {limit}. Raise it in front of the launcher: ulimit -n {needed + _ROOM}"
-    )
-
-
-def _connections(launch: Launch, asked: Options) -> int:
-    others = launch.world_size - 1
-    count = 0
-    if asked.backend is None or "gloo" in asked.backend:  # which connects each rank to all others
-        count += others
-    if asked.watch:
-        count += len(children_of(launch.rank, launch.world_size))
-    if launch.rank == 0 and asked.origin.store is None and not store_outlives_ranks(launch):
-        count += others
-    return count
-
-
-def _open_now() -> int:
-    try:
-        return len(os.listdir("/dev/fd"))
-    except OSError:  # where the system does not tell
-        return 0
+_SHARED, _APART = "shared", "apart"  # what rank 0 concludes; anything else is why not
 
 
 class OpenStore(NamedTuple):
@@ -124,7 +88,7 @@ def assemble(job: Job) -> None:
     backend_asked = _backend_of_group() if adopted else asked.backend
     device, backend = choose_together(session, job.launch, asked.device, backend_asked)
     bind_device(device)
-    job.set_threads(members.sharers(launch.rank), len(usable_cores()))
+    job.set_threads(members.sharers[launch.rank], len(usable_cores()))
     if not adopted:
         _make_group(job, session, device, backend)
 
@@ -190,9 +154,7 @@ def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Ses
         if listener:
             listener.close()
         raise
-    nodes = members.node_of_each()
-    hosts = [members.nodes[node] for node in nodes]
-    session = Session(store, me.rank, hosts, timeout, nodes, orphaned)
+    session = Session(store, me.rank, members.hosts, timeout, members.node_of, orphaned)
     session.store_host = job.asked.origin.store_host
     is_agents = job.asked.origin.store is None and me.store_outlives_ranks
     if launch.rank != session.store_host or is_agents:  # this process does not host it
@@ -254,14 +216,7 @@ def _make_group(job: Job, session: Session, device: torch.device, backend: str) 
         job.group = reference(current_group())
     if backend == "gloo":
         session.follow_connections(current_group())
-    if not _connects_all(backend):
-        session.meet(session.count("group made"))
-    session.arrive()
-
-
-def _connects_all(backend: str) -> bool:
-    """Return whether making a group connects each rank with each, so that all have come this far, as gloo's does."""
-    return "gloo" in backend and not os.environ.get("TORCH_GLOO_LAZY_INIT")
+    session.meet(session.count("group made"))  # who left now would break connections that others still make
 
 
 @contextmanager
@@ -305,40 +260,31 @@ def choose_together(
     choice["kind"] = chosen.type
 
     def conclude(texts: list[str]) -> str:
+        choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
         try:
-            return json.dumps({"error": "", "shared": _check_choices(session, texts)})
+            _check_choices(choices)
+            return _SHARED if _check_sharing(session, choices) else _APART
         except LaunchError as error:
-            return json.dumps({"error": str(error), "shared": False})
+            return str(error)
 
-    found = parse(session.conclude(json.dumps(choice), conclude, "devices"), "devices", _CONCLUSION)
-    if found["error"]:
-        raise LaunchError(found["error"])
-    return chosen, backend or default_backend(chosen, found["shared"])
-
-
-def _check_choices(session: Session, texts: list[str]) -> bool:
-    """Return whether ranks share an accelerator; raise if what the ranks have chosen does not fit together."""
-    choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
-    _raise_errors(choices)
-    _raise_if_different(choices, "kind", "kinds of device")
-    _raise_if_different(choices, "backend", "backends")
-    return _check_sharing(session, choices)
+    found = session.conclude(json.dumps(choice), conclude, "devices")
+    if found not in (_SHARED, _APART):
+        raise LaunchError(found)
+    return chosen, backend or default_backend(chosen, found == _SHARED)
 
 
-def _raise_errors(choices: list[dict[str, Any]]) -> None:
-    errors = []
-    for rank, choice in enumerate(choices):
-        if choice["error"]:
-            errors.append(f"rank {rank}: {choice['error']}")
+def _check_choices(choices: list[dict[str, Any]]) -> None:
+    """Raise if what the ranks have chosen does not fit together."""
+    errors = [f"rank {rank}: {choice['error']}" for rank, choice in enumerate(choices) if choice["error"]]
     if errors:
         raise LaunchError("; ".join(errors))
-
-
-def _raise_if_different(choices: list[dict[str, Any]], key: str, name: str) -> None:
-    values = [choice[key] for choice in choices]
-    if len(set(values)) > 1:
-        found = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values))
-        raise LaunchError(f"The ranks use different {name}: {found}. Name one for all: setup(device=..., backend=...).")
+    for key, name in (("kind", "kinds of device"), ("backend", "backends")):
+        values = [choice[key] for choice in choices]
+        if len(set(values)) > 1:
+            found = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values))
+            raise LaunchError(
+                f"The ranks use different {name}: {found}. Name one for all: setup(device=..., backend=...)."
+            )
 
 
 def _check_sharing(session: Session, choices: list[dict[str, Any]]) -> bool:

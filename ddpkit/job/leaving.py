@@ -7,14 +7,14 @@ import os
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import PeerError, describe_error, trace_of
 from ..torch_internals import abort_group
-from .job import Job, Watch
+from .job import Job
 
 if TYPE_CHECKING:
     from ..join.session import Session
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _REPORT_LENGTH = 100_000  # characters of a message in torchrun's report: a peer's holds its traceback
 
 
-def publish(error: BaseException, session: Session, watch: Watch | None) -> None:
+def publish(error: BaseException, session: Session, watch: Any) -> None:
     """Tell the other ranks that this one is failing, or which peer it fails for, unless they know."""
     if session.failures.known is None:
         failure = session.describe(error)
@@ -60,29 +60,6 @@ def fill_error_file(error: BaseException) -> None:
     }
     with suppress(OSError), open(path, "w") as file:
         json.dump({"message": message}, file)
-
-
-def say_goodbye(job: Job, session: Session, error: BaseException | None, at_exit: bool) -> None:
-    """Tell the other ranks that this one leaves.
-
-    Args:
-        job: That it leaves.
-        session: The one of the job.
-        error: The exception that it is handling, or that has ended it, if the others do not know it.
-        at_exit: Whether the process is ending, so that its exit code tells whether it has failed.
-    """
-    watch = job.watch
-    reason = None if error is None else session.describe(error)
-    if watch is None:
-        if reason and at_exit:
-            session.failures.announce(reason)
-    elif session.failures.known is None and at_exit:
-        watch.close_at_exit(reason)
-    elif error is None:
-        watch.close()
-    else:
-        job.interrupted = isinstance(error, KeyboardInterrupt)
-        watch.depart(None if job.interrupted else reason)
 
 
 def destroy_group(job: Job, session: Session) -> None:

@@ -11,13 +11,14 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,20 +31,15 @@ from ..torch_internals import groups, in_autograd_thread
 from . import current_job
 from .device import bind_device, choose_device, is_same_device
 from .job import ChooseDevice, Context, Job, Options, Origin, checked_options, checked_origin, context_of
-from .leaving import destroy_group, ended_well, fill_error_file, last_error, publish, say_goodbye
-
-if TYPE_CHECKING:
-    from ..join.session import Session
+from .leaving import destroy_group, ended_well, fill_error_file, last_error, publish
 
 log = logging.getLogger(__name__)
 
 _hooks_left: tuple[Any, Any] | None = None  # torch's exception hook, which has stayed, and the one from before
-_departed: Job | None = None  # left by `teardown()` while an exception was handled, which may end the process
 _apart = ""  # whose block this process is in, in which it exchanges nothing with other ranks
 _children_keep_groups = False  # whether forked children are told to, which cannot be taken back
 _callers = threading.Lock()  # held where the thread that calls a job's collectives is chosen
 _OLDEST_TORCH = (2, 6)  # the first with torch.accelerator; also in pyproject.toml
-_PATIENCE_AFTER_ERROR = timedelta(seconds=2)  # while an error is handled, for ranks that still connect
 _FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
 
 
@@ -164,7 +160,7 @@ def _refuse_forked(job: Job) -> None:
 def _join(asked: Options) -> Job:
     """Join the job that there is now, and leave the one before it, whose group has gone."""
     _leave()
-    _close_departed()
+    _remove_hook_left()
     if dist.is_initialized():
         launch = ranks.launch_of_group()
         _check_origin(asked.origin, launch)
@@ -221,8 +217,6 @@ def checked_launch(asked: Options) -> Launch:
         check_torch()
         if launch is None:
             launch, warning = unnested_launch()
-        if launch.world_size > 1:
-            import_module(".joining", __package__).check_open_files(launch, asked)
     except LaunchError as error:
         import_module(".refusal", __package__).tell_peers(error, asked.origin)
         raise
@@ -261,12 +255,11 @@ def _install_hooks(job: Job) -> None:
 def teardown() -> None:
     """Leave the job and destroy the group that `setup()` made; harmless when there is none. Runs at exit by itself.
 
-    It waits for no other rank, with two exceptions: right after `setup()`, for ranks that are still in it; and the rank
-    that hosts the store stays for at most 2 s while others are still leaving. After a failure, or if the store does not
-    answer, it may take a few seconds.
+    It waits for no other rank, but the one that hosts the store stays for at most 2 s while others are still leaving.
+    After a failure, or if the store does not answer, it may take a few seconds.
 
-    Where it is called in an `except` or `finally` block, ranks that wait for this one hear of the exception. If the
-    process then ends with an exit code other than 0, that was its failure, and all ranks hear of it.
+    Where it is called in an `except` or `finally` block, all ranks hear of the exception at once, as where one leaves
+    the block of `distributed()`. A `KeyboardInterrupt` and an exit with code 0 are no failures.
 
     Raises:
         PeerError: When it has left, if a collective was refused in a second thread, which is all that this has ended.
@@ -276,10 +269,10 @@ def teardown() -> None:
         >>> teardown()
     """
     error = sys.exc_info()[1]
-    if error is not None and ended_well(error):
-        error = None
     job = current_job.job
-    _leave(error)
+    if isinstance(error, (Exception, SystemExit)):
+        report(error)
+    _leave()
     if error is None:
         _raise_if_refused(job)
 
@@ -290,41 +283,36 @@ def _raise_if_refused(job: Job | None) -> None:
         job.session.failures.raise_if_known()
 
 
-def _leave(error: BaseException | None = None, at_exit: bool = False, lingers: bool = True) -> None:
+def _leave(at_exit: bool = False, lingers: bool = True) -> None:
     """Leave the job.
 
     Args:
-        error: What is being handled, or has ended the process.
         at_exit: Whether the process is ending. Its exit code then tells whether this rank has failed.
         lingers: Whether the host of the store waits for those who still need it.
     """
-    global _departed
     job = current_job.job
     if job is not None:
         for hook in current_job.on_leave:
             hook()
         job.undo_changes()
-    if job is not None and job.session is not None:
-        job.session.failures.settled = True  # nothing is raised in here
-        _let_all_arrive(job, error)
+    session = None if job is None else job.own_session()
+    if session is not None:
+        session.failures.settled = True  # nothing is raised in here
     current_job.job = None
     ranks.set_launch(None)
-    session = None if job is None else job.own_session()
     if job is None or session is None:
         return
-    if error is not None:
-        error = session.cause_of(error) or error
     _put_hook_back(job)
+    atexit.unregister(_at_exit)
+    if job.finalizer:
+        job.finalizer.cancel()
     failed = session.failures.known is not None
     if failed:
         session.cut_connections(settled=True)
         if not job.hosts_store:  # a DDP model may hold its port
             current_job.open_stores.clear()
-    if error is None or failed or at_exit:
-        _remove_exit_hooks(job)
-    else:
-        _departed = job
-    say_goodbye(job, session, None if failed else error, at_exit)
+    if job.watch:
+        job.watch.close(tells_code=at_exit and not failed)
     destroy_group(job, session)  # before lingering: it frees ranks stuck with us
     session.leave(lingers and job.hosts_store)
     if job.watch and at_exit:
@@ -342,79 +330,31 @@ def _put_hook_back(job: Job) -> None:
         _hooks_left = job.former_hook, job.first_hook
 
 
-def _let_all_arrive(job: Job, error: BaseException | None) -> None:
-    """Wait for ranks that still connect: for as long as for others, but not for long while an error is handled."""
-    session = job.own_session()
-    if session is not None:
-        session.let_all_arrive(session.timeout if error is None else _PATIENCE_AFTER_ERROR)
-
-
-def _remove_exit_hooks(job: Job) -> None:
-    atexit.unregister(_at_exit)
-    if job.finalizer:
-        job.finalizer.cancel()
-
-
 def _at_exit() -> None:
     """Leave when the interpreter ends."""
-    job = current_job.job or _departed
-    session = None if job is None else job.own_session()
-    if job is None or session is None:
+    job = current_job.job
+    if job is None or job.own_session() is None:
         return
-    error = _uncaught_error(job, session)
-    if job is current_job.job:
-        _leave(error, at_exit=True)
-    else:
-        _finish_departed(job, session, error)
-
-
-def _uncaught_error(job: Job, session: Session) -> BaseException | None:
-    """Return the exception that nobody has caught in this job; let torchrun show it if no rank failed before."""
     error = last_error()
-    if error is None or id(error) == job.former_error:
-        return None
-    if session.failures.known is None:
-        fill_error_file(error)
-    return error
+    if error is not None and id(error) != job.former_error:  # nobody has caught it, and another hook has shown it
+        report(error)
+    _leave(at_exit=True)
 
 
-def _finish_departed(job: Job, session: Session, error: BaseException | None) -> None:
-    """Tell the ranks of a job that `teardown()` has left while an exception was handled how this process ends."""
-    global _departed
-    _departed = None
-    _remove_exit_hooks(job)
-    if session.failures.known is not None:
-        error = None
-    say_goodbye(job, session, error, at_exit=error is not None or not job.interrupted)
-    if job.watch:
-        job.watch.hand_over()
-
-
-def _close_departed() -> None:
-    """Close what a job has left open that ended while an exception was handled, for this process goes on."""
-    global _departed, _hooks_left
+def _remove_hook_left() -> None:
+    """Put the script's exception hook back where torch's has stayed, for this process goes on."""
+    global _hooks_left
     if _hooks_left is not None and sys.excepthook is _hooks_left[0]:
         sys.excepthook = _hooks_left[1]
     _hooks_left = None
-    job, _departed = _departed, None
-    if job is None:
-        return
-    _remove_exit_hooks(job)
-    if job.watch and job.own_session():
-        job.watch.close()
 
 
 def _at_child_exit() -> None:
     """Leave when a child of multiprocessing ends, where the interpreter's own hooks do not run."""
-    global _departed
     error = sys.exc_info()[1]
     if error:
         report(error)
     _leave()
-    job, _departed = _departed, None
-    session = None if job is None else job.own_session()
-    if job and session and error and not ended_well(error):
-        publish(error, session, job.watch)
 
 
 @contextmanager
@@ -488,8 +428,9 @@ def joined() -> bool:
     if job is None:
         return False
     _refuse_forked(job)
-    if job.context.world_size == 1:
+    if job.session is None or job.context.world_size == 1:
         return False
+    job.session.acted_at = time.monotonic()
     if threading.current_thread() is not job.caller:
         _check_thread(job, threading.current_thread())
     return True

@@ -17,47 +17,46 @@ from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 from .job import Origin
 
-_HOST_STAYS = 5.0  # seconds, at most, in which the ranks read why rank 0 does not join
+_READING = 5.0  # seconds, at most, in which the ranks read why rank 0 does not join
 _OPENING = 0.5  # seconds from when a store is opened until a job is in it
 _STRANGER, _RANK = 2.0, 20.0  # seconds in which the job must begin: rank 0 may still be starting
 
 
 def tell_peers(error: Exception, origin: Origin) -> None:
     """Tell the ranks that may wait for this process why it does not join them."""
-    who = "A process"
+    who, launch = "A process", None
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    launch = None  # this process's, if there are others that may wait
-    with suppress(LaunchError):
-        found = origin.launch or detect_launch(os.environ)
-        address, port = found.master_addr, str(found.master_port)
-        if found.world_size > 1:
-            launch = found
-            who = f"Rank {launch.rank}"
+    with suppress(LaunchError):  # the hints contradict each other
+        launch = origin.launch or detect_launch(os.environ)
+        address, port = launch.master_addr, str(launch.master_port)
+    if launch is not None and launch.world_size > 1:
+        who = f"Rank {launch.rank}"
     reason = f"{who} on {socket.gethostname()} could not join: {error}"
-    if launch and origin.store is not None:
-        _refuse_in_store(origin.store, reason, launch)
-        return
-    if not address or not port.isdecimal():
-        return
-    if launch and launch.rank == 0 and not store_outlives_ranks(launch):
-        with suppress(OSError, RuntimeError):
-            _host_to_refuse(launch, address, int(port), reason)
-            return
-    refuse_job(address, int(port), reason, launch)
+    if launch is not None and launch.world_size > 1 and launch.rank == 0:
+        _refuse_as_rank_0(launch, origin.store, reason)
+    elif launch is not None and origin.store is not None:
+        with suppress(RuntimeError):
+            _refuse_latest(origin.store, reason, time.monotonic() + _RANK, is_rank=True)
+    elif address and port.isdecimal():
+        refuse_job(address, int(port), reason, is_rank=who != "A process")
 
 
-def _refuse_in_store(store: dist.Store, reason: str, launch: Launch) -> None:
-    """Tell a job whose store the caller has passed: as rank 0, that begins it, or one of those that wait for it."""
-    with suppress(RuntimeError):
-        if launch.rank == 0:
-            generation = Generation.new(store)
-            generation.fail(reason)
-            generation.await_readers(launch.world_size, _HOST_STAYS)
-        else:
-            _refuse_latest(store, reason, launch, time.monotonic() + _RANK)
+def _refuse_as_rank_0(launch: Launch, store: dist.Store | None, reason: str) -> None:
+    """Begin the start of the job for which the others wait, and give it up."""
+    address, port = launch.master_addr, launch.master_port
+    with suppress(OSError, RuntimeError):
+        outlives = store is None and store_outlives_ranks(launch)
+        if store is None:
+            if address is None or port is None:
+                return
+            store = open_store(address, port, not outlives, timedelta(seconds=_READING))
+        generation = Generation.new(store)
+        generation.fail(reason)
+        if not outlives:
+            generation.await_readers(launch.world_size, _READING)
 
 
-def refuse_job(address: str, port: int, reason: str, launch: Launch | None = None) -> None:
+def refuse_job(address: str, port: int, reason: str, is_rank: bool = False) -> None:
     """Tell a job that this process does not belong to it, so that its ranks do not wait.
 
     Not the job of a rank that started this process: it waits for nobody.
@@ -66,24 +65,21 @@ def refuse_job(address: str, port: int, reason: str, launch: Launch | None = Non
         address: Where the job's store is, or will be.
         port: The same.
         reason: What to tell.
-        launch: This process's, if it is one of the job's ranks. It does not wait for a job that all ranks refuse.
+        is_rank: Whether this process is one of the job's ranks.
     """
-    deadline = time.monotonic() + (_RANK if launch else _STRANGER)
+    deadline = time.monotonic() + (_RANK if is_rank else _STRANGER)
     with suppress(OSError, RuntimeError):
-        _refuse_latest(_connect_anew(address, port, deadline), reason, launch, deadline)
+        _refuse_latest(_connect_anew(address, port, deadline), reason, deadline, is_rank)
 
 
-def _refuse_latest(store: dist.Store, reason: str, launch: Launch | None, deadline: float) -> None:
+def _refuse_latest(store: dist.Store, reason: str, deadline: float, is_rank: bool) -> None:
     """Tell the job that is in a store, or will be by the deadline."""
-    refusals = _note_refusal(store, launch) if launch else []
-    while time.monotonic() < deadline:
-        generation = Generation.latest(store)
-        if generation:
-            _refuse_generation(generation, reason, is_rank=launch is not None)
-            return
-        if refusals and store.check(refusals):
-            return
-        time.sleep(0.1)
+    generation = _generation_in(store, deadline)
+    if generation is None or generation.starter():
+        return
+    generation.fail(reason)
+    if is_rank and not generation.is_complete():
+        generation.count_as_reader()
 
 
 def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
@@ -94,7 +90,8 @@ def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
         JobContinues: If that job goes on without the rank that this process was started to be.
     """
     try:
-        generation = _generation_in(_connect_anew(address, port, time.monotonic() + 2))
+        store = _connect_anew(address, port, time.monotonic() + _STRANGER)
+        generation = _generation_in(store, time.monotonic() + _OPENING)
         starter = generation.starter() if generation else None
         continued = generation.continued() if generation else None
     except (OSError, RuntimeError):  # it is no store, or does not answer
@@ -106,38 +103,13 @@ def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
     return starter is not None
 
 
-def _generation_in(store: dist.Store) -> Generation | None:
-    """Return the newest generation in a store; wait a moment for the first, for the store may have just been opened."""
-    deadline = time.monotonic() + _OPENING
+def _generation_in(store: dist.Store, deadline: float) -> Generation | None:
+    """Return the newest generation in a store; wait for the first."""
     while True:
         generation = Generation.latest(store)
         if generation or time.monotonic() > deadline:
             return generation
         time.sleep(0.02)
-
-
-def _host_to_refuse(launch: Launch, address: str, port: int, reason: str) -> None:
-    """Host the store, as rank 0 must, until all ranks have read there why the job cannot be."""
-    store = open_store(address, port, True, timedelta(seconds=5))
-    generation = Generation.new(store)
-    generation.fail(reason)
-    generation.await_readers(launch.world_size, _HOST_STAYS)
-
-
-def _refuse_generation(generation: Generation, reason: str, is_rank: bool) -> None:
-    if generation.starter():
-        return
-    generation.fail(reason)
-    if is_rank and not generation.is_complete():
-        generation.count_as_reader()
-
-
-def _note_refusal(store: dist.Store, launch: Launch) -> list[str]:
-    """Leave a note that this rank refuses to join; return the keys of all ranks' notes."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives it
-    notes = [f"ddpkit/refusals/{attempt}/{rank}" for rank in range(launch.world_size)]
-    store.set(notes[launch.rank], "")
-    return notes
 
 
 def _connect_anew(address: str, port: int, deadline: float) -> dist.Store:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -128,7 +127,6 @@ class Failures:
         grace: Seconds from the first attempt to raise it until a main thread that neither ends nor handles it is given
             up, and the process ended.
         left: Ranks that have left the job.
-        reasons: By rank, the failure that it was handling when it left.
         exiting: Ranks whose process is about to end, and until when to wait for its exit code.
         orphaned: Returns what became of the process that must outlive this one, "" while it lives.
         explained: The last exception whose cause was looked for.
@@ -144,7 +142,6 @@ class Failures:
         self.held = False
         self.grace = GRACE
         self.left: list[int] = []
-        self.reasons: dict[int, Failure] = {}
         self.exiting: dict[int, float] = {}
         self.orphaned = orphaned
         self.explained: BaseException | None = None
@@ -181,33 +178,12 @@ class Failures:
         if self.known:
             raise self.known.to_error()
 
-    def find_cause(self, deadline: float, host: int | None = None) -> DdpkitError | None:
-        """Wait until it is known who failed or left: the cause of a broken connection. None if nobody did.
-
-        Args:
-            deadline: When to stop waiting, as `time.monotonic()` counts; later if a process is just exiting.
-            host: The rank to which the connection led, None if that is not known.
-        """
-        store_answers = True
-        while True:
-            is_last_look = time.monotonic() > max([deadline, *self.exiting.values()])
-            try:
-                if store_answers:
-                    self.look_up()
-                self.raise_if_known()
-            except DdpkitError as error:
-                return error
-            except RuntimeError:  # the store has gone too: only the watch can tell
-                store_answers = False
-            orphan = self.orphan()
-            if orphan:
-                return orphan
-            for rank in list(self.left):
-                if host in (None, rank):
-                    return self.departure(rank)
-            if is_last_look:
-                return None
-            time.sleep(0.01)
+    def cause(self, host: int | None) -> DdpkitError | None:
+        """Return the error of who has failed or left, as far as that is known; with a host, only of its departure."""
+        if self.known:
+            return self.known.to_error()
+        gone = [rank for rank in self.left if host in (None, rank)]
+        return self.orphan() or (self.departure(gone[0]) if gone else None)
 
     def orphan(self) -> PeerError | None:
         """Make the error to raise when the process that must outlive this rank has gone; None while it lives."""
@@ -216,9 +192,7 @@ class Failures:
             return None
         return PeerError(self._rank, self._hosts[self._rank], "orphaned", words)
 
-    def departure(self, rank: int) -> DdpkitError:
+    def departure(self, rank: int) -> PeerError:
         """Make the error to raise where this rank waits for one that has left."""
-        if rank in self.reasons:
-            return self.reasons[rank].to_error()
         words = "it called teardown() or ended while others still wait for it"
         return PeerError(rank, self._hosts[rank], "left", words)

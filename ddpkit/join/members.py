@@ -6,9 +6,8 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 from ..launch.process_tree import ancestors, boot_id, own_birth, runs_since
 from ..parsing import parse, refuse_text
@@ -31,19 +30,9 @@ def usable_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def as_ranges(numbers: Iterable[int]) -> str:
-    """Write ascending numbers as ranges, such as "0-95,192"."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [number]
-        else:
-            ranges.append([number])
-    return ",".join("-".join(map(str, ends)) for ends in ranges)
-
-
 def _cores() -> str:
-    return as_ranges(usable_cores())
+    """Write the cores on which this process may run as bits, in hexadecimal digits."""
+    return f"{sum(1 << core for core in usable_cores()):x}"
 
 
 def _nonce() -> str:
@@ -65,7 +54,7 @@ class Member:
         machine: Identity of the machine, its network and its process numbers.
         pid: Number of the process.
         born: When the process began; a number may be given again.
-        cores: On which it may run, as ranges.
+        cores: On which it may run, as bits.
         nonce: Secret of this claim.
     """
 
@@ -128,65 +117,43 @@ def claim_key(rank: int) -> str:
 _MEMBER = get_type_hints(Member)  # the form of its JSON
 
 
-# The ranks of a job, as rank 0 describes them to all: short, however many they are and whatever cores they have.
-
-
-class Run(NamedTuple):
-    """Ranks that follow each other on one node.
-
-    Attributes:
-        node: The number of the node.
-        ranks: How many ranks they are.
-        sharers: Number of ranks on the node that may run on the same cores as each of them, itself included.
-    """
-
-    node: int
-    ranks: int
-    sharers: int
-
-
 @dataclass(frozen=True)
 class Members:
-    """Where each rank of the job is.
+    """Where each rank of the job is, as rank 0 tells all.
 
     Attributes:
         token: Secret of this start of the job.
         watch_address: Where rank 0's watch listens.
         nodes: The host name of each node.
-        runs: All ranks, in order.
+        node_of: The number of each rank's node.
+        sharers: How many ranks of its node may run on the same cores as each rank, itself included.
     """
 
     token: str
     watch_address: tuple[str, int] | None
     nodes: tuple[str, ...]
-    runs: tuple[Run, ...]
+    node_of: tuple[int, ...]
+    sharers: tuple[int, ...]
 
     @classmethod
     def of(cls, claims: list[Member]) -> Members:
         """Describe the processes that have claimed the ranks, in their order."""
         numbers: dict[tuple[str, ...], int] = {}
-        sharers = Counter((claim.node, claim.cores) for claim in claims)
-        runs: list[Run] = []
-        for claim in claims:
-            node = numbers.setdefault(claim.node, len(numbers))
-            run = Run(node, 1, sharers[claim.node, claim.cores])
-            if runs and runs[-1]._replace(ranks=1) == run:
-                run = run._replace(ranks=runs.pop().ranks + 1)
-            runs.append(run)
-        first = claims[0]
-        return cls(first.nonce, first.watch_address, tuple(node[0] for node in numbers), tuple(runs))
+        node_of = tuple(numbers.setdefault(claim.node, len(numbers)) for claim in claims)
+        on_cores = Counter((claim.node, claim.cores) for claim in claims)
+        sharers = tuple(on_cores[claim.node, claim.cores] for claim in claims)
+        nodes = tuple(node[0] for node in numbers)
+        return cls(claims[0].nonce, claims[0].watch_address, nodes, node_of, sharers)
 
     @classmethod
     def from_json(cls, text: bytes | str, key: str) -> Members:
         """Read the description that stands in the store under this key."""
         fields = parse(text, key, _MEMBERS)
+        lists = {name: tuple(fields[name]) for name in ("nodes", "node_of", "sharers")}
         address = fields["watch_address"] and tuple(fields["watch_address"])
-        runs = tuple(Run(*run) for run in fields["runs"])
-        for node, ranks, _ in runs:
-            if ranks < 1 or node not in range(len(fields["nodes"])):
-                refuse_text(text, key)
-        members = cls(fields["token"], address, tuple(fields["nodes"]), runs)
-        if not 0 < members.world_size <= MOST_RANKS:
+        members = cls(fields["token"], address, **lists)
+        numbers = range(len(members.nodes))
+        if not all(node in numbers for node in members.node_of) or len(members.sharers) != members.world_size:
             refuse_text(text, key)
         return members
 
@@ -197,23 +164,15 @@ class Members:
     @property
     def world_size(self) -> int:
         """Return the number of ranks."""
-        return sum(run.ranks for run in self.runs)
+        return len(self.node_of)
 
-    def node_of_each(self) -> list[int]:
-        """Return the number of each rank's node."""
-        return [run.node for run in self.runs for _ in range(run.ranks)]
-
-    def sharers(self, rank: int) -> int:
-        """Return how many ranks of its node may run on the same cores as this rank, itself included."""
-        end = 0
-        for run in self.runs:
-            end += run.ranks
-            if rank < end:
-                return run.sharers
-        raise IndexError(rank)
+    @property
+    def hosts(self) -> list[str]:
+        """Return the host name of each rank."""
+        return [self.nodes[node] for node in self.node_of]
 
 
-_MEMBERS = get_type_hints(Members) | {"runs": [tuple[int, int, int]]}  # the form of its JSON
+_MEMBERS = get_type_hints(Members)  # the form of its JSON
 
 
 # The tree along which the ranks hear of failures: rank 0 at its top, and at most 64 connections for each rank.

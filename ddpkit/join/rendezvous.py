@@ -22,9 +22,9 @@ from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 from ..parsing import encode, refuse_text
 from .failures import Failure, JobContinues, first_failure, record_failure
-from .members import Member, Members, claim_key, watch_key
+from .members import Member, Members, claim_key
 from .sockets import connect
-from .store import Pause, add, call_with_timeout
+from .store import Pause, call_with_timeout
 
 # One start of a job in the store: who claims which rank, who its members are, and why it was given up.
 #
@@ -32,7 +32,6 @@ from .store import Pause, add, call_with_timeout
 # of all its keys.
 
 _NUMBER = "ddpkit/generation"  # key of the newest generation's number
-_CHANGES = "ddpkit/changes"  # counts what those who join wait for, so that they need not look for each of it
 
 
 class Generation:
@@ -40,15 +39,12 @@ class Generation:
 
     def __init__(self, store: dist.Store, number: int) -> None:
         self.number = number
-        self._all = store
         self.store = dist.PrefixStore(f"ddpkit/{number}", store)
 
     @classmethod
     def new(cls, store: dist.Store) -> Generation:
         """Begin a generation that no process has joined."""
-        generation = cls(store, add(store, _NUMBER, 1))
-        generation._count_change()
-        return generation
+        return cls(store, store.add(_NUMBER, 1))
 
     @classmethod
     def refuse(cls, store: dist.Store, failure: Failure) -> None:
@@ -56,22 +52,14 @@ class Generation:
 
         The reason is there first: who sees a generation without one would take it for a start, or for another job.
         """
-        record_failure(cls(store, add(store, _NUMBER, 0) + 1).store, failure)
+        record_failure(cls(store, store.add(_NUMBER, 0) + 1).store, failure)
         cls.new(store)
 
     @classmethod
     def latest(cls, store: dist.Store) -> Generation | None:
         """Return the newest generation, None if there is none."""
-        number = add(store, _NUMBER, 0)
+        number = store.add(_NUMBER, 0)
         return cls(store, number) if number else None
-
-    @staticmethod
-    def changes(store: dist.Store) -> int:
-        """Return how often a generation has begun, was completed or given up."""
-        return add(store, _CHANGES, 0)
-
-    def _count_change(self) -> None:
-        add(self._all, _CHANGES, 1)
 
     # Claims and members
 
@@ -81,13 +69,13 @@ class Generation:
         text = self.store.compare_set(claim_key(me.rank), "", mine)
         if text != mine.encode():
             return Member.from_json(text, me.rank)
-        number = add(self.store, "claims", 1)
+        number = self.store.add("claims", 1)
         self.store.set(_claimant_key(number), f"{me.rank}")
         return me
 
     def claims_after(self, number: int) -> list[Member]:
         """Return the processes other than rank 0 that have claimed a rank since so many had."""
-        keys = [_claimant_key(later) for later in range(number + 1, add(self.store, "claims", 0) + 1)]
+        keys = [_claimant_key(later) for later in range(number + 1, self.store.add("claims", 0) + 1)]
         if not keys or not self.store.check(keys):  # one has counted its claim, and is just saying whose it is
             return []
         ranks = []
@@ -100,7 +88,6 @@ class Generation:
     def publish(self, members: Members) -> None:
         """Write down who is in the job: from now on, it is complete."""
         self.store.set("members", members.to_json())
-        self._count_change()
 
     def is_complete(self) -> bool:
         """Return whether rank 0 has written down who is in the job."""
@@ -112,7 +99,7 @@ class Generation:
 
     def is_over(self) -> bool:
         """Return whether all ranks have left in good order: then nobody reads or writes here any more."""
-        return self.store.check(["members", "left"]) and add(self.store, "left", 0) >= self.members().world_size
+        return self.store.check(["members", "left"]) and self.store.add("left", 0) >= self.members().world_size
 
     def starter(self) -> Member | None:
         """Return the rank that started this process, if the job is complete and has not ended; None otherwise."""
@@ -140,7 +127,6 @@ class Generation:
     def give_up(self, failure: Failure) -> None:
         """Write down why this job cannot be, as `fail()`."""
         record_failure(self.store, failure)
-        self._count_change()
         if self.is_complete():  # only their watches can tell those who have joined
             _tell_watch(self.members(), failure)
 
@@ -167,27 +153,11 @@ class Generation:
         deadline = time.monotonic() + seconds
         while heard < readers and time.monotonic() < deadline:
             time.sleep(0.01)
-            heard = add(self.store, "heard", 0)
+            heard = self.store.add("heard", 0)
 
     def count_as_reader(self) -> int:
         """Count this rank among those that have read why the job is off; return their number."""
-        return add(self.store, "heard", 1)
-
-    # Deleting
-
-    def delete_keys(self) -> None:
-        """Delete the keys of a job that is over; but for those of its last barrier where torch cannot list them."""
-        for key in self._keys():
-            self.store.delete_key(key)
-
-    def _keys(self) -> list[str]:
-        with suppress(AttributeError, RuntimeError):  # torch 2.6
-            return list(self.store.list_keys())
-        names = ["claims", "arrived", "left"]
-        for rank in range(self.members().world_size):
-            names += [claim_key(rank), _claimant_key(rank), watch_key(rank), f"group//cpu//0/{rank}"]
-        names.append("members")
-        return names
+        return self.store.add("heard", 1)
 
 
 def _claimant_key(number: int) -> str:
@@ -269,7 +239,7 @@ def raise_if_orphaned(reason: str) -> None:
 
 def complete_launch(launch: Launch, members: Members) -> Launch:
     """Fill in what the launcher did not tell, from the nodes of all ranks."""
-    nodes = members.node_of_each()
+    nodes = members.node_of
     mine = nodes[launch.rank]
     found = {
         "local_rank": nodes[: launch.rank].count(mine),
@@ -309,43 +279,27 @@ def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: tim
     members = Members.of([claims[rank] for rank in range(me.world_size)])
     generation.publish(members)
     generation.raise_if_failed(readers)  # of somebody who came too early to see the members, and to tell the watch
-    _delete_former(store, generation.number - 1)
     return generation.store, members
-
-
-def _delete_former(store: dist.Store, number: int) -> None:
-    """Delete the keys of this generation and of those before it, where all ranks had left in good order.
-
-    All ranks have joined the next one, so nobody reads them any more. Those of a failed job stay: they tell why.
-    """
-    former = Generation(store, number)
-    while former.is_complete():
-        if former.is_over():
-            former.delete_keys()
-        former = Generation(store, former.number - 1)
 
 
 def _claim_until_accepted(
     store: dist.Store, me: Member, deadline: float, timeout: timedelta
 ) -> tuple[dist.Store, Members]:
     """Claim this rank in the newest generation, again if there is a newer one, until rank 0 publishes its members."""
-    known = seen = -1
+    seen = -1
     claimed = None
     pause = Pause.among(me.world_size)
     while True:
-        changes = Generation.changes(store)
-        if changes != known:
-            known = changes
-            latest = Generation.latest(store)
-            if latest and latest.number > seen:  # those before it belong to dead attempts
-                seen = latest.number
-                continued = latest.continued()
-                if continued is not None and not continued.is_out_of_date:
-                    raise continued
-                claimed = latest if continued is None and _claim(latest, me) else None
-            members = _accepted(claimed, me) if claimed else None
-            if claimed and members:
-                return claimed.store, members
+        latest = Generation.latest(store)
+        if latest and latest.number > seen:  # those before it belong to dead attempts
+            seen = latest.number
+            continued = latest.continued()
+            if continued is not None and not continued.is_out_of_date:
+                raise continued
+            claimed = latest if continued is None and _claim(latest, me) else None
+        members = _accepted(claimed, me) if claimed else None
+        if claimed and members:
+            return claimed.store, members
         if time.monotonic() > deadline:
             if claimed is None:
                 raise LaunchError(

@@ -18,30 +18,11 @@ from ..torch_internals import gloo_address
 from .causes import cause_of, lost_peer_of
 from .failures import Failure
 from .sockets import SETTLE, cut, sockets_beside
-from .store import Pause, add, call_with_timeout, read_long, read_texts, write_long
-from .waits import StoreBarrier, UsedKeys, Waits, name_of
+from .store import Pause, call_with_timeout, read_long, read_texts, write_long
+from .waits import StoreBarrier, Waits
 
 _LINGER = 2.0  # seconds that the store's host stays for ranks that are still leaving
 Ranks = tuple[int, ...]  # some of a job's, in any order that they all know
-
-
-class _Counts:
-    """Count how often ranks that meet have used each name."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._counts: dict[str, int] = {}
-        self._refusals = 0  # after which all count anew
-
-    def key(self, name: str) -> str:
-        number = self._counts.get(name, 0) + 1
-        self._counts[name] = number
-        use = f"{self._refusals}.{number}" if self._refusals else f"{number}"
-        return f"{name}{self._label}/{use}"
-
-    def clear(self) -> None:
-        self._refusals += 1
-        self._counts.clear()
 
 
 class Session(Waits):
@@ -69,13 +50,12 @@ class Session(Waits):
         self.timeout = timeout
         self.nodes = nodes
         self.told: dict[str, int] = {}  # how far the script is
+        self.acted_at = time.monotonic()  # when it got its last batch, or came to its last collective
         self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
         self.store_connections: set[int] = set()  # those to the store, to be cut if it does not answer after a failure
-        self._has_arrived = False
-        self._all_have_arrived = False
         self._pid = os.getpid()
-        self._counts: dict[Ranks | None, _Counts] = {}
-        self._used_keys = UsedKeys()
+        self._counts: dict[tuple[str, Ranks | None], int] = {}  # how often ranks that meet have used each name
+        self._used: dict[Ranks | None, list[str]] = {}  # keys of the last meeting of these ranks
 
     @property
     def is_own(self) -> bool:
@@ -94,10 +74,6 @@ class Session(Waits):
         """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
         return lost_peer_of(error, self)
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter of the store and return the sum."""
-        return add(self.store, key, amount)
-
     def follow_connections(self, group: dist.ProcessGroup | None) -> None:
         """Remember the connections of a group of gloo's, to be cut when the job has failed."""
         self.connections |= sockets_beside(gloo_address(group))
@@ -108,16 +84,11 @@ class Session(Waits):
 
     def count(self, name: str, ranks: Ranks | None = None) -> str:
         """Make a key for the n-th use of a name; every rank counts alike because all of `ranks` take part."""
-        return self._counts_of(ranks).key(name)
-
-    def count_anew(self, ranks: Ranks | None = None) -> None:
-        """Forget how often names were used: not all ranks have used the last one, for one of them had a bad name."""
-        self._counts_of(ranks).clear()
-
-    def _counts_of(self, ranks: Ranks | None) -> _Counts:
-        if ranks not in self._counts:
-            self._counts[ranks] = _Counts(f" of ranks {', '.join(map(str, ranks))}" if ranks else "")
-        return self._counts[ranks]
+        number = self._counts.get((name, ranks), 0) + 1
+        self._counts[name, ranks] = number
+        if ranks is not None:
+            name += f" of ranks {', '.join(map(str, ranks))}"
+        return f"{name}/{number}"
 
     def meet(
         self,
@@ -126,7 +97,6 @@ class Session(Waits):
         *,
         failure: Failure | None = None,
         used: Sequence[str] = (),
-        refusal: str = "",
         ranks: Ranks | None = None,
     ) -> None:
         """Wait until all ranks are here; with a `failure`, tell the others instead and do not wait.
@@ -135,29 +105,22 @@ class Session(Waits):
             key: The barrier's, from `count()`.
             timeout: Bound on the wait.
             failure: Why this rank does not come.
-            used: Keys to delete when nobody can still be reading them.
-            refusal: Key under which a rank that cannot come, for it does not know `key`, writes its failure.
+            used: Keys to delete when these ranks meet again, so that nobody can still be reading them.
             ranks: Those that meet, this one among them; by default all.
         """
         timeout = timeout or self.timeout
         everyone = ranks or range(len(self.hosts))
-        barrier = StoreBarrier(self, everyone, key, timeout, refusal)
+        barrier = StoreBarrier(self, everyone, key, timeout)
         with self.bounded(timeout):
             if failure:
                 barrier.call_off(failure)
                 return
-            try:
-                barrier.wait()
-            finally:
-                if barrier.refused:
-                    self.count_anew(ranks)
-            if ranks is None and self._has_arrived:
-                self._all_have_arrived = True
-            keys = list(used)
-            if self.rank == everyone[0]:
-                keys += barrier.counters
-            for old in self._used_keys.replace(barrier.name, keys, self.timeout):
+            barrier.wait()
+            for old in self._used.pop(ranks, ()):
                 self.store.delete_key(old)
+            self._used[ranks] = list(used)
+            if self.rank == everyone[0]:
+                self._used[ranks].append(barrier.counter)
 
     def exchange(
         self, text: str, name: str = "exchange", timeout: timedelta | None = None, ranks: Ranks | None = None
@@ -206,37 +169,10 @@ class Session(Waits):
             if self.rank == first:
                 texts = read_texts(self.store, [f"{key}/from/{rank}" for rank in everyone])
                 conclusion = conclude(texts)
-                self._used_keys.add(name_of(key), write_long(self.store, answer, conclusion))
+                self._used[ranks] += write_long(self.store, answer, conclusion)
                 return conclusion
             self.until(is_there, timeout, late)
             return read_long(self.store, answer)
-
-    def arrive(self) -> None:
-        """Count this rank in: it is connected to all others."""
-        with self.bounded(self.timeout):
-            add(self.store, "arrived", 1)
-        self._has_arrived = True
-
-    def let_all_arrive(self, timeout: timedelta) -> None:
-        """Wait until all ranks are connected, or one has failed, for their connections to one that leaves would break.
-
-        So a rank that joins need not wait for those that are still connecting with each other. It does not wait for a
-        store that does not answer.
-        """
-        if not self._has_arrived:
-            return
-        pause = Pause.among(len(self.hosts))
-        deadline = time.monotonic() + timeout.total_seconds()
-        with suppress(DdpkitError, RuntimeError, TimeoutError):
-            while not self._all_have_arrived and self.failures.known is None and time.monotonic() < deadline:
-                self._all_have_arrived = call_with_timeout(self._need_not_wait, _LINGER + 1.0)
-                pause()
-
-    def _need_not_wait(self) -> bool:
-        """Return whether all ranks have arrived, or one has failed or left."""
-        if self.failures.left or self.failures.look_up():  # who leaves in good order has seen all arrive
-            return True
-        return add(self.store, "arrived", 0) >= len(self.hosts)
 
     def leave(self, linger: bool) -> None:
         """Count this rank out; a rank that hosts the store lingers up to 2 s for those who still need it."""
@@ -244,7 +180,7 @@ class Session(Waits):
             call_with_timeout(lambda: self._count_out(linger), _LINGER + 1.0)
 
     def _count_out(self, linger: bool) -> None:
-        left = add(self.store, "left", 1)
+        left = self.store.add("left", 1)
         if not linger:
             return
         expected = len(self.hosts)
@@ -255,7 +191,7 @@ class Session(Waits):
         deadline = time.monotonic() + _LINGER
         while left < expected and time.monotonic() < deadline:
             pause()
-            left = add(self.store, "left", 0)
+            left = self.store.add("left", 0)
 
 
 def _shorten(texts: list[str]) -> str:

@@ -9,10 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from io import FileIO
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,33 +41,6 @@ class Pause:
         """Sleep, a little longer than the last time."""
         time.sleep(self._seconds)
         self._seconds = min(1.3 * self._seconds, self._longest)
-
-
-class Question:
-    """Asks again and again for a yes, each time on a thread of its own, unless the last answer has not come yet.
-
-    Args:
-        ask: It may never return, because a process that it asks is stopped, or raise `RuntimeError`, which is no yes.
-        seconds: That are waited for an answer.
-    """
-
-    def __init__(self, ask: Callable[[], bool], seconds: float) -> None:
-        self._ask = ask
-        self._seconds = seconds
-        self._is_yes = False
-        self._thread: threading.Thread | None = None
-
-    def is_yes(self) -> bool:
-        """Ask, if no earlier question is open, and return whether the answer was yes once."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
-        self._thread.join(self._seconds)
-        return self._is_yes
-
-    def _run(self) -> None:
-        with suppress(RuntimeError):
-            self._is_yes = self._ask() or self._is_yes
 
 
 def _nothing() -> None:
@@ -162,45 +134,11 @@ def _decode(data: bytes, key: str) -> str:
         refuse_text(data, key)
 
 
-def add(store: dist.Store, key: str, amount: int) -> int:
-    """Add to a counter of the store and return the sum.
-
-    The store drops the connection of whoever adds to a text. So that nobody takes it for the end of its host, the key
-    is read over another connection.
-
-    Raises:
-        LaunchError: If the key holds no number: no rank wrote it.
-    """
-    try:
-        return int(store.add(key, amount))
-    except (RuntimeError, ValueError):
-        text = _read_over_new_connection(store, key)
-        if text is not None and not re.match(rb"\s*[+-]?[0-9]{1,18}(?![0-9])", text):
-            refuse_text(text, key)
-        raise
-
-
 def without_prefixes(store: dist.Store) -> dist.Store:
     """Return the store itself, which others show under a prefix."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
-
-
-def _read_over_new_connection(store: dist.Store, key: str) -> bytes | None:
-    """Read a key; return None if it or a connection is not to be had. torch 2.6 can make none."""
-
-    def read() -> bytes | None:
-        clone = cast(Any, store).clone()
-        return bytes(clone.get(key)) if clone.check([key]) else None
-
-    server = without_prefixes(store)
-    try:
-        if isinstance(server, dist.TCPStore):  # torch would go on trying for the whole time-out
-            socket.create_connection((server.host, server.port), timeout=2).close()
-        return call_with_timeout(read, 10.0)
-    except (AttributeError, OSError, RuntimeError, ValueError):
-        return None
 
 
 # The key-value space of MPICH's launcher, by which ranks learn an address that the environment does not tell.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from ..errors import BarrierTimeoutError, DdpkitError, PeerError
 from ..parsing import parse, refuse_text
 from .failures import FAILURE, Failure, Failures
-from .store import Pause, add, read_text
+from .store import Pause, read_text
 
 T = TypeVar("T")
 _CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time in which the watch learns why a connection broke
@@ -102,8 +103,21 @@ class Waits:
         Args:
             host: The rank to which the connection led, None if that is not known.
         """
+        failures, store_answers = self.failures, True
         with self._deadline(_CAUSE_TIMEOUT) as deadline:
-            return self.failures.find_cause(deadline, host)
+            while True:
+                is_last_look = time.monotonic() > max([deadline, *failures.exiting.values()])
+                try:
+                    if store_answers:
+                        failures.look_up()
+                except DdpkitError as error:
+                    return error
+                except RuntimeError:  # the store has gone too: only the watch can tell
+                    store_answers = False
+                cause = failures.cause(host)
+                if cause or is_last_look:
+                    return cause
+                time.sleep(0.01)
 
     @contextmanager
     def _deadline(self, timeout: timedelta) -> Iterator[float]:
@@ -122,14 +136,13 @@ class Waits:
 
 # Waits of all ranks for each other, on torch's key-value store: barriers, and what is built on them.
 #
-# Each rank adds its bit to a word, so the ranks that are missing are known. Those who wait read one counter: the
-# word, or the number of full words where there are several. A rank whose time is up, or that has failed, breaks the
-# barrier: the key `broken` chooses the first of several such ranks, which sets a flag in the counter and writes its
-# reason under `why`. All ranks then raise that, also those that come later.
+# Those who wait read one counter of the ranks that have arrived. A rank whose time is up, or that has failed, breaks
+# the barrier by a flag in the counter. The first of these writes the reason under `why`, and all ranks raise that, also
+# those that come later. Who is missing is found by a roll call: ranks that were waiting when the barrier broke say so.
 
-_RANKS_PER_WORD = 60  # one bit for each, in an int64
-_BROKEN = 1 << 61  # a flag in the counter
+_BROKEN = 1 << 40  # a flag in the counter
 _AT_ONCE = timedelta(seconds=5)  # bound on a wait for a key whose writer is at work
+_ROLL_CALL = 3.0  # seconds in which ranks that have arrived must say so when a barrier has broken
 _LONG = 1.0  # seconds of a wait after which a rank notes where it waits
 _MISSING = {"missing": [int], "seconds": float, "elsewhere": dict[str, str]}
 
@@ -139,40 +152,29 @@ class StoreBarrier:
 
     Args:
         waits: This rank's.
-        ranks: Those that wait, in an order that they all know.
+        ranks: Those that wait.
         key: The barrier's, equal on all ranks, "name/number".
         timeout: Bound on the wait.
-        refusal: Key under which a rank that cannot come writes its failure; "" if there is none.
     """
 
-    def __init__(self, waits: Waits, ranks: Sequence[int], key: str, timeout: timedelta, refusal: str) -> None:
+    def __init__(self, waits: Waits, ranks: Sequence[int], key: str, timeout: timedelta) -> None:
         self._waits = waits
         self._ranks = ranks
         self._store = waits.store
         self._key = key
         self._timeout = timeout
-        self._refusal = refusal
-        self.name = name_of(key)
-        self._full: dict[str, int] = {}  # each word's key, and its value when all its ranks have arrived
-        for first in range(0, len(ranks), _RANKS_PER_WORD):
-            count = min(_RANKS_PER_WORD, len(ranks) - first)
-            self._full[f"{key}/{first}"] = (1 << count) - 1
-        self._words = list(self._full)
-        self.counters = list(self._words)
-        self._counter = self._words[0]
-        self._complete = self._full[self._counter]
-        if len(self._words) > 1:
-            self._counter = f"{key}/full"
-            self._complete = len(self._words)
-            self.counters.append(self._counter)
+        self.name = key.rpartition("/")[0]
+        self.counter = f"{key}/arrived"
         self._note = f"waits/{waits.rank}"  # where this rank says where it waits
-        self._note_at = 0.0
-        self._noted = False
-        self.refused = False  # by a rank that cannot come
+        self._note_at = math.inf
 
     def wait(self) -> None:
         """Arrive, and return when all ranks have."""
-        if self._arrive() == self._complete:
+        count = self._store.add(self.counter, 1)
+        if count == len(self._ranks):
+            return
+        if count >= _BROKEN:
+            self._explain()
             return
         self._note_at = time.monotonic() + min(_LONG, self._timeout.total_seconds() / 2)
         try:
@@ -180,91 +182,60 @@ class StoreBarrier:
         except BarrierTimeoutError:
             self._store.set(self._note, f"has given up {self.name}")
             raise
-        if self._noted:
+        if self._note_at == math.inf:
             self._store.delete_key(self._note)
 
     def call_off(self, failure: Failure) -> None:
         """Tell the others that this rank has failed. It does not arrive, so that nobody finds the barrier complete."""
-        if self._may_give_reason():
-            add(self._store, self._counter, _BROKEN)
+        if self._store.add(self.counter, _BROKEN) < 2 * _BROKEN:  # the first reason stands
             self._store.set(f"{self._key}/why", failure.to_json())
-
-    def _arrive(self) -> int:
-        """Add this rank's bit to its word; return what the counter is then, 0 if it is not complete."""
-        number, place = divmod(self._ranks.index(self._waits.rank), _RANKS_PER_WORD)
-        word = self._words[number]
-        bits = add(self._store, word, 1 << place)
-        if word == self._counter:
-            return bits
-        if bits != self._full[word]:
-            return 0
-        return add(self._store, self._counter, 1)
 
     def _is_complete(self) -> bool | None:
         """Return True if all have arrived, None if not; raise if that cannot be any more."""
-        self._say_where()
-        left = list(self._waits.failures.left)  # before the look, because who leaves has arrived before
-        count = add(self._store, self._counter, 0)
-        if not 0 <= count & ~_BROKEN <= self._complete:
-            refuse_text(f"{count}", self._counter)
-        if count & _BROKEN:
+        if time.monotonic() > self._note_at:  # for those who miss this rank elsewhere
+            self._store.set(self._note, f"waits in {self.name} instead")
+            self._note_at = math.inf
+        left = [rank for rank in self._waits.failures.left if rank in self._ranks]
+        count = self._store.add(self.counter, 0)  # after the look, because who leaves has arrived before
+        if count >= _BROKEN:
+            self._store.set(self._present(self._waits.rank), "")
             return self._explain()
-        if count == self._complete:
+        if not 0 < count <= len(self._ranks):
+            refuse_text(f"{count}", self.counter)
+        if count == len(self._ranks):
             return True
         if left:
-            self._raise_if_absent(left)
+            self._waits.failures.raise_if_any()  # it may have left because another failed
+            raise self._waits.failures.departure(left[0])
         return None
-
-    def _raise_if_absent(self, left: list[int]) -> None:
-        """Raise if one of the ranks that have left the job has not arrived."""
-        absent = self._absent()
-        for rank in left:
-            if rank in absent:
-                self._waits.failures.raise_if_any()  # it may have left because another failed
-                raise self._waits.failures.departure(rank)
-
-    def _say_where(self) -> None:
-        """Note where this rank waits, if the wait is long, for those who miss it elsewhere."""
-        if not self._noted and time.monotonic() > self._note_at:
-            self._store.set(self._note, f"waits in {self.name} instead")
-            self._noted = True
-        if self._noted and self._refusal and self._store.check([self._refusal]):
-            self.refused = True
-            raise Failure.from_json(self._store.get(self._refusal), self._refusal).to_error()
-
-    def _absent(self) -> list[int]:
-        """Read from the words which ranks have not arrived."""
-        absent = []
-        for number, (word, full) in enumerate(self._full.items()):
-            bits = add(self._store, word, 0)
-            if bits & ~(full | _BROKEN):
-                refuse_text(f"{bits}", word)
-            for place in range(full.bit_length()):
-                if not bits >> place & 1:
-                    absent.append(self._ranks[number * _RANKS_PER_WORD + place])
-        return absent
 
     def _give_up(self) -> bool:
         """Break the barrier, for the time is up."""
-        if self._may_give_reason():
-            add(self._store, self._counter, _BROKEN)
-            absent = self._absent()
-            seconds = self._timeout.total_seconds()
-            why = {"missing": absent, "seconds": seconds, "elsewhere": self._elsewhere(absent)}
+        self._store.set(self._present(self._waits.rank), "")
+        count = self._store.add(self.counter, _BROKEN)
+        if count < 2 * _BROKEN:
+            missing = self._call_roll(count - _BROKEN)
+            notes = {f"{rank}": note for rank in missing if (note := self._note_of(rank))}
+            why = {"missing": missing, "seconds": self._timeout.total_seconds(), "elsewhere": notes}
             self._store.set(f"{self._key}/why", json.dumps(why))
         return self._explain()
 
-    def _may_give_reason(self) -> bool:
-        return add(self._store, f"{self._key}/broken", 1) == 1  # the first reason stands
+    def _call_roll(self, arrived: int) -> list[int]:
+        """Return the ranks that do not say that they wait here too; none if all had arrived before it broke."""
+        missing = list(self._ranks)
+        deadline = time.monotonic() + _ROLL_CALL
+        while len(missing) > len(self._ranks) - arrived and time.monotonic() < deadline:
+            time.sleep(0.01)
+            missing = [rank for rank in missing if not self._store.check([self._present(rank)])]
+        return missing if arrived < len(self._ranks) else []
 
-    def _elsewhere(self, missing: Sequence[int]) -> dict[str, str]:
-        """Find what missing ranks have noted, by rank."""
-        found = {}
-        for rank in missing:
-            note = f"waits/{rank}"
-            if self._store.check([note]):
-                found[f"{rank}"] = read_text(self._store, note)
-        return found
+    def _present(self, rank: int) -> str:
+        return f"{self._key}/present/{rank}"
+
+    def _note_of(self, rank: int) -> str:
+        """Return where a missing rank has said that it waits, "" if it has not."""
+        key = f"waits/{rank}"
+        return read_text(self._store, key) if self._store.check([key]) else ""
 
     def _explain(self) -> bool:
         """Raise why the barrier broke; return True if the last rank came just before somebody gave up."""
@@ -300,44 +271,6 @@ class StoreBarrier:
         if me in why["missing"]:
             text += f" This is rank {me}, which came too late."
         return BarrierTimeoutError(text, missing, arrived, elsewhere)
-
-
-class UsedKeys:
-    """Keys of earlier barriers, to be deleted once nobody reads them.
-
-    When the ranks meet again under a name, all have left the barrier before. A name may be used once, so its keys go
-    after the time-out, too. Threads may meet under different names at the same time.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._used: dict[str, tuple[float, list[str]]] = {}  # by a barrier's name: when it was, and its keys
-
-    def replace(self, name: str, keys: list[str], timeout: timedelta) -> list[str]:
-        """Note the keys of this use of a name; return those that nobody reads any more."""
-        now = time.monotonic()
-        with self._lock:
-            _, old = self._used.pop(name, (now, []))
-            while self._used:
-                oldest = next(iter(self._used))
-                since, more = self._used[oldest]
-                if now < since + timeout.total_seconds():
-                    break
-                del self._used[oldest]
-                old = old + more
-            self._used[name] = now, keys
-        return old
-
-    def add(self, name: str, keys: list[str]) -> None:
-        """Note more keys of the last use of a name."""
-        with self._lock:
-            if name in self._used:
-                self._used[name][1].extend(keys)
-
-
-def name_of(key: str) -> str:
-    """Return the name of a barrier, from its key."""
-    return key.rpartition("/")[0]
 
 
 def _names(places: list[tuple[int, str]]) -> str:

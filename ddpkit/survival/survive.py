@@ -27,7 +27,7 @@ from ..job.joining import hosted_store, offer_store
 from ..join.failures import Failure, JobContinues
 from ..join.rendezvous import StoreLost
 from ..join.sockets import is_listening
-from ..join.store import Question, call_with_timeout
+from ..join.store import call_with_timeout
 from ..launch import ranks
 from ..watch import stop_agreement
 from ..watch.main_thread import undisturbed
@@ -390,13 +390,13 @@ class _Survivors:
         host = members.index(quorum.leader)
         needed = members if quorum.leader == rendezvous.member else [quorum.leader]
         is_joining = True
-        has_given_up = Question(lambda: store.check([_GIVEN_UP]), _ANSWERING)
 
         def lost() -> str:
             if not is_joining:
                 return ""
-            if has_given_up.is_yes():
-                return "another has given up"
+            with suppress(RuntimeError, TimeoutError):  # the leader has gone, or is stopped
+                if call_with_timeout(lambda: store.check([_GIVEN_UP]), _ANSWERING):
+                    return "another has given up"
             found = ", ".join(f"member {member} has ended" for member in needed if rendezvous.has_ended(member))
             # asking takes time, in which all may have joined; the watch tells of one that has ended after that
             return found if is_joining else ""

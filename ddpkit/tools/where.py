@@ -55,7 +55,7 @@ def ask(address: str, port: int, seconds: float) -> Answer:
         host, number = members.watch_address
         raise LaunchError(
             f"The watch of rank 0 at {host}:{number} cannot be reached from here: {error}. Ask on the node of rank 0, "
-            f"{members.nodes[members.runs[0].node]}; if that is here, the process may have ended."
+            f"{members.hosts[0]}; if that is here, the process may have ended."
         ) from None
     activities: dict[int, Activity] = {}
     lines = Lines()

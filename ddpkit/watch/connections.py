@@ -13,11 +13,11 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
-from ..join.members import children_of, is_below, parent_of
-from ..join.sockets import Attempts, keep_alive, segments_received
+from ..join.members import children_of, parent_of
+from ..join.sockets import keep_alive
 from ..parsing import encode
 from .messages import Lines, Message, parse, shows_token
 
@@ -25,11 +25,8 @@ _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _MAX_STRANGERS = 64  # connections, beyond those of the ranks, that may be open without having shown the token
 _TOKEN_SECONDS = 30.0  # in which they must
 _TOKEN_BYTES = 200_000  # in which they must
-_MAX_ACCEPTED = 100  # connections that are accepted in a second, beyond those of the ranks
-_ACCEPT_PAUSE = 1.0  # seconds until connections are accepted again
-_LOOK = 1.0  # seconds between looks whether anything has come from each rank
-_DOUBTFUL = 2  # looks in a row without anything, from which on the rank's host is asked in a second way
-_SILENT = 9  # the same, after which its connection has ended
+_MAX_ACCEPTED = 100  # connections that are accepted between two looks, beyond those of the ranks
+_LOOK = 1.0  # seconds after which connections are accepted again
 _OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -39,7 +36,6 @@ class Event:
 
     rank: int | None
     message: Message | None  # None when the connection has ended
-    silent: bool = False  # whether it has ended because nothing came any more
 
 
 @dataclass(eq=False)
@@ -53,9 +49,6 @@ class _Connection:
     open: bool = True
     asks: bool = False  # whether it has shown the token to ask what the ranks are doing
     exiting: bool = False  # whether its process is about to end, and its exit code to come
-    segments: int = 0  # that have come until the last look
-    silent: int = 0  # looks in a row since then
-    attempts: Attempts = field(default_factory=lambda: Attempts())  # looked up when called: tests have others
 
 
 def _last_events(connection: _Connection) -> list[Event]:
@@ -97,12 +90,9 @@ class Connections:
         self._writing: set[_Connection] = set()  # for which the selector waits until there is room
         self._lock = threading.Lock()  # around what is sent
         self._listener = listener
-        self._accepts = False
-        self._accept_again = 0.0
-        self._second = 0.0  # when the present second began
-        self._accepted = 0  # how many connections were accepted in it
+        self._listens = False
+        self._accepted = 0  # connections since the last look
         self._complained = False  # that nothing can be accepted
-        self._refused: set[int] = set()  # ranks that somebody else has claimed to be
         self._next_look = 0.0
         self._leaving = False
         self._news = b""  # for those that connect later
@@ -114,7 +104,7 @@ class Connections:
         self._selector.register(self._woken, _READ)
         if listener is not None:
             listener.setblocking(False)
-            self._accept_or_not(time.monotonic())
+            self._listen(True)
         if not self._children:
             self.full.set()
 
@@ -133,9 +123,19 @@ class Connections:
         """Return the children that are not connected."""
         return [rank for rank in self._children if rank not in self._ranks]
 
-    def post(self, line: bytes, exclude: int | None = None) -> None:
-        """Send a line to all ranks that are connected here: at once what the kernel takes, the rest later."""
-        self._post_to([rank for rank in list(self._ranks) if rank != exclude], line)
+    def post(self, line: bytes, exclude: int | None = None, to: Collection[int] | None = None) -> None:
+        """Send a line to ranks that are connected here: at once what the kernel takes, the rest later.
+
+        Args:
+            line: What to send.
+            exclude: A rank that is passed over.
+            to: The ranks; by default all.
+        """
+        for rank, connection in list(self._ranks.items()):
+            if rank != exclude and (to is None or rank in to):
+                self._send(connection, line)
+        if self._behind:
+            self.wake()
 
     def post_news(self, line: bytes, exclude: int | None = None) -> None:
         """Send a line to all ranks that are connected here, and to those that will be."""
@@ -144,18 +144,11 @@ class Connections:
 
     def post_up(self, line: bytes) -> None:
         """Send a line to the parent, if there is one."""
-        self._post_to(range(self._rank), line)
+        self.post(line, to=range(self._rank))
 
     def post_down(self, line: bytes) -> None:
         """Send a line to the children."""
-        self._post_to(self._children, line)
-
-    def _post_to(self, some: Sequence[int], line: bytes) -> None:
-        for rank, connection in list(self._ranks.items()):
-            if rank in some:
-                self._send(connection, line)
-        if self._behind:
-            self.wake()
+        self.post(line, to=self._children)
 
     def answer(self, line: bytes) -> None:
         """Send a line to those who are no ranks, and have asked."""
@@ -178,9 +171,6 @@ class Connections:
         """Wait for what comes, at most so long; send what is still unsent."""
         if self._behind or self._writing:
             self._select_writable()
-        if self._listener is not None and not self._accepts:
-            self._accept_or_not(time.monotonic())
-            seconds = min(seconds, _ACCEPT_PAUSE)
         seconds = min(seconds, max(0.0, self._next_look - time.monotonic()))
         events: list[Event] = []
         for key, _ in self._selector.select(seconds):
@@ -194,29 +184,8 @@ class Connections:
             self._dismiss()
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK
-            events += self._end_silent()
-        return events
-
-    def _end_silent(self) -> list[Event]:
-        """End the connections to hosts that answer neither the kernel's questions nor attempts to connect once more.
-
-        The kernel asks nothing while it waits ever longer to send again what was lost, hence the attempts. Looks are
-        counted, not seconds: while this process or its machine was stopped nobody looked.
-        """
-        events = []
-        for rank, connection in list(self._ranks.items()):
-            before = connection.segments
-            connection.segments = segments_received(connection.socket)
-            if connection.segments != before or not before or connection.attempts.are_answered():
-                connection.silent = 0
-                connection.attempts.close()
-                continue
-            connection.silent += 1
-            if connection.silent == _SILENT:
-                self._drop(connection)
-                events.append(Event(rank, None, silent=True))
-            elif connection.silent >= _DOUBTFUL:
-                connection.attempts.begin(connection.socket)
+            self._accepted = 0
+            self._listen(not self._leaving)
         return events
 
     def part(self, seconds: float) -> Iterator[Event]:
@@ -225,8 +194,7 @@ class Connections:
         Closing over unread data would destroy our last words on their way to the other side.
         """
         self._leaving = True
-        if self._listener is not None:
-            self._stop_listening(until=float("inf"))
+        self._listen(False)
         for connection in list(self._ranks.values()):
             self._send(connection, b"")
         deadline = time.monotonic() + seconds
@@ -244,7 +212,6 @@ class Connections:
         """Close this process's ends of all connections."""
         for connection in (*self._ranks.values(), *self._strangers):
             connection.socket.close()
-            connection.attempts.close()
         for sock in (self._listener, self._wake, self._woken):
             if sock is not None:
                 sock.close()
@@ -252,52 +219,37 @@ class Connections:
 
     # Accepting
 
-    def _accept_or_not(self, now: float) -> None:
-        assert self._listener is not None
-        if not self._accepts and now >= self._accept_again:
+    def _listen(self, on: bool) -> None:
+        if self._listener is None or on == self._listens:
+            return
+        self._listens = on
+        if on:
             self._selector.register(self._listener, _READ)
-            self._accepts = True
-
-    def _stop_listening(self, until: float) -> None:
-        assert self._listener is not None
-        if self._accepts:
+        else:
             self._selector.unregister(self._listener)
-        self._accepts = False
-        self._accept_again = until
 
     def _accept(self) -> None:
         assert self._listener is not None
-        now = time.monotonic()
-        if now > self._second + _ACCEPT_PAUSE:
-            self._second = now
-            self._accepted = 0
         self._accepted += 1
         if self._accepted > _MAX_ACCEPTED + len(self._children):
-            return self._stop_listening(self._second + _ACCEPT_PAUSE)
+            self._listen(False)  # until the next look
+            return
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in _OUT_OF_RESOURCES:
-                self._refuse_all(error, now)
-            return None  # else it has gone again
-        self._complained = False
-        try:
-            sock.setblocking(False)
-            self._strangers[self._open(sock)] = None
-        except OSError:
-            sock.close()
-        return None
+            if error.errno in _OUT_OF_RESOURCES:  # else it has gone again
+                self._listen(False)
+                self._complain(error)
+            return
+        sock.setblocking(False)
+        connection = _Connection(sock)
+        self._selector.register(sock, _READ, connection)
+        self._strangers[connection] = None
 
-    def _refuse_all(self, error: OSError, now: float) -> None:
-        self._stop_listening(now + _ACCEPT_PAUSE)
+    def _complain(self, error: OSError) -> None:
         if not self._complained:
             self._complained = True
             self._say(f"The watch cannot accept a connection: {error}. Raise the limit on open files (ulimit -n).")
-
-    def _open(self, sock: socket.socket) -> _Connection:
-        connection = _Connection(sock)
-        self._selector.register(sock, _READ, connection)
-        return connection
 
     def _dismiss(self) -> None:
         """Close the connections of strangers that take too long, or the oldest of too many."""
@@ -352,18 +304,8 @@ class Connections:
         message = parse(line, self._world_size)
         if message is None or message.rank is not None:
             return None
-        if not self._comes_from(connection.rank, message):
-            return None
         connection.exiting = connection.exiting or message.exiting == connection.rank
         return Event(connection.rank, message)
-
-    def _comes_from(self, sender: int, message: Message) -> bool:
-        """Return whether this is the way of a message about its ranks: from below if they are, else from the parent."""
-        ranks = [rank for rank in (message.left, message.exiting) if rank is not None]
-        for answer in (message.activity, message.wants_stop, message.steps):
-            if answer is not None:
-                ranks.append(answer.rank)
-        return sender < self._rank or all(is_below(rank, sender) for rank in ranks)
 
     def _admit(self, connection: _Connection, line: bytes) -> Event | None:
         """Read a stranger's first line: it is a rank's connection from now on, or closed."""
@@ -386,10 +328,7 @@ class Connections:
             self._adopt(connection, rank)
             self._send(connection, self._news)
             return
-        self._drop(connection)
-        if rank not in self._refused:
-            self._refused.add(rank)
-            self._say(f"The watch refuses a second connection that claims to be rank {rank}.")
+        self._drop(connection)  # there is one of that rank already
 
     def _adopt(self, connection: _Connection, rank: int) -> None:
         self._strangers.pop(connection, None)
@@ -406,7 +345,6 @@ class Connections:
             self._behind.discard(connection)
             self._selector.unregister(connection.socket)
             connection.socket.close()
-        connection.attempts.close()
         self._strangers.pop(connection, None)
         if connection.rank is not None:
             del self._ranks[connection.rank]

@@ -16,8 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -127,8 +125,6 @@ class MainThread:
             return f"cannot be interrupted, for the script has given signal {self._signal} the handler {handler}"
         if time.monotonic() < self._handler_ran_at + 1.0:
             return "kept running: the error raised in it was caught or lost each time"
-        if self._is_blocked():
-            return f"is in a call that does not return, and blocks signal {self._signal}, which would interrupt it"
         return "is in a call that does not return"
 
     def close(self) -> None:
@@ -149,14 +145,6 @@ class MainThread:
 
     def _is_mine(self) -> bool:
         return self._signal is not None and signal.getsignal(self._signal) == self._raise
-
-    def _is_blocked(self) -> bool:
-        """Return whether the main thread blocks the signal, where the system says so."""
-        with suppress(OSError, ValueError, StopIteration):
-            lines = Path(f"/proc/self/task/{self._thread.native_id}/status").read_text().splitlines()
-            mask = next(line for line in lines if line.startswith("SigBlk:"))
-            return bool(int(mask.split()[1], 16) >> (self._signal or 1) - 1 & 1)
-        return False
 
     def _raise(self, signum: int, frame: FrameType | None) -> None:
         failures = self._session.failures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import os
 import socket
 import sys
@@ -21,11 +22,11 @@ import torch
 
 from ..errors import printable
 from ..join.failures import FAILURE, Failure
-from ..join.members import as_ranges, parent_of
+from ..join.members import parent_of
 from ..parsing import all_printable, encode, fits
 from .stop_agreement import REQUEST, StopDecision, StopRequest
 
-# What each rank is doing: its stack, since when it is there, and the picture of all ranks.
+# What each rank is doing: its stack, how long since it got on, and the picture of all ranks.
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _PYTHON = os.path.dirname(os.__file__)
@@ -47,7 +48,7 @@ class Activity:
         pid: Its process.
         call: The function that it is in: of a library that its script has called, or of the script.
         place: The script's line.
-        seconds: For how long it has been at one place, as far as looks once a second tell; 0 if it moves.
+        seconds: Since its script got a batch from a loader, or came to a collective of ddpkit's.
         told: How far its script is, as far as that is known: the epoch and batch of the loader that it reads.
         stack: Its calls, the outermost first, as "file:line function".
     """
@@ -73,98 +74,38 @@ class Activity:
 ACTIVITY = get_type_hints(Activity)  # the form of its JSON
 
 
-class MainThreadWatcher:
-    """Sees, from another thread, where this process's main thread is and for how long."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._host = socket.gethostname()
-        self._main = threading.main_thread().ident
-        self._place = (0, 0)  # the call's frame, and its instruction
-        self._since = time.monotonic()
-
-    def look(self) -> None:
-        """Notice whether the main thread has moved since the last look."""
-        frame = _call(self._innermost())
-        if frame is None or not self._was_there(frame):
-            self._since = time.monotonic()
-
-    def describe(self, told: dict[str, int]) -> Activity:
-        """Say where the main thread is, and what it has told of how far its script is."""
-        self.look()
-        seconds = time.monotonic() - self._since
-        name, place, stack = _describe(self._innermost())
-        return Activity(self._rank, self._host, os.getpid(), name, place, seconds, told, stack)
-
-    def _innermost(self) -> FrameType | None:
-        return None if self._main is None else sys._current_frames().get(self._main)
-
-    def _was_there(self, frame: FrameType) -> bool:
-        """Return whether the main thread was in this call at the last look; in a function of the script, at this place.
-
-        The address of a frame is given again to the next call. So the call of a library is marked, also that which has
-        called the script's function; the mark matters to nobody but who traces libraries.
-        """
-        before, self._place = self._place, (id(frame), frame.f_lasti)
-        if frame.f_code.co_flags & CO_GENERATOR:  # in which one frame serves many calls
-            return False
-        caller: FrameType | None = frame
-        while caller is not None and not _is_library(caller.f_code.co_filename):
-            caller = caller.f_back
-        was_marked = caller is None or _mark(caller)
-        return was_marked and (caller is frame or before == self._place)
+def describe_main_thread(rank: int, told: dict[str, int], seconds: float) -> Activity:
+    """Say where the main thread is, from another one, and what it has told of how far its script is."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    name, place, stack = _describe(frame)
+    return Activity(rank, socket.gethostname(), os.getpid(), name, place, seconds, told, stack)
 
 
-def _mark(frame: FrameType) -> bool:
-    """Mark a call; return whether it was marked before."""
-    marked = not frame.f_trace_lines
-    if frame.f_trace is None:
-        frame.f_trace_lines = False
-    return marked
+def _describe(frame: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
+    """Return the call that a thread is in, the script's line, and the stack.
 
-
-def _call(innermost: FrameType | None) -> FrameType | None:
-    """Return the call of the script's own code into a library; its own innermost function if it is in none."""
-    called = []
-    frame = innermost
-    while frame is not None and _is_library(frame.f_code.co_filename):
-        called.append(frame)
-        frame = frame.f_back
-    if frame is None:
-        return innermost
-    while len(called) > 1 and _is_wrapper(called[-1].f_code):
-        called.pop()
-    return called[-1] if called else frame
+    The call is that of the script's own code into a library, or its own innermost function if it is in none.
+    """
+    frames = [(each.f_code, line) for each, line in traceback.walk_stack(frame)][::-1]
+    if not frames:
+        return "", "", ()
+    scripts = [number for number, (code, _) in enumerate(frames) if not _is_library(code.co_filename)]
+    last = len(frames) - 1
+    script = scripts[-1] if scripts else 0
+    call = min(script + 1, last) if scripts else last
+    while call < last and _is_wrapper(frames[call][0]):
+        call += 1
+    code, line = frames[script]
+    shown = frames
+    if frames[call][0].co_filename.startswith(_LIBRARIES):  # what goes on in there says nothing
+        shown = frames[: call + 1]
+    stack = [f"{_short_path(each.co_filename)}:{number} {each.co_name}" for each, number in shown[-_MOST_FRAMES:]]
+    place = f"{os.path.basename(code.co_filename)}:{line}"
+    return _short(frames[call][0].co_name), _short(place), tuple(map(_short, stack))
 
 
 def _is_wrapper(code: CodeType) -> bool:
     return code.co_name in _WRAPPERS or bool(code.co_flags & CO_GENERATOR)
-
-
-def _describe(innermost: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
-    """Return the call that a thread is in, the script's line, and the stack."""
-    call = _call(innermost)
-    if innermost is None or call is None:
-        return "", "", ()
-    name, place = _name_call(call)
-    stack = _stack(call if call.f_code.co_filename.startswith(_LIBRARIES) else innermost)
-    return _short(name), _short(place), tuple(map(_short, stack))
-
-
-def _name_call(call: FrameType) -> tuple[str, str]:
-    """Return a call's function, and the script's line."""
-    script = call
-    while script.f_back is not None and _is_library(script.f_code.co_filename):
-        script = script.f_back
-    return call.f_code.co_name, f"{os.path.basename(script.f_code.co_filename)}:{script.f_lineno}"
-
-
-def _stack(frame: FrameType) -> tuple[str, ...]:
-    """List the calls that lead to a frame, the outermost first."""
-    lines: list[str] = []
-    for outer, line in traceback.walk_stack(frame):
-        lines.append(f"{_short_path(outer.f_code.co_filename)}:{line} {outer.f_code.co_name}")
-    return tuple(reversed(lines[:_MOST_FRAMES]))
 
 
 def _is_library(filename: str) -> bool:
@@ -190,35 +131,22 @@ class Picture:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._activities: dict[int, Activity] = {}
-        self._wanted_at = -_PAUSE
+        self._begun_at = -math.inf
         self._until: float | None = None
-        self._shown = threading.Event()
 
-    def want(self) -> bool:
-        """Ask for the picture, from any thread; return whether it is to be made."""
-        now = time.monotonic()
-        if now < self._wanted_at + _PAUSE:
-            return False
-        self._wanted_at = now
-        self._shown.clear()
-        return True
-
-    def wait(self, seconds: float) -> None:
-        """Wait until it is shown, at most so long."""
-        self._shown.wait(seconds)
-
-    def begins(self, seconds: float) -> bool:
+    def begin(self, seconds: float) -> bool:
         """Return whether the ranks are to be asked now; their answers are waited for at most so long."""
-        if self._shown.is_set() or self._until is not None or self._wanted_at == -_PAUSE:
+        now = time.monotonic()
+        if now < self._begun_at + _PAUSE:
             return False
+        self._begun_at = now
+        self._until = now + seconds
         self._activities.clear()
-        self._until = time.monotonic() + seconds
         return True
 
     def add(self, activity: Activity) -> None:
         """Take what a rank is doing into the picture."""
-        if self._until is not None:
-            self._activities[activity.rank] = activity
+        self._activities[activity.rank] = activity
 
     def take(self, at_once: bool = False) -> list[str]:
         """Return its lines if it is to be shown now: when all have answered, or it has taken too long. Once."""
@@ -228,7 +156,6 @@ class Picture:
         if not (complete or at_once or time.monotonic() > self._until):
             return []
         self._until = None
-        self._shown.set()
         return fold(self._activities.values(), self._world_size)
 
 
@@ -265,7 +192,7 @@ def _headline(some: list[Activity]) -> str:
         who += f" ({first.host}, pid {first.pid})"
     doing = f"{first.call} at {first.place}" if first.place else "its main thread has ended"
     seconds = min(each.seconds for each in some)
-    since = f", for {seconds:.0f} s" if seconds >= 1 else ""
+    since = f", {seconds:.0f} s since a batch or collective" if seconds >= 1 else ""
     return f"{who}: {doing}{since}{_progress(some)}"
 
 
@@ -282,7 +209,18 @@ def _progress(some: list[Activity]) -> str:
 def _name(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    return f"ranks {as_ranges(ranks)}"
+    return f"ranks {_as_ranges(ranks)}"
+
+
+def _as_ranges(numbers: Iterable[int]) -> str:
+    """Write ascending numbers as ranges, such as "0-95,192"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in ranges)
 
 
 LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped
@@ -309,7 +247,6 @@ class Message:
     left: int | None = None
     exiting: int | None = None
     failure: Failure | None = None
-    reason: Failure | None = None  # the failure that a rank handled when it left, or by which it ends
     code: int | None = None
     asks: bool = False
     activity: Activity | None = None
@@ -371,70 +308,52 @@ def parse(line: bytes, world_size: int) -> Message | None:
         return None
     if not isinstance(fields, dict):
         return None
-    known = {}
-    for name in _READERS.keys() & fields.keys():
-        known[name] = _READERS[name](fields[name], world_size)
-        if known[name] is None:
-            return None
-    if not known:
+    known = {name: _read(name, fields[name], world_size) for name in _SHAPES.keys() & fields.keys()}
+    if not known or None in known.values():
         return None
     return Message(**known)
 
 
-def _read_rank(value: object, world_size: int) -> int | None:
-    if type(value) is int and value in range(world_size):  # not a bool, and not 1.0
-        return value
-    return None
-
-
-def _read_failure(fields: Any, world_size: int) -> Failure | None:
-    if not fits(fields, FAILURE):
+def _read(name: str, value: Any, world_size: int) -> Any:
+    """Read a field of a message; return None for what it cannot be."""
+    shape = _SHAPES[name]
+    if not fits(value, shape):
         return None
-    failure = Failure.from_fields(fields)
-    if failure.rank not in range(-1, world_size):  # -1: the job itself is wrong
+    if shape is bool:
+        return value or None
+    if name == "stop":
+        request = _read("wants_stop", value["request"], world_size)
+        return request and StopDecision(value["step"], request)
+    rank = value if shape is int else value["rank"]
+    least = -1 if name == "failure" else 0  # -1: the job itself is wrong
+    if rank not in range(least, world_size):
         return None
-    return failure
+    return _MAKERS[name](value) if name in _MAKERS else value
 
 
-def _read_question(value: object, _: int) -> bool | None:
-    return True if value is True else None
-
-
-def _read_activity(fields: Any, world_size: int) -> Activity | None:
-    if not fits(fields, ACTIVITY) or fields["rank"] not in range(world_size):
-        return None
-    return Activity.from_fields(fields)
-
-
-def _read_request(fields: Any, world_size: int) -> StopRequest | None:
-    if not fits(fields, REQUEST) or fields["rank"] not in range(world_size):
-        return None
+def _make_request(fields: dict[str, Any]) -> StopRequest:
     return StopRequest(**fields)
 
 
-def _read_steps(fields: Any, world_size: int) -> Steps | None:
-    if not fits(fields, _STEPS) or fields["rank"] not in range(world_size):
-        return None
+def _make_steps(fields: dict[str, Any]) -> Steps:
     return Steps(**fields)
 
 
-def _read_decision(fields: Any, world_size: int) -> StopDecision | None:
-    if not fits(fields, {"step": int, "request": REQUEST}) or fields["request"]["rank"] not in range(world_size):
-        return None
-    return StopDecision(fields["step"], StopRequest(**fields["request"]))
-
-
-_STEPS = get_type_hints(Steps)  # the form of its JSON
-_READERS: dict[str, Callable[[Any, int], Any]] = {  # of each field; they return None for what it cannot be
-    "rank": _read_rank,
-    "left": _read_rank,
-    "exiting": _read_rank,
-    "failure": _read_failure,
-    "reason": _read_failure,
-    "asks": _read_question,
-    "activity": _read_activity,
-    "wants_stop": _read_request,
-    "asks_steps": _read_question,
-    "steps": _read_steps,
-    "stop": _read_decision,
+_SHAPES: dict[str, Any] = {  # of each field
+    "rank": int,
+    "left": int,
+    "exiting": int,
+    "failure": FAILURE,
+    "asks": bool,
+    "activity": ACTIVITY,
+    "wants_stop": REQUEST,
+    "asks_steps": bool,
+    "steps": get_type_hints(Steps),
+    "stop": {"step": int, "request": REQUEST},
+}
+_MAKERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "failure": Failure.from_fields,
+    "activity": Activity.from_fields,
+    "wants_stop": _make_request,
+    "steps": _make_steps,
 }

@@ -1,7 +1,7 @@
 """Notice at once when a rank dies or fails, also while the others compute or sit in a collective.
 
 Plain TCP connections make a tree of the ranks; while all is well nothing is heard there. A rank
-that fails says so on its own; for one that dies the kernel does, and a cut link is silent for 9 s. Every rank passes
+that fails says so on its own; for one that dies the kernel does, and a cut link is silent for 12 s. Every rank passes
 on what it hears, to all but the one that said it. A rank that hears of a failure raises in its main thread; if that
 cannot be, the failure is printed and the process ends. There is no heartbeat of processes, but of their kernels: a
 thread cannot send one while a C call holds the interpreter lock.
@@ -40,7 +40,7 @@ from ..join.store import call_with_timeout
 from ..parsing import encode
 from .connections import Connections, Event
 from .main_thread import MainThread
-from .messages import Activity, MainThreadWatcher, Message, Picture, Steps
+from .messages import Activity, Message, Picture, Steps, describe_main_thread
 from .stop_agreement import StopAgreement, StopDecision, StopRequest
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class WatchThread(threading.Thread):
     | heard of a rank           | what each rank does                                                |
     |---------------------------|--------------------------------------------------------------------|
     | its process is exiting    | wait up to 60 s for its exit code                                  |
-    | its exit code             | 0: it has left; else it has failed, by the error that it named     |
+    | its exit code             | 0: it has left; else it has failed                                 |
     | it has left               | raise where the rank is waited for                                 |
     | its connection has closed | it has failed, unless it has left, or was exiting without an error |
     | a failure                 | raise it in the main thread; where that cannot be, end the process |
@@ -88,11 +88,10 @@ class WatchThread(threading.Thread):
         self._main_thread = MainThread(session, self._connections.wake)
         self._closing = False
         self._keeps = False  # whether the connections outlive the thread
-        self._exit_reasons: dict[int, Failure | None] = {}  # of processes that are exiting, as far as they know
         self._failure_sent = False  # whether this rank has told the others of a failure
         self._logged = False  # whether it has logged one
-        self._watcher = MainThreadWatcher(session.rank)
         self._picture = Picture(len(session.hosts))
+        self._wants_picture = False
         self.stop_agreement = StopAgreement(len(session.hosts))
         self._has_requested = False  # whether this rank's request is on its way
         _all_connections().add(self._connections)
@@ -121,35 +120,26 @@ class WatchThread(threading.Thread):
         self._tell_others(failure)
         self._connections.settle(_LAST_WORDS)
 
-    def depart(self, reason: Failure | None) -> None:
-        """Leave while an exception is being handled, which may be this rank's failure.
+    def close(self, tells_code: bool = False) -> None:
+        """Leave: after this, no end of a connection is a failure. First set `failures.settled`.
 
-        The others hear at once that it leaves, and from `close_at_exit()` whether it has failed.
+        Args:
+            tells_code: Whether the process ends, and `hand_over()`, called last of all, lets it say its exit code.
         """
-        self._connections.post(_line(left=self._session.rank, reason=reason))
+        if tells_code:
+            self._keeps = True
+            self._connections.post(_line(exiting=self._session.rank))
+        else:
+            self._connections.post_news(_line(left=self._session.rank, failure=self._failures.known))
+        self._closing = True  # only now: the thread then parts from all connections
+        self._connections.wake()
+        self.join(_LAST_WORDS)
         self._main_thread.close()
-
-    def close_at_exit(self, reason: Failure | None) -> None:
-        """Leave as the process ends, by this failure if there is one; call `hand_over()` last of all."""
-        self._connections.post(_line(exiting=self._session.rank, reason=reason))
-        self._keeps = True
-        self._end_thread()
 
     def hand_over(self) -> None:
         """Let the end of the process say its exit code: it has failed unless that is 0."""
         if self._keeps and not self.is_alive():
             send_exit_code(self._connections.give_away())
-
-    def close(self) -> None:
-        """Leave in good order: after this, no end of a connection is a failure. First set `failures.settled`."""
-        self._connections.post_news(_line(left=self._session.rank, failure=self._failures.known))
-        self._end_thread()
-
-    def _end_thread(self) -> None:
-        self._closing = True  # only now: the thread then parts from all connections
-        self._connections.wake()
-        self.join(_LAST_WORDS)
-        self._main_thread.close()
 
     def run(self) -> None:
         """Listen until the watch is closed; if that fails, the rank does."""
@@ -178,9 +168,9 @@ class WatchThread(threading.Thread):
                 self._on_failure(Failure.of(self._session.rank, orphan))
         for rank, deadline in list(self._failures.exiting.items()):
             if time.monotonic() > deadline:
-                self._on_departure(rank, self._exit_reasons.get(rank), rank)
+                self._on_departure(rank, rank)
         self._look_after_main_thread()
-        self._look()
+        self._make_picture()
         self._agree_to_stop()
 
     def _pause(self) -> float:
@@ -192,82 +182,62 @@ class WatchThread(threading.Thread):
 
     def _hear(self, event: Event) -> None:
         message, sender = event.message, event.rank
-        if message is not None:
-            self._hear_of_work(message, sender)
-        if sender is None:  # no rank: whoever says that the job is wrong, or asks
-            if message is not None and message.failure is not None:
-                self._on_failure(message.failure)
-            return
         if message is None:
-            self._on_closed(sender, event.silent)
+            if sender is not None:
+                self._on_closed(sender)
             return
+        if message.asks:
+            self._on_question(sender)
         if message.failure is not None:  # before its sender's departure, for which the main thread may be waiting
             self._on_failure(message.failure, sender)
+        if sender is None:  # no rank: whoever says that the job is wrong, or asks
+            return
         if message.exiting is not None:
-            self._on_exiting(message.exiting, message.reason, sender)
+            self._on_exiting(message.exiting, sender)
         if message.code is not None:
             self._on_exit_code(sender, message.code)
         if message.left is not None:
-            self._on_departure(message.left, message.reason, sender)
-
-    def _hear_of_work(self, message: Message, sender: int | None) -> None:
-        """Take in a question about the ranks' work, which comes from above, or an answer, which comes from below."""
-        if message.asks:
-            self._on_question(sender)
-        if sender is None:
-            return
-        if sender < self._session.rank:
-            self._hear_from_above(message)
-            return
-        if message.wants_stop is not None:
-            self._on_stop_request(message.wants_stop)
-        if message.steps is not None:
-            self._on_steps(message.steps)
+            self._on_departure(message.left, sender)
         if message.activity is not None:
             self._on_activity(message.activity)
+        self._hear_of_stop(message)
 
-    def _hear_from_above(self, message: Message) -> None:
+    def _hear_of_stop(self, message: Message) -> None:
+        if message.wants_stop is not None:
+            self._on_stop_request(message.wants_stop)
         if message.asks_steps:
             self._ask_steps()
+        if message.steps is not None:
+            self._on_steps(message.steps)
         if message.stop is not None:
             self._on_stop(message.stop)
 
-    def _on_exiting(self, rank: int, reason: Failure | None, sender: int) -> None:
-        self._exit_reasons[rank] = reason
+    def _on_exiting(self, rank: int, sender: int) -> None:
         self._failures.exiting[rank] = time.monotonic() + _EXITING
-        self._connections.post(_line(exiting=rank, reason=reason), exclude=sender)
+        self._connections.post(_line(exiting=rank), exclude=sender)
 
     def _on_exit_code(self, rank: int, code: int) -> None:
-        reason = self._exit_reasons.pop(rank, None) or self._failures.reasons.get(rank)
         if code == 0:
-            self._on_departure(rank, None, rank)
+            self._on_departure(rank, rank)
         elif self._failures.known is None:
             words = f"it ended with exit code {code}, without teardown()"
-            self._fail_for(reason or self._failure_of(rank, "SystemExit", words))
+            self._fail_for(self._failure_of(rank, "SystemExit", words))
 
-    def _on_departure(self, rank: int, reason: Failure | None, sender: int) -> None:
+    def _on_departure(self, rank: int, sender: int) -> None:
         if rank not in self._failures.left:
-            if reason is not None:
-                self._failures.reasons[rank] = reason
             self._failures.left.append(rank)
-            self._connections.post(_line(left=rank, reason=reason), exclude=sender)
+            self._connections.post(_line(left=rank), exclude=sender)
         self._failures.exiting.pop(rank, None)  # last, for the main thread may be waiting for its end
 
-    def _on_closed(self, rank: int, silent: bool) -> None:
+    def _on_closed(self, rank: int) -> None:
         if self._failures.known or self._closing:
             return
-        reason = self._exit_reasons.pop(rank, None)
-        if reason is not None:  # its exit code did not come
-            self._fail_for(reason)
-            return
         if rank in self._failures.exiting:
-            self._on_departure(rank, None, rank)
+            self._on_departure(rank, rank)
         if rank in self._failures.left:
             return
         told = self._failures.ask_store(_LOOK)  # its last words may be lost, where it did not know this rank yet
         words = "its connection closed unexpectedly: the process was killed or crashed, or the network was cut"
-        if silent:
-            words = "nothing comes from its host any more: the network was cut, or the machine has stopped"
         self._fail_for(told or self._failure_of(rank, "lost", words))
 
     def _on_failure(self, failure: Failure, sender: int | None = None) -> None:
@@ -301,30 +271,26 @@ class WatchThread(threading.Thread):
 
     def show_ranks(self) -> None:
         """Let rank 0 log what all ranks are doing, because a wait of this one was too long; once in ten minutes."""
-        if self._failures.known is not None or not self._picture.want():
+        if self._failures.known is not None:
             return
-        if self._session.rank == 0:
-            self._connections.wake()
-            self._picture.wait(2 * _ANSWERS)
-            return
-        self._connections.post_up(_line(asks=True))
-        time.sleep(_ANSWERS / 2)  # in which this rank is still seen in its wait
+        self._wants_picture = True
+        self._connections.wake()
+        time.sleep(_ANSWERS)  # in which this rank is still seen in its wait
 
     def _on_question(self, sender: int | None) -> None:
         """Pass on the question what the ranks are doing; rank 0 answers one from below by a picture in its log."""
-        rank = self._session.rank
-        if sender is None or sender < rank:
+        if sender is None or sender < self._session.rank:
             self._ask()
-        elif rank > 0:
-            self._connections.post_up(_line(asks=True))
         else:
-            self._picture.want()
+            self._wants_picture = True
 
     def _ask(self) -> None:
         """Ask the ranks below this one, and answer for it."""
         self._connections.post_down(_line(asks=True))
         with self._harmless():
-            self._on_activity(self._watcher.describe(self._session.told))
+            session = self._session
+            seconds = time.monotonic() - session.acted_at
+            self._on_activity(describe_main_thread(session.rank, session.told, seconds))
 
     def _on_activity(self, activity: Activity) -> None:
         """Pass on what a rank is doing: rank 0 to those who have asked, and into the picture."""
@@ -335,11 +301,12 @@ class WatchThread(threading.Thread):
         self._connections.answer(line)
         self._picture.add(activity)
 
-    def _look(self) -> None:
-        """Look where the main thread is, and make the picture that is wanted."""
-        with self._harmless():
-            self._watcher.look()
-        if self._session.rank == 0 and self._picture.begins(_ANSWERS):
+    def _make_picture(self) -> None:
+        """Ask for the picture that is wanted, and show it."""
+        wants, self._wants_picture = self._wants_picture, False
+        if wants and self._session.rank > 0:
+            self._connections.post_up(_line(asks=True))
+        elif wants and self._picture.begin(_ANSWERS):
             self._ask()
         self._show_picture()
 
@@ -458,10 +425,7 @@ class WatchThread(threading.Thread):
             session.failures.announce(failure)
         while not self._closing:
             time.sleep(_TICK_FAILED)
-            try:
-                self._look_after_main_thread()
-            except Exception:
-                self._kill_process(failure.to_error())
+            self._look_after_main_thread()
 
     def _kill_process(self, failure: DdpkitError) -> None:
         """End the process, whatever the main thread and its files are doing."""

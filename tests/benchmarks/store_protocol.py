@@ -43,9 +43,7 @@ def _play(rank: int, ranks: int, port: int, start: Any, ends: list[float]) -> No
     marks.append(time.time())
     prefixed, members = join(store, Member(rank, ranks, None, True), _TIMEOUT)
     marks.append(time.time())
-    nodes = members.node_of_each()
-    hosts = [members.nodes[node] for node in nodes]
-    session = Session(prefixed, rank, hosts, _TIMEOUT, nodes, orphaned=str)
+    session = Session(prefixed, rank, members.hosts, _TIMEOUT, members.node_of, orphaned=str)
     for step in (lambda: session.meet(session.count("barrier")),) * 2 + (lambda: session.exchange("fine"),):
         step()
         marks.append(time.time())

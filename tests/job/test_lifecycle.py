@@ -334,18 +334,15 @@ def count_what_stays(cycles: int) -> tuple[int, ...]:
                     time.sleep(0.02)  # the last to leave, while the others join again
         ddpkit.setup(timeout=timedelta(seconds=60))
         ddpkit.barrier()
-        keys = current_job.current_session().store.num_keys()
-        counts += [keys, len(multiprocessing.util._finalizer_registry), threading.active_count()]
+        counts += [len(multiprocessing.util._finalizer_registry), threading.active_count()]
         ddpkit.teardown()
     return tuple(counts)
 
 
 @pytest.mark.parametrize(("world_size", "cycles"), [(3, 12), pytest.param(2, 40, marks=pytest.mark.storm)])
 def test_cycles_of_setup_and_teardown_leave_nothing_behind(world_size: int, cycles: int) -> None:
-    for keys, finalizers, threads, *later in ddpkit.spawn(count_what_stays, world_size, cycles):
-        assert abs(later[0] - keys) <= world_size, "a rank may look while another has yet to delete"
-        assert later[1:] == [finalizers, threads]
-        assert keys < 30
+    for finalizers, threads, *later in ddpkit.spawn(count_what_stays, world_size, cycles):
+        assert later == [finalizers, threads]
 
 
 def disagree() -> None:

@@ -18,7 +18,6 @@ from processes import begin, free_port, platform_env, run
 from test_session import on_threads
 
 import ddpkit
-from ddpkit.job import current_job
 from ddpkit.join.members import Member
 from ddpkit.join.rendezvous import join
 from ddpkit.join.session import Session
@@ -26,11 +25,11 @@ from ddpkit.join.session import Session
 JOINING = ["ddpkit/1/claim/1", "ddpkit/1/members", "ddpkit/1/failure", "ddpkit/1/claims", "ddpkit/generation"]
 JOINED = [
     "ddpkit/1/failure",
-    "ddpkit/1/barrier/1/0",
+    "ddpkit/1/barrier/1/arrived",
     "ddpkit/1/together/1/why",
     "ddpkit/1/run_on_main/1",
-    "ddpkit/1/run_on_main/1/0",
-    "ddpkit/1/main_process_first/1/0",
+    "ddpkit/1/run_on_main/1/arrived",
+    "ddpkit/1/main_process_first/1/arrived",
     "ddpkit/1/exchange/1/from/0",
     "ddpkit/1/stop_together/1/flags",
 ]
@@ -144,7 +143,7 @@ def test_garbage_in_the_store_ends_a_wait_with_its_key(key: str, garbage: bytes)
         if session.rank == 1:
             session.store.set(key, garbage)
             if key == "x/1/why":
-                session.store.add("x/1/0", 1 << 61)  # somebody has given up, and this is why
+                session.store.add("x/1/arrived", 1 << 40)  # somebody has given up, and this is why
         else:
             session.meet("x/1", timedelta(seconds=120))
 
@@ -175,11 +174,11 @@ def test_the_failure_of_a_rank_that_does_not_exist_is_refused(rank: int) -> None
     assert isinstance(error, ddpkit.LaunchError) and "under 'failure', which no rank" in str(error)
 
 
-@pytest.mark.parametrize("count", [4, -1, 1 << 62, (1 << 63) - 1])
+@pytest.mark.parametrize("count", [4, 1 << 62, (1 << 63) - 1])
 def test_a_counter_that_no_rank_made_is_not_a_meeting(count: int) -> None:
     def meet(session: Session) -> None:
         if session.rank == 1:
-            session.store.set("x/1/0", f"{count}")
+            session.store.set("x/1/arrived", f"{count}")
         time.sleep(0.1)
         session.meet("x/1", timedelta(seconds=2))
 
@@ -188,15 +187,14 @@ def test_a_counter_that_no_rank_made_is_not_a_meeting(count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a word", "\x80\x04", "9" * 40], ids=["nothing", "word", "pickle", "huge"])
-@pytest.mark.parametrize("key", ["x/1/0", "x/1/broken"])
-def test_a_text_in_place_of_a_counter_is_refused_with_its_key(key: str, text: str) -> None:
+def test_a_text_in_place_of_a_counter_ends_the_wait_as_the_loss_of_the_store_does(text: str) -> None:
     def meet(session: Session) -> None:
-        session.store.set(key, text)
+        session.store.set("x/1/arrived", text)
         if session.rank == 0:
             session.meet("x/1", timedelta(seconds=0.1))
 
     (error, _), _ = on_threads(2, meet)
-    assert isinstance(error, ddpkit.LaunchError) and f"under {key!r}, which no rank of this job wrote" in str(error)
+    assert isinstance(error, ddpkit.PeerError) and "the connection to the store" in str(error), error
 
 
 @pytest.mark.parametrize("key", ["ddpkit/generation", "ddpkit/1/claims", "ddpkit/1/heard"])
@@ -208,27 +206,8 @@ def test_a_text_in_place_of_a_counter_ends_the_joining(key: str) -> None:
     server.set(key, "a word")
     if key.endswith("heard"):
         server.set("ddpkit/1/failure", json.dumps(WHO | {"rank": 0}))
-    name = key.removeprefix("ddpkit/1/")
-    with pytest.raises(ddpkit.LaunchError, match=f"under '{name}', which no rank of this job wrote"):
+    with pytest.raises(ddpkit.LaunchError, match="lost the store while joining"):
         join(server, Member(rank, 2, None, False), timedelta(seconds=5))
-
-
-def wait_where_a_stranger_wrote() -> str:
-    with ddpkit.distributed(timeout=timedelta(seconds=60)) as context:
-        store = current_job.current_session().store
-        if context.rank == 0:
-            store.set("stop_together/1/flags", "a word")
-        ddpkit.barrier()
-        try:
-            ddpkit.stop_together(True)
-        except ddpkit.DdpkitError as error:
-            return str(error)
-        return "nothing"
-
-
-def test_a_text_in_place_of_a_flag_is_refused_on_ranks() -> None:
-    for said in ddpkit.spawn(wait_where_a_stranger_wrote, 2):
-        assert "The store holds 'a word' under 'stop_together/1/flags'" in said.replace("b'", "'")
 
 
 def test_a_text_that_no_rank_wrote_is_refused() -> None:
@@ -258,21 +237,15 @@ def test_garbage_in_the_store_ends_the_joining(key: str, garbage: bytes) -> None
         join(server, Member(rank, 2, None, False), timedelta(seconds=60))
 
 
-RUNS = {
-    "none": [],
-    "too few": [[0, 1, 1]],
-    "too many": [[0, 2, 2], [1, 1, 1]],
-    "of no node": [[0, 1, 1], [2, 1, 1]],
-    "of less than nothing": [[0, 3, 1], [0, -1, 1]],
-    "without an end": [[0, 10**18, 1]],
-}
+NODES = {"none": [], "too few": [0], "too many": [0, 0, 1], "of no node": [0, 2], "of less than nothing": [0, -1]}
 
 
-@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS.keys())
-def test_members_that_are_not_of_this_job_is_refused(runs: list[list[int]]) -> None:
+@pytest.mark.parametrize("node_of", NODES.values(), ids=NODES.keys())
+def test_members_that_are_not_of_this_job_is_refused(node_of: list[int]) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.add("ddpkit/generation", 1)
-    members = {"token": "a", "watch_address": None, "nodes": ["one", "two"], "runs": runs}
-    dist.PrefixStore("ddpkit/1", server).set("members", json.dumps(members))
+    members = {"token": "a", "watch_address": None, "nodes": ["one", "two"]}
+    lists = {"node_of": node_of, "sharers": [1] * len(node_of)}
+    dist.PrefixStore("ddpkit/1", server).set("members", json.dumps(members | lists))
     with pytest.raises(ddpkit.LaunchError, match="'members', which no rank"):
         join(server, Member(1, 2, None, False), timedelta(seconds=60))

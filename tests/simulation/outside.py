@@ -18,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from network import Attempts, Network, Selector, Socket, pair
+from network import Network, Selector, Socket, pair
 from store import PrefixStore, Server, Store
 from world import Killed, Process, Task, World
 
@@ -310,19 +310,13 @@ class _Ended:
         return running().addresses.isdisjoint(addresses)
 
 
-class _NoWatcher:
+class _NoPicture:
     """What a rank is doing is not asked here."""
 
     def __init__(self, *_: object) -> None:
         pass
 
-    def look(self) -> None:
-        pass
-
-    def want(self) -> bool:
-        return False
-
-    def begins(self, seconds: float) -> bool:
+    def begin(self, seconds: float) -> bool:
         return False
 
     def take(self, at_once: bool = False) -> list[str]:
@@ -383,13 +377,12 @@ def put_in_place() -> None:
     main_thread.threading = SimpleNamespace(main_thread=_current_thread, current_thread=_current_thread)
     member.Member.is_alive = _is_alive
     thread.MainThread = MainThread
-    thread.MainThreadWatcher = thread.Picture = _NoWatcher
+    thread.Picture = _NoPicture
+    thread.WatchThread.show_ranks = lambda _: None
     thread.os = _os
     thread.send_exit_code = _send_exit_code
     thread._log = lambda *_: None
     connections.keep_alive = Socket.keep_alive
-    connections.segments_received = Socket.segments_received
-    connections.Attempts = Attempts
     session.os = _os
     for kind in (thread.WatchThread, regrouping._Heartbeat, regrouping.Admission):
         kind.start, kind.join, kind.is_alive = _start, _Thread.join, _Thread.is_alive

@@ -9,7 +9,6 @@ from ddpkit.join import rendezvous as generation
 from ddpkit.join import waits as store_barrier
 from ddpkit.survival import regrouping
 from ddpkit.survival import states as kept_states
-from ddpkit.watch import connections as monitor_connections
 from ddpkit.watch import stop_agreement
 
 
@@ -33,7 +32,7 @@ def give_two_processes_one_number() -> None:
         key = generation.claim_key(me.rank)
         if not self.store.check([key]):
             self.store.set(key, me.to_json())
-            number = generation.add(self.store, "claims", 1)
+            number = self.store.add("claims", 1)
             self.store.set(generation._claimant_key(number), f"{me.rank}")
             return me
         return generation.Member.from_json(self.store.get(key), me.rank)
@@ -45,7 +44,8 @@ def pass_a_barrier_that_others_gave_up() -> None:
     """A rank whose time is up does not break the barrier."""
 
     def give_up(self: store_barrier.StoreBarrier) -> bool:
-        absent = [(rank, "") for rank in self._absent()]
+        self._store.set(self._present(self._waits.rank), "")
+        absent = [(rank, "") for rank in self._call_roll(self._store.add(self.counter, 0))]
         if not absent:
             return True
         raise store_barrier.BarrierTimeoutError("too late", absent, [])
@@ -98,11 +98,6 @@ def take_each_notice_for_an_old_one() -> None:
     failures.JobContinues.is_out_of_date = property(lambda self: True)
 
 
-def end_a_connection_that_is_silent_for_a_moment() -> None:
-    """Three seconds without a segment end a connection. It was so for three lost questions of keep-alive."""
-    monitor_connections._SILENT = 3
-
-
 # each with the scenario in which it shows
 PLANTED = {
     "give_up_a_start_that_is_over": "joining",
@@ -114,7 +109,6 @@ PLANTED = {
     "keep_states_that_others_have_not": "surviving",
     "let_the_host_of_the_store_leave_first": "meeting",
     "take_each_notice_for_an_old_one": "returning",
-    "end_a_connection_that_is_silent_for_a_moment": "losing",
 }
 
 

@@ -196,7 +196,6 @@ class Start:
         job.hosts_store = self._server is None and mine.rank == 0
         startup._start_watch(job, session, members, listener, opened)
         session.meet(session.count("group made"))  # as gloo connects each rank with each
-        session.arrive()
         mine.session = session
         self.world.note(f"{mine.process.name} has joined")
 
@@ -248,8 +247,8 @@ def leave(job: Job) -> None:
     session = job.session
     assert session is not None
     session.failures.settled = True
-    session.let_all_arrive(session.timeout)
     if session.failures.known is not None:
         session.cut_connections(settled=True)
-    leaving.say_goodbye(job, session, None, at_exit=False)
+    if job.watch is not None:
+        job.watch.close()
     session.leave(job.hosts_store)

@@ -94,7 +94,6 @@ class Survivor:
             session, members, listener = startup._join(job, opened, lost)
             startup._start_watch(job, session, members, listener, opened)
             session.meet(session.count("group made"))  # as gloo connects each rank with each
-            session.arrive()
         job.hosts_store = rank == store_host
         self._enter(members.token)
         return job.context

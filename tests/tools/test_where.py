@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,14 +17,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import on_ranks
 from processes import begin, free_port, platform_env, run
 from signals import stop_process
 
 import ddpkit
 from ddpkit.errors import LaunchError
+from ddpkit.job import current_job
 from ddpkit.join import members as monitor_tree
 from ddpkit.tools.where import Answer, ask, jobs_here
-from ddpkit.watch.messages import Activity, MainThreadWatcher, fold
+from ddpkit.watch.messages import Activity, fold
 
 PATIENCE = 120.0  # seconds, which only a hang needs
 
@@ -95,9 +96,10 @@ def test_each_rank_says_where_it_is(tmp_path: Path, ranks: int, chain: bool) -> 
         time.sleep(2.5)
         lines = fold(ask("127.0.0.1", port, PATIENCE).activities, ranks)
         waiting = "rank 0 (" if ranks == 2 else "ranks 0-1: all_reduce at test_where.py:"
-        assert lines[0].startswith(waiting) and ", for " in lines[0], lines
+        assert lines[0].startswith(waiting) and " s since a batch or collective, " in lines[0], lines
         assert lines[0].endswith(", epoch 3, batch 5" if ranks == 2 else ", epoch 3, batch 5 to 6"), lines
-        assert any("load_image" in line and ", for " in line for line in lines if line.startswith(f"rank {ranks - 1}"))
+        last_line = next(line for line in lines if line.startswith(f"rank {ranks - 1}"))
+        assert "load_image" in last_line and " s since a batch or collective" in last_line, last_line
 
         tool = [sys.executable, "-m", "ddpkit", "where", "--timeout", "60", "--job", f"127.0.0.1:{port}"]
         shown = subprocess.run(tool, capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -162,7 +164,7 @@ def test_equal_stacks_are_shown_once_and_the_silent_are_named() -> None:
 
     activities = [at(rank, "all_reduce", 10.0 + rank) for rank in (3, 0, 1, 6)] + [at(2, "sleep", 0.3)]
     assert fold(activities, 8) == [
-        "ranks 0-1,3,6: all_reduce at train.py:8, for 10 s, batch 0 to 3",
+        "ranks 0-1,3,6: all_reduce at train.py:8, 10 s since a batch or collective, batch 0 to 3",
         "    train.py:8 main",
         "    all_reduce.py:1 all_reduce",
         "rank 2 (node, pid 102): sleep at train.py:8, batch 1",
@@ -181,57 +183,21 @@ def test_ranks_below_one_that_does_not_answer_are_not_called_silent(monkeypatch:
     ]
 
 
-def looks(number: int, pause: float, work: Callable[[threading.Thread], None]) -> list[Activity]:
-    """What another thread sees of this one, which works meanwhile."""
-    watcher = MainThreadWatcher(0)
-    seen: list[Activity] = []
-
-    def look() -> None:
-        for _ in range(number):
-            time.sleep(pause)
-            seen.append(watcher.describe({}))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    work(thread)
-    thread.join()
-    return seen
+def work_on() -> list[float]:
+    """Return the moments that this rank tells after nothing, after a batch, and after a collective."""
+    loader = iter(ddpkit.make_loader(range(20), batch_size=1))
+    session = current_job.current_session()
+    moments = [session.acted_at]
+    for work in (lambda: None, lambda: next(loader), ddpkit.barrier):
+        time.sleep(0.01)
+        work()
+        moments.append(session.acted_at)
+    return moments
 
 
-def short_calls_until(thread: threading.Thread) -> None:
-    """Spend all time in one call on one line, again and again: each of them is another call."""
-    while thread.is_alive():
-        thread.join(0.05)
-
-
-def test_calls_that_follow_each_other_on_one_line_are_not_taken_for_one() -> None:
-    seen = looks(10, 0.2, short_calls_until)
-    assert {each.call for each in seen} == {"join"}
-    assert max(each.seconds for each in seen) < 1.0
-
-
-def read_until(thread: threading.Thread) -> None:
-    """Wait for one batch after the other, in torch's DataLoader, until a thread has ended."""
-    loader = ddpkit.make_loader(Slow(), batch_size=1)
-    while thread.is_alive():
-        for _ in zip(loader, range(100), strict=False):
-            pass
-
-
-class Slow:
-    """A dataset that takes its time."""
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.02)
-        return index
-
-
-def test_batches_that_come_one_after_the_other_are_not_one_call() -> None:
-    seen = looks(10, 0.2, read_until)
-    assert max(each.seconds for each in seen) < 1.0, seen
+def test_a_batch_and_a_collective_begin_the_seconds_anew() -> None:
+    for before, idle, batch, collective in on_ranks(work_on, 2):
+        assert before == idle < batch < collective
 
 
 def test_jobs_are_found_by_the_environments_of_their_ranks(tmp_path: Path) -> None:

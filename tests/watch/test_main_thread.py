@@ -276,7 +276,7 @@ def block_and_sleep() -> None:
     [
         (swallow_all, "kept running: the error raised in it was caught or lost"),
         (replace_all_handlers, "cannot be interrupted, for the script has given signal"),
-        (block_and_sleep, "is in a call that does not return, and blocks signal"),
+        (block_and_sleep, "is in a call that does not return"),
     ],
 )
 def test_a_rank_that_cannot_be_told_ends_with_the_true_reason(

@@ -36,7 +36,7 @@ messages = st.fixed_dictionaries(
     {},
     optional={
         **dict.fromkeys(["token", "rank", "left", "exiting", "code"], values),
-        **dict.fromkeys(["failure", "reason"], values | failures | st.just(FIELDS)),
+        "failure": values | failures | st.just(FIELDS),
         "wants_stop": values | records(REQUEST) | st.just(REQUEST),
         "steps": values | records(STEPS) | st.just(STEPS),
         "stop": values | records(DECISION) | st.just(DECISION),
@@ -52,8 +52,9 @@ def believable(message: Message | None) -> bool:
     for rank in (message.rank, message.left, message.exiting):
         if rank is not None and (type(rank) is not int or not 0 <= rank < WORLD_SIZE):
             return False
-    failures = [failure for failure in (message.failure, message.reason) if failure is not None]
-    return message.code is None and all(map(believable_failure, failures)) and believable_stop(message)
+    if message.failure is not None and not believable_failure(message.failure):
+        return False
+    return message.code is None and believable_stop(message)
 
 
 def believable_stop(message: Message) -> bool:

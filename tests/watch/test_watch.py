@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import math
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -22,6 +24,7 @@ import ddpkit
 from ddpkit.collectives import consistency
 from ddpkit.job import current_job, lifecycle
 from ddpkit.launch import process_tree
+from ddpkit.watch import starting
 
 LONG = timedelta(seconds=200)  # far beyond what the tests allow: nothing here may end by a time-out
 HANG = 400.0  # seconds: longer than any test may take, however loaded the machine is
@@ -521,3 +524,34 @@ def test_teardown_leaves_no_descriptor_and_no_thread() -> None:
         first, last = end.output.partition("held ")[2].splitlines()[0].split()
         assert int(last) <= int(first), end.output  # it may have held one that was just closing
         assert end.output.rstrip().endswith("threads"), end.output
+
+
+def connect_at_the_second_attempt() -> tuple[str, bool, list[str], float]:
+    held = sockets_held()
+    connect = starting.connect_to_watch
+
+    def refuse(rank: int, *_: object) -> socket.socket:
+        raise ddpkit.LaunchError(f"no way to the watch of rank {rank}")
+
+    if os.environ["RANK"] == "1":
+        starting.connect_to_watch = refuse
+    try:
+        ddpkit.setup(timeout=LONG)
+    except ddpkit.DdpkitError as error:
+        said = f"{type(error).__name__}: {error}"
+    starting.connect_to_watch = connect
+    late = time.monotonic() + HANG
+    while sockets_held() > held and time.monotonic() < late:
+        gc.collect()
+        time.sleep(0.05)
+    is_closed = sockets_held() <= held
+    threads = [thread.name for thread in threading.enumerate() if "ddpkit" in thread.name]
+    with ddpkit.distributed(timeout=LONG):
+        return said, is_closed, threads, ddpkit.all_reduce(1.0)
+
+
+def test_a_watch_that_cannot_connect_is_ended_and_the_ranks_may_join_again() -> None:
+    zero, one = ddpkit.spawn(connect_at_the_second_attempt, 2)
+    assert zero[0].startswith("PeerError: rank 1 (") and one[0] == "LaunchError: no way to the watch of rank 0"
+    assert "no way to the watch of rank 0" in zero[0]
+    assert zero[1:] == one[1:] == (True, [], 2.0)
