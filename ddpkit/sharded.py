@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint.files import SummedFile, go_on, open_file, unreadable, verify, write_durably
+from .checkpoint.files import SummedFile, go_on, unreadable, verify, write_durably
 from .checkpoint.fit import explain_loss
 from .checkpoint.folder import is_folder_of
 from .checkpoint.saving import Writing, explain_differences, merge_problems
@@ -362,7 +362,7 @@ class SavedPieces:
         for rank in self._writers[get_rank() :: get_world_size()]:
             path = self._folder / _name_of(rank)
             try:
-                with open_file(path) as file:
+                with open(path, "rb") as file:
                     verify(file)
             except (OSError, ValueError) as error:
                 raise unreadable(path, error) from error
@@ -471,7 +471,7 @@ class SavedPieces:
         tensor = torch.empty(piece.sizes, dtype=dtype, device="cpu")
         data = flat_bytes(tensor).numpy()
         try:
-            with open_file(path) as file:
+            with open(path, "rb") as file:
                 file.seek(piece.start)
                 _fill(file, data.data)
         except OSError as error:

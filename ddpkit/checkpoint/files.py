@@ -6,18 +6,16 @@ checksum, which reading verifies.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
 import pickle
-import stat
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import NoneType, SimpleNamespace
+from types import SimpleNamespace
 from typing import IO, Any, BinaryIO
 
 import torch
@@ -76,34 +74,6 @@ FORMAT_WITH_PIECES = 2  # of one with sharded tensors, whose pieces are in a fol
 _ADVICE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
 _MARK = b"\nchecksum:"
 _LAST_LINE = len(_MARK) + LENGTH + 1  # bytes: the mark, the checksum, a newline
-_NO_FILE = "it is a pipe, a device or a socket, not a file"
-
-
-class NoFileError(OSError):
-    """A pipe, a device or a socket has the name of a file."""
-
-
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for reading. What is no file, in which reading may wait without end, is refused.
-
-    Raises:
-        NoFileError: If it is a pipe, a device or a socket.
-        OSError: If it cannot be opened.
-    """
-    try:
-        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
-    except OSError as error:
-        if error.errno != errno.ENXIO:  # by which a socket refuses
-            raise
-        raise NoFileError(_NO_FILE) from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise NoFileError(_NO_FILE)
-    return file
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class NotWanted(Exception):
@@ -220,61 +190,13 @@ def unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointErro
 
 
 def explain_unusable(content: Any) -> str:
-    """Say why a file's content, of any kind, cannot be used; "" if it has the form that `save()` gives it."""
+    """Say why a file's content, of any kind, cannot be used; "" if it is of a known format."""
     if not isinstance(content, dict):
         return f"it holds a {type(content).__name__}, which no Checkpointer wrote"
     version = content.get("format")
-    if type(version) is not int or version not in (FORMAT, FORMAT_WITH_PIECES):
+    if version not in (FORMAT, FORMAT_WITH_PIECES):
         return f"its format is {version}, this ddpkit reads {FORMAT} and {FORMAT_WITH_PIECES}"
-    wrong = [name for name, form in _FORMS.items() if not _has_form(content.get(name), form)]
-    if "rng" not in wrong and not content["rng"]:
-        wrong.append("rng")
-    if version == FORMAT_WITH_PIECES and not _has_form(content.get("sharded"), _SHARDED):
-        wrong.append("sharded")
-    if wrong:
-        return f"its {', '.join(wrong)} is missing or not what a Checkpointer writes"
     return ""
-
-
-class _Count:
-    """The form of an int that is not negative."""
-
-
-# forms: a class; for a tuple, one of several; for a list, a list of these, or one of each in this order;
-# for a dict, values under these keys, or under any names
-_KINDS = {str: str}
-_SHAPES = {str: [[[_Count]]]}
-_PIECE = [[_Count], [_Count], _Count, _Count]
-_SHARDED = {"folder": str, "tensors": {str: {"dtype": torch.dtype, "shape": [_Count], "pieces": [_PIECE]}}}
-_FORMS = {
-    "step": _Count,
-    "score": (float, NoneType),
-    "state": {str: object},
-    "kinds": _KINDS,
-    "shapes": _SHAPES,
-    "rng": [dict],
-    "per_rank": (NoneType, [{"per_rank": {str: object}, "kinds": _KINDS, "shapes": _SHAPES}]),
-}
-
-
-def _has_form(value: Any, form: Any) -> bool:
-    if form is _Count:
-        return type(value) is int and value >= 0  # a bool is none
-    if isinstance(form, type):
-        return isinstance(value, form)
-    if isinstance(form, tuple):
-        return any(_has_form(value, one) for one in form)
-    if isinstance(form, list):
-        if not isinstance(value, list) or len(form) not in (1, len(value)):
-            return False
-        if len(form) == 1:
-            form = form * len(value)
-        return all(map(_has_form, value, form))
-    if not isinstance(value, dict):
-        return False
-    if str in form:
-        return has_names(value) and all(_has_form(each, form[str]) for each in value.values())
-    return all(_has_form(value.get(key), each) for key, each in form.items())
 
 
 def to_bytes(content: Any) -> bytes:

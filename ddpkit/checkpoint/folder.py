@@ -27,7 +27,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..launch.process_tree import boot_id, born, own_birth
-from .files import NoFileError, open_file, unreadable, write_durably
+from .files import write_durably
 from .saving import Writing
 
 Scores = dict[str, float | None]  # by a checkpoint's name, the last written first
@@ -69,21 +69,13 @@ def find_best(folder: Path) -> list[str]:
 
 
 def _read_list(folder: Path) -> Scores:
-    """Read `latest`, without what is no file here; {} if it cannot be read.
-
-    Raises:
-        CheckpointError: If it is a pipe or the like.
-    """
-    path = folder / _LIST
+    """Read `latest`, without what is no file here; {} if it cannot be read."""
     try:
-        with open_file(path) as file:
-            lines = file.read().decode(errors="replace").splitlines()
-    except NoFileError as error:
-        raise unreadable(path, error) from error
+        text = (folder / _LIST).read_text(errors="replace")
     except OSError:
         return {}
     listed: Scores = {}
-    for line in lines:
+    for line in text.splitlines():
         name, _, score = line.partition(" ")
         if _is_checkpoint(folder, name):
             listed.setdefault(name, _parse_score(score))

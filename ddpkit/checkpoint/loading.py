@@ -20,7 +20,7 @@ from ..launch.ranks import get_rank, get_world_size, is_main_process
 from ..parallel.lr_scaling import applied_scales
 from ..parallel.models import unwrap_model
 from ..torch_internals import is_dtensor
-from .files import FORMAT_WITH_PIECES, explain_unusable, open_file, read, unreadable
+from .files import FORMAT_WITH_PIECES, explain_unusable, read, unreadable
 from .fit import explain_misfits
 from .saving import merge_problems, try_on_all, try_on_main
 from .states import sharding, state_for, tensors_of
@@ -119,7 +119,7 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any]
     with ExitStack() as stack:
         try:
             # held open, for it may be deleted before all have read it
-            file = stack.enter_context(open_file(path))
+            file = stack.enter_context(open(path, "rb"))
         except (OSError, ValueError) as error:  # the second for a name with a null character
             problem = message_of(unreadable(path, error))
         problems = exchange(problem)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -104,33 +103,3 @@ def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
     Checkpointer(tmp_path / "run").save(1, model=model)
     assert Checkpointer(tmp_path / "run").load_latest(model=model) == {"step": 1}
     assert (scratch / "step-000000001.pt").exists()
-
-
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(path))
-
-
-@pytest.mark.parametrize("make", [make_pipe, make_socket])
-@pytest.mark.parametrize("name", ["latest", "step-000000001.pt", ".writer"])
-def test_what_is_no_file_keeps_nobody_waiting(
-    name: str, make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # the name of a socket must be short
-    model = nn.Linear(1, 1)
-    checkpointer = Checkpointer(tmp_path)
-    if name == "latest":
-        checkpointer.save(1, model=model)
-        Path(name).unlink()
-    make(Path(name))
-    if name == ".writer":
-        error = ends(lambda: checkpointer.save(2, model=model))
-    elif name == "latest":
-        error = ends(lambda: checkpointer.load_latest(model=model))
-    else:
-        error = ends(lambda: checkpointer.load(tmp_path / name, model=model))
-    assert isinstance(error, CheckpointError) and str(tmp_path / name) in str(error)
