@@ -32,12 +32,12 @@ from .folder import (
 from .loading import load_file, load_first
 from .saving import (
     Collected,
-    SnapshotMemory,
     Writing,
     check_equal,
     check_tensors,
     collect,
     merge_problems,
+    snapshot,
     try_on_all,
     try_on_main,
 )
@@ -94,7 +94,6 @@ class Checkpointer:
         self.keep = as_integer(keep, "keep")
         self.keep_best = as_integer(keep_best, "keep_best", least=0)
         self._lock: FolderLock | None = None
-        self._memory = SnapshotMemory()
         self._writing: Writing | None = None  # on every rank, until its error was raised on all
         if "torch.distributed.tensor" in sys.modules:
             sharding()  # not first at a save in a hurry
@@ -140,11 +139,10 @@ class Checkpointer:
                 values as in `state`, which may be others on each rank. All are written, and loading
                 takes as many ranks.
             wait: Whether to wait until the checkpoint is complete. If not, rank 0 copies the states
-                (every rank its own pieces) into memory of its own, which it keeps for the next
-                time, and a thread writes them; they may be changed at once. The next call that
-                saves, loads or waits begins when the checkpoint is complete, and raises what went
-                wrong. The process does not end before it either, unless it is killed. The same on
-                every rank.
+                (every rank its own pieces) into memory of its own, and a thread writes them; they
+                may be changed at once. The next call that saves, loads or waits begins when the
+                checkpoint is complete, and raises what went wrong. The process does not end before
+                it either, unless it is killed. The same on every rank.
             **state: What to save: anything with `state_dict()` (modules, wrapped, compiled or not;
                 optimizers, schedulers, loaders), or plain data (numbers, strings, tensors, and
                 dicts, lists and tuples of them). NumPy's numbers and strings come back as Python's.
@@ -321,7 +319,7 @@ class Checkpointer:
             return saved
 
         if not writing.is_awaited:
-            get_saved = self._memory.copy(saved)
+            get_saved = snapshot(saved)
         writing.start(lambda: self._write(writing, get_saved, sharded))
 
     def _write(self, writing: Writing, get_saved: Callable[[], tuple[Any, Any]], sharded: Any) -> None:

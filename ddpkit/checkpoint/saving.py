@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
+import copy
 import logging
 import os
-import pickle
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -29,9 +27,8 @@ from ..job.lifecycle import exchange
 from ..launch.ranks import is_main_process
 from ..parallel.models import strip, without_dtensors, wrapped_paths
 from ..parallel.replicas import gather_unless_equal
-from ..torch_internals import storage_like, untyped_storage
-from .files import FORMAT, FORMAT_WITH_PIECES, NotWanted, check_saveable, from_bytes, pickler_for, to_bytes
-from .states import describe, digest_leaves, path_to, sharding, state_of, take_out, tensors_of
+from .files import FORMAT, FORMAT_WITH_PIECES, NotWanted, check_saveable, from_bytes, to_bytes
+from .states import cut_views, describe, digest_leaves, is_ordinary, path_to, sharding, state_of, take_out, tensors_of
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -217,7 +214,7 @@ def _take_states(values: Mapping[str, Any], sharded: dict[str, Any], key: str) -
         if kind:
             kinds[name] = kind
     states = {name: take_out(name, state, sharded) for name, state in states.items()}
-    return {key: states, "kinds": kinds, "shapes": shapes}
+    return {key: cut_views(states), "kinds": kinds, "shapes": shapes}
 
 
 # The comparison of the ranks' states, before rank 0's are saved for all.
@@ -272,94 +269,45 @@ def _broadcast_buffers(model: Any) -> set[str]:
 
 
 # A copy of what is saved, which a thread can write while the training changes the original.
-#
-# The copy is made by pickling: what is no storage of tensors goes into the pickle, and each storage
-# is copied into memory on the CPU, which the next copy uses again.
 
 
-class SnapshotMemory:
-    """Memory on the CPU for one snapshot at a time: a new one overwrites the one before."""
+@torch.inference_mode(False)
+def snapshot(content: Any) -> Callable[[], Any]:
+    """Copy a content to the CPU; return, when it may be changed, a function that gives the copy."""
+    storages: dict[int, UntypedStorage] = {}  # the copies, by the address of what they are of
+    copies: dict[int, Any] = {}  # of tensors, by id
+    devices = set()
+    for _, tensor in tensors_of("", content):
+        if is_ordinary(tensor) and not tensor.is_meta:
+            copies[id(tensor)] = _copy_to_cpu(tensor, storages)
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+    copied = copy.deepcopy(content, copies)
+    # what is asked of a device later, such as the next step, is done after the copies
+    events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
-    def __init__(self) -> None:
-        self._kept: list[Tensor] = []
+    def get() -> Any:
+        for event in events:
+            event.synchronize()
+        return copied
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held."""
-        return sum(buffer.nbytes for buffer in self._kept)
-
-    @torch.inference_mode(False)
-    def copy(self, content: Any) -> Callable[[], Any]:
-        """Copy a content; return, when it may be changed, a function that gives the copy."""
-        file = io.BytesIO()
-        sources = _pickle(content, file)
-        self._hold([(len(source), source.is_cuda) for source in sources])
-        for source, target in zip(sources, self._kept, strict=True):
-            target.copy_(source, non_blocking=source.is_cuda)
-        # what is asked of a device later, such as the next step, is done after the copies
-        devices = {source.device for source in sources if source.is_cuda}
-        events = [torch.cuda.current_stream(device).record_event() for device in devices]
-        storages = [target.untyped_storage() for target in self._kept]
-
-        def load() -> Any:
-            for event in events:
-                event.synchronize()
-            return _Unpickler(file.getvalue(), storages).load()
-
-        return load
-
-    def _hold(self, wanted: list[tuple[int, bool]]) -> None:
-        """Hold memory of these sizes, in bytes, pinned or not: what is there, else new."""
-        free = defaultdict(list)
-        for buffer in self._kept:
-            free[len(buffer), buffer.is_pinned()].append(buffer)
-        found = [free[key].pop() if free[key] else None for key in wanted]
-        self._kept = []  # so that memory of other sizes is given back first
-        free.clear()
-        for (size, is_pinned), old in zip(wanted, found, strict=True):
-            if old is not None:
-                self._kept.append(old)
-                continue
-            new = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-            self._kept.append(new)
+    return get
 
 
-class _Place(NamedTuple):
-    """What stands for a storage in a pickle."""
-
-    number: int
-    dtype: torch.dtype | None  # of torch's older class of storages
-
-
-def _pickle(content: Any, file: io.BytesIO) -> list[Tensor]:
-    """Pickle a content without its storages; return the bytes of these, by their index."""
-    sources: list[Tensor] = []
-    indices: dict[tuple[int, int], int] = {}  # by address and size
-    base = pickler_for(content)
-
-    class Pickler(base):  # type: ignore[valid-type, misc]
-        def persistent_id(self, obj: Any) -> _Place | None:
-            storage = untyped_storage(obj)
-            if storage is None:
-                return None
-            key = storage.data_ptr(), storage.nbytes()
-            if key not in indices:
-                indices[key] = len(sources)
-                bytes_of_it = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                sources.append(bytes_of_it.set_(storage))  # keeps it alive, and its address
-            return _Place(indices[key], getattr(obj, "dtype", None))
-
-    Pickler(file, pickle.HIGHEST_PROTOCOL).dump(content)
-    return sources
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, storages: list[UntypedStorage]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._storages = storages
-
-    def persistent_load(self, place: _Place) -> Any:
-        return storage_like(self._storages[place.number], place.dtype)
+def _copy_to_cpu(tensor: Tensor, storages: dict[int, UntypedStorage]) -> Tensor:
+    """Copy a tensor with all of its storage; those of one storage share the copy's."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    source = plain.untyped_storage()
+    if source.data_ptr() not in storages:
+        data = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(source)
+        memory = torch.empty(len(data), dtype=torch.uint8, device="cpu", pin_memory=data.is_cuda)
+        memory.copy_(data, non_blocking=data.is_cuda)
+        storages[source.data_ptr()] = memory.untyped_storage()
+    new = torch.empty(0, dtype=plain.dtype, device="cpu")
+    new.set_(storages[source.data_ptr()], plain.storage_offset(), plain.shape, plain.stride())
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(new, tensor.requires_grad)
+    return new.requires_grad_(tensor.requires_grad)
 
 
 # The thread that writes a checkpoint while this rank goes on; it is kept only if all ranks agree.

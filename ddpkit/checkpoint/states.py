@@ -7,7 +7,7 @@ have none, so that a model may be wrapped differently when it is loaded.
 from __future__ import annotations
 
 import importlib
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..collectives.digest import digest
+from ..collectives.tree import is_dense
 from ..parallel.models import strip, unwrap_model, wrapped_paths
 from ..parallel.wrap import clean_state_dict
 from ..torch_internals import is_dtensor, module_versions, set_module_versions
@@ -102,25 +103,82 @@ def take_out(
         found: Gets the tensors, by path.
         is_wanted: Tells which values are taken out; by default DTensors.
     """
-    if is_wanted(state):
-        found[name] = state
-        return torch.empty(state.shape, dtype=state.dtype, device="meta")
-    if isinstance(state, np.generic):
-        return state.item()
+
+    def convert(path: str, value: Any) -> Any:
+        if is_wanted(value):
+            found[path] = value
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if isinstance(value, np.generic):
+            return value.item()
+        return value
+
+    return map_leaves(name, state, convert)
+
+
+def map_leaves(name: str, state: Any, convert: Callable[[str, Any], Any]) -> Any:
+    """Return a nested state with its leaves and keys converted, which a function gets with their paths.
+
+    Containers in which nothing changes are those of the state.
+    """
     if isinstance(state, Mapping):
         items = {}
         for key, value in state.items():
-            new = key.item() if isinstance(key, np.generic) else key
-            items[new] = take_out(path_to(name, key), value, found, is_wanted)
+            path = path_to(name, key)
+            items[convert(path, key)] = map_leaves(path, value, convert)
         return same_mapping(state, items)
     if type(state) not in (list, tuple):
-        return state
+        return convert(name, state)
     values = []
     for i, value in enumerate(state):
-        values.append(take_out(path_to(name, i), value, found, is_wanted))
+        values.append(map_leaves(path_to(name, i), value, convert))
     if all(new is old for new, old in zip(values, state, strict=True)):
         return state
     return type(state)(values)
+
+
+def without_tensors(state: Any) -> Any:
+    """Return a nested state with empty tensors on the meta device in the places of ordinary ones."""
+    return take_out("", state, {}, is_ordinary)
+
+
+def is_ordinary(value: Any) -> bool:
+    """Return whether a value is a tensor of no special class or layout, and without attributes."""
+    return type(value) in (Tensor, nn.Parameter) and not vars(value) and is_dense(value)
+
+
+def cut_views(state: Any) -> Any:
+    """Return a nested state with copies in the places of views, where most of their memory is not shown.
+
+    Else `torch.save` would write all of the tensor that a view was cut from. What shows the same elements has one copy.
+    """
+    views: dict[int, dict[Any, Tensor]] = defaultdict(dict)  # by storage
+    for _, tensor in tensors_of("", state):
+        if is_ordinary(tensor) and not tensor.is_meta:
+            views[tensor.untyped_storage().data_ptr()][place_of(tensor)] = tensor
+    copies = {}
+    for shown in views.values():
+        size = sum(tensor.nbytes for tensor in shown.values())
+        if size < next(iter(shown.values())).untyped_storage().nbytes():
+            copies.update({place: _own_copy(tensor) for place, tensor in shown.items()})
+
+    def convert(path: str, value: Any) -> Any:
+        if is_ordinary(value) and not value.is_meta:
+            return copies.get(place_of(value), value)
+        return value
+
+    return map_leaves("", state, convert) if copies else state
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return which elements of which memory a tensor is."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), type(tensor)
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 def find_stand_ins(name: str, state: Any) -> Iterator[tuple[str, Tensor]]:

@@ -116,12 +116,6 @@ def check_copies(call: str, data: bytes, load: Callable[[bytes], object]) -> Non
         ) from error
 
 
-def reduce_to_own_elements(tensor: Tensor) -> Any:
-    """Return what pickle asks of a dense tensor, for its own elements: torch writes all of a view's storage."""
-    copy: Any = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    return copy.__reduce_ex__(2)
-
-
 def _from_bytes(
     data: np.ndarray[Any, np.dtype[np.uint8]],
     dtype: torch.dtype,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import signal
@@ -22,7 +21,7 @@ from runs import (
 
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.files import dump, save
+from ddpkit.checkpoint.files import dump
 from ddpkit.errors import CheckpointError
 
 
@@ -106,8 +105,8 @@ def test_pickled_code_is_refused_with_the_reason(tmp_path: Path) -> None:
     crater, content = tmp_path / "crater", {"format": 1, "step": 2, "state": {}, "kinds": {}, "rng": []}
     content["state"] = {"model": {"weight": Bomb(crater)}}
     path = tmp_path / "step-000000002.pt"
-    with open(path, "wb") as file, pytest.raises(CheckpointError):
-        dump(content, file)  # complains, but the file with its right checksum is there
+    with open(path, "wb") as file:
+        dump(content, file)
     with pytest.raises(CheckpointError, match=r"Cannot read .*2\.pt: .*nsupported.*mkdir"):
         Checkpointer(tmp_path).load_latest()
     torch.save(content, path)
@@ -146,36 +145,3 @@ def test_a_view_is_saved_without_the_tensor_that_it_was_cut_from(world_size: int
     for part in content["per_rank"]:
         weight = part["per_rank"]["weight"]
         assert isinstance(weight, torch.nn.Parameter) and weight.tolist() == [7, 8] and weight.requires_grad
-
-
-def written(content: Any) -> Any:
-    file = io.BytesIO()
-    save(content, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def test_a_view_with_attributes_keeps_them() -> None:
-    noted = torch.arange(1000.0)[:5]
-    noted.note = "kept"
-    assert written({"noted": noted})["noted"].note == "kept"
-
-
-def test_a_view_shares_its_memory_with_whatever_else_is_saved_of_it() -> None:
-    whole = torch.arange(1000.0)
-    holder = torch.ones(1)
-    holder.held = whole[:3]
-    others = {
-        "sparse": torch.sparse_coo_tensor(torch.arange(3).view(1, 3), whole[:3], (10,), check_invariants=True),
-        "holder": holder,
-        "keys": {whole[:3]: 1},
-    }
-    read = {
-        "sparse": lambda loaded: loaded._values()[0],
-        "holder": lambda loaded: loaded.held[0],
-        "keys": lambda loaded: next(iter(loaded))[0],
-    }
-    for name, other in others.items():
-        loaded = written({"view": whole[:3], name: other})
-        loaded["view"][0] = 77
-        assert read[name](loaded[name]) == 77, name
