@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -24,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint.files import SummedFile, go_on, unreadable, verify, write_durably
+from .checkpoint.files import SummedFile, unreadable, verify, write_durably
 from .checkpoint.fit import explain_loss
 from .checkpoint.folder import is_folder_of
-from .checkpoint.saving import Writing, explain_differences, merge_problems
+from .checkpoint.saving import explain_differences, merge_problems
 from .checkpoint.states import find_stand_ins, same_mapping, state_for
 from .collectives.differences import differing_parts, list_lines
 from .collectives.digest import digest
@@ -108,12 +109,12 @@ class Sharded:
         problems = exchange(problem)
         return merge_problems(problems) if any(problems) else ""
 
-    def write(self, pieces: Pieces, check: Callable[[], None]) -> None:
+    def write(self, pieces: Pieces) -> None:
         """Write the file of this rank, as `write_pieces()` does."""
-        write_pieces(self.folder, self._rank, pieces, check)
+        write_pieces(self.folder, self._rank, pieces)
 
-    def wait_for_others(self, writing: Writing) -> None:
-        """Wait until the files of all ranks are on the disk.
+    def wait_for_others(self, ending: threading.Event) -> None:
+        """Wait until the files of all ranks are on the disk, less long when this process is ending.
 
         Raises:
             CheckpointError: If a rank could not write its file, or writes nothing for too long.
@@ -121,7 +122,6 @@ class Sharded:
         sizes: dict[str, int] = {}
         since = time.monotonic()
         while True:
-            writing.check()
             now = _sizes_in(self.folder)
             missing = [rank for rank in self._writers if _name_of(rank) not in now]
             if not missing:
@@ -133,7 +133,7 @@ class Sharded:
             if now != sizes:
                 sizes = now
                 since = time.monotonic()
-            patience = _PATIENCE_AT_END if writing.is_ending else _PATIENCE
+            patience = _PATIENCE_AT_END if ending.is_set() else _PATIENCE
             if time.monotonic() - since > patience:
                 problem = f"{_ranks(missing)} wrote nothing into {self.folder} for {patience:g} s."
                 raise CheckpointError(f"{problem} Earlier checkpoints are complete.")
@@ -281,26 +281,20 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def write_pieces(
-    folder: Path,
-    rank: int,
-    pieces: Pieces,
-    check: Callable[[], None] = go_on,
-) -> None:
+def write_pieces(folder: Path, rank: int, pieces: Pieces) -> None:
     """Write the file of a rank; it gets its name when it is on the disk.
 
     Args:
         folder: The folder of the pieces.
         rank: The rank.
         pieces: The first byte and the values of each piece, in their order in the file.
-        check: Called now and then; what it raises ends the writing.
 
     Raises:
         CheckpointError: If it cannot be written.
     """
 
     def write(file: BinaryIO) -> None:
-        summed = SummedFile(file, check)
+        summed = SummedFile(file)
         position = 0
         for start, values in pieces:
             data = flat_bytes(values).cpu().numpy()

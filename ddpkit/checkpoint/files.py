@@ -68,25 +68,12 @@ _MARK = b"\nchecksum:"
 _LAST_LINE = len(_MARK) + LENGTH + 1  # bytes: the mark, the checksum, a newline
 
 
-class NotWanted(Exception):
-    """Raised where a file is being written that nobody wants any more."""
-
-
-def go_on() -> None:
-    """Object to nothing."""
-
-
-def write_durably(
-    path: Path,
-    write: Callable[[BinaryIO], Any],
-    confirm: Callable[[], None] = go_on,
-) -> None:
+def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write a file so that a crash at any moment leaves either the old one or the new one.
 
     Args:
         path: The file's name in an existing folder; `<path>.tmp` is used meanwhile.
         write: Gets the file, open for writing bytes.
-        confirm: Called when all is on the disk, before the file gets its name; may raise.
 
     Raises:
         OSError: If it cannot be written, for example on a full disk; the old file is untouched.
@@ -99,33 +86,24 @@ def write_durably(
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        confirm()
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    with suppress(OSError):  # where the system can: the name then outlives a loss of power
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
-def dump(
-    content: Mapping[str, Any],
-    file: BinaryIO,
-    check: Callable[[], None] = go_on,
-) -> None:
-    """Write `content` and its checksum to a file on the disk.
-
-    Args:
-        content: What to write.
-        file: Open for writing bytes.
-        check: Called now and then; what it raises ends the writing.
-
-    Raises:
-        OSError: If the disk does not take it.
-    """
-    summed = SummedFile(file, check)
+def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
+    """Write a content and its checksum to a file on the disk; raise OSError if the disk does not take it."""
+    summed = SummedFile(file)
     try:
         torch.save(content, summed)  # type: ignore[arg-type]
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError | NotWanted):
+        if isinstance(error.__context__, OSError):
             raise error.__context__ from None  # torch made a RuntimeError of what write() raised
         raise
     summed.end()
@@ -196,14 +174,12 @@ def from_bytes(data: bytes) -> Any:
 class SummedFile:
     """A file to write to, with the checksum of all that was written."""
 
-    def __init__(self, file: BinaryIO, check: Callable[[], None]) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.checksum = Checksum()
-        self._check = check
 
     def write(self, data: bytes | memoryview) -> int:
         """Write bytes."""
-        self._check()
         self.checksum.update(data)
         return self.file.write(data)
 
@@ -236,16 +212,6 @@ def verify(file: BinaryIO) -> str:
     if last_line != _MARK + text.encode() + b"\n":
         raise ValueError("its checksum does not match: it was damaged.")
     return text
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the names in a folder, where the system can: a rename then outlives a loss of power."""
-    with suppress(OSError):
-        entry = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(entry)
-        finally:
-            os.close(entry)
 
 
 def _first_unsaveable(content: Mapping[str, Any]) -> str:

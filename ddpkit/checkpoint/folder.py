@@ -220,11 +220,12 @@ def lock_folder(folder: Path) -> FolderLock:
     return lock
 
 
-def wait_for_writing(folder: Path) -> None:
-    """Wait until this process writes no checkpoint into a folder any more."""
+def finish_writing(folder: Path, writing: Writing | None = None) -> str:
+    """Wait until this process writes no checkpoint into a folder; return what went wrong with one of them."""
     lock = _locks.get(os.path.realpath(folder))
     if lock is not None and lock.writing is not None:
-        lock.writing.join()
+        lock.writing.finish()
+    return "" if writing is None else writing.finish()
 
 
 class FolderLock:

@@ -22,7 +22,7 @@ from ..parallel.models import unwrap_model
 from ..torch_internals import is_dtensor
 from .files import FORMAT_WITH_PIECES, explain_unusable, read, unreadable
 from .fit import explain_misfits
-from .saving import merge_problems, try_on_all, try_on_main
+from .saving import merge_problems, try_on_all
 from .states import sharding, state_for, tensors_of
 
 _log = logging.getLogger(__name__)
@@ -60,16 +60,14 @@ def load_first(
     reasons: dict[str, str] = {}  # why those that were tried cannot be read
     tries: Counter[str] = Counter()
 
-    def choose() -> str | None:
-        for name in candidates(folder):
-            if name not in reasons:
-                return name
-        return None
+    def choose() -> str:
+        if is_main_process():
+            for name in candidates(folder):
+                if name not in reasons:
+                    return name
+        return ""
 
-    while True:
-        name = try_on_main(choose)
-        if name is None:
-            break
+    while name := exchange(try_on_all(choose))[0]:
         tries[name] += 1
         try:
             content, sharded = _read_on_all(folder / name, objects)

@@ -1,4 +1,4 @@
-"""What the ranks save, compared and copied, and the thread that writes it."""
+"""What the ranks save: collected, compared, copied, and written by a thread if nobody waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from ..collectives.differences import differing_parts, explain_sharded, list_lines
 from ..collectives.ops import all_gather_object
-from ..collectives.sync import run_on_main
 from ..data.seeds import get_rng_state
 from ..errors import CheckpointError, PeerError, describe_error, message_of
 from ..job import current_job, lifecycle
@@ -27,38 +26,17 @@ from ..job.lifecycle import exchange
 from ..launch.ranks import is_main_process
 from ..parallel.models import strip, without_dtensors, wrapped_paths
 from ..parallel.replicas import gather_unless_equal
-from .files import FORMAT, FORMAT_WITH_PIECES, NotWanted, check_saveable, from_bytes, to_bytes
+from .files import FORMAT, FORMAT_WITH_PIECES, check_saveable, from_bytes, to_bytes
 from .states import cut_views, describe, digest_leaves, is_ordinary, path_to, sharding, state_of, take_out, tensors_of
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_PAUSE = 1.0  # seconds between looks at the main thread, while nothing is decided
+_CALL = "Checkpointer.save"
 _ADVICE = (
     "Only rank 0's would be written. Make them equal first (BatchNorm's statistics and other "
     "buffers with ddpkit.sync_buffers(model), data with ddpkit.broadcast), or save what each rank "
     "has its own of with per_rank={name: value}."
 )
-
-# Work that all ranks finish, or after which all raise one error that says where it went wrong.
-
-
-def try_on_main(fn: Callable[[], T]) -> T | None:
-    """Run `fn` on rank 0 and give its value, plain data, to all ranks. Collective.
-
-    Raises:
-        CheckpointError: On every rank, if `fn` raises one, or an OSError.
-    """
-
-    def attempt() -> tuple[T | None, str]:
-        try:
-            return fn(), ""
-        except (CheckpointError, OSError) as error:
-            return None, message_of(error)
-
-    value, problem = run_on_main(attempt)
-    if problem:
-        raise CheckpointError(problem)
-    return value
 
 
 def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
@@ -100,7 +78,7 @@ def merge_problems(problems: list[str]) -> str:
     return "\n".join(lines)
 
 
-# What is saved: described on each rank, and put together.
+# What is saved: the states of all ranks, and what each has its own of.
 
 
 class Collected(NamedTuple):
@@ -167,16 +145,14 @@ def collect(
     tensors: dict[str, Any] = {}  # the sharded ones, by path
 
     def take() -> tuple[dict[str, Any], bytes]:
-        check_tensors("Checkpointer.save", values, own)
-        saved = values
-        if not is_main_process():
-            saved = {name: values[name] for name in compared}
-        content = _take_states(saved, tensors, "state")
-        part = _take_states(own, {}, "per_rank")  # in which none are sharded
-        check_saveable({"per_rank": part["per_rank"]})
-        part["rng"] = get_rng_state()
-        part["sharded"] = sharding().describe(tensors) if tensors else {}
-        return {"format": FORMAT, "step": step, "score": score, **content}, to_bytes(part)
+        check_tensors(_CALL, values, own)  # FSDP's state_dict() would communicate
+        here = list(values) if is_main_process() else compared
+        content = _take_states("state", {name: values[name] for name in here}, tensors)
+        mine = _take_states("per_rank", own, {})  # in which none are sharded
+        check_saveable({"state": content["state"], "per_rank": mine["per_rank"]})
+        mine["rng"] = get_rng_state()
+        mine["sharded"] = sharding().describe(tensors) if tensors else {}
+        return {"format": FORMAT, "step": step, "score": score, **content}, to_bytes(mine)
 
     content, mine = try_on_all(take)
     parts = [from_bytes(data) for data in all_gather_object(mine)]
@@ -192,29 +168,26 @@ def collect(
     return Collected(content, compared, sharded)
 
 
-def _take_states(values: Mapping[str, Any], sharded: dict[str, Any], key: str) -> dict[str, Any]:
+def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any]) -> dict[str, Any]:
     """Return the states of objects under a key, and beside it what they are of; move sharded tensors out."""
     states = {name: state_of(value) for name, value in values.items()}
     tensors = list(tensors_of(key, states))
     unsaveable = tensors if key == "per_rank" else without_dtensors(tensors)
-    problem = explain_sharded("Checkpointer.save", unsaveable)  # one that only the state shows
-    if problem:
-        raise CheckpointError(problem)
+    problem = explain_sharded(_CALL, unsaveable)  # one that only the state shows
     for name, tensor in tensors:
         if is_lazy(tensor):
-            problem = f"Cannot save {name}: it is lazy and not initialised yet."
-            raise CheckpointError(f"{problem} Call the model once before.")
-        if tensor.is_meta:
-            problem = f"Cannot save {name}: it is on the meta device and has no values."
-            raise CheckpointError(f"{problem} Make it with some.")
-    kinds = {}
-    shapes = {}
-    for name, value in values.items():
-        kind, shapes[name] = describe(value)
-        if kind:
-            kinds[name] = kind
+            problem = f"Cannot save {name}: it is lazy. Call the model once before."
+        elif tensor.is_meta:
+            problem = f"Cannot save {name}: it is on the meta device and has no values. Make it with some."
+    if problem:
+        raise CheckpointError(problem)
+    described = {name: describe(value) for name, value in values.items()}
     states = {name: take_out(name, state, sharded) for name, state in states.items()}
-    return {key: cut_views(states), "kinds": kinds, "shapes": shapes}
+    return {
+        key: cut_views(states),
+        "kinds": {name: kind for name, (kind, _) in described.items() if kind},
+        "shapes": {name: shapes for name, (_, shapes) in described.items()},
+    }
 
 
 # The comparison of the ranks' states, before rank 0's are saved for all.
@@ -310,108 +283,74 @@ def _copy_to_cpu(tensor: Tensor, storages: dict[int, UntypedStorage]) -> Tensor:
     return new.requires_grad_(tensor.requires_grad)
 
 
-# The thread that writes a checkpoint while this rank goes on; it is kept only if all ranks agree.
+# The writing of a checkpoint, by a thread if nobody waits for it.
 
 
 class Writing:
-    """What this rank writes of a checkpoint. The process does not end before it, unless it is killed.
+    """What this rank writes of a checkpoint: a function that is called by a thread, or by who waits for it first.
 
     Args:
         step: The checkpoint's.
-        is_awaited: Whether `save()` waits for it.
+        write: Writes it; gets an event that is set while the process waits for it, to end.
         is_shared: Whether other ranks than rank 0 write something, too.
 
     Attributes:
         problem: What went wrong, when it has ended; "" if nothing did.
-        is_ending: Whether the process waits for it, to end.
     """
 
-    def __init__(self, step: int, is_awaited: bool, is_shared: bool) -> None:
+    def __init__(self, step: int, write: Callable[[threading.Event], None], is_shared: bool) -> None:
         self.step = step
-        self.is_awaited = is_awaited
         self.is_shared = is_shared
         self.problem = ""
-        self.is_ending = False
-        self._write: Callable[[], None] | None = None
-        self._finalizer: Finalize | None = None
-        self._pid = os.getpid()
-        self._decided = threading.Event()
+        self._write: Callable[[threading.Event], None] | None = write
+        self._ending = threading.Event()
         self._ended = threading.Event()
-        self._ended.set()
-        self._wanted = True
+        self._thread_of = 0  # the process that has one, which a forked child has not
 
-    def start(self, write: Callable[[], None]) -> None:
-        """Begin to write: call a function that calls `check()` and `confirm()`."""
-        self._write = write
+    def start(self) -> None:
+        """Let a thread write. The process does not end before it, unless it is killed."""
+        threading.Thread(target=self._run_apart, name="ddpkit-checkpoint", daemon=False).start()
+        self._thread_of = os.getpid()
         # the interpreter waits for threads that are no daemons, but a child of multiprocessing lets
         # go of the folder before it does
-        self._finalizer = Finalize(None, self._end_with_process, exitpriority=10)
-        thread = threading.Thread(target=self._run, name="ddpkit-checkpoint", daemon=False)
-        self._ended.clear()
-        try:
-            thread.start()
-        except Exception:
-            self._finalizer.cancel()
-            self._ended.set()
-            raise
-
-    def keep(self) -> None:
-        """Let the checkpoint get its name when it is on the disk."""
-        self._decided.set()
-
-    def give_up(self) -> None:
-        """Delete what was written, unless the checkpoint is complete; wait until that is done."""
-        self._wanted = False
-        self._decided.set()
-        self.join()
-
-    def check(self) -> None:
-        """Raise NotWanted if the checkpoint was given up."""
-        if not self._wanted:
-            raise NotWanted
-
-    def confirm(self) -> None:
-        """Wait for the decision; raise NotWanted if the checkpoint was given up."""
-        while not self._decided.wait(_PAUSE):
-            if not threading.main_thread().is_alive():  # it was interrupted before it could decide
-                raise NotWanted
-        self.check()
+        Finalize(self, _end, (self._ending, self._ended), exitpriority=10)
 
     def is_running(self) -> bool:
-        """Return whether there is still something to write; a forked child has no such thread."""
-        return self._pid == os.getpid() and not self._ended.is_set()
+        """Return whether a thread of this process is writing."""
+        return self._thread_of == os.getpid() and not self._ended.is_set()
 
-    def join(self) -> None:
-        """Wait until the checkpoint is complete, or its writing has failed."""
+    def finish(self) -> str:
+        """Wait for the thread, or write if there is none; return what went wrong, "" if nothing did."""
         if self.is_running():
             # not the thread's own join(), after whose interruption nobody waits for the thread
             self._ended.wait()
+        elif self._thread_of == 0:
+            self._run()
+        return self.problem
 
     def _run(self) -> None:
-        write, self._write = self._write, None  # lets go of the content at the end
-        assert write is not None and self._finalizer is not None
+        write, self._write = self._write, None  # lets go of the content
+        if write is None:
+            return
         try:
-            if not self.is_awaited:
-                self.confirm()  # not beside the comparison, for which the step waits
-            write()
-        except NotWanted:
-            pass
+            write(self._ending)
+        except PeerError:
+            raise
         except CheckpointError as error:
             self.problem = message_of(error)
-        except BaseException as error:
+        except Exception as error:
             self.problem = describe_error(error)
+
+    def _run_apart(self) -> None:
+        try:
+            self._run()
         finally:
-            del write  # and with it what holds the folder, before anybody goes on
-            if self.problem and not self.is_awaited:
+            if self.problem:
                 self.problem = f"Saving step {self.step} without waiting failed: {self.problem}"
                 _log.error("%s", self.problem)
-            self._finalizer.cancel()
             self._ended.set()
 
-    def _end_with_process(self) -> None:
-        """Wait for the end, without a decision if there is none yet."""
-        self.is_ending = True
-        if not self._decided.is_set():
-            self._wanted = False
-        self._decided.set()
-        self.join()
+
+def _end(ending: threading.Event, ended: threading.Event) -> None:
+    ending.set()
+    ended.wait()

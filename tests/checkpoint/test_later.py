@@ -25,7 +25,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.saving import Writing
+from ddpkit.checkpoint.files import SummedFile
 from ddpkit.errors import CheckpointError, MismatchError
 
 _real_fsync = os.fsync
@@ -399,12 +399,13 @@ def delete_the_folder(folder: str, moment: str) -> str:
         if ddpkit.get_rank() == 0:
             shutil.rmtree(path)
 
-    def delete_in_the_middle(writing: Writing) -> None:
-        if list(path.glob("*.tmp")):
-            delete()
+    def delete_in_the_middle(file: SummedFile) -> None:
+        delete()
+        end(file)
 
+    end = SummedFile.end
     if moment == "while it is written":
-        Writing.check = delete_in_the_middle  # type: ignore[method-assign]
+        SummedFile.end = delete_in_the_middle  # type: ignore[method-assign]
     with slow_disk():
         checkpoints.save(1, fill=torch.full((100_000,), 1), wait=False)
         if moment == "before it is complete":
