@@ -48,16 +48,13 @@ def step_of(name: str) -> int:
 
 
 def find_checkpoints(folder: Path) -> list[str]:
-    """Name the checkpoints, the last written first; then those not listed, the greatest step first.
-
-    A name may be gone when it is used, if a job beside this one saves and deletes.
-    """
-    while True:
-        listed = list(_read_list(folder))
-        present = _find_files(folder)
-        if list(_read_list(folder)) == listed:  # else a writer has changed it meanwhile
-            break
-    others = present.difference(listed)
+    """Name the checkpoints, the last written first; then those not listed, the greatest step first."""
+    listed = list(_read_list(folder))  # before the files: a job beside this one lists what it has written
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    others = [name for name in names if name not in listed and _is_checkpoint(folder, name)]
     return listed + sorted(others, key=step_of, reverse=True)
 
 
@@ -146,15 +143,6 @@ def _delete_unused(folder: Path, of: str = "", used: str = "") -> None:
             continue
         if match[1] == of or not (folder / f"{match[1]}.pt").is_file():
             shutil.rmtree(folder / name, ignore_errors=True)
-
-
-def _find_files(folder: Path) -> set[str]:
-    """Find the names of all checkpoints in the folder, listed or not."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return set()
-    return {name for name in names if _is_checkpoint(folder, name)}
 
 
 def _is_checkpoint(folder: Path, name: str) -> bool:
