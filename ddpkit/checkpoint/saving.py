@@ -174,7 +174,7 @@ def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any]) -
     tensors = list(tensors_of(key, states))
     unsaveable = tensors if key == "per_rank" else without_dtensors(tensors)
     problem = explain_sharded(_CALL, unsaveable)  # one that only the state shows
-    for name, tensor in tensors:
+    for name, tensor in reversed(tensors):
         if is_lazy(tensor):
             problem = f"Cannot save {name}: it is lazy. Call the model once before."
         elif tensor.is_meta:
