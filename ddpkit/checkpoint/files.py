@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -198,16 +199,11 @@ def verify(file: BinaryIO) -> str:
     length = file.seek(0, os.SEEK_END) - _LAST_LINE
     file.seek(0)
     checksum = Checksum()
-    while length > 0:
-        piece = file.read(min(length, _BLOCK))
-        if not piece:  # somebody truncates the file
-            break
-        checksum.update(piece)
-        length -= len(piece)
+    for start in range(0, length, _BLOCK):
+        checksum.update(file.read(min(_BLOCK, length - start)))
     last_line = file.read()
     if not last_line.startswith(_MARK):
-        problem = "its checksum is missing: it was truncated, or a Checkpointer did not write it."
-        raise ValueError(problem)
+        raise ValueError("its checksum is missing: it was truncated, or a Checkpointer did not write it.")
     text = checksum.text()
     if last_line != _MARK + text.encode() + b"\n":
         raise ValueError("its checksum does not match: it was damaged.")
@@ -224,23 +220,14 @@ def _first_unsaveable(content: Mapping[str, Any]) -> str:
         try:
             from_bytes(to_bytes(value))
         except Exception:
-            inner = ""
-            if has_names(value):
-                inner = _first_unsaveable(value)
+            inner = _first_unsaveable(value) if has_names(value) else ""
             return f"{key}.{inner}" if inner else key
     return ""
 
 
 def _reason(error: Exception) -> str:
     """Shorten the text of an error to one sentence: torch's, to the line on what is unsupported."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    if not lines:
-        lines = [repr(error)]
-    reason = lines[0]
-    for line in lines:
-        if "nsupported" in line:
-            reason, _, _ = line.partition(" Please use")
-            break
-    if reason.endswith((".", "!", "?")):
-        return reason
-    return f"{reason}."
+    text = str(error) or repr(error)
+    unsupported = re.search(r"\S.*nsupported.*?(?= Please use|$)", text, re.MULTILINE)
+    reason = unsupported[0] if unsupported else text.splitlines()[0]
+    return reason if reason.endswith((".", "!", "?")) else f"{reason}."

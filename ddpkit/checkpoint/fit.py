@@ -17,7 +17,6 @@ from .states import (
     describe,
     has_names,
     is_ordinary,
-    match_names,
     module_state,
     path_to,
     place_of,
@@ -61,40 +60,32 @@ def _explain_misfit(target: Any, state: Any, kind: str | None, shapes: Any) -> l
     return []
 
 
-def _explain_module_misfits(module: nn.Module, saved: Any) -> list[str]:
-    if not has_names(saved):
-        return [f"is a {type(saved).__name__} there, not a model's state dict"]
+def _explain_module_misfits(module: nn.Module, there: Any) -> list[str]:
+    if not has_names(there):
+        return [f"is a {type(there).__name__} there, not a model's state dict"]
     here = module_state(module)
-    there = match_names(saved, list(here))
     found = [f"has {key} here, not there" for key in here if key not in there]
     found += [f"has {key} there, not here" for key in there if key not in here]
     for key, value in here.items():  # in this order on every rank, unlike a set
-        if key not in there:
-            continue
-        problem = _explain_entry(key, value, there[key])
-        if problem:
-            found.append(problem)
+        if key in there:
+            found += _explain_entry(key, value, there[key])
     return found
 
 
-def _explain_entry(key: str, here: Any, there: Any) -> str:
-    """Say why one entry of a model's state does not fit; "" if nothing speaks against it."""
+def _explain_entry(key: str, here: Any, there: Any) -> list[str]:
+    """Say why one entry of a model's state does not fit; [] if nothing speaks against it."""
     if _shape(there) != _shape(here):
-        return f"has {key} of shape {_shape(there)} there, of {_shape(here)} here"
+        return [f"has {key} of shape {_shape(there)} there, of {_shape(here)} here"]
     if not isinstance(here, Tensor):
-        return ""
+        return []
     if here.is_meta:
-        problem = f"has {key} on the meta device here, which takes no values"
-        return f"{problem}: move it with to_empty() before"
-    if not isinstance(there, Tensor):
-        return ""
-    return explain_loss(key, there, here.dtype)
+        return [f"has {key} on the meta device here, which takes no values: move it with to_empty() before"]
+    problem = explain_loss(key, there, here.dtype) if isinstance(there, Tensor) else ""
+    return [problem] if problem else []
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, Tensor):
-        return ()
-    return tuple(value.shape)
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
 def _explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> list[str]:
@@ -191,10 +182,8 @@ def _explain_conflicts(objects: Mapping[str, Any], states: Mapping[str, Any]) ->
     for name, module in objects.items():
         if not isinstance(module, nn.Module):
             continue
-        state = module_state(module)
-        matched = match_names(states[name], list(state))
-        for key, here in state.items():
-            there = matched[key]
+        for key, here in module_state(module).items():
+            there = states[name][key]
             if not is_ordinary(here) or not isinstance(there, Tensor) or there.is_meta:
                 continue
             path = path_to(name, key)

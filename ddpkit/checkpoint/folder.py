@@ -96,40 +96,27 @@ def list_and_prune(path: Path, score: float | None, keep: int, keep_best: int, p
     listed: Scores = {path.name: score, **former}
     last = list(listed)[:keep]
     best = _rank_by_score(listed)[:keep_best]
-    kept = {name: listed[name] for name in listed if name in last or name in best}
+    kept = [name for name in listed if name in last or name in best]
+    lines = [name if listed[name] is None else f"{name} {listed[name]!r}" for name in kept]
+    text = "".join(f"{line}\n" for line in lines)
     try:
-        _write_list(folder, kept)
+        write_durably(folder / _LIST, lambda file: file.write(text.encode()))
     except OSError as error:
         raise CheckpointError(
             f"Saved {path}, which is complete, but cannot list it in {folder / _LIST}: {error}. "
             "So load_latest() and load_best() may take another checkpoint; load(path) takes this "
             "one. No older one was deleted."
         ) from error
-    for name in listed.keys() - kept.keys():
+    for name in listed.keys() - kept:
         try:
             (folder / name).unlink(missing_ok=True)
         except OSError as error:
             _log.warning("Saved %s, but an old checkpoint stays: %s.", path, error)
-    _delete_unused(folder, of=path.stem, used=pieces)
+    delete_left_overs(folder, of=path.stem, used=pieces)
 
 
-def delete_left_overs(folder: Path) -> None:
-    """Delete the files that a writer which was killed has left."""
-    for name in os.listdir(folder):
-        if _LEFT_OVER.fullmatch(name):
-            with suppress(OSError):
-                os.unlink(folder / name)
-    _delete_unused(folder)
-
-
-def is_folder_of(path: Path, name: str) -> bool:
-    """Return whether this is the name of a folder for the pieces of a checkpoint."""
-    match = _PIECES.fullmatch(name)
-    return match is not None and match[1] == path.stem
-
-
-def _delete_unused(folder: Path, of: str = "", used: str = "") -> None:
-    """Delete folders of pieces that no checkpoint uses.
+def delete_left_overs(folder: Path, of: str = "", used: str = "") -> None:
+    """Delete what a writer that was killed has left, and folders of pieces that no checkpoint uses.
 
     Args:
         folder: The folder of the checkpoints.
@@ -138,11 +125,20 @@ def _delete_unused(folder: Path, of: str = "", used: str = "") -> None:
         used: The name of the folder that is used.
     """
     for name in os.listdir(folder):
+        if _LEFT_OVER.fullmatch(name):
+            with suppress(OSError):
+                os.unlink(folder / name)
         match = _PIECES.fullmatch(name)
         if match is None or name == used:
             continue
         if match[1] == of or not (folder / f"{match[1]}.pt").is_file():
             shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def is_folder_of(path: Path, name: str) -> bool:
+    """Return whether this is the name of a folder for the pieces of a checkpoint."""
+    match = _PIECES.fullmatch(name)
+    return match is not None and match[1] == path.stem
 
 
 def _is_checkpoint(folder: Path, name: str) -> bool:
@@ -156,20 +152,10 @@ def _parse_score(text: str) -> float | None:
         return None
 
 
-def _write_list(folder: Path, scores: Mapping[str, float | None]) -> None:
-    text = ""
-    for name, score in scores.items():
-        shown = "" if score is None else f" {score!r}"
-        text += f"{name}{shown}\n"
-    write_durably(folder / _LIST, lambda file: file.write(text.encode()))
-
-
-def _rank_by_score(scores: Mapping[str, float | None]) -> list[str]:
+def _rank_by_score(scores: Scores) -> list[str]:
     """Name those that have a score, the greatest first, equal ones in their order, NaN last."""
-    known = {name: score for name, score in scores.items() if score is not None}
-    numbers = [name for name in known if not math.isnan(known[name])]
-    others = [name for name in known if name not in numbers]
-    return sorted(numbers, key=known.__getitem__, reverse=True) + others
+    known = {name: (not math.isnan(score), score) for name, score in scores.items() if score is not None}
+    return sorted(known, key=known.__getitem__, reverse=True)
 
 
 # Locks: one job at a time writes into a folder, and a second one gets an error that names it.

@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..collectives.digest import digest
 from ..collectives.tree import is_dense
 from ..parallel.models import strip, unwrap_model, wrapped_paths
-from ..parallel.wrap import clean_state_dict
 from ..torch_internals import is_dtensor, module_versions, set_module_versions
 
 # a state of another class of these loads without an error, and fails later
@@ -232,31 +231,11 @@ def state_for(target: Any, saved: Any) -> Any:
     model = unwrap_model(target)
     here = model.state_dict()  # its keys still name the wrappers inside the model
     wrapped = wrapped_paths(model)
-    names = {key: strip(key, wrapped) for key in here}
-    matched = match_names(saved, list(names.values()))
-    state = OrderedDict((key, matched[clean]) for key, clean in names.items())
+    state = OrderedDict((key, saved[strip(key, wrapped)]) for key in here)
     versions = module_versions(saved)
-    if versions and matched is saved:
-        by_path = {path: versions.get(strip(path, wrapped), {}) for path in module_versions(here)}
-        set_module_versions(state, by_path)
+    by_path = {path: versions.get(strip(path, wrapped), {}) for path in module_versions(here)}
+    set_module_versions(state, by_path)
     return state
-
-
-def match_names(saved: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
-    """Return a saved state under these names.
-
-    It is the state itself if it has them. Else its names are those of wrappers, which are left out
-    as far as can be guessed; some of these names may then be missing.
-    """
-    if saved.keys() == set(names):
-        return saved
-    guessed = clean_state_dict(saved)
-    cleaned = list(clean_state_dict(dict.fromkeys(names)))
-    if guessed.keys() == set(cleaned):
-        return {name: guessed[clean] for name, clean in zip(names, cleaned, strict=True)}
-    if guessed.keys().isdisjoint(names):
-        return saved
-    return guessed
 
 
 def describe(value: Any) -> tuple[str, list[list[list[int]]]]:
