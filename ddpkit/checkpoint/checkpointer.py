@@ -286,12 +286,13 @@ class Checkpointer:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.folder)
-            for other in self._lock.writers:
-                if (other.keep, other.keep_best) != (self.keep, self.keep_best):
-                    raise CheckpointError(
-                        f"{other!r} saves here, too, and keeps other checkpoints than {self!r}: "
-                        "each would delete the other's. Give each a folder of its own."
-                    )
+            rule = (self.keep, self.keep_best)
+            others = [repr(each) for each in self._lock.writers if (each.keep, each.keep_best) != rule]
+            if others:
+                raise CheckpointError(
+                    f"{others[0]} saves here, too, and keeps other checkpoints than {self!r}: "
+                    "each would delete the other's. Give each a folder of its own."
+                )
             self._lock.writers.add(self)
             finish_writing(self.folder)  # of another Checkpointer
             delete_left_overs(self.folder)
