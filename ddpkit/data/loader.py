@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
-import multiprocessing
-import os
-import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, count, islice
-from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
-from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, get_worker_info
@@ -24,73 +15,13 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, get_worker_info
 from ..arguments import as_integer
 from ..errors import DdpkitError, describe_error
 from ..job import current_job
-from ..signals import handled_signals
 from ..torch_internals import is_from_worker
 from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, is_within
 from .seeds import generators_kept, hash_seeds, seed_cpu
 from .streams import Stream, is_stream, pass_epoch_on, shards_of
 
-# Keep a loader's workers alive through the signals by which ranks are asked to stop in good order.
-#
-# Such a signal often goes to workers, too: torchrun, Slurm and terminals send it to all processes of a rank. A worker
-# that it ended would be an error in the loop, before all ranks have come to the step at which they stop.
-
-_enduring: WeakSet[BaseProcess] = WeakSet()
-os.register_at_fork(after_in_child=_enduring.clear)  # they are no children of a child
-
-
-@contextmanager
-def enduring_workers(loader: DataLoader[Any]) -> Iterator[None]:
-    """Let the workers that a loader starts in this block pass over what `stopping()` handles now, if it does.
-
-    They end when the loader tells them to, or when this process is dead. Until they can pass over such signals these
-    are blocked, which a process that is forked or spawned inherits; one that comes meanwhile is handled here when
-    the block ends.
-    """
-    signals = handled_signals()
-    if not signals or loader.num_workers == 0:
-        yield
-        return
-    before = set(multiprocessing.active_children())
-    given = loader.worker_init_fn
-    loader.worker_init_fn = functools.partial(_pass_over, signals, given)
-    context: Any = loader.multiprocessing_context or multiprocessing
-    if context.get_start_method() != "fork":
-        resource_tracker.ensure_running()  # which unblocks signals here when it starts
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        loader.worker_init_fn = given
-        for worker in set(multiprocessing.active_children()) - before:
-            worker.terminate = worker.kill  # type: ignore[method-assign]  # torch calls it for one that is stuck
-            _enduring.add(worker)
-
-
-def _pass_over(signals: tuple[int, ...], given: Callable[[int], None] | None, worker_id: int) -> None:
-    """Begin as a worker that passes over signals, and go on with the loader's own `worker_init_fn`."""
-    for number in signals:
-        signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that the worker starts would inherit
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    if given is not None:
-        given(worker_id)
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    pass
-
-
-@atexit.register
-def _kill_the_rest() -> None:
-    """End those that are left when this process ends, for Python would send them SIGTERM and wait."""
-    alive = [worker for worker in _enduring if worker.is_alive()]
-    if alive:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
-    for worker in alive:
-        worker.kill()
-
-
+# a block in which a loader starts its workers; `stopping()` puts another one in its place
+starting_workers: Callable[[DataLoader[Any]], AbstractContextManager[Any]] = nullcontext
 _DECIDED = {
     "batch_sampler": "it cuts the batches itself, so that every rank has as many",
     "generator": "it seeds one of its own, so that the global one is left alone",
@@ -423,7 +354,7 @@ class Loader(DataLoader[Any]):
         seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._place.rank)
         self.generator.manual_seed(seed)
         pass_epoch_on(self.dataset, loop.epoch)
-        with torch.device("cpu"), enduring_workers(self):  # torch draws their seed on the default device
+        with torch.device("cpu"), starting_workers(self):  # torch draws their seed on the default device
             loop.source = self._begin(loop)
         return loop
 
