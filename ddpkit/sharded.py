@@ -133,7 +133,8 @@ class Sharded:
             if now != sizes:
                 sizes = now
                 since = time.monotonic()
-            patience = _PATIENCE_AT_END if ending.is_set() else _PATIENCE
+            is_ending = ending.is_set() or not threading.main_thread().is_alive()
+            patience = _PATIENCE_AT_END if is_ending else _PATIENCE
             if time.monotonic() - since > patience:
                 problem = f"{_ranks(missing)} wrote nothing into {self.folder} for {patience:g} s."
                 raise CheckpointError(f"{problem} Earlier checkpoints are complete.")

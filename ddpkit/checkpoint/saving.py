@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -27,7 +27,19 @@ from ..launch.ranks import is_main_process
 from ..parallel.models import strip, without_dtensors, wrapped_paths
 from ..parallel.replicas import gather_unless_equal
 from .files import FORMAT, FORMAT_WITH_PIECES, check_saveable, from_bytes, to_bytes
-from .states import cut_views, describe, digest_leaves, is_ordinary, path_to, sharding, state_of, take_out, tensors_of
+from .states import (
+    copy_to,
+    cut_views,
+    describe,
+    digest_leaves,
+    is_ordinary,
+    path_to,
+    place_of,
+    sharding,
+    state_of,
+    take_out,
+    tensors_of,
+)
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -247,12 +259,15 @@ def _broadcast_buffers(model: Any) -> set[str]:
 @torch.inference_mode(False)
 def snapshot(content: Any) -> Callable[[], Any]:
     """Copy a content to the CPU; return, when it may be changed, a function that gives the copy."""
-    storages: dict[int, UntypedStorage] = {}  # the copies, by the address of what they are of
     copies: dict[int, Any] = {}  # of tensors, by id
+    by_place: dict[Any, Tensor] = {}  # the same elements have one
     devices = set()
     for _, tensor in tensors_of("", content):
         if is_ordinary(tensor) and not tensor.is_meta:
-            copies[id(tensor)] = _copy_to_cpu(tensor, storages)
+            place = place_of(tensor)
+            if place not in by_place:
+                by_place[place] = copy_to("cpu", tensor)
+            copies[id(tensor)] = by_place[place]
             if tensor.is_cuda:
                 devices.add(tensor.device)
     copied = copy.deepcopy(content, copies)
@@ -265,22 +280,6 @@ def snapshot(content: Any) -> Callable[[], Any]:
         return copied
 
     return get
-
-
-def _copy_to_cpu(tensor: Tensor, storages: dict[int, UntypedStorage]) -> Tensor:
-    """Copy a tensor with all of its storage; those of one storage share the copy's."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    source = plain.untyped_storage()
-    if source.data_ptr() not in storages:
-        data = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(source)
-        memory = torch.empty(len(data), dtype=torch.uint8, device="cpu", pin_memory=data.is_cuda)
-        memory.copy_(data, non_blocking=data.is_cuda)
-        storages[source.data_ptr()] = memory.untyped_storage()
-    new = torch.empty(0, dtype=plain.dtype, device="cpu")
-    new.set_(storages[source.data_ptr()], plain.storage_offset(), plain.shape, plain.stride())
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(new, tensor.requires_grad)
-    return new.requires_grad_(tensor.requires_grad)
 
 
 # The writing of a checkpoint, by a thread if nobody waits for it.

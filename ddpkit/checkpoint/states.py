@@ -158,7 +158,7 @@ def cut_views(state: Any) -> Any:
     for shown in views.values():
         size = sum(tensor.nbytes for tensor in shown.values())
         if size < next(iter(shown.values())).untyped_storage().nbytes():
-            copies.update({place: _own_copy(tensor) for place, tensor in shown.items()})
+            copies.update({place: copy_to(tensor.device, tensor) for place, tensor in shown.items()})
 
     def convert(path: str, value: Any) -> Any:
         if is_ordinary(value) and not value.is_meta:
@@ -173,8 +173,11 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), type(tensor)
 
 
-def _own_copy(tensor: Tensor) -> Tensor:
-    copy = tensor.detach().clone()
+def copy_to(device: torch.device | str, tensor: Tensor) -> Tensor:
+    """Copy a tensor to a device; from a GPU to pinned memory, without waiting."""
+    plain = tensor.detach()
+    copy = torch.empty_like(plain, device=device, pin_memory=tensor.is_cuda and device == "cpu")
+    copy.copy_(plain, non_blocking=tensor.is_cuda)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copy, tensor.requires_grad)
     return copy.requires_grad_(tensor.requires_grad)

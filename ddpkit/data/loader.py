@@ -242,16 +242,16 @@ class Loader(DataLoader[Any]):
         worker are others. Where nothing is left of the epoch the batch is made of the dataset's
         first samples; of a stream it is always the epoch's first.
         """
-        batching: dict[str, Any] = {"batch_size": self.batch_size}
-        if isinstance(self.batch_sampler, _Batches):
-            indices = next(iter(self.batch_sampler), None)
-            if indices is None:
-                indices = list(range(len(self.dataset))[: self.batch_size])  # type: ignore[arg-type]
-            batching = {"batch_sampler": [indices]}
-        pass_epoch_on(self.dataset, self.epoch)
-        generator = torch.Generator("cpu")
-        one_batch = DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **batching)
         with generators_kept():
+            batching: dict[str, Any] = {"batch_size": self.batch_size}
+            if isinstance(self.batch_sampler, _Batches):
+                indices = next(iter(self.batch_sampler), None)
+                if indices is None:
+                    indices = list(range(len(self.dataset))[: self.batch_size])  # type: ignore[arg-type]
+                batching = {"batch_sampler": [indices]}
+            pass_epoch_on(self.dataset, self.epoch)
+            generator = torch.Generator("cpu")
+            one_batch = DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **batching)
             with torch.device("cpu"):  # as in a loop
                 batches = iter(one_batch)
             return next(batches)
@@ -274,7 +274,9 @@ class Loader(DataLoader[Any]):
         """
         if self._resumable is not None:
             return self._resumable.state_dict()
-        batches = self._given()
+        batches = self._given_before
+        if self._loop is not None and self._is_counted(self._loop):
+            batches = max(batches, self._loop.batches)
         self._check_can_skip(self.epoch, batches)
         return {"epoch": self.epoch, "batches": batches, **self._identity_of_stream()}
 
@@ -295,12 +297,6 @@ class Loader(DataLoader[Any]):
         else:
             self._load_batches(state)
         self._loop = None
-
-    def _given(self) -> int:
-        """Count the batches that the loops over this epoch were given."""
-        if self._loop is None or not self._is_counted(self._loop):
-            return self._given_before
-        return max(self._loop.batches, self._given_before)
 
     def _identity_of_stream(self) -> dict[str, Any]:
         """Return the numbers that the batches depend on, where they are counted."""
@@ -375,12 +371,7 @@ class Loader(DataLoader[Any]):
         """Return the position in the global order where the next pass starts."""
         return 0 if self._resumable is None else self._resumable.start
 
-    def _with_seeds(
-        self,
-        batches: Iterator[list[int]],
-        loop: Loop,
-        position: int,
-    ) -> Iterator[Batch]:
+    def _with_seeds(self, batches: Iterator[list[int]], loop: Loop, position: int) -> Iterator[Batch]:
         for indices, seeds in zip(batches, self._seeds(loop.epoch, position), strict=False):
             batch = Batch(indices)
             batch.seeds = seeds
@@ -404,9 +395,11 @@ class Loader(DataLoader[Any]):
         if self.num_workers == 0:
             pass_epoch_on(self.dataset, loop.epoch)  # another loader over it may have set another epoch
         try:
-            if loop.batches < loop.first:
+            if loop.batches < loop.first:  # of a stream: a loaded state counts them
                 with generators_kept():
-                    self._read_again(loop)
+                    while loop.batches < loop.first:
+                        next(loop.source)
+                        loop.batches += 1
             batch = next(loop.source)
         except StopIteration:
             if self._is_counted(loop):
@@ -421,12 +414,6 @@ class Loader(DataLoader[Any]):
             raise
         self._count_batch(loop)
         return batch
-
-    def _read_again(self, loop: Loop) -> None:
-        """Read again, at a stream's first batch, those that a loaded state counts."""
-        while loop.batches < loop.first:
-            next(loop.source)
-            loop.batches += 1
 
     def _count_batch(self, loop: Loop) -> None:
         if loop.drawn:

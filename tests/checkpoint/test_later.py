@@ -112,7 +112,7 @@ def save_everything(folder: str) -> list[bytes]:
     holder = torch.ones(1)
     holder.held = history[:3]
     state = {
-        "tied": {"a": tied.weight, "b": tied.weight.T, "both": [tied.weight, tied.bias]},
+        "tied": {"a": tied.weight, "b": tied.weight, "both": [tied.weight, tied.bias]},
         "view": history[-100:],
         "twins": [history[:10], history[:10], history[:0]],
         "sparse": torch.eye(3).to_sparse(),
