@@ -346,13 +346,13 @@ class Loader(DataLoader[Any]):
         if self._loop is not None and self._is_counted(self._loop):  # it was left early
             self._warn_of_the_rest()
             self.set_epoch(self.epoch + 1)
-        loop = self._loop = self._latest = Loop(self, self.epoch, self._given_before)
+        loop = self._loop = self._latest = Loop(self.epoch, self._given_before)
         seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._place.rank)
         self.generator.manual_seed(seed)
         pass_epoch_on(self.dataset, loop.epoch)
         with torch.device("cpu"), starting_workers(self):  # torch draws their seed on the default device
-            loop.source = self._begin(loop)
-        return loop
+            batches = self._begin(loop)
+        return _Pass(self, batches, loop)
 
     def _begin(self, loop: Loop) -> Iterator[Any]:
         """Begin a pass of torch's DataLoader, and draw its order now, not at its first batch."""
@@ -384,7 +384,7 @@ class Loader(DataLoader[Any]):
         for start in count(position, self._global_batch):
             yield self._seed, epoch, self._place.rank, start
 
-    def _next(self, loop: Loop) -> Any:
+    def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
         """Return a pass's next batch. One that cannot be made counts like any other."""
         if self.persistent_workers and self._latest is not loop:
             raise DdpkitError(
@@ -398,9 +398,9 @@ class Loader(DataLoader[Any]):
             if loop.batches < loop.first:  # of a stream: a loaded state counts them
                 with generators_kept():
                     while loop.batches < loop.first:
-                        next(loop.source)
+                        next(batches)
                         loop.batches += 1
-            batch = next(loop.source)
+            batch = next(batches)
         except StopIteration:
             if self._is_counted(loop):
                 self.set_epoch(loop.epoch + 1)
@@ -444,8 +444,8 @@ class Loader(DataLoader[Any]):
         )
 
 
-class Loop(Iterator[Any]):
-    """One pass over a loader, which can go on after a batch that could not be made.
+class Loop:
+    """What is known of one pass over a loader.
 
     Attributes:
         epoch: Its epoch.
@@ -453,20 +453,26 @@ class Loop(Iterator[Any]):
         batches: Batches that were handed out.
         drawn: In training, indices of those that are still to come.
         steps: Of micro-batches: where those that are left begin.
-        source: The pass of torch's DataLoader.
     """
 
-    def __init__(self, loader: Loader, epoch: int, first: int) -> None:
+    def __init__(self, epoch: int, first: int) -> None:
         self.epoch = epoch
         self.first = first
         self.batches = 0
         self.drawn: deque[list[int]] = deque()
         self.steps: Iterator[int] = iter(())
-        self.source: Iterator[Any] = iter(())
+
+
+class _Pass(Iterator[Any]):
+    """One pass over a loader, which can go on after a batch that could not be made."""
+
+    def __init__(self, loader: Loader, batches: Iterator[Any], loop: Loop) -> None:
         self._loader = loader
+        self._batches = batches
+        self._loop = loop
 
     def __next__(self) -> Any:
-        return self._loader._next(self)
+        return self._loader._next(self._batches, self._loop)
 
 
 class _Batches(BatchSampler):
