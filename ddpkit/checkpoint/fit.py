@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from .states import (
     module_state,
     path_to,
     place_of,
-    tensors_of,
 )
 
 
@@ -101,35 +99,14 @@ def _explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) ->
     if there != here:
         return [f"has groups of {there} tensors there, of {here} here"]
     _, mine = describe(optimizer)
-    if not shapes or shapes == mine:  # a state dict that was saved as plain data has none
-        return _explain_losses(optimizer, saved)
+    if not shapes:  # as of a state dict that was saved as plain data
+        return []
     found = []
     for index, (group, saved_group) in enumerate(zip(mine, shapes, strict=True)):
         for i, (shape, saved_shape) in enumerate(zip(group, saved_group, strict=True)):
             if shape != saved_shape:
                 texts = f"{tuple(saved_shape)} there, of {tuple(shape)} here"
                 found.append(f"has tensor {i} of group {index} of shape {texts}")
-    return found
-
-
-def _explain_losses(optimizer: Optimizer, saved: Any) -> list[str]:
-    """Say which tensors of a saved state would be changed by the dtypes of the parameters."""
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return []  # only torch's own is known to give a state the dtype of its parameter
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
-    found = []
-    for key, parameter in zip(keys, parameters, strict=True):
-        if not parameter.is_floating_point():
-            continue
-        state = saved["state"].get(key)
-        if not isinstance(state, Mapping):
-            continue
-        converted = {name: value for name, value in state.items() if name != "step"}  # which keeps its dtype
-        for name, tensor in tensors_of(f"state[{key!r}]", converted):
-            problem = explain_loss(name, tensor, parameter.dtype)
-            if problem:
-                found.append(problem)
     return found
 
 
