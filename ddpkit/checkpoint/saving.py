@@ -28,8 +28,6 @@ from ..parallel.models import strip, without_dtensors, wrapped_paths
 from ..parallel.replicas import gather_unless_equal
 from .files import FORMAT, FORMAT_WITH_PIECES, check_saveable, from_bytes, to_bytes
 from .states import (
-    copy_to,
-    cut_views,
     describe,
     digest_leaves,
     is_ordinary,
@@ -67,11 +65,8 @@ def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
         value = fn()
     except PeerError:
         raise
-    except CheckpointError as error:
-        problem = message_of(error)
-        cause = error
     except Exception as error:
-        problem = f"{doing}{describe_error(error)}"
+        problem = _explain(error, doing)
         cause = error
     problems = exchange(problem)
     if any(problems):
@@ -79,15 +74,17 @@ def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
     return value
 
 
+def _explain(error: Exception, doing: str = "") -> str:
+    if isinstance(error, CheckpointError):
+        return message_of(error)
+    return f"{doing}{describe_error(error)}"
+
+
 def merge_problems(problems: list[str]) -> str:
     """Write the ranks' problems, by rank, as one text: once if all have the same."""
     if len(set(problems)) == 1:
         return problems[0]
-    lines = []
-    for rank, problem in enumerate(problems):
-        if problem:
-            lines.append(f"Rank {rank}: {problem}")
-    return "\n".join(lines)
+    return "\n".join(f"Rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
 
 
 # What is saved: the states of all ranks, and what each has its own of.
@@ -196,7 +193,7 @@ def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any]) -
     described = {name: describe(value) for name, value in values.items()}
     states = {name: take_out(name, state, sharded) for name, state in states.items()}
     return {
-        key: cut_views(states),
+        key: states,
         "kinds": {name: kind for name, (kind, _) in described.items() if kind},
         "shapes": {name: shapes for name, (_, shapes) in described.items()},
     }
@@ -266,7 +263,7 @@ def snapshot(content: Any) -> Callable[[], Any]:
         if is_ordinary(tensor) and not tensor.is_meta:
             place = place_of(tensor)
             if place not in by_place:
-                by_place[place] = copy_to("cpu", tensor)
+                by_place[place] = _copy_to_cpu(tensor)
             copies[id(tensor)] = by_place[place]
             if tensor.is_cuda:
                 devices.add(tensor.device)
@@ -280,6 +277,16 @@ def snapshot(content: Any) -> Callable[[], Any]:
         return copied
 
     return get
+
+
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the CPU; from a GPU to pinned memory, without waiting."""
+    plain = tensor.detach()
+    new = torch.empty_like(plain, device="cpu", pin_memory=tensor.is_cuda)
+    new.copy_(plain, non_blocking=tensor.is_cuda)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(new, tensor.requires_grad)
+    return new.requires_grad_(tensor.requires_grad)
 
 
 # The writing of a checkpoint, by a thread if nobody waits for it.
@@ -335,10 +342,8 @@ class Writing:
             write(self._ending)
         except PeerError:
             raise
-        except CheckpointError as error:
-            self.problem = message_of(error)
         except Exception as error:
-            self.problem = describe_error(error)
+            self.problem = _explain(error)
 
     def _run_apart(self) -> None:
         try:

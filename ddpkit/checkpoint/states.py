@@ -7,7 +7,7 @@ have none, so that a model may be wrapped differently when it is loaded.
 from __future__ import annotations
 
 import importlib
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -145,42 +145,9 @@ def is_ordinary(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter) and not vars(value) and is_dense(value)
 
 
-def cut_views(state: Any) -> Any:
-    """Return a nested state with copies in the places of views, where most of their memory is not shown.
-
-    Else `torch.save` would write all of the tensor that a view was cut from. What shows the same elements has one copy.
-    """
-    views: dict[int, dict[Any, Tensor]] = defaultdict(dict)  # by storage
-    for _, tensor in tensors_of("", state):
-        if is_ordinary(tensor) and not tensor.is_meta:
-            views[tensor.untyped_storage().data_ptr()][place_of(tensor)] = tensor
-    copies = {}
-    for shown in views.values():
-        size = sum(tensor.nbytes for tensor in shown.values())
-        if size < next(iter(shown.values())).untyped_storage().nbytes():
-            copies.update({place: copy_to(tensor.device, tensor) for place, tensor in shown.items()})
-
-    def convert(path: str, value: Any) -> Any:
-        if is_ordinary(value) and not value.is_meta:
-            return copies.get(place_of(value), value)
-        return value
-
-    return map_leaves("", state, convert) if copies else state
-
-
 def place_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return which elements of which memory a tensor is."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), type(tensor)
-
-
-def copy_to(device: torch.device | str, tensor: Tensor) -> Tensor:
-    """Copy a tensor to a device; from a GPU to pinned memory, without waiting."""
-    plain = tensor.detach()
-    copy = torch.empty_like(plain, device=device, pin_memory=tensor.is_cuda and device == "cpu")
-    copy.copy_(plain, non_blocking=tensor.is_cuda)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(copy, tensor.requires_grad)
-    return copy.requires_grad_(tensor.requires_grad)
 
 
 def find_stand_ins(name: str, state: Any) -> Iterator[tuple[str, Tensor]]:

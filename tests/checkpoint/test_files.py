@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import on_ranks
 from runs import (
     net,
     newest_step,
@@ -117,31 +116,3 @@ def test_pickled_code_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"Cannot save state\.best: .*numpy.*"):
         save_one(tmp_path, 3, model=net(), best=np.ones(2))
     assert not crater.exists() and os.listdir(tmp_path) == [path.name]
-
-
-def save_views(folder: str) -> Path:
-    history = torch.arange(1_000_000.0)
-    weight = torch.nn.Parameter(history[7:9])
-    twins = {"a": history.clone(), "b": [], "sparse": torch.eye(3).to_sparse()}
-    twins["b"] = twins["a"][10:20]
-    parts = {"last": history[-3:], "strided": history.view(1000, 1000)[:2].T, "none": history[:0]}
-    path = Checkpointer(folder).save(1, views=parts, twins=twins, per_rank={"weight": weight})
-    return path
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_view_is_saved_without_the_tensor_that_it_was_cut_from(world_size: int, tmp_path: Path) -> None:
-    path = on_ranks(save_views, world_size, str(tmp_path))[0]
-    assert 4_000_000 < path.stat().st_size < 4_200_000, (
-        "the twins share memory, and so have it; the views have none but their own"
-    )
-    content = torch.load(path, weights_only=True)
-    twins, parts = content["state"]["twins"], content["state"]["views"]
-    twins["a"][10] = -1
-    assert twins["b"].tolist()[:2] == [-1, 11]
-    assert parts["last"].tolist() == [999_997, 999_998, 999_999]
-    assert parts["strided"].shape == (1000, 2) and parts["strided"][1].tolist() == [1, 1001]
-    assert parts["none"].shape == (0,)
-    for part in content["per_rank"]:
-        weight = part["per_rank"]["weight"]
-        assert isinstance(weight, torch.nn.Parameter) and weight.tolist() == [7, 8] and weight.requires_grad
