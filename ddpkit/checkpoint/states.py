@@ -107,9 +107,7 @@ def take_out(
         if is_wanted(value):
             found[path] = value
             return torch.empty(value.shape, dtype=value.dtype, device="meta")
-        if isinstance(value, np.generic):
-            return value.item()
-        return value
+        return _plain(value)
 
     return map_leaves(name, state, convert)
 
@@ -136,8 +134,12 @@ def map_leaves(name: str, state: Any, convert: Callable[[str, Any], Any]) -> Any
 
 
 def without_tensors(state: Any) -> Any:
-    """Return a nested state with empty tensors on the meta device in the places of ordinary ones."""
-    return take_out("", state, {}, is_ordinary)
+    """Return a nested state with their paths in the places of ordinary tensors."""
+    return map_leaves("", state, lambda path, value: path if is_ordinary(value) else _plain(value))
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def is_ordinary(value: Any) -> bool:
