@@ -104,9 +104,8 @@ def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
     try:
         torch.save(content, summed)  # type: ignore[arg-type]
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None  # torch made a RuntimeError of what write() raised
-        raise
+        # torch makes a RuntimeError of what write() raises, also of an interrupt
+        raise error.__context__ or error from None
     summed.end()
 
 
