@@ -49,7 +49,7 @@ from .collectives.ops import (
 )
 from .collectives.sync import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
 from .data.loader import Loader, make_loader
-from .data.samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
+from .data.samplers import DistributedEvalSampler, DistributedSampler
 from .data.seeds import sample_seed, seed_everything
 from .errors import (
     BadStepError,
@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from .spawning.spawn import spawn
     from .stop import Stop, stopping
     from .survival.survive import Attempt, survive
+    from .weighted import DistributedWeightedSampler
 
 __version__ = "0.1.0"
 
@@ -199,6 +200,7 @@ _LOADED_AT_USE = {  # by their names, what an ordinary script does not need; als
     "stopping": "stop",
     "Attempt": "survival.survive",
     "survive": "survival.survive",
+    "DistributedWeightedSampler": "weighted",
 }
 
 if not TYPE_CHECKING:  # for which it would make every name right

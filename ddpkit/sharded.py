@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -24,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint.files import SummedFile, go_on, open_file, unreadable, verify, write_durably
+from .checkpoint.files import SummedFile, unreadable, verify, write_durably
 from .checkpoint.fit import explain_loss
 from .checkpoint.folder import is_folder_of
-from .checkpoint.saving import Writing, explain_differences, merge_problems
+from .checkpoint.saving import explain_differences, merge_problems
 from .checkpoint.states import find_stand_ins, same_mapping, state_for
 from .collectives.differences import differing_parts, list_lines
 from .collectives.digest import digest
@@ -108,12 +109,12 @@ class Sharded:
         problems = exchange(problem)
         return merge_problems(problems) if any(problems) else ""
 
-    def write(self, pieces: Pieces, check: Callable[[], None]) -> None:
+    def write(self, pieces: Pieces) -> None:
         """Write the file of this rank, as `write_pieces()` does."""
-        write_pieces(self.folder, self._rank, pieces, check)
+        write_pieces(self.folder, self._rank, pieces)
 
-    def wait_for_others(self, writing: Writing) -> None:
-        """Wait until the files of all ranks are on the disk.
+    def wait_for_others(self, ending: threading.Event) -> None:
+        """Wait until the files of all ranks are on the disk, less long when this process is ending.
 
         Raises:
             CheckpointError: If a rank could not write its file, or writes nothing for too long.
@@ -121,7 +122,6 @@ class Sharded:
         sizes: dict[str, int] = {}
         since = time.monotonic()
         while True:
-            writing.check()
             now = _sizes_in(self.folder)
             missing = [rank for rank in self._writers if _name_of(rank) not in now]
             if not missing:
@@ -133,7 +133,8 @@ class Sharded:
             if now != sizes:
                 sizes = now
                 since = time.monotonic()
-            patience = _PATIENCE_AT_END if writing.is_ending else _PATIENCE
+            is_ending = ending.is_set() or not threading.main_thread().is_alive()
+            patience = _PATIENCE_AT_END if is_ending else _PATIENCE
             if time.monotonic() - since > patience:
                 problem = f"{_ranks(missing)} wrote nothing into {self.folder} for {patience:g} s."
                 raise CheckpointError(f"{problem} Earlier checkpoints are complete.")
@@ -281,26 +282,20 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def write_pieces(
-    folder: Path,
-    rank: int,
-    pieces: Pieces,
-    check: Callable[[], None] = go_on,
-) -> None:
+def write_pieces(folder: Path, rank: int, pieces: Pieces) -> None:
     """Write the file of a rank; it gets its name when it is on the disk.
 
     Args:
         folder: The folder of the pieces.
         rank: The rank.
         pieces: The first byte and the values of each piece, in their order in the file.
-        check: Called now and then; what it raises ends the writing.
 
     Raises:
         CheckpointError: If it cannot be written.
     """
 
     def write(file: BinaryIO) -> None:
-        summed = SummedFile(file, check)
+        summed = SummedFile(file)
         position = 0
         for start, values in pieces:
             data = flat_bytes(values).cpu().numpy()
@@ -362,7 +357,7 @@ class SavedPieces:
         for rank in self._writers[get_rank() :: get_world_size()]:
             path = self._folder / _name_of(rank)
             try:
-                with open_file(path) as file:
+                with open(path, "rb") as file:
                     verify(file)
             except (OSError, ValueError) as error:
                 raise unreadable(path, error) from error
@@ -471,7 +466,7 @@ class SavedPieces:
         tensor = torch.empty(piece.sizes, dtype=dtype, device="cpu")
         data = flat_bytes(tensor).numpy()
         try:
-            with open_file(path) as file:
+            with open(path, "rb") as file:
                 file.seek(piece.start)
                 _fill(file, data.data)
         except OSError as error:

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from . import loader_workers  # noqa: F401  # lets workers live on
 from .errors import BarrierTimeoutError, NotSetUpError
 from .job import current_job, lifecycle
 from .join.members import is_below

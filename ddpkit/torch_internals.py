@@ -120,30 +120,6 @@ def has_no_memory(tensor: Tensor) -> bool:
     return tensor._is_zerotensor()
 
 
-def storage_address(obj: Any) -> int | None:
-    """Return where a storage begins in memory, None if this is no storage."""
-    storage = untyped_storage(obj)
-    return None if storage is None else storage.data_ptr()
-
-
-def untyped_storage(obj: Any) -> torch.UntypedStorage | None:
-    """Return the storage without a dtype that is in one with; None if this is no storage.
-
-    The older one of torch's two classes has a public way, which warns (private, the same from torch 2.6 to 2.13).
-    """
-    if isinstance(obj, torch.TypedStorage):
-        return obj._untyped_storage
-    return obj if isinstance(obj, torch.UntypedStorage) else None
-
-
-def storage_like(storage: torch.UntypedStorage, dtype: torch.dtype | None) -> Any:
-    """Return a storage, as one of torch's older class if it has a dtype (private, the same from torch 2.6 to 2.13)."""
-    if dtype is None:
-        return storage
-    typed: Any = torch.TypedStorage
-    return typed(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` made this module (private, the same from torch 2.6 to 2.13).
 

@@ -6,9 +6,10 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..arguments import as_integer
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
@@ -17,29 +18,28 @@ from ..errors import CheckpointError
 from ..job import current_job
 from ..job.lifecycle import exchange
 from ..launch.ranks import is_main_process
-from .files import check_saveable, dump, write_durably
+from .files import dump, write_durably
 from .folder import (
     FolderLock,
     delete_left_overs,
     find_best,
     find_checkpoints,
+    finish_writing,
     list_and_prune,
     lock_folder,
     name_of,
     step_of,
-    wait_for_writing,
 )
 from .loading import load_file, load_first
 from .saving import (
     Collected,
-    SnapshotMemory,
     Writing,
     check_equal,
     check_tensors,
     collect,
     merge_problems,
+    snapshot,
     try_on_all,
-    try_on_main,
 )
 from .states import has_names, sharding
 
@@ -94,7 +94,6 @@ class Checkpointer:
         self.keep = as_integer(keep, "keep")
         self.keep_best = as_integer(keep_best, "keep_best", least=0)
         self._lock: FolderLock | None = None
-        self._memory = SnapshotMemory()
         self._writing: Writing | None = None  # on every rank, until its error was raised on all
         if "torch.distributed.tensor" in sys.modules:
             sharding()  # not first at a save in a hurry
@@ -140,11 +139,10 @@ class Checkpointer:
                 values as in `state`, which may be others on each rank. All are written, and loading
                 takes as many ranks.
             wait: Whether to wait until the checkpoint is complete. If not, rank 0 copies the states
-                (every rank its own pieces) into memory of its own, which it keeps for the next
-                time, and a thread writes them; they may be changed at once. The next call that
-                saves, loads or waits begins when the checkpoint is complete, and raises what went
-                wrong. The process does not end before it either, unless it is killed. The same on
-                every rank.
+                (every rank its own pieces) into memory of its own, and a thread writes them; they
+                may be changed at once. The next call that saves, loads or waits begins when the
+                checkpoint is complete, and raises what went wrong. The process does not end before
+                it either, unless it is killed. The same on every rank.
             **state: What to save: anything with `state_dict()` (modules, wrapped, compiled or not;
                 optimizers, schedulers, loaders), or plain data (numbers, strings, tensors, and
                 dicts, lists and tuples of them). NumPy's numbers and strings come back as Python's.
@@ -184,25 +182,20 @@ class Checkpointer:
             "names in per_rank": ", ".join(own),
         }
         check_fingerprint(fingerprint_of(call, passed))
-        if self._writing is not None:
-            self._finish_before(step, self._writing)
+        self._finish_before(step)
         path = self.folder / name_of(step)
         collected = collect(path, step, score, state, own)
-        writing = Writing(step, is_awaited=wait, is_shared=collected.sharded is not None)
+        check_equal(state, collected)
+        try_on_all(lambda: self._prepare_folder(collected.sharded))
+        writing = try_on_all(lambda: self._writing_of(path, collected, wait))
         self._writing = writing
-        try:
-            try_on_main(lambda: self._prepare_folder(writing, collected))
-            try_on_all(lambda: self._start(writing, collected))
-            check_equal(state, collected)  # while the ranks write
-            writing.keep()
-            if wait:
-                self._finish()
-            else:
-                current_job.finish_before_leaving(self, self.wait)
-        except BaseException:
-            self._writing = None
-            writing.give_up()
-            raise
+        if self._lock is not None:
+            self._lock.writing = writing
+        if wait:
+            self._finish()
+        else:
+            writing.start()
+            current_job.finish_before_leaving(self, self.wait)
         return path
 
     def wait(self) -> None:
@@ -286,66 +279,66 @@ class Checkpointer:
         try_on_all(lambda: check_tensors(call, objects, {}))
         self._finish()
 
-    def _prepare_folder(self, writing: Writing, collected: Collected) -> None:
-        """Lock the folder for this process, and for the rule by which checkpoints are kept. On rank 0."""
+    def _prepare_folder(self, sharded: Any) -> None:
+        """Lock the folder for this process, and for the rule by which checkpoints are kept, on rank 0."""
+        if not is_main_process():
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.folder)
-            for other in self._lock.writers:
-                if (other.keep, other.keep_best) != (self.keep, self.keep_best):
-                    raise CheckpointError(
-                        f"{other!r} saves here, too, and keeps other checkpoints than {self!r}: "
-                        "each would delete the other's. Give each a folder of its own."
-                    )
+            rule = (self.keep, self.keep_best)
+            others = [repr(each) for each in self._lock.writers if (each.keep, each.keep_best) != rule]
+            if others:
+                raise CheckpointError(
+                    f"{others[0]} saves here, too, and keeps other checkpoints than {self!r}: "
+                    "each would delete the other's. Give each a folder of its own."
+                )
             self._lock.writers.add(self)
-            wait_for_writing(self.folder)  # by another Checkpointer
+            finish_writing(self.folder)  # of another Checkpointer
             delete_left_overs(self.folder)
-            if collected.sharded is not None:
-                collected.sharded.folder.mkdir()
+            if sharded is not None:
+                sharded.folder.mkdir()
         except OSError as error:
             raise self._cannot_write(error) from error
-        self._lock.writing = writing
 
-    def _start(self, writing: Writing, collected: Collected) -> None:
-        """Let a thread write what is this rank's, which waits for the word to keep it."""
-        sharded = collected.sharded
-        content = collected.content if is_main_process() else None
-        pieces = sharded.pieces if sharded is not None else None
-        if not writing.is_awaited:
-            check_saveable(collected.content)  # on every rank, so that all say the same
-        if content is None and not pieces:
-            return
-        saved = (content, pieces)
+    def _writing_of(self, path: Path, collected: Collected, wait: bool) -> Writing:
+        """Make the writing of what is this rank's; if nobody waits for it, of a copy."""
+        content, _, sharded = collected
+        saved = (
+            content if is_main_process() else None,
+            [] if sharded is None else sharded.pieces,
+        )
 
-        def get_saved() -> tuple[Any, Any]:
+        def get() -> tuple[Any, Any]:
             return saved
 
-        if not writing.is_awaited:
-            get_saved = self._memory.copy(saved)
-        writing.start(lambda: self._write(writing, get_saved, sharded))
+        get_saved = get if wait else snapshot(saved)
+        step = content["step"]
+        is_shared = sharded is not None
+        return Writing(step, lambda ending: self._write(path, get_saved(), sharded, ending), is_shared)
 
-    def _write(self, writing: Writing, get_saved: Callable[[], tuple[Any, Any]], sharded: Any) -> None:
+    def _write(self, path: Path, saved: tuple[Any, Any], sharded: Any, ending: threading.Event) -> None:
         """Write what is this rank's; on rank 0 list the checkpoint, and delete those that are not kept.
 
         Args:
-            writing: Says if the checkpoint is still wanted.
-            get_saved: Gives its content, on rank 0, and this rank's pieces of sharded tensors.
+            path: The checkpoint.
+            saved: Its content, None on ranks other than 0, and this rank's pieces of sharded tensors.
             sharded: Writes these; None if there are none.
+            ending: Set when the process is ending.
         """
-        content, pieces = get_saved()
-        path = self.folder / name_of(writing.step)
+        content, pieces = saved
 
-        def confirm() -> None:
-            writing.confirm()
+        def write(file: BinaryIO) -> None:
+            dump(content, file)
             if sharded is not None:
-                sharded.wait_for_others(writing)
+                sharded.wait_for_others(ending)
 
         try:
             if pieces:
-                sharded.write(pieces, writing.check)
+                sharded.write(pieces)
             if content is None:
                 return
-            write_durably(path, lambda file: dump(content, file, writing.check), confirm)
+            write_durably(path, write)
         except BaseException as error:
             if sharded is not None and content is not None:
                 sharded.delete()
@@ -361,8 +354,11 @@ class Checkpointer:
         problem = f"Cannot write to {self.folder}: {error}."
         return CheckpointError(f"{problem} Earlier checkpoints are complete.")
 
-    def _finish_before(self, step: int, writing: Writing) -> None:
+    def _finish_before(self, step: int) -> None:
         """Finish the checkpoint before this step's. Collective."""
+        writing = self._writing
+        if writing is None:
+            return
         if is_main_process() and writing.is_running():
             _log.warning(
                 "Step %d is not saved before step %d is written, which takes longer than the steps "
@@ -376,26 +372,16 @@ class Checkpointer:
             raise CheckpointError(f"{error} Step {step} was not saved, either.") from error
 
     def _finish(self) -> None:
-        """Wait until this job writes nothing into the folder; raise what went wrong, on every rank. Collective."""
+        """Let this job write what it has begun; raise what went wrong, on every rank. Collective."""
         current_job.finish_before_leaving(self, None)
-        writing = self._writing
-        problems = [run_on_main(self._wait_here)]
+        writing, self._writing = self._writing, None
+        if writing is not None and not is_main_process():
+            writing.finish()  # rank 0 waits for it
+        problems = [run_on_main(lambda: finish_writing(self.folder, writing))]
         if writing is not None and writing.is_shared:
-            if problems[0]:
-                writing.give_up()
-            writing.join()
             problems = exchange(writing.problem)
-        self._writing = None
         if any(problems):
             raise CheckpointError(merge_problems(problems))
-
-    def _wait_here(self) -> str:
-        """Wait until this process writes nothing into the folder; return what went wrong with this object's."""
-        wait_for_writing(self.folder)
-        if self._writing is None:
-            return ""
-        self._writing.join()
-        return self._writing.problem
 
 
 def _as_path(path: str | os.PathLike[str]) -> Path:

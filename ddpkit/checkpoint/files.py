@@ -6,29 +6,20 @@ checksum, which reading verifies.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
-import pickle
-import stat
+import re
 import zlib
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import NoneType, SimpleNamespace
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor, nn
 
-from ..collectives.transfer import reduce_to_own_elements
-from ..collectives.tree import is_dense
 from ..errors import CheckpointError, DdpkitError
-from ..parallel.models import sharing_memory
-from ..torch_internals import storage_address
-from .states import has_names
+from .states import has_names, without_tensors
 
 # The checksum of a file: quick to compute, and so long that two files do not have the same by chance.
 
@@ -76,55 +67,14 @@ FORMAT_WITH_PIECES = 2  # of one with sharded tensors, whose pieces are in a fol
 _ADVICE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
 _MARK = b"\nchecksum:"
 _LAST_LINE = len(_MARK) + LENGTH + 1  # bytes: the mark, the checksum, a newline
-_NO_FILE = "it is a pipe, a device or a socket, not a file"
 
 
-class NoFileError(OSError):
-    """A pipe, a device or a socket has the name of a file."""
-
-
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for reading. What is no file, in which reading may wait without end, is refused.
-
-    Raises:
-        NoFileError: If it is a pipe, a device or a socket.
-        OSError: If it cannot be opened.
-    """
-    try:
-        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
-    except OSError as error:
-        if error.errno != errno.ENXIO:  # by which a socket refuses
-            raise
-        raise NoFileError(_NO_FILE) from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise NoFileError(_NO_FILE)
-    return file
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-class NotWanted(Exception):
-    """Raised where a file is being written that nobody wants any more."""
-
-
-def go_on() -> None:
-    """Object to nothing."""
-
-
-def write_durably(
-    path: Path,
-    write: Callable[[BinaryIO], Any],
-    confirm: Callable[[], None] = go_on,
-) -> None:
+def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write a file so that a crash at any moment leaves either the old one or the new one.
 
     Args:
         path: The file's name in an existing folder; `<path>.tmp` is used meanwhile.
         write: Gets the file, open for writing bytes.
-        confirm: Called when all is on the disk, before the file gets its name; may raise.
 
     Raises:
         OSError: If it cannot be written, for example on a full disk; the old file is untouched.
@@ -137,56 +87,36 @@ def write_durably(
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        confirm()
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    with suppress(OSError):  # where the system can: the name then outlives a loss of power
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
-def dump(
-    content: Mapping[str, Any],
-    file: BinaryIO,
-    check: Callable[[], None] = go_on,
-) -> None:
-    """Write `content` and its checksum to a file on the disk.
-
-    Args:
-        content: What to write.
-        file: Open for writing bytes.
-        check: Called now and then; what it raises ends the writing.
-
-    Raises:
-        OSError: If the disk does not take it.
-        CheckpointError: If loading `content` would need code from the file; the message names the
-            key.
-    """
-    summed = SummedFile(file, check)
+def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
+    """Write a content and its checksum to a file on the disk; raise OSError if the disk does not take it."""
+    summed = SummedFile(file)
     try:
-        save(content, summed)  # type: ignore[arg-type]
-    except (OSError, DdpkitError, NotWanted):
-        raise
-    except Exception as error:
-        if isinstance(error.__context__, OSError | NotWanted):
-            raise error.__context__ from None  # torch made a RuntimeError of what write() raised
-        raise _unsaveable(content, error) from error
+        torch.save(content, summed)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        # torch makes a RuntimeError of what write() raises, also of an interrupt
+        raise error.__context__ or error from None
     summed.end()
-    try:
-        # mapped: reads no tensor's bytes
-        torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        os.stat(file.name)  # raises if somebody has deleted it
-        raise _unsaveable(content, error) from error
 
 
 def check_saveable(content: Mapping[str, Any]) -> None:
-    """Raise the CheckpointError that `dump()` would, but for the tensors; it takes little time."""
-    buffer = io.BytesIO()
+    """Raise CheckpointError if loading a content would need code; the size of its tensors costs no time."""
+    content = without_tensors(content)
     try:
-        _save_without_tensors(content, buffer)
-        from_bytes(buffer.getvalue())
+        from_bytes(to_bytes(content))
     except Exception as error:
-        raise _unsaveable(content, error) from error
+        name = _first_unsaveable(content)
+        raise CheckpointError(f"Cannot save {name}: {_reason(error)} {_ADVICE}") from error
 
 
 def read(file: BinaryIO, is_mapped: bool = False) -> tuple[Any, str]:
@@ -220,67 +150,19 @@ def unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointErro
 
 
 def explain_unusable(content: Any) -> str:
-    """Say why a file's content, of any kind, cannot be used; "" if it has the form that `save()` gives it."""
+    """Say why a file's content, of any kind, cannot be used; "" if it is of a known format."""
     if not isinstance(content, dict):
         return f"it holds a {type(content).__name__}, which no Checkpointer wrote"
     version = content.get("format")
-    if type(version) is not int or version not in (FORMAT, FORMAT_WITH_PIECES):
+    if version not in (FORMAT, FORMAT_WITH_PIECES):
         return f"its format is {version}, this ddpkit reads {FORMAT} and {FORMAT_WITH_PIECES}"
-    wrong = [name for name, form in _FORMS.items() if not _has_form(content.get(name), form)]
-    if "rng" not in wrong and not content["rng"]:
-        wrong.append("rng")
-    if version == FORMAT_WITH_PIECES and not _has_form(content.get("sharded"), _SHARDED):
-        wrong.append("sharded")
-    if wrong:
-        return f"its {', '.join(wrong)} is missing or not what a Checkpointer writes"
     return ""
-
-
-class _Count:
-    """The form of an int that is not negative."""
-
-
-# forms: a class; for a tuple, one of several; for a list, a list of these, or one of each in this order;
-# for a dict, values under these keys, or under any names
-_KINDS = {str: str}
-_SHAPES = {str: [[[_Count]]]}
-_PIECE = [[_Count], [_Count], _Count, _Count]
-_SHARDED = {"folder": str, "tensors": {str: {"dtype": torch.dtype, "shape": [_Count], "pieces": [_PIECE]}}}
-_FORMS = {
-    "step": _Count,
-    "score": (float, NoneType),
-    "state": {str: object},
-    "kinds": _KINDS,
-    "shapes": _SHAPES,
-    "rng": [dict],
-    "per_rank": (NoneType, [{"per_rank": {str: object}, "kinds": _KINDS, "shapes": _SHAPES}]),
-}
-
-
-def _has_form(value: Any, form: Any) -> bool:
-    if form is _Count:
-        return type(value) is int and value >= 0  # a bool is none
-    if isinstance(form, type):
-        return isinstance(value, form)
-    if isinstance(form, tuple):
-        return any(_has_form(value, one) for one in form)
-    if isinstance(form, list):
-        if not isinstance(value, list) or len(form) not in (1, len(value)):
-            return False
-        if len(form) == 1:
-            form = form * len(value)
-        return all(map(_has_form, value, form))
-    if not isinstance(value, dict):
-        return False
-    if str in form:
-        return has_names(value) and all(_has_form(each, form[str]) for each in value.values())
-    return all(_has_form(value.get(key), each) for key, each in form.items())
 
 
 def to_bytes(content: Any) -> bytes:
     """Return `content` as `dump()` writes it, without the checksum."""
     buffer = io.BytesIO()
-    save(content, buffer)
+    torch.save(content, buffer)
     return buffer.getvalue()
 
 
@@ -292,14 +174,12 @@ def from_bytes(data: bytes) -> Any:
 class SummedFile:
     """A file to write to, with the checksum of all that was written."""
 
-    def __init__(self, file: BinaryIO, check: Callable[[], None]) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.checksum = Checksum()
-        self._check = check
 
     def write(self, data: bytes | memoryview) -> int:
         """Write bytes."""
-        self._check()
         self.checksum.update(data)
         return self.file.write(data)
 
@@ -318,37 +198,15 @@ def verify(file: BinaryIO) -> str:
     length = file.seek(0, os.SEEK_END) - _LAST_LINE
     file.seek(0)
     checksum = Checksum()
-    while length > 0:
-        piece = file.read(min(length, _BLOCK))
-        if not piece:  # somebody truncates the file
-            break
-        checksum.update(piece)
-        length -= len(piece)
+    for start in range(0, length, _BLOCK):
+        checksum.update(file.read(min(_BLOCK, length - start)))
     last_line = file.read()
     if not last_line.startswith(_MARK):
-        problem = "its checksum is missing: it was truncated, or a Checkpointer did not write it."
-        raise ValueError(problem)
+        raise ValueError("its checksum is missing: it was truncated, or a Checkpointer did not write it.")
     text = checksum.text()
     if last_line != _MARK + text.encode() + b"\n":
         raise ValueError("its checksum does not match: it was damaged.")
     return text
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the names in a folder, where the system can: a rename then outlives a loss of power."""
-    with suppress(OSError):
-        entry = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(entry)
-        finally:
-            os.close(entry)
-
-
-def _unsaveable(content: Mapping[str, Any], error: Exception) -> CheckpointError:
-    name = _first_unsaveable(content)
-    if not name:
-        return CheckpointError(f"What was written cannot be read: {_reason(error)} Is the disk in order?")
-    return CheckpointError(f"Cannot save {name}: {_reason(error)} {_ADVICE}")
 
 
 def _first_unsaveable(content: Mapping[str, Any]) -> str:
@@ -361,113 +219,14 @@ def _first_unsaveable(content: Mapping[str, Any]) -> str:
         try:
             from_bytes(to_bytes(value))
         except Exception:
-            inner = ""
-            if has_names(value):
-                inner = _first_unsaveable(value)
+            inner = _first_unsaveable(value) if has_names(value) else ""
             return f"{key}.{inner}" if inner else key
     return ""
 
 
 def _reason(error: Exception) -> str:
     """Shorten the text of an error to one sentence: torch's, to the line on what is unsupported."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    if not lines:
-        lines = [repr(error)]
-    reason = lines[0]
-    for line in lines:
-        if "nsupported" in line:
-            reason, _, _ = line.partition(" Please use")
-            break
-    if reason.endswith((".", "!", "?")):
-        return reason
-    return f"{reason}."
-
-
-# `torch.save` that writes of a view its own elements, not the whole tensor that it was cut from.
-
-
-def save(content: Any, file: IO[bytes]) -> None:
-    """Save like `torch.save`, for `torch.load` to read, but leave out memory that is not shown.
-
-    Tensors that overlap keep their memory, so that they share it again when they are loaded.
-    """
-    torch.save(content, file, pickle_module=_module_with(pickler_for(content)))
-
-
-def _save_without_tensors(content: Any, file: IO[bytes]) -> None:
-    """Save like `torch.save`, with something empty in the place of each tensor: to try what is left."""
-    torch.save(content, file, pickle_module=_module_with(_TensorlessPickler))
-
-
-def pickler_for(content: Any) -> type[pickle.Pickler]:
-    """Make a class of pickler that writes of the views in a content their own elements only."""
-    survey = _Survey()
-    survey.dump(content)
-    to_cut = survey.storages_to_cut()
-
-    class Pickler(pickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if not _is_plain(obj) or _address(obj) not in to_cut:
-                return NotImplemented
-            return reduce_to_own_elements(obj)
-
-    return Pickler
-
-
-class _Survey(pickle.Pickler):
-    """Find the tensors of a content, and how often each storage is written, however it is held."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), pickle.DEFAULT_PROTOCOL)
-        self.tensors: dict[int, list[Tensor]] = defaultdict(list)  # plain ones, by storage
-        self.uses: Counter[int] = Counter()  # by storage
-
-    def reducer_override(self, obj: Any) -> Any:
-        if _is_plain(obj):
-            self.tensors[_address(obj)].append(obj)
-        return NotImplemented
-
-    def persistent_id(self, obj: Any) -> str | None:
-        address = storage_address(obj)
-        if address is None:
-            return None
-        self.uses[address] += 1
-        return "a storage"
-
-    def storages_to_cut(self) -> set[int]:
-        """Find the storages, by address, of which plain tensors alone show parts that are apart."""
-        to_cut = set()
-        for address, tensors in self.tensors.items():
-            if self.uses[address] == len(tensors) and _are_apart(tensors):
-                to_cut.add(address)
-        return to_cut
-
-
-def _is_plain(obj: Any) -> bool:
-    """Return whether a value is a tensor that a copy of its elements can stand for.
-
-    A Parameter is asked for again, by its data; attributes would be lost.
-    """
-    return type(obj) is Tensor and is_dense(obj) and not vars(obj)
-
-
-def _are_apart(tensors: list[Tensor]) -> bool:
-    """Return whether tensors of one storage do not overlap and are smaller than it, together."""
-    size = sum(tensor.nbytes for tensor in tensors)
-    return size < tensors[0].untyped_storage().nbytes() and not sharing_memory(tensors)
-
-
-class _TensorlessPickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) not in (Tensor, nn.Parameter) or vars(obj):
-            return NotImplemented
-        return torch.Size, ((),)  # which may be a key, as a tensor may
-
-
-def _module_with(pickler: type[pickle.Pickler]) -> Any:
-    """Make what `torch.save` takes for a module like `pickle`, with a class of pickler."""
-    return SimpleNamespace(__name__="pickle", Pickler=pickler)  # all that torch.save looks at
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    text = str(error) or repr(error)
+    unsupported = re.search(r"\S.*nsupported.*?(?= Please use|$)", text, re.MULTILINE)
+    reason = unsupported[0] if unsupported else text.splitlines()[0]
+    return reason if reason.endswith((".", "!", "?")) else f"{reason}."

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ..collectives.digest import digest
 from ..collectives.tree import name_dtype
-from ..parallel.models import sharing_memory
-from ..parallel.wrap import clean_state_dict
-from ..torch_internals import is_dtensor
-from .states import CHECKED_CLASSES, describe, has_names, match_names, module_state, path_to, tensors_of
-
-_LONGEST = 60  # characters of a value that is shown
+from .states import (
+    CHECKED_CLASSES,
+    describe,
+    has_names,
+    is_ordinary,
+    module_state,
+    path_to,
+    place_of,
+)
 
 
 def explain_misfits(
@@ -54,45 +55,35 @@ def _explain_misfit(target: Any, state: Any, kind: str | None, shapes: Any) -> l
         return [f"is {kind} there, {here} here"]
     if isinstance(target, Optimizer):
         return _explain_optimizer_misfits(target, state, shapes)
-    if isinstance(target, LRScheduler) and isinstance(state, Mapping):
-        return _explain_texts(target.state_dict(), state)
     return []
 
 
-def _explain_module_misfits(module: nn.Module, saved: Any) -> list[str]:
-    if not has_names(saved):
-        return [f"is a {type(saved).__name__} there, not a model's state dict"]
+def _explain_module_misfits(module: nn.Module, there: Any) -> list[str]:
+    if not has_names(there):
+        return [f"is a {type(there).__name__} there, not a model's state dict"]
     here = module_state(module)
-    there = match_names(saved, list(here))
     found = [f"has {key} here, not there" for key in here if key not in there]
     found += [f"has {key} there, not here" for key in there if key not in here]
     for key, value in here.items():  # in this order on every rank, unlike a set
-        if key not in there:
-            continue
-        problem = _explain_entry(key, value, there[key])
-        if problem:
-            found.append(problem)
+        if key in there:
+            found += _explain_entry(key, value, there[key])
     return found
 
 
-def _explain_entry(key: str, here: Any, there: Any) -> str:
-    """Say why one entry of a model's state does not fit; "" if nothing speaks against it."""
+def _explain_entry(key: str, here: Any, there: Any) -> list[str]:
+    """Say why one entry of a model's state does not fit; [] if nothing speaks against it."""
     if _shape(there) != _shape(here):
-        return f"has {key} of shape {_shape(there)} there, of {_shape(here)} here"
+        return [f"has {key} of shape {_shape(there)} there, of {_shape(here)} here"]
     if not isinstance(here, Tensor):
-        return ""
+        return []
     if here.is_meta:
-        problem = f"has {key} on the meta device here, which takes no values"
-        return f"{problem}: move it with to_empty() before"
-    if not isinstance(there, Tensor):
-        return ""
-    return explain_loss(key, there, here.dtype)
+        return [f"has {key} on the meta device here, which takes no values: move it with to_empty() before"]
+    problem = explain_loss(key, there, here.dtype) if isinstance(there, Tensor) else ""
+    return [problem] if problem else []
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, Tensor):
-        return ()
-    return tuple(value.shape)
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
 def _explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) -> list[str]:
@@ -103,114 +94,19 @@ def _explain_optimizer_misfits(optimizer: Optimizer, saved: Any, shapes: Any) ->
         saved: The state, of any kind.
         shapes: The shapes of the tensors that it is of, as `describe()` gave them, if known.
     """
-    if not _is_state(saved):
-        return ["is no optimizer's state dict there"]
-    there = _group_sizes(saved["param_groups"])
-    here = _group_sizes(optimizer.param_groups)
+    there = [len(group["params"]) for group in saved["param_groups"]]
+    here = [len(group["params"]) for group in optimizer.param_groups]
     if there != here:
         return [f"has groups of {there} tensors there, of {here} here"]
-    found = _misplaced(optimizer.param_groups, saved["param_groups"])
-    for i, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
-        found += _explain_texts(group, saved_group, f" in group {i}")
-    if found:
-        return found
     _, mine = describe(optimizer)
-    if shapes and shapes != mine:  # a state dict that was saved as plain data has none
-        return _explain_shapes(mine, shapes)
-    return _explain_losses(optimizer, saved)
-
-
-def _explain_texts(here: Mapping[str, Any], there: Mapping[str, Any], where: str = "") -> list[str]:
-    """Say which settings are text in a file and numbers here, such as a learning rate: torch would take it over."""
+    if not shapes:  # as of a state dict that was saved as plain data
+        return []
     found = []
-    for name, value in here.items():
-        saved = there.get(name)
-        is_number = isinstance(value, int | float | list | tuple | Tensor)
-        if is_number and _has_text(saved) and not _has_text(value):
-            found.append(f"has {name}={repr(saved)[:_LONGEST]}{where} there, {type(value).__name__} here")
-    return found
-
-
-def _has_text(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_has_text, value))
-    return isinstance(value, str)
-
-
-def _is_state(saved: Any) -> bool:
-    try:
-        _group_sizes(saved["param_groups"])
-        dict(saved["state"])
-    except (TypeError, KeyError, IndexError, ValueError, AttributeError):
-        return False
-    return True
-
-
-def _group_sizes(groups: Any) -> list[int]:
-    return [len(group["params"]) for group in groups]
-
-
-def _misplaced(here: Any, there: Any) -> list[str]:
-    """Say which named parameters have another's index in saved groups of the same sizes."""
-    mine = _parameter_names(here)
-    found = []
-    for index, name in _parameter_names(there).items():
-        now = mine.get(index, name)
-        if name == now or name not in mine.values():
-            continue
-        group, number = index
-        found.append(
-            f"has {name} as tensor {number} of group {group} there, {now} here: "
-            "make it of the parameters in the same order"
-        )
-    return found
-
-
-def _parameter_names(groups: Any) -> dict[tuple[int, int], str]:
-    """Return the names of an optimizer's parameters, without those of wrappers, if it has some."""
-    names: dict[tuple[int, int], str] = {}
-    for group_index, group in enumerate(groups):
-        given = group.get("param_names")
-        if isinstance(given, list | tuple):
-            names |= {(group_index, i): name for i, name in enumerate(given) if isinstance(name, str)}
-    whole = dict.fromkeys(names.values())
-    cleaned = clean_state_dict(whole)
-    if len(cleaned) < len(whole):  # they were no wrappers'
-        return names
-    clean = dict(zip(whole, cleaned, strict=True))
-    return {index: clean[name] for index, name in names.items()}
-
-
-def _explain_shapes(mine: list[list[list[int]]], shapes: Any) -> list[str]:
-    """Say which tensors have other shapes there, given by group, in a file of any form."""
-    found = []
-    for group_index, (group, saved_group) in enumerate(zip(mine, shapes, strict=False)):
-        for i, (here, there) in enumerate(zip(group, saved_group, strict=False)):
-            if here == there:
-                continue
-            tensor = f"tensor {i} of group {group_index}"
-            found.append(f"has {tensor} of shape {tuple(there)} there, of {tuple(here)} here")
-    return found or ["has tensors of other shapes there"]
-
-
-def _explain_losses(optimizer: Optimizer, saved: Any) -> list[str]:
-    """Say which tensors of a saved state would be changed by the dtypes of the parameters."""
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return []  # only torch's own is known to give a state the dtype of its parameter
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
-    found = []
-    for key, parameter in zip(keys, parameters, strict=True):
-        if not parameter.is_floating_point():
-            continue
-        state = saved["state"].get(key)
-        if not isinstance(state, Mapping):
-            continue
-        converted = {name: value for name, value in state.items() if name != "step"}  # which keeps its dtype
-        for name, tensor in tensors_of(f"state[{key!r}]", converted):
-            problem = explain_loss(name, tensor, parameter.dtype)
-            if problem:
-                found.append(problem)
+    for index, (group, saved_group) in enumerate(zip(mine, shapes, strict=True)):
+        for i, (shape, saved_shape) in enumerate(zip(group, saved_group, strict=True)):
+            if shape != saved_shape:
+                texts = f"{tuple(saved_shape)} there, of {tuple(shape)} here"
+                found.append(f"has tensor {i} of group {index} of shape {texts}")
     return found
 
 
@@ -229,24 +125,17 @@ def explain_loss(name: str, saved: Tensor, dtype: torch.dtype) -> str:
 
 
 def _holds(dtype: torch.dtype, saved: Tensor) -> bool:
-    """Return whether a tensor keeps its values in another dtype.
-
-    Numbers that are not integers may be rounded.
-    """
+    """Return whether a tensor keeps its values in another dtype; numbers that are not integers may be rounded."""
     if saved.is_complex() and not dtype.is_complex:
         return False
     converted = saved.to(dtype)
     if dtype.is_complex and not saved.is_complex():
         converted = converted.real
-    if _has_fractions(saved.dtype) and _has_fractions(dtype):
+    has_fractions = saved.is_floating_point() or saved.is_complex()
+    if has_fractions and (dtype.is_floating_point or dtype.is_complex):
         return _is_rounded(converted, saved)
-    if not torch.equal(converted.to(saved.dtype), saved):
-        return False
-    return _has_negative(converted) == _has_negative(saved)
-
-
-def _has_fractions(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+    has_sign = dtype.is_signed or not saved.dtype.is_signed or not (saved < 0).any()
+    return has_sign and torch.equal(converted.to(saved.dtype), saved)
 
 
 def _is_rounded(converted: Tensor, saved: Tensor) -> bool:
@@ -257,73 +146,26 @@ def _is_rounded(converted: Tensor, saved: Tensor) -> bool:
     if saved.itemsize == 1:  # torch does not compare floats of 8 bits
         saved = saved.float()
     back = converted.to(saved.dtype)  # larger numbers became infinite, NaN, or the largest
-    smallest = limits.smallest_normal
-    return torch.allclose(back, saved, rtol=limits.eps, atol=smallest, equal_nan=True)
-
-
-def _has_negative(tensor: Tensor) -> bool:
-    return tensor.dtype.is_signed and bool((tensor < 0).any())
+    return torch.allclose(back, saved, rtol=limits.eps, atol=limits.smallest_normal, equal_nan=True)
 
 
 # Saved tensors that differ but are meant for the same memory: the last one loaded would win.
 
 
 def _explain_conflicts(objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
-    """Say which saved tensors differ but would be loaded into the same memory."""
-    here, there = _loaded_tensors(objects, states)
-    paths = list(here)
+    """Say which saved tensors differ but would be loaded into the same one."""
     found = []
-    for index in sorted(sharing_memory(here.values())):
-        path = paths[index]
-        for other in paths[:index]:
-            if _overwrites(here[path], here[other], there[path], there[other]):
-                problem = f"{other} and {path} differ there, but share memory here"
-                found.append(f"{problem}: untie them, or load equal ones")
-                break
-    return found
-
-
-def _loaded_tensors(
-    objects: Mapping[str, Any],
-    states: Mapping[str, Any],
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return models' tensors, and those to load into them, by path in the order of loading; none is sharded."""
-    mine = {}
-    saved = {}
+    firsts: dict[Any, tuple[str, Tensor]] = {}  # by their place in memory here
     for name, module in objects.items():
         if not isinstance(module, nn.Module):
             continue
-        state = module_state(module)
-        matched = match_names(states[name], list(state))
-        for key, here in state.items():
-            there = matched[key]
-            if is_dtensor(here) or not isinstance(there, Tensor) or there.is_meta:
+        for key, here in module_state(module).items():
+            there = states[name][key]
+            if not is_ordinary(here) or not isinstance(there, Tensor) or there.is_meta:
                 continue
-            if isinstance(here, Tensor) and here.layout is torch.strided:
-                mine[path_to(name, key)] = here
-                saved[path_to(name, key)] = there
-    return mine, saved
-
-
-@torch.no_grad()
-def _overwrites(later: Tensor, earlier: Tensor, saved_later: Tensor, saved_earlier: Tensor) -> bool:
-    """Return whether loading the later of two tensors changes the earlier one; it is tried on copies."""
-    storage = earlier.untyped_storage()
-    if later.untyped_storage().data_ptr() != storage.data_ptr():
-        return False
-    if _place(earlier) == _place(later) and _place(saved_earlier) == _place(saved_later):
-        return False
-    memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
-    copies = []
-    for tensor in (earlier, later):
-        copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        copies.append(copy.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride()))
-    copies[0].copy_(saved_earlier)
-    loaded = digest(copies[0])
-    copies[1].copy_(saved_later)
-    return digest(copies[0]) != loaded
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return which elements of which memory a tensor is."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            path = path_to(name, key)
+            other, saved = firsts.setdefault(place_of(here), (path, there))
+            if saved is not there and digest(saved) != digest(there):
+                problem = f"{other} and {path} differ there, but share memory here"
+                found.append(f"{problem}: untie them, or load equal ones")
+    return found

@@ -15,19 +15,17 @@ import os
 import re
 import shutil
 import socket
-import stat
-import tempfile
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..launch.process_tree import boot_id, born, own_birth
-from .files import NoFileError, open_file, unreadable, write_durably
+from ..launch.process_tree import boot_id
+from .files import write_durably
 from .saving import Writing
 
 Scores = dict[str, float | None]  # by a checkpoint's name, the last written first
@@ -50,16 +48,13 @@ def step_of(name: str) -> int:
 
 
 def find_checkpoints(folder: Path) -> list[str]:
-    """Name the checkpoints, the last written first; then those not listed, the greatest step first.
-
-    A name may be gone when it is used, if a job beside this one saves and deletes.
-    """
-    while True:
-        listed = list(_read_list(folder))
-        present = _find_files(folder)
-        if list(_read_list(folder)) == listed:  # else a writer has changed it meanwhile
-            break
-    others = present.difference(listed)
+    """Name the checkpoints, the last written first; then those not listed, the greatest step first."""
+    listed = list(_read_list(folder))  # before the files: a job beside this one lists what it has written
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    others = [name for name in names if name not in listed and _is_checkpoint(folder, name)]
     return listed + sorted(others, key=step_of, reverse=True)
 
 
@@ -69,21 +64,13 @@ def find_best(folder: Path) -> list[str]:
 
 
 def _read_list(folder: Path) -> Scores:
-    """Read `latest`, without what is no file here; {} if it cannot be read.
-
-    Raises:
-        CheckpointError: If it is a pipe or the like.
-    """
-    path = folder / _LIST
+    """Read `latest`, without what is no file here; {} if it cannot be read."""
     try:
-        with open_file(path) as file:
-            lines = file.read().decode(errors="replace").splitlines()
-    except NoFileError as error:
-        raise unreadable(path, error) from error
+        text = (folder / _LIST).read_text(errors="replace")
     except OSError:
         return {}
     listed: Scores = {}
-    for line in lines:
+    for line in text.splitlines():
         name, _, score = line.partition(" ")
         if _is_checkpoint(folder, name):
             listed.setdefault(name, _parse_score(score))
@@ -109,40 +96,27 @@ def list_and_prune(path: Path, score: float | None, keep: int, keep_best: int, p
     listed: Scores = {path.name: score, **former}
     last = list(listed)[:keep]
     best = _rank_by_score(listed)[:keep_best]
-    kept = {name: listed[name] for name in listed if name in last or name in best}
+    kept = [name for name in listed if name in last or name in best]
+    lines = [name if listed[name] is None else f"{name} {listed[name]!r}" for name in kept]
+    text = "".join(f"{line}\n" for line in lines)
     try:
-        _write_list(folder, kept)
+        write_durably(folder / _LIST, lambda file: file.write(text.encode()))
     except OSError as error:
         raise CheckpointError(
             f"Saved {path}, which is complete, but cannot list it in {folder / _LIST}: {error}. "
             "So load_latest() and load_best() may take another checkpoint; load(path) takes this "
             "one. No older one was deleted."
         ) from error
-    for name in listed.keys() - kept.keys():
+    for name in listed.keys() - kept:
         try:
             (folder / name).unlink(missing_ok=True)
         except OSError as error:
             _log.warning("Saved %s, but an old checkpoint stays: %s.", path, error)
-    _delete_unused(folder, of=path.stem, used=pieces)
+    delete_left_overs(folder, of=path.stem, used=pieces)
 
 
-def delete_left_overs(folder: Path) -> None:
-    """Delete the files that a writer which was killed has left."""
-    for name in os.listdir(folder):
-        if _LEFT_OVER.fullmatch(name):
-            with suppress(OSError):
-                os.unlink(folder / name)
-    _delete_unused(folder)
-
-
-def is_folder_of(path: Path, name: str) -> bool:
-    """Return whether this is the name of a folder for the pieces of a checkpoint."""
-    match = _PIECES.fullmatch(name)
-    return match is not None and match[1] == path.stem
-
-
-def _delete_unused(folder: Path, of: str = "", used: str = "") -> None:
-    """Delete folders of pieces that no checkpoint uses.
+def delete_left_overs(folder: Path, of: str = "", used: str = "") -> None:
+    """Delete what a writer that was killed has left, and folders of pieces that no checkpoint uses.
 
     Args:
         folder: The folder of the checkpoints.
@@ -151,6 +125,9 @@ def _delete_unused(folder: Path, of: str = "", used: str = "") -> None:
         used: The name of the folder that is used.
     """
     for name in os.listdir(folder):
+        if _LEFT_OVER.fullmatch(name):
+            with suppress(OSError):
+                os.unlink(folder / name)
         match = _PIECES.fullmatch(name)
         if match is None or name == used:
             continue
@@ -158,13 +135,10 @@ def _delete_unused(folder: Path, of: str = "", used: str = "") -> None:
             shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def _find_files(folder: Path) -> set[str]:
-    """Find the names of all checkpoints in the folder, listed or not."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return set()
-    return {name for name in names if _is_checkpoint(folder, name)}
+def is_folder_of(path: Path, name: str) -> bool:
+    """Return whether this is the name of a folder for the pieces of a checkpoint."""
+    match = _PIECES.fullmatch(name)
+    return match is not None and match[1] == path.stem
 
 
 def _is_checkpoint(folder: Path, name: str) -> bool:
@@ -178,33 +152,20 @@ def _parse_score(text: str) -> float | None:
         return None
 
 
-def _write_list(folder: Path, scores: Mapping[str, float | None]) -> None:
-    text = ""
-    for name, score in scores.items():
-        shown = "" if score is None else f" {score!r}"
-        text += f"{name}{shown}\n"
-    write_durably(folder / _LIST, lambda file: file.write(text.encode()))
-
-
-def _rank_by_score(scores: Mapping[str, float | None]) -> list[str]:
+def _rank_by_score(scores: Scores) -> list[str]:
     """Name those that have a score, the greatest first, equal ones in their order, NaN last."""
-    known = {name: score for name, score in scores.items() if score is not None}
-    numbers = [name for name in known if not math.isnan(known[name])]
-    others = [name for name in known if name not in numbers]
-    return sorted(numbers, key=known.__getitem__, reverse=True) + others
+    known = {name: (not math.isnan(score), score) for name, score in scores.items() if score is not None}
+    return sorted(known, key=known.__getitem__, reverse=True)
 
 
-# Lock folders: one job at a time writes into a folder, and a second one gets an error that names it.
+# Locks: one job at a time writes into a folder, and a second one gets an error that names it.
 #
-# The kernel holds such a lock for this process and drops it when the process ends, however it ends,
-# so none can be left behind on this machine. Some shared file systems lock within one machine only,
-# so the file that is locked also says which job holds it.
+# The kernel drops the lock when the process ends, however it ends. Some shared file systems lock
+# within one machine only, so the file that is locked also says which job holds it.
 
 _LOCK_FILE = ".writer"
 _FRESH = 300.0  # seconds since its last save in which a job on another machine counts as running
 _LENGTH = 10_000  # bytes of a lock's file that are read
-_ADVICE = "Two jobs would mix their checkpoints: give each a folder of its own."
-_NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENXIO)  # of opening a link, one on BSD, a socket
 _IDENTITIES = (  # variables that a job has again when it is started again, maybe on another machine
     *("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID"),
     *("PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX"),
@@ -228,11 +189,12 @@ def lock_folder(folder: Path) -> FolderLock:
     return lock
 
 
-def wait_for_writing(folder: Path) -> None:
-    """Wait until this process writes no checkpoint into a folder any more."""
+def finish_writing(folder: Path, writing: Writing | None = None) -> str:
+    """Wait until this process writes no checkpoint into a folder; return what went wrong with one of them."""
     lock = _locks.get(os.path.realpath(folder))
     if lock is not None and lock.writing is not None:
-        lock.writing.join()
+        lock.writing.finish()
+    return "" if writing is None else writing.finish()
 
 
 class FolderLock:
@@ -249,127 +211,74 @@ class FolderLock:
         self.writers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.writing: Writing | None = None
         self._folder = folder
-        self._path = folder / _LOCK_FILE
         self._me = _describe_this_job()
-        self._file = -1
-        self._release: Finalize | None = None
+        path = folder / _LOCK_FILE
+        # a link would be followed to a file of somebody else's
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            self._take(path)
+        except BaseException:
+            os.close(self._file)
+            raise
+        Finalize(self, _release, (path, self._file, self._me), exitpriority=0)
 
     def renew(self) -> None:
-        """Take the lock, or show that it is still in use; raise if it is another job's."""
-        if self._file < 0 or not _is_open(self._path, self._file):
-            self._take()  # it was not yet taken, or somebody deleted the file
-            return
+        """Show that the lock is in use; raise if another job has taken it, where locks end at the machine."""
         if _read(self._file) != self._me:
-            raise self._refusal(self._file, "has begun to write into")
+            raise self._refusal("has begun to write into")
         os.utime(self._file)
 
-    def _take(self) -> None:
-        with ExitStack() as on_failure:
-            file = _open(self._path)
-            on_failure.callback(os.close, file)
-            self._lock(file)
-            if os.fstat(file).st_nlink > 1:  # a backup has it, too, or it is somebody's
-                os.unlink(self._path)
-            is_at_path = _is_open(self._path, file)
-            if is_at_path:
-                on_failure.pop_all()
-        if not is_at_path:  # it was deleted here, or meanwhile by its former holder
-            self._take()
-            return
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(self._me).encode(), 0)
-        if self._release is not None:  # of a file that somebody has deleted
-            self._release()
-        self._file = file
-        self._release = Finalize(self, _release, (self._path, file, self._me), exitpriority=0)
-
-    def _lock(self, file: int) -> None:
-        """Lock a file, where the system can; raise if another job writes into the folder."""
+    def _take(self, path: Path) -> None:
         try:
             # not shared with forked workers, as flock's is
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # others say that this file system has no locks
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise self._refusal(file, "is writing into") from None
-        if _is_open(self._path, file) and self._may_live(_read(file), file):
-            when = f" within the last {_FRESH / 60:g} minutes"
-            problem = self._refusal(file, "has written into", when)
-            raise CheckpointError(f"{problem} If it has ended, delete {self._path}.")
+                raise self._refusal("is writing into") from None
+        if not _is_open(path, self._file):  # its former holder, which is ending, has deleted it
+            raise self._refusal("has just written into")
+        if self._may_live(_read(self._file)):
+            problem = self._refusal(f"has written within the last {_FRESH / 60:g} minutes into")
+            raise CheckpointError(f"{problem} If it has ended, delete {path}.")
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, json.dumps(self._me).encode(), 0)
 
-    def _refusal(self, file: int, does: str, when: str = "") -> CheckpointError:
-        """Make the error that names the job which a lock's file describes."""
-        holder = _read(file)
+    def _refusal(self, does: str) -> CheckpointError:
+        """Make the error that names the job which holds the folder."""
+        holder = _read(self._file)
         job = "Another job"
         if holder:
             process = f"process {holder.get('pid')} on {holder.get('host')}"
             job = f"Another job ({process}, since {holder.get('since')})"
-        return CheckpointError(f"{job} {does} {self._folder}{when}. {_ADVICE}")
+        remedy = "Two jobs would mix their checkpoints: give each a folder of its own."
+        return CheckpointError(f"{job} {does} {self._folder}. {remedy}")
 
-    def _may_live(self, holder: Mapping[str, Any], file: int) -> bool:
-        """Return whether a holder may still run, although this process got the lock.
-
-        That happens where locks do not reach from machine to machine, and where a process has
-        closed any other descriptor of the file, by which it loses the lock.
-        """
-        if not holder or holder == self._me:
+    def _may_live(self, holder: Mapping[str, Any]) -> bool:
+        """Return whether a job may still run, although this process got the lock, because it is on another machine."""
+        if not holder or holder.get("machine") == self._me["machine"]:
             return False
-        if holder.get("machine") == self._me["machine"]:
-            return holder.get("pid") != self.pid and _is_running(holder)
         if self._me["job"] and holder.get("job") == self._me["job"]:  # this job, started again
             return False
-        with tempfile.TemporaryFile(dir=self._folder) as new:  # by the clock of the file system
-            age = os.fstat(new.fileno()).st_mtime - os.fstat(file).st_mtime
-        return age < _FRESH
+        return time.time() - os.fstat(self._file).st_mtime < _FRESH
 
 
 def _describe_this_job() -> dict[str, Any]:
     """Describe this process and its job, so that others can name it, and know it again."""
+    host = socket.gethostname()
     try:
         machine = boot_id()
     except OSError:
-        machine = socket.gethostname()
+        machine = host
     found = {name: os.environ.get(name, "") for name in _IDENTITIES}
     identity = [f"{name}={value}" for name, value in found.items() if value not in ("", "none")]
     return {
-        "host": socket.gethostname(),
+        "host": host,
         "machine": machine,
         "pid": os.getpid(),
-        "born": own_birth(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         "job": " ".join(identity),  # torchrun's default is none
         "token": os.urandom(8).hex(),
     }
-
-
-def _is_running(holder: Mapping[str, Any]) -> bool:
-    """Return whether a holder on this machine runs, by its number and by when it started."""
-    pid = holder.get("pid")
-    if not isinstance(pid, int):
-        return False
-    try:
-        start = born(pid)  # "" if it has ended
-    except OSError:
-        return True
-    return start != "" and holder.get("born") in (start, "", None)
-
-
-def _open(path: Path) -> int:
-    """Open a lock's file, or make it.
-
-    Raises:
-        CheckpointError: If it is a symbolic link or no file: what is behind it would be overwritten.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        file = os.open(path, flags, 0o666)
-    except OSError as error:
-        if error.errno not in _NO_FILE:
-            raise
-    else:
-        if stat.S_ISREG(os.fstat(file).st_mode):
-            return file
-        os.close(file)
-    raise CheckpointError(f"{path} is a link or no file, so no Checkpointer made it. Delete it.")
 
 
 def _is_open(path: Path, file: int) -> bool:
@@ -394,6 +303,4 @@ def _read(file: int) -> dict[str, Any]:
         holder = json.loads(os.pread(file, _LENGTH, 0))
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(holder, dict):
-        return {}
-    return holder
+    return holder if isinstance(holder, dict) else {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,28 +12,22 @@ from torch.optim import Optimizer
 
 from ..collectives.differences import list_lines
 from ..data.seeds import check_rng_state, set_rng_states
-from ..errors import CheckpointError, message_of
+from ..errors import CheckpointError
 from ..job.lifecycle import exchange
 from ..launch.ranks import get_rank, get_world_size, is_main_process
 from ..parallel.lr_scaling import applied_scales
 from ..parallel.models import unwrap_model
 from ..torch_internals import is_dtensor
-from .files import FORMAT_WITH_PIECES, explain_unusable, open_file, read, unreadable
+from .files import FORMAT_WITH_PIECES, explain_unusable, read, unreadable
 from .fit import explain_misfits
-from .saving import merge_problems, try_on_all, try_on_main
+from .saving import try_on_all
 from .states import sharding, state_for, tensors_of
 
 _log = logging.getLogger(__name__)
-_TRIES = 20  # at a file that some ranks see and others do not
-_PAUSE = 0.05  # seconds between them
 _UNDEFINED = (
     "The objects are in an undefined state on every rank, some of them loaded: load a checkpoint "
     "that fits them, or create them again, before going on."
 )
-
-
-class FileChanged(CheckpointError):
-    """A file has gone, or is another one, since its name was read."""
 
 
 def load_first(
@@ -58,25 +50,18 @@ def load_first(
             that can does not fit.
     """
     reasons: dict[str, str] = {}  # why those that were tried cannot be read
-    tries: Counter[str] = Counter()
 
-    def choose() -> str | None:
-        for name in candidates(folder):
-            if name not in reasons:
-                return name
-        return None
+    def choose() -> str:
+        if is_main_process():
+            for name in candidates(folder):  # anew, for a job beside this one may save and delete
+                if name not in reasons:
+                    return name
+        return ""
 
-    while True:
-        name = try_on_main(choose)
-        if name is None:
-            break
-        tries[name] += 1
+    while name := exchange(try_on_all(choose))[0]:
         try:
             content, sharded = _read_on_all(folder / name, objects)
         except CheckpointError as error:  # the same on every rank
-            if isinstance(error, FileChanged) and tries[name] < _TRIES:
-                time.sleep(_PAUSE)  # a job beside this one saves and deletes
-                continue
             if is_main_process():
                 _log.warning("%s Trying the checkpoint before it.", error)
             reasons[name] = f"\n  {error}"
@@ -115,37 +100,27 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any]
     """
     tensors = [tensor for name, value in objects.items() for _, tensor in tensors_of(name, value)]
     is_sharded = any(map(is_dtensor, tensors))
-    problem = ""
     with ExitStack() as stack:
-        try:
-            # held open, for it may be deleted before all have read it
-            file = stack.enter_context(open_file(path))
-        except (OSError, ValueError) as error:  # the second for a name with a null character
-            problem = message_of(unreadable(path, error))
-        problems = exchange(problem)
-        if any(problems):
-            raise FileChanged(merge_problems(problems))
-        content, digest = try_on_all(
-            lambda: _read(path, file, objects, is_sharded),
-            doing=f"Cannot read {path}: ",
-        )
+        # held open, for it may be deleted before all have read it
+        file = try_on_all(lambda: stack.enter_context(_open(path)))
+        content, digest = try_on_all(lambda: _read(path, file, objects, is_sharded), doing=f"Cannot read {path}: ")
     files = len(set(exchange(digest)))
     if files > 1:
-        raise FileChanged(
-            f"The ranks see {files} different files at {path}. They must share the folder.",
-        )
-    if content["format"] == FORMAT_WITH_PIECES:
-        return content, try_on_all(lambda: _verified_pieces(path, content))
-    if is_sharded:
-        return content, sharding().SavedPieces(path, content)
-    return content, None
+        raise CheckpointError(f"The ranks see {files} different files at {path}. They must share the folder.")
+    has_pieces = content["format"] == FORMAT_WITH_PIECES
+    if not has_pieces and not is_sharded:
+        return content, None
+    pieces = try_on_all(lambda: sharding().SavedPieces(path, content))
+    if has_pieces:
+        try_on_all(pieces.verify)
+    return content, pieces
 
 
-def _verified_pieces(path: Path, content: dict[str, Any]) -> Any:
-    """Return what reads the sharded tensors of a checkpoint, when this rank's share of their files is verified."""
-    pieces = sharding().SavedPieces(path, content)
-    pieces.verify()
-    return pieces
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except (OSError, ValueError) as error:  # the second for a name with a null character
+        raise unreadable(path, error) from error
 
 
 def _read(
@@ -158,11 +133,10 @@ def _read(
     problem = explain_unusable(content)
     if not problem and objects:
         states = content["rng"]
-        rank = get_rank()
-        if rank >= len(states):
-            rank = 0  # whose states new ones are derived from
+        # where there is none of this rank, new ones are derived from rank 0's
+        state = states[get_rank()] if get_rank() < len(states) else states[0]
         try:
-            check_rng_state(states[rank])
+            check_rng_state(state)
         except ValueError as error:
             problem = f"{error}; load(path) without objects still reads the rest"
     if problem:
@@ -252,14 +226,14 @@ def _load_into_all(
 def _warn_of_scales(name: str, here: list[Any], saved: list[Any]) -> None:
     """Warn if an optimizer's learning rates were saved with another global batch."""
     for old, new in zip(saved, here, strict=True):
-        if old is None or new is None or old == new:
-            continue
-        _log.warning(
-            "The learning rates of %s were scaled by %g when it was saved, and by %g here: the saved ones are back. If "
-            "the global batch is another one now, multiply each group's lr, and base_lrs of its scheduler, by %g.",
-            name,
-            old,
-            new,
-            new / old,
-        )
-        return
+        if old is not None and new is not None and old != new:
+            _log.warning(
+                "The learning rates of %s were scaled by %g when it was saved, and by %g here: the saved ones are "
+                "back. If the global batch is another one now, multiply each group's lr, and base_lrs of its "
+                "scheduler, by %g.",
+                name,
+                old,
+                new,
+                new / old,
+            )
+            return

@@ -1,27 +1,24 @@
-"""What the ranks save, compared and copied, and the thread that writes it."""
+"""What the ranks save: collected, compared, copied, and written by a thread if nobody waits."""
 
 from __future__ import annotations
 
-import io
+import copy
 import logging
 import os
-import pickle
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..collectives.differences import differing_parts, explain_sharded, list_lines
 from ..collectives.ops import all_gather_object
-from ..collectives.sync import run_on_main
 from ..data.seeds import get_rng_state
 from ..errors import CheckpointError, PeerError, describe_error, message_of
 from ..job import current_job, lifecycle
@@ -29,39 +26,27 @@ from ..job.lifecycle import exchange
 from ..launch.ranks import is_main_process
 from ..parallel.models import strip, without_dtensors, wrapped_paths
 from ..parallel.replicas import gather_unless_equal
-from ..torch_internals import storage_like, untyped_storage
-from .files import FORMAT, FORMAT_WITH_PIECES, NotWanted, check_saveable, from_bytes, pickler_for, to_bytes
-from .states import describe, digest_leaves, path_to, sharding, state_of, take_out, tensors_of
+from .files import FORMAT, FORMAT_WITH_PIECES, check_saveable, from_bytes, to_bytes
+from .states import (
+    describe,
+    digest_leaves,
+    is_ordinary,
+    path_to,
+    place_of,
+    sharding,
+    state_of,
+    take_out,
+    tensors_of,
+)
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_PAUSE = 1.0  # seconds between looks at the main thread, while nothing is decided
+_CALL = "Checkpointer.save"
 _ADVICE = (
     "Only rank 0's would be written. Make them equal first (BatchNorm's statistics and other "
     "buffers with ddpkit.sync_buffers(model), data with ddpkit.broadcast), or save what each rank "
     "has its own of with per_rank={name: value}."
 )
-
-# Work that all ranks finish, or after which all raise one error that says where it went wrong.
-
-
-def try_on_main(fn: Callable[[], T]) -> T | None:
-    """Run `fn` on rank 0 and give its value, plain data, to all ranks. Collective.
-
-    Raises:
-        CheckpointError: On every rank, if `fn` raises one, or an OSError.
-    """
-
-    def attempt() -> tuple[T | None, str]:
-        try:
-            return fn(), ""
-        except (CheckpointError, OSError) as error:
-            return None, message_of(error)
-
-    value, problem = run_on_main(attempt)
-    if problem:
-        raise CheckpointError(problem)
-    return value
 
 
 def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
@@ -80,11 +65,8 @@ def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
         value = fn()
     except PeerError:
         raise
-    except CheckpointError as error:
-        problem = message_of(error)
-        cause = error
     except Exception as error:
-        problem = f"{doing}{describe_error(error)}"
+        problem = _explain(error, doing)
         cause = error
     problems = exchange(problem)
     if any(problems):
@@ -92,18 +74,20 @@ def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
     return value
 
 
+def _explain(error: Exception, doing: str = "") -> str:
+    if isinstance(error, CheckpointError):
+        return message_of(error)
+    return f"{doing}{describe_error(error)}"
+
+
 def merge_problems(problems: list[str]) -> str:
     """Write the ranks' problems, by rank, as one text: once if all have the same."""
     if len(set(problems)) == 1:
         return problems[0]
-    lines = []
-    for rank, problem in enumerate(problems):
-        if problem:
-            lines.append(f"Rank {rank}: {problem}")
-    return "\n".join(lines)
+    return "\n".join(f"Rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
 
 
-# What is saved: described on each rank, and put together.
+# What is saved: the states of all ranks, and what each has its own of.
 
 
 class Collected(NamedTuple):
@@ -170,16 +154,14 @@ def collect(
     tensors: dict[str, Any] = {}  # the sharded ones, by path
 
     def take() -> tuple[dict[str, Any], bytes]:
-        check_tensors("Checkpointer.save", values, own)
-        saved = values
-        if not is_main_process():
-            saved = {name: values[name] for name in compared}
-        content = _take_states(saved, tensors, "state")
-        part = _take_states(own, {}, "per_rank")  # in which none are sharded
-        check_saveable({"per_rank": part["per_rank"]})
-        part["rng"] = get_rng_state()
-        part["sharded"] = sharding().describe(tensors) if tensors else {}
-        return {"format": FORMAT, "step": step, "score": score, **content}, to_bytes(part)
+        check_tensors(_CALL, values, own)  # FSDP's state_dict() would communicate
+        here = list(values) if is_main_process() else compared
+        content = _take_states("state", {name: values[name] for name in here}, tensors)
+        mine = _take_states("per_rank", own, {})  # in which none are sharded
+        check_saveable({"state": content["state"], "per_rank": mine["per_rank"]})
+        mine["rng"] = get_rng_state()
+        mine["sharded"] = sharding().describe(tensors) if tensors else {}
+        return {"format": FORMAT, "step": step, "score": score, **content}, to_bytes(mine)
 
     content, mine = try_on_all(take)
     parts = [from_bytes(data) for data in all_gather_object(mine)]
@@ -195,29 +177,26 @@ def collect(
     return Collected(content, compared, sharded)
 
 
-def _take_states(values: Mapping[str, Any], sharded: dict[str, Any], key: str) -> dict[str, Any]:
+def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any]) -> dict[str, Any]:
     """Return the states of objects under a key, and beside it what they are of; move sharded tensors out."""
     states = {name: state_of(value) for name, value in values.items()}
     tensors = list(tensors_of(key, states))
     unsaveable = tensors if key == "per_rank" else without_dtensors(tensors)
-    problem = explain_sharded("Checkpointer.save", unsaveable)  # one that only the state shows
+    problem = explain_sharded(_CALL, unsaveable)  # one that only the state shows
+    for name, tensor in reversed(tensors):
+        if is_lazy(tensor):
+            problem = f"Cannot save {name}: it is lazy. Call the model once before."
+        elif tensor.is_meta:
+            problem = f"Cannot save {name}: it is on the meta device and has no values. Make it with some."
     if problem:
         raise CheckpointError(problem)
-    for name, tensor in tensors:
-        if is_lazy(tensor):
-            problem = f"Cannot save {name}: it is lazy and not initialised yet."
-            raise CheckpointError(f"{problem} Call the model once before.")
-        if tensor.is_meta:
-            problem = f"Cannot save {name}: it is on the meta device and has no values."
-            raise CheckpointError(f"{problem} Make it with some.")
-    kinds = {}
-    shapes = {}
-    for name, value in values.items():
-        kind, shapes[name] = describe(value)
-        if kind:
-            kinds[name] = kind
+    described = {name: describe(value) for name, value in values.items()}
     states = {name: take_out(name, state, sharded) for name, state in states.items()}
-    return {key: states, "kinds": kinds, "shapes": shapes}
+    return {
+        key: states,
+        "kinds": {name: kind for name, (kind, _) in described.items() if kind},
+        "shapes": {name: shapes for name, (_, shapes) in described.items()},
+    }
 
 
 # The comparison of the ranks' states, before rank 0's are saved for all.
@@ -272,198 +251,110 @@ def _broadcast_buffers(model: Any) -> set[str]:
 
 
 # A copy of what is saved, which a thread can write while the training changes the original.
-#
-# The copy is made by pickling: what is no storage of tensors goes into the pickle, and each storage
-# is copied into memory on the CPU, which the next copy uses again.
 
 
-class SnapshotMemory:
-    """Memory on the CPU for one snapshot at a time: a new one overwrites the one before."""
+@torch.inference_mode(False)
+def snapshot(content: Any) -> Callable[[], Any]:
+    """Copy a content to the CPU; return, when it may be changed, a function that gives the copy."""
+    copies: dict[int, Any] = {}  # of tensors, by id
+    by_place: dict[Any, Tensor] = {}  # the same elements have one
+    devices = set()
+    for _, tensor in tensors_of("", content):
+        if is_ordinary(tensor) and not tensor.is_meta:
+            place = place_of(tensor)
+            if place not in by_place:
+                by_place[place] = _copy_to_cpu(tensor)
+            copies[id(tensor)] = by_place[place]
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+    copied = copy.deepcopy(content, copies)
+    # what is asked of a device later, such as the next step, is done after the copies
+    events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
-    def __init__(self) -> None:
-        self._kept: list[Tensor] = []
+    def get() -> Any:
+        for event in events:
+            event.synchronize()
+        return copied
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held."""
-        return sum(buffer.nbytes for buffer in self._kept)
-
-    @torch.inference_mode(False)
-    def copy(self, content: Any) -> Callable[[], Any]:
-        """Copy a content; return, when it may be changed, a function that gives the copy."""
-        file = io.BytesIO()
-        sources = _pickle(content, file)
-        self._hold([(len(source), source.is_cuda) for source in sources])
-        for source, target in zip(sources, self._kept, strict=True):
-            target.copy_(source, non_blocking=source.is_cuda)
-        # what is asked of a device later, such as the next step, is done after the copies
-        devices = {source.device for source in sources if source.is_cuda}
-        events = [torch.cuda.current_stream(device).record_event() for device in devices]
-        storages = [target.untyped_storage() for target in self._kept]
-
-        def load() -> Any:
-            for event in events:
-                event.synchronize()
-            return _Unpickler(file.getvalue(), storages).load()
-
-        return load
-
-    def _hold(self, wanted: list[tuple[int, bool]]) -> None:
-        """Hold memory of these sizes, in bytes, pinned or not: what is there, else new."""
-        free = defaultdict(list)
-        for buffer in self._kept:
-            free[len(buffer), buffer.is_pinned()].append(buffer)
-        found = [free[key].pop() if free[key] else None for key in wanted]
-        self._kept = []  # so that memory of other sizes is given back first
-        free.clear()
-        for (size, is_pinned), old in zip(wanted, found, strict=True):
-            if old is not None:
-                self._kept.append(old)
-                continue
-            new = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-            self._kept.append(new)
+    return get
 
 
-class _Place(NamedTuple):
-    """What stands for a storage in a pickle."""
-
-    number: int
-    dtype: torch.dtype | None  # of torch's older class of storages
-
-
-def _pickle(content: Any, file: io.BytesIO) -> list[Tensor]:
-    """Pickle a content without its storages; return the bytes of these, by their index."""
-    sources: list[Tensor] = []
-    indices: dict[tuple[int, int], int] = {}  # by address and size
-    base = pickler_for(content)
-
-    class Pickler(base):  # type: ignore[valid-type, misc]
-        def persistent_id(self, obj: Any) -> _Place | None:
-            storage = untyped_storage(obj)
-            if storage is None:
-                return None
-            key = storage.data_ptr(), storage.nbytes()
-            if key not in indices:
-                indices[key] = len(sources)
-                bytes_of_it = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                sources.append(bytes_of_it.set_(storage))  # keeps it alive, and its address
-            return _Place(indices[key], getattr(obj, "dtype", None))
-
-    Pickler(file, pickle.HIGHEST_PROTOCOL).dump(content)
-    return sources
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the CPU; from a GPU to pinned memory, without waiting."""
+    plain = tensor.detach()
+    new = torch.empty_like(plain, device="cpu", pin_memory=tensor.is_cuda)
+    new.copy_(plain, non_blocking=tensor.is_cuda)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(new, tensor.requires_grad)
+    return new.requires_grad_(tensor.requires_grad)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, storages: list[UntypedStorage]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._storages = storages
-
-    def persistent_load(self, place: _Place) -> Any:
-        return storage_like(self._storages[place.number], place.dtype)
-
-
-# The thread that writes a checkpoint while this rank goes on; it is kept only if all ranks agree.
+# The writing of a checkpoint, by a thread if nobody waits for it.
 
 
 class Writing:
-    """What this rank writes of a checkpoint. The process does not end before it, unless it is killed.
+    """What this rank writes of a checkpoint: a function that is called by a thread, or by who waits for it first.
 
     Args:
         step: The checkpoint's.
-        is_awaited: Whether `save()` waits for it.
+        write: Writes it; gets an event that is set while the process waits for it, to end.
         is_shared: Whether other ranks than rank 0 write something, too.
 
     Attributes:
         problem: What went wrong, when it has ended; "" if nothing did.
-        is_ending: Whether the process waits for it, to end.
     """
 
-    def __init__(self, step: int, is_awaited: bool, is_shared: bool) -> None:
+    def __init__(self, step: int, write: Callable[[threading.Event], None], is_shared: bool) -> None:
         self.step = step
-        self.is_awaited = is_awaited
         self.is_shared = is_shared
         self.problem = ""
-        self.is_ending = False
-        self._write: Callable[[], None] | None = None
-        self._finalizer: Finalize | None = None
-        self._pid = os.getpid()
-        self._decided = threading.Event()
+        self._write: Callable[[threading.Event], None] | None = write
+        self._ending = threading.Event()
         self._ended = threading.Event()
-        self._ended.set()
-        self._wanted = True
+        self._thread_of = 0  # the process that has one, which a forked child has not
 
-    def start(self, write: Callable[[], None]) -> None:
-        """Begin to write: call a function that calls `check()` and `confirm()`."""
-        self._write = write
+    def start(self) -> None:
+        """Let a thread write. The process does not end before it, unless it is killed."""
+        threading.Thread(target=self._run_apart, name="ddpkit-checkpoint", daemon=False).start()
+        self._thread_of = os.getpid()
         # the interpreter waits for threads that are no daemons, but a child of multiprocessing lets
         # go of the folder before it does
-        self._finalizer = Finalize(None, self._end_with_process, exitpriority=10)
-        thread = threading.Thread(target=self._run, name="ddpkit-checkpoint", daemon=False)
-        self._ended.clear()
-        try:
-            thread.start()
-        except Exception:
-            self._finalizer.cancel()
-            self._ended.set()
-            raise
-
-    def keep(self) -> None:
-        """Let the checkpoint get its name when it is on the disk."""
-        self._decided.set()
-
-    def give_up(self) -> None:
-        """Delete what was written, unless the checkpoint is complete; wait until that is done."""
-        self._wanted = False
-        self._decided.set()
-        self.join()
-
-    def check(self) -> None:
-        """Raise NotWanted if the checkpoint was given up."""
-        if not self._wanted:
-            raise NotWanted
-
-    def confirm(self) -> None:
-        """Wait for the decision; raise NotWanted if the checkpoint was given up."""
-        while not self._decided.wait(_PAUSE):
-            if not threading.main_thread().is_alive():  # it was interrupted before it could decide
-                raise NotWanted
-        self.check()
+        Finalize(self, _end, (self._ending, self._ended), exitpriority=10)
 
     def is_running(self) -> bool:
-        """Return whether there is still something to write; a forked child has no such thread."""
-        return self._pid == os.getpid() and not self._ended.is_set()
+        """Return whether a thread of this process is writing."""
+        return self._thread_of == os.getpid() and not self._ended.is_set()
 
-    def join(self) -> None:
-        """Wait until the checkpoint is complete, or its writing has failed."""
+    def finish(self) -> str:
+        """Wait for the thread, or write if there is none; return what went wrong, "" if nothing did."""
         if self.is_running():
             # not the thread's own join(), after whose interruption nobody waits for the thread
             self._ended.wait()
+        elif self._thread_of == 0:
+            self._run()
+        return self.problem
 
     def _run(self) -> None:
-        write, self._write = self._write, None  # lets go of the content at the end
-        assert write is not None and self._finalizer is not None
+        write, self._write = self._write, None  # lets go of the content
+        if write is None:
+            return
         try:
-            if not self.is_awaited:
-                self.confirm()  # not beside the comparison, for which the step waits
-            write()
-        except NotWanted:
-            pass
-        except CheckpointError as error:
-            self.problem = message_of(error)
-        except BaseException as error:
-            self.problem = describe_error(error)
+            write(self._ending)
+        except PeerError:
+            raise
+        except Exception as error:
+            self.problem = _explain(error)
+
+    def _run_apart(self) -> None:
+        try:
+            self._run()
         finally:
-            del write  # and with it what holds the folder, before anybody goes on
-            if self.problem and not self.is_awaited:
+            if self.problem:
                 self.problem = f"Saving step {self.step} without waiting failed: {self.problem}"
                 _log.error("%s", self.problem)
-            self._finalizer.cancel()
             self._ended.set()
 
-    def _end_with_process(self) -> None:
-        """Wait for the end, without a decision if there is none yet."""
-        self.is_ending = True
-        if not self._decided.is_set():
-            self._wanted = False
-        self._decided.set()
-        self.join()
+
+def _end(ending: threading.Event, ended: threading.Event) -> None:
+    ending.set()
+    ended.wait()

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..collectives.digest import digest
+from ..collectives.tree import is_dense
 from ..parallel.models import strip, unwrap_model, wrapped_paths
-from ..parallel.wrap import clean_state_dict
 from ..torch_internals import is_dtensor, module_versions, set_module_versions
 
 # a state of another class of these loads without an error, and fails later
@@ -102,25 +102,54 @@ def take_out(
         found: Gets the tensors, by path.
         is_wanted: Tells which values are taken out; by default DTensors.
     """
-    if is_wanted(state):
-        found[name] = state
-        return torch.empty(state.shape, dtype=state.dtype, device="meta")
-    if isinstance(state, np.generic):
-        return state.item()
+
+    def convert(path: str, value: Any) -> Any:
+        if is_wanted(value):
+            found[path] = value
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return _plain(value)
+
+    return map_leaves(name, state, convert)
+
+
+def map_leaves(name: str, state: Any, convert: Callable[[str, Any], Any]) -> Any:
+    """Return a nested state with its leaves and keys converted, which a function gets with their paths.
+
+    Containers in which nothing changes are those of the state.
+    """
     if isinstance(state, Mapping):
         items = {}
         for key, value in state.items():
-            new = key.item() if isinstance(key, np.generic) else key
-            items[new] = take_out(path_to(name, key), value, found, is_wanted)
+            path = path_to(name, key)
+            items[convert(path, key)] = map_leaves(path, value, convert)
         return same_mapping(state, items)
     if type(state) not in (list, tuple):
-        return state
+        return convert(name, state)
     values = []
     for i, value in enumerate(state):
-        values.append(take_out(path_to(name, i), value, found, is_wanted))
+        values.append(map_leaves(path_to(name, i), value, convert))
     if all(new is old for new, old in zip(values, state, strict=True)):
         return state
     return type(state)(values)
+
+
+def without_tensors(state: Any) -> Any:
+    """Return a nested state with their paths in the places of ordinary tensors."""
+    return map_leaves("", state, lambda path, value: path if is_ordinary(value) else _plain(value))
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def is_ordinary(value: Any) -> bool:
+    """Return whether a value is a tensor of no special class or layout, and without attributes."""
+    return type(value) in (Tensor, nn.Parameter) and not vars(value) and is_dense(value)
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return which elements of which memory a tensor is."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), type(tensor)
 
 
 def find_stand_ins(name: str, state: Any) -> Iterator[tuple[str, Tensor]]:
@@ -174,31 +203,11 @@ def state_for(target: Any, saved: Any) -> Any:
     model = unwrap_model(target)
     here = model.state_dict()  # its keys still name the wrappers inside the model
     wrapped = wrapped_paths(model)
-    names = {key: strip(key, wrapped) for key in here}
-    matched = match_names(saved, list(names.values()))
-    state = OrderedDict((key, matched[clean]) for key, clean in names.items())
+    state = OrderedDict((key, saved[strip(key, wrapped)]) for key in here)
     versions = module_versions(saved)
-    if versions and matched is saved:
-        by_path = {path: versions.get(strip(path, wrapped), {}) for path in module_versions(here)}
-        set_module_versions(state, by_path)
+    by_path = {path: versions.get(strip(path, wrapped), {}) for path in module_versions(here)}
+    set_module_versions(state, by_path)
     return state
-
-
-def match_names(saved: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
-    """Return a saved state under these names.
-
-    It is the state itself if it has them. Else its names are those of wrappers, which are left out
-    as far as can be guessed; some of these names may then be missing.
-    """
-    if saved.keys() == set(names):
-        return saved
-    guessed = clean_state_dict(saved)
-    cleaned = list(clean_state_dict(dict.fromkeys(names)))
-    if guessed.keys() == set(cleaned):
-        return {name: guessed[clean] for name, clean in zip(names, cleaned, strict=True)}
-    if guessed.keys().isdisjoint(names):
-        return saved
-    return guessed
 
 
 def describe(value: Any) -> tuple[str, list[list[list[int]]]]:

@@ -99,12 +99,6 @@ def pickled(call: str, value: Any) -> bytes:
     return file.getvalue()
 
 
-def reduce_to_own_elements(tensor: Tensor) -> Any:
-    """Return what pickle asks of a dense tensor, for its own elements: torch writes all of a view's storage."""
-    copy: Any = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    return copy.__reduce_ex__(2)
-
-
 def _from_bytes(data: Any, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Make a tensor that was pickled as its bytes."""
     return torch.from_numpy(data).view(dtype).reshape(shape).to(device)

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
-import multiprocessing
-import os
-import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, count, islice
-from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
-from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, get_worker_info
@@ -25,89 +15,13 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, get_worker_info
 from ..arguments import as_integer
 from ..errors import DdpkitError, describe_error
 from ..job import current_job
-from ..signals import handled_signals
 from ..torch_internals import is_from_worker
 from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, is_within
 from .seeds import generators_kept, hash_seeds, seed_cpu
-from .streams import Stream, is_stream, pass_epoch_on, shards_of, with_set_epoch
+from .streams import Stream, is_stream, pass_epoch_on, shards_of
 
-# Keep a loader's workers alive through the signals by which ranks are asked to stop in good order.
-#
-# Such a signal often goes to workers, too: torchrun, Slurm and terminals send it to all processes of a rank. A worker
-# that it ended would be an error in the loop, before all ranks have come to the step at which they stop.
-
-_enduring: WeakSet[BaseProcess] = WeakSet()
-os.register_at_fork(after_in_child=_enduring.clear)  # they are no children of a child
-
-
-@contextmanager
-def enduring_workers(loader: DataLoader[Any]) -> Iterator[None]:
-    """Let the workers that a loader starts in this block pass over what `stopping()` handles now, if it does.
-
-    They end when the loader tells them to, or when this process is dead. Until they can pass over such signals these
-    are blocked, which a process that is forked or spawned inherits; one that comes meanwhile is handled here when
-    the block ends.
-    """
-    signals = handled_signals()
-    if not signals or loader.num_workers == 0:
-        yield
-        return
-    before = set(multiprocessing.active_children())
-    given = loader.worker_init_fn
-    loader.worker_init_fn = _PassOver(signals, given)
-    _start_tracker(loader)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        loader.worker_init_fn = given
-        for worker in set(multiprocessing.active_children()) - before:
-            worker.terminate = worker.kill  # type: ignore[method-assign]  # torch calls it for one that is stuck
-            _enduring.add(worker)
-
-
-def _start_tracker(loader: DataLoader[Any]) -> None:
-    """Start the process that multiprocessing has beside spawned ones: it unblocks signals here when it starts."""
-    context: Any = loader.multiprocessing_context or multiprocessing
-    if context.get_start_method() != "fork":
-        resource_tracker.ensure_running()
-
-
-@dataclass
-class _PassOver:
-    """Begin as a worker that passes over signals.
-
-    Attributes:
-        signals: Their numbers.
-        given: The loader's own `worker_init_fn`.
-    """
-
-    signals: tuple[int, ...]
-    given: Callable[[int], None] | None
-
-    def __call__(self, worker_id: int) -> None:
-        for number in self.signals:
-            signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that the worker starts would inherit
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
-        if self.given is not None:
-            self.given(worker_id)
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    pass
-
-
-@atexit.register
-def _kill_the_rest() -> None:
-    """End those that are left when this process ends, for Python would send them SIGTERM and wait."""
-    alive = [worker for worker in _enduring if worker.is_alive()]
-    if alive:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
-    for worker in alive:
-        worker.kill()
-
-
+# a block in which a loader starts its workers; `stopping()` puts another one in its place
+starting_workers: Callable[[DataLoader[Any]], AbstractContextManager[Any]] = nullcontext
 _DECIDED = {
     "batch_sampler": "it cuts the batches itself, so that every rank has as many",
     "generator": "it seeds one of its own, so that the global one is left alone",
@@ -190,41 +104,30 @@ def make_loader(
     options |= {"num_workers": num_workers, "collate_fn": collate_fn}
     check_options("make_loader()", options)
     if batch_sampler is not None:
-        decides = batch_size is None and sampler is None and not shuffle and not drop_last
-        if not decides or is_stream(dataset):
+        if batch_size is not None or sampler is not None or shuffle or drop_last or is_stream(dataset):
             raise ValueError(
                 "batch_sampler decides which samples make a batch: leave out batch_size, sampler, "
                 "shuffle and drop_last. For a stream, whose samples have no numbers, leave it out."
             )
-        says_rank = _first_with("num_replicas", batch_sampler)
-        _check_is_of(says_rank, place, type(batch_sampler).__name__)
+        _check_is_of(_first_with("num_replicas", batch_sampler), place, type(batch_sampler).__name__)
         return Loader(dataset, None, batch_sampler, place, seed, False, **options)
     batch_size = as_integer(batch_size, "batch_size")
     if not train and (shuffle or drop_last):
         promise = "With train=False each sample comes once, in order"
         raise ValueError(f"{promise}: leave out shuffle and drop_last.")
-    in_order_only = is_stream(dataset)
-    if shuffle and (sampler is not None or in_order_only):
+    if shuffle and (sampler is not None or is_stream(dataset)):
         raise ValueError("Leave out shuffle: the sampler, or the stream itself, decides the order.")
-    if in_order_only and sampler is not None:
+    if sampler is not None and is_stream(dataset):
         raise ValueError("A stream is read in its own order: leave out the sampler.")
-    if in_order_only:
-        persistent = options.get("persistent_workers", False)
-        dataset = shards_of(dataset, place, seed, num_workers, persistent)
+    if is_stream(dataset):
+        dataset = shards_of(dataset, place, seed, num_workers, options.get("persistent_workers", False))
     elif sampler is not None:
         _check_sampler(sampler, place, batch_size)
-    elif train:
-        sampler = DistributedSampler(
-            dataset,
-            num_replicas,
-            rank,
-            shuffle=shuffle is None or bool(shuffle),  # any false value means no, as in torch
-            seed=seed,
-            drop_last=drop_last,
-            batch_size=batch_size,
-        )
-    else:
+    elif not train:
         sampler = DistributedEvalSampler(dataset, num_replicas, rank)
+    else:
+        is_shuffled = shuffle is None or bool(shuffle)  # any false value means no, as in torch
+        sampler = DistributedSampler(dataset, num_replicas, rank, is_shuffled, seed, drop_last, batch_size=batch_size)
     return Loader(dataset, batch_size, sampler, place, seed, drop_last, **options)
 
 
@@ -275,7 +178,8 @@ class Loader(DataLoader[Any]):
         self._global_batch = (batch_size or 1) * place.num_replicas
         self._epoch = 0
         self._given_before = 0  # batches of this epoch, by the state that was loaded
-        self._loop = Loop(epoch=-1, counts=False)  # the last one that was begun
+        self._latest: Loop | None = None  # the last one that was begun
+        self._loop: Loop | None = None  # the same while it counts
         options["generator"] = torch.Generator("cpu")
         if sampler is None:
             super().__init__(dataset, batch_size, drop_last=drop_last, **options)
@@ -306,7 +210,7 @@ class Loader(DataLoader[Any]):
         if epoch != self.epoch:
             self._given_before = 0
         self._epoch = epoch
-        self._loop.counts = False
+        self._loop = None
         pass_epoch_on(self.sampler, epoch)
 
     def epochs(self, n: int) -> Iterator[int]:
@@ -333,57 +237,24 @@ class Loader(DataLoader[Any]):
     def peek(self) -> Any:
         """Return the batch that the next loop begins with, and count nothing.
 
-        It is for a look at the shapes, or for tracing a model. It is loaded in this process, with
-        the random numbers of `random`, NumPy and torch that the loop's first batch gets, in a
-        worker too. A worker's own changes are not seen: those of `worker_init_fn`, and of a
-        generator that the dataset holds and that a persistent worker has drawn from.
-
-        The random numbers that this takes from `random`, NumPy and torch are put back. A generator
-        of the script's own, such as one that a dataset or a sampler holds, has drawn once more
-        afterwards. The epoch that a dataset keeps as ``epoch`` is put
-        back, too. Where nothing is left of the epoch the batch is made of the dataset's first
-        samples; of a stream it is always the epoch's first.
+        It is for a look at the shapes, or for tracing a model. It is loaded in this process, and the
+        random numbers that this takes from `random`, NumPy and torch are put back; those of a
+        worker are others. Where nothing is left of the epoch the batch is made of the dataset's
+        first samples; of a stream it is always the epoch's first.
         """
-        put_back: list[Callable[[], None]] = []
-        for dataset in with_set_epoch(self.dataset):
-            epoch = getattr(dataset, "epoch", None)
-            if isinstance(epoch, int):
-                put_back.append(functools.partial(dataset.set_epoch, epoch))
         with generators_kept():
-            try:
-                return self._first_batch()
-            finally:
-                for restore in put_back:
-                    restore()
-
-    def _first_batch(self) -> Any:
-        batching: dict[str, Any] = {"batch_size": self.batch_size}
-        if isinstance(self.batch_sampler, _Batches):
-            batching = {"batch_sampler": [self._first_indices(self.batch_sampler)]}
-        if self.num_workers > 0:
-            self._seed_as_the_first_worker()
-        pass_epoch_on(self.dataset, self.epoch)
-        one_batch = DataLoader(
-            self.dataset,
-            collate_fn=self.collate_fn,
-            generator=torch.Generator("cpu"),
-            **batching,
-        )
-        with torch.device("cpu"):  # as in a loop
-            batches = iter(one_batch)
-        return next(batches)
-
-    def _first_indices(self, batches: _Batches) -> list[int]:
-        for indices in batches:
-            return indices
-        return list(range(len(self.dataset))[: self.batch_size])  # type: ignore[arg-type]
-
-    def _seed_as_the_first_worker(self) -> None:
-        if isinstance(self.dataset, Stream):
-            seed = self.dataset.seed_of(self.epoch, worker=0)
-        else:
-            seed = hash_seeds("batch", *next(self._seeds(self.epoch, self._start), ()))
-        seed_cpu(seed)
+            batching: dict[str, Any] = {"batch_size": self.batch_size}
+            if isinstance(self.batch_sampler, _Batches):
+                indices = next(iter(self.batch_sampler), None)
+                if indices is None:
+                    indices = list(range(len(self.dataset))[: self.batch_size])  # type: ignore[arg-type]
+                batching = {"batch_sampler": [indices]}
+            pass_epoch_on(self.dataset, self.epoch)
+            generator = torch.Generator("cpu")
+            one_batch = DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **batching)
+            with torch.device("cpu"):  # as in a loop
+                batches = iter(one_batch)
+            return next(batches)
 
     def __repr__(self) -> str:
         progress = f"epoch={self.epoch}"
@@ -403,7 +274,9 @@ class Loader(DataLoader[Any]):
         """
         if self._resumable is not None:
             return self._resumable.state_dict()
-        batches = self._given()
+        batches = self._given_before
+        if self._loop is not None and self._is_counted(self._loop):
+            batches = max(batches, self._loop.batches)
         self._check_can_skip(self.epoch, batches)
         return {"epoch": self.epoch, "batches": batches, **self._identity_of_stream()}
 
@@ -423,13 +296,7 @@ class Loader(DataLoader[Any]):
             self._resumable.load_state_dict(state)
         else:
             self._load_batches(state)
-        self._loop.counts = False
-
-    def _given(self) -> int:
-        """Count the batches that the loops over this epoch were given."""
-        if not self._is_counted(self._loop):
-            return self._given_before
-        return max(self._loop.batches, self._given_before)
+        self._loop = None
 
     def _identity_of_stream(self) -> dict[str, Any]:
         """Return the numbers that the batches depend on, where they are counted."""
@@ -476,17 +343,14 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._place.check("The loader")
-        if self._loop.counts and self._loop.epoch == self.epoch:  # it was left early
+        if self._loop is not None and self._is_counted(self._loop):  # it was left early
             self._warn_of_the_rest()
             self.set_epoch(self.epoch + 1)
-        self._loop.counts = False
-        loop = self._loop = Loop(self.epoch, first=self._given_before)
-        if self.num_workers == 0:
-            loop.read_here = with_set_epoch(self.dataset)
+        loop = self._loop = self._latest = Loop(self.epoch, self._given_before)
         seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._place.rank)
         self.generator.manual_seed(seed)
         pass_epoch_on(self.dataset, loop.epoch)
-        with torch.device("cpu"), enduring_workers(self):  # torch draws their seed on the default device
+        with torch.device("cpu"), starting_workers(self):  # torch draws their seed on the default device
             batches = self._begin(loop)
         return _Pass(self, batches, loop)
 
@@ -494,8 +358,9 @@ class Loader(DataLoader[Any]):
         """Begin a pass of torch's DataLoader, and draw its order now, not at its first batch."""
         if not isinstance(self.batch_sampler, _Batches):
             return super().__iter__()
-        batches = _started(iter(self.batch_sampler))
-        self.batch_sampler.prepared = self._with_seeds(batches, loop, self._start)
+        batches = iter(self.batch_sampler)
+        first = list(islice(batches, 1))  # until then a generator does not look at its epoch
+        self.batch_sampler.prepared = self._with_seeds(chain(first, batches), loop, self._start)
         try:
             return super().__iter__()
         finally:
@@ -506,12 +371,7 @@ class Loader(DataLoader[Any]):
         """Return the position in the global order where the next pass starts."""
         return 0 if self._resumable is None else self._resumable.start
 
-    def _with_seeds(
-        self,
-        batches: Iterator[list[int]],
-        loop: Loop,
-        position: int,
-    ) -> Iterator[Batch]:
+    def _with_seeds(self, batches: Iterator[list[int]], loop: Loop, position: int) -> Iterator[Batch]:
         for indices, seeds in zip(batches, self._seeds(loop.epoch, position), strict=False):
             batch = Batch(indices)
             batch.seeds = seeds
@@ -526,16 +386,20 @@ class Loader(DataLoader[Any]):
 
     def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
         """Return a pass's next batch. One that cannot be made counts like any other."""
-        if self.persistent_workers and self._loop is not loop:
+        if self.persistent_workers and self._latest is not loop:
             raise DdpkitError(
                 f"This loop over epoch {loop.epoch} cannot go on, since another one over the "
                 "same loader was begun: persistent workers serve one loop at a time. Make a "
                 "loader for each loop, or leave out persistent_workers."
             )
-        for dataset in loop.read_here:  # another loader over it may have set another epoch
-            dataset.set_epoch(loop.epoch)
+        if self.num_workers == 0:
+            pass_epoch_on(self.dataset, loop.epoch)  # another loader over it may have set another epoch
         try:
-            self._skip(batches, loop)
+            if loop.batches < loop.first:  # of a stream: a loaded state counts them
+                with generators_kept():
+                    while loop.batches < loop.first:
+                        next(batches)
+                        loop.batches += 1
             batch = next(batches)
         except StopIteration:
             if self._is_counted(loop):
@@ -551,15 +415,6 @@ class Loader(DataLoader[Any]):
         self._count_batch(loop)
         return batch
 
-    def _skip(self, batches: Iterator[Any], loop: Loop) -> None:
-        """Read again, at a stream's first batch, those that a loaded state counts."""
-        if loop.batches >= loop.first:
-            return
-        with generators_kept():
-            while loop.batches < loop.first:
-                next(batches)
-                loop.batches += 1
-
     def _count_batch(self, loop: Loop) -> None:
         if loop.drawn:
             current_job.tell_samples(loop.drawn.popleft())
@@ -573,7 +428,7 @@ class Loader(DataLoader[Any]):
 
     def _is_counted(self, loop: Loop) -> bool:
         # torch's way to another epoch, sampler.set_epoch(), does not pass here
-        return loop.counts and loop.epoch == self.epoch
+        return loop is self._loop and loop.epoch == self.epoch
 
     def _warn_of_the_rest(self) -> None:
         sampler = self._resumable
@@ -589,17 +444,23 @@ class Loader(DataLoader[Any]):
         )
 
 
-@dataclass(eq=False)
 class Loop:
-    """Remember one pass over the loader."""
+    """What is known of one pass over a loader.
 
-    epoch: int
-    first: int = 0  # batches of a stream to read again before the first one is handed out
-    counts: bool = True  # whether its batches count in the loader's state
-    read_here: list[Any] = field(default_factory=list)  # datasets that have an epoch, without workers
-    batches: int = 0  # handed out
-    drawn: deque[list[int]] = field(default_factory=deque)  # in training, indices of those that are still to come
-    steps: Iterator[int] = field(default_factory=lambda: iter(()))  # of micro-batches: where those that are left begin
+    Attributes:
+        epoch: Its epoch.
+        first: Batches of a stream to read again before the first one is handed out.
+        batches: Batches that were handed out.
+        drawn: In training, indices of those that are still to come.
+        steps: Of micro-batches: where those that are left begin.
+    """
+
+    def __init__(self, epoch: int, first: int) -> None:
+        self.epoch = epoch
+        self.first = first
+        self.batches = 0
+        self.drawn: deque[list[int]] = deque()
+        self.steps: Iterator[int] = iter(())
 
 
 class _Pass(Iterator[Any]):
@@ -646,12 +507,6 @@ def _first_with(name: str, batch_sampler: Any) -> Any:
     if hasattr(inner, name) and not hasattr(batch_sampler, name):
         return inner
     return batch_sampler
-
-
-def _started(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Draw the first item now: until then a generator does not look at its epoch."""
-    first = list(islice(iterator, 1))
-    return chain(first, iterator)
 
 
 class Batch(list[int]):

@@ -12,7 +12,6 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import chain
 from math import isqrt
 from typing import TYPE_CHECKING, Any
@@ -379,90 +378,6 @@ class DistributedSampler(ResumableSampler):
         return shuffled(self.n, hash_seeds("order", self.seed, self.epoch, self.n))
 
 
-class DistributedWeightedSampler(ResumableSampler):
-    """Draw samples in proportion to weights, one global draw per (seed, epoch) for all ranks.
-
-    `torch.utils.data.WeightedRandomSampler` for any number of ranks, resumable. It takes O(n) time
-    and memory.
-
-    Args:
-        weights: Weight per sample, shape (n,), finite, not negative; they need not add up to one.
-            They are copied: for others make another sampler, on every rank.
-        num_samples: Samples to draw per epoch by all ranks together; padded from the front to a
-            multiple of the ranks.
-        num_replicas: Number of ranks; the world size by default.
-        rank: This rank, by default the process's own.
-        replacement: Whether a sample may come more than once.
-        seed: Any integer, the same on every rank.
-
-    Raises:
-        ValueError: If weights are no such vector, or, without replacement, fewer than ``num_samples``
-            are positive.
-
-    References:
-        Without replacement: Efraimidis and Spirakis, Weighted random sampling with a reservoir,
-        2006.
-
-    Example:
-        >>> list(DistributedWeightedSampler([0.0, 2.0, 0.0], num_samples=4, num_replicas=2, rank=0))
-        [1, 1]
-    """
-
-    def __init__(
-        self,
-        weights: npt.ArrayLike,
-        num_samples: int,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        replacement: bool = True,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(as_integer(num_samples, "num_samples"), num_replicas, rank, seed)
-        self.weights = np.asarray(weights, dtype=np.float64).copy()  # the caller may change its own
-        self.replacement = bool(replacement)
-        if not _are_weights(self.weights):
-            expected = "finite numbers >= 0, at least one of them positive"
-            raise ValueError(f"weights must be a vector of {expected}.")
-        possible = np.count_nonzero(self.weights)
-        if not replacement and num_samples > possible:
-            found = f"only {possible} weights are positive"
-            raise ValueError(f"Cannot draw {num_samples} different samples: {found}.")
-
-    def _identity(self) -> dict[str, Any]:
-        digest = blake2b(self.weights.tobytes(), digest_size=8).hexdigest()
-        return {"seed": self.seed, "n": self.n, "replacement": self.replacement, "weights": digest}
-
-    def _order(self) -> Order:
-        if self.replacement:
-            return self._with_replacement()
-        return self._without_replacement()
-
-    def _with_replacement(self) -> Order:
-        uniform = self._uniform(self.n)
-        totals = np.cumsum(self.weights / self.weights.max())
-        last = np.flatnonzero(self.weights)[-1]  # uniform * total may round up to the total
-
-        def order(positions: Positions) -> Positions:
-            points = uniform[positions] * totals[-1]
-            drawn: Positions = np.searchsorted(totals, points, side="right").clip(max=last)
-            return drawn
-
-        return order
-
-    def _without_replacement(self) -> Order:
-        uniform = self._uniform(len(self.weights))
-        with np.errstate(divide="ignore"):  # a weight of 0 comes last
-            # logarithms, so that nothing overflows
-            times = np.log(-np.log1p(-uniform)) - np.log(self.weights)
-            return np.argsort(times, kind="stable")[: self.n].take
-
-    def _uniform(self, count: int) -> npt.NDArray[np.float64]:
-        """Draw numbers in [0, 1) that depend on seed, epoch and the number of weights."""
-        key = hash_seeds("weighted", self.seed, self.epoch, len(self.weights))
-        bits = np.random.PCG64(key).random_raw(count) >> np.uint64(11)
-        return bits.astype(np.float64) * 2.0**-53
-
-
 class DistributedEvalSampler(Sampler[int]):
     """Deal every index exactly once, in order, without padding.
 
@@ -508,12 +423,6 @@ def _length(dataset: Any) -> int:
     if length == 0:
         raise ValueError("The dataset is empty: there is nothing to sample.")
     return length
-
-
-def _are_weights(weights: npt.NDArray[np.float64]) -> bool:
-    if weights.ndim != 1 or not weights.any():
-        return False
-    return bool(np.all(np.isfinite(weights) & (weights >= 0)))
 
 
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:

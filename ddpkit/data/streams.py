@@ -15,37 +15,17 @@ from .seeds import hash_seeds, seed_cpu
 
 
 def pass_epoch_on(owner: Any, epoch: int) -> None:
-    """Set the epoch of an object, or of those inside the wrappers around them."""
-    for each in with_set_epoch(owner):
-        each.set_epoch(epoch)
-
-
-def with_set_epoch(owner: Any) -> list[Any]:
-    """List the object itself if it has `set_epoch`, else such objects that it wraps."""
-    found = []
-    waiting = [owner]
-    seen = {id(owner)}
-    while waiting:
-        one = waiting.pop()
-        if callable(getattr(one, "set_epoch", None)):
-            found.append(one)
-            continue
-        for each in _wrapped_by(one):
-            if id(each) not in seen:
-                seen.add(id(each))
-                waiting.append(each)
-    return found
-
-
-def _wrapped_by(wrapper: Any) -> list[Any]:
-    """List the objects that a wrapper holds as `dataset` and in `datasets`."""
-    held = getattr(wrapper, "__dict__", {})  # a property may be work
+    """Set the epoch of an object that has `set_epoch`, else of those that it wraps as `dataset` or in `datasets`."""
+    if callable(getattr(owner, "set_epoch", None)):
+        owner.set_epoch(epoch)
+        return
+    held = getattr(owner, "__dict__", {})  # a property may be work
     inner = held.get("datasets")
     if isinstance(inner, dict):
-        inner = list(inner.values())
-    if not isinstance(inner, (list, tuple)):
-        inner = []
-    return [each for each in [held.get("dataset"), *inner] if each is not None]
+        inner = inner.values()
+    for each in [held.get("dataset"), *(inner or ())]:
+        if each is not None and each is not owner:
+            pass_epoch_on(each, epoch)
 
 
 # stages of a WebDataset that take a part of the shards, by the rank
@@ -147,10 +127,6 @@ class Stream(IterableDataset[Any]):
             self.latest_epoch.fill_(epoch)
         pass_epoch_on(self.dataset, epoch)
 
-    def seed_of(self, epoch: int, worker: int) -> int:
-        """Return the seed of the random numbers that a worker of this rank draws in an epoch."""
-        return hash_seeds("stream", self.seed, epoch, self._reader(worker))
-
     def __len__(self) -> int:
         if hasattr(self.dataset, "shard"):
             raise TypeError("The length of a stream's shards is not known before they are read.")
@@ -163,44 +139,36 @@ class Stream(IterableDataset[Any]):
             number = worker.id
             if self.latest_epoch is not None:
                 self.epoch = int(self.latest_epoch)
-            seed_cpu(self.seed_of(self.epoch, number))
+            seed_cpu(hash_seeds("stream", self.seed, self.epoch, self._reader(number)))
             pass_epoch_on(self.dataset, self.epoch)
         if not hasattr(self.dataset, "shard"):  # it has one reader, which splits nothing
             return iter(self.dataset)
-        part = self._part(number)
+        num_shards = self.place.num_replicas * self.readers
+        part = self.dataset.shard(index=self._reader(number), num_shards=num_shards)
+        part = _without_node_splitters(part)
         pass_epoch_on(part, self.epoch)  # it may be an object of its own, which begins with epoch 0
         with WithoutWorkerInfo():
             samples = iter(part)
         return self._read_alone(samples, number)
 
-    def _part(self, worker: int) -> Any:
-        num_shards = self.place.num_replicas * self.readers
-        part = self.dataset.shard(index=self._reader(worker), num_shards=num_shards)
-        return _without_node_splitters(part)
-
     def _read_alone(self, samples: Iterator[Any], worker: int) -> Iterator[Any]:
         """Read a part without the worker's number, by which many streams would split it again."""
         alone = WithoutWorkerInfo()
-        is_empty = True
-        while True:
+        with alone:
+            sample = next(samples, _END)
+        is_empty = sample is _END
+        while sample is not _END:
+            yield sample
             with alone:
                 sample = next(samples, _END)
-            if sample is _END:
-                break
-            is_empty = False
-            yield sample
         if is_empty:
-            self._warn_of_nothing(worker)
-
-    def _warn_of_nothing(self, worker: int) -> None:
-        ranks = self.place.num_replicas
-        parts = ranks * self.readers
-        warnings.warn(
-            f"Rank {self.place.rank} of {ranks}, worker {worker} of {self.readers}, has nothing to "
-            f"read: part {self._reader(worker)} of the stream's {parts} parts is empty. Use fewer "
-            "ranks or workers, or cut the data into more shards (files).",
-            stacklevel=2,
-        )
+            ranks = self.place.num_replicas
+            warnings.warn(
+                f"Rank {self.place.rank} of {ranks}, worker {worker} of {self.readers}, has nothing to "
+                f"read: part {self._reader(worker)} of the stream's {ranks * self.readers} parts is empty. "
+                "Use fewer ranks or workers, or cut the data into more shards (files).",
+                stacklevel=2,
+            )
 
     def _reader(self, worker: int) -> int:
         """Number a worker among those of all ranks."""

@@ -259,7 +259,3 @@ class MicroBatchLoader(Loader):
     def _with_own_generators(self) -> AbstractContextManager[None]:
         """Return a block in which samples may be loaded whose random numbers are not this process's."""
         return nullcontext() if self.num_workers > 0 else generators_kept()
-
-    def _first_batch(self) -> Any:
-        self._seed_as_the_first_worker()  # in this process, too
-        return super()._first_batch()

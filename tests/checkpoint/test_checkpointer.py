@@ -22,6 +22,7 @@ from runs import (
 )
 from torch import nn
 
+import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
 from ddpkit.data.seeds import seed_everything
 from ddpkit.parallel.wrap import wrap_model
@@ -116,7 +117,7 @@ def saves_wrapped(folder: str) -> list[str]:
     torch.manual_seed(0)
     model = wrap_model(net())
     assert isinstance(model, nn.parallel.DistributedDataParallel)
-    Checkpointer(folder).save(1, model=model, raw=model.state_dict())
+    Checkpointer(folder).save(1, model=model, raw=model.module.state_dict())
     other = wrap_model(net(), "ddp")
     Checkpointer(folder).load_latest(model=other)
     assert flat(other) == flat(model)
@@ -139,7 +140,8 @@ def load_each_other(folder: str) -> None:
             and flat(model) == torch.cat([t.double().flatten() for t in saved["model"].values()]).tolist()
         )
         nn.init.normal_(next(model.parameters()))
-        checkpoints.save(last["step"] + 1, model=model, raw=model.state_dict())
+        raw = ddpkit.clean_state_dict(model.state_dict())
+        checkpoints.save(last["step"] + 1, model=model, raw=raw)
         plain, from_raw = net(), net()
         checkpoints.load_latest(model=plain, raw=from_raw)
         assert flat(plain) == flat(from_raw) == flat(model)

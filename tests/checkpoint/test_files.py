@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import signal
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import on_ranks
 from runs import (
     net,
     newest_step,
@@ -22,7 +20,7 @@ from runs import (
 
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.files import dump, save
+from ddpkit.checkpoint.files import dump
 from ddpkit.errors import CheckpointError
 
 
@@ -106,8 +104,8 @@ def test_pickled_code_is_refused_with_the_reason(tmp_path: Path) -> None:
     crater, content = tmp_path / "crater", {"format": 1, "step": 2, "state": {}, "kinds": {}, "rng": []}
     content["state"] = {"model": {"weight": Bomb(crater)}}
     path = tmp_path / "step-000000002.pt"
-    with open(path, "wb") as file, pytest.raises(CheckpointError):
-        dump(content, file)  # complains, but the file with its right checksum is there
+    with open(path, "wb") as file:
+        dump(content, file)
     with pytest.raises(CheckpointError, match=r"Cannot read .*2\.pt: .*nsupported.*mkdir"):
         Checkpointer(tmp_path).load_latest()
     torch.save(content, path)
@@ -118,64 +116,3 @@ def test_pickled_code_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"Cannot save state\.best: .*numpy.*"):
         save_one(tmp_path, 3, model=net(), best=np.ones(2))
     assert not crater.exists() and os.listdir(tmp_path) == [path.name]
-
-
-def save_views(folder: str) -> Path:
-    history = torch.arange(1_000_000.0)
-    weight = torch.nn.Parameter(history[7:9])
-    twins = {"a": history.clone(), "b": [], "sparse": torch.eye(3).to_sparse()}
-    twins["b"] = twins["a"][10:20]
-    parts = {"last": history[-3:], "strided": history.view(1000, 1000)[:2].T, "none": history[:0]}
-    path = Checkpointer(folder).save(1, views=parts, twins=twins, per_rank={"weight": weight})
-    return path
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_view_is_saved_without_the_tensor_that_it_was_cut_from(world_size: int, tmp_path: Path) -> None:
-    path = on_ranks(save_views, world_size, str(tmp_path))[0]
-    assert 4_000_000 < path.stat().st_size < 4_200_000, (
-        "the twins share memory, and so have it; the views have none but their own"
-    )
-    content = torch.load(path, weights_only=True)
-    twins, parts = content["state"]["twins"], content["state"]["views"]
-    twins["a"][10] = -1
-    assert twins["b"].tolist()[:2] == [-1, 11]
-    assert parts["last"].tolist() == [999_997, 999_998, 999_999]
-    assert parts["strided"].shape == (1000, 2) and parts["strided"][1].tolist() == [1, 1001]
-    assert parts["none"].shape == (0,)
-    for part in content["per_rank"]:
-        weight = part["per_rank"]["weight"]
-        assert isinstance(weight, torch.nn.Parameter) and weight.tolist() == [7, 8] and weight.requires_grad
-
-
-def written(content: Any) -> Any:
-    file = io.BytesIO()
-    save(content, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def test_a_view_with_attributes_keeps_them() -> None:
-    noted = torch.arange(1000.0)[:5]
-    noted.note = "kept"
-    assert written({"noted": noted})["noted"].note == "kept"
-
-
-def test_a_view_shares_its_memory_with_whatever_else_is_saved_of_it() -> None:
-    whole = torch.arange(1000.0)
-    holder = torch.ones(1)
-    holder.held = whole[:3]
-    others = {
-        "sparse": torch.sparse_coo_tensor(torch.arange(3).view(1, 3), whole[:3], (10,), check_invariants=True),
-        "holder": holder,
-        "keys": {whole[:3]: 1},
-    }
-    read = {
-        "sparse": lambda loaded: loaded._values()[0],
-        "holder": lambda loaded: loaded.held[0],
-        "keys": lambda loaded: next(iter(loaded))[0],
-    }
-    for name, other in others.items():
-        loaded = written({"view": whole[:3], name: other})
-        loaded["view"][0] = 77
-        assert read[name](loaded[name]) == 77, name

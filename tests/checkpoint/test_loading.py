@@ -20,7 +20,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.saving import Collected, Writing
+from ddpkit.checkpoint.saving import Collected
 from ddpkit.data.seeds import get_rng_state
 from ddpkit.errors import CheckpointError
 from ddpkit.launch import ranks
@@ -66,13 +66,11 @@ def write_alone(folder: str, pipe: int) -> None:
         checkpoints = Checkpointer(folder, keep=1)
         for step in range(1, 10**9):
             content = {"format": 1, "step": step, "score": None, "kinds": {}, "shapes": {}, "rng": [get_rng_state()]}
-            collected = Collected(content | {"state": {}}, [], None)
-            writing = Writing(step, is_awaited=True, is_shared=False)
-            checkpoints._prepare_folder(writing, collected)
-            checkpoints._start(writing, collected)
-            writing.keep()
-            writing.join()
-            assert not writing.problem
+            checkpoints._prepare_folder(None)
+            writing = checkpoints._writing_of(
+                Path(folder, f"step-{step:09d}.pt"), Collected(content | {"state": {}}, [], None), True
+            )
+            assert not writing.finish()
             os.write(pipe, b"." if step == 1 else b"")
     finally:
         os._exit(1)

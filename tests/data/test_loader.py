@@ -26,8 +26,9 @@ from torch.utils.data import DistributedSampler as TorchSampler
 
 import ddpkit
 from ddpkit.data.loader import make_loader
-from ddpkit.data.samplers import DistributedSampler, DistributedWeightedSampler
+from ddpkit.data.samplers import DistributedSampler
 from ddpkit.data.seeds import sample_seed
+from ddpkit.weighted import DistributedWeightedSampler
 
 WORLDS = (1, 2, 3)
 GLOBAL_BATCH = 6
@@ -367,13 +368,6 @@ def test_another_loader_over_the_same_dataset_leaves_the_epoch_of_this_one_alone
                 assert len(seen) >= 2 and all(epochs == {4} for epochs in seen), (kind, number)
 
 
-def test_a_peek_tells_a_dataset_its_former_epoch_again():
-    dataset = Augmented()
-    loader = make_loader(Subset(dataset, range(8)), 4, collate_fn=list)
-    dataset.set_epoch(7)
-    assert epochs_in(loader.peek()) == {0} and dataset.epoch == 7
-
-
 def test_each_iteration_is_the_next_epoch():
     loader = make_loader(range(20), 4)
     epochs = [one_epoch(20, 4, epoch=epoch) for epoch in range(6)]
@@ -550,35 +544,6 @@ def test_a_peek_shows_the_next_batch_and_counts_nothing(w):
     for number in (0, 2):
         for peeked, after, expected, states in on_ranks(peek_and_go_on, w, 20, GLOBAL_BATCH // w, 6, number):
             assert peeked == expected[0][0] and after == expected and states[0] == states[1]
-
-
-def first_batches(number):
-    """What a peek shows and what the loop begins with, at an epoch's front and in its middle; epoch by epoch."""
-    kinds = {"map": Noisy(), "augmented": Augmented(), "stream": Parts()}
-    if number < 2 and ddpkit.get_world_size() == 1:
-        kinds["one part"] = Draws()
-    pairs = []
-    for dataset in kinds.values():
-        for options in ({}, {"persistent_workers": True}) if number else ({},):
-            loader = make_loader(dataset, 2, seed=3, collate_fn=list, **workers(number), **options)
-            for _ in range(2):
-                random.seed(0), np.random.seed(0), torch.manual_seed(0)
-                peeked = loader.peek()
-                first, *_ = loader
-                pairs.append((peeked, first))
-    loader = make_loader(Noisy(), 2, seed=3, collate_fn=list, **workers(number))
-    loader.load_state_dict({**loader.state_dict(), "consumed": 12})
-    random.seed(0), np.random.seed(0), torch.manual_seed(0)
-    pairs.append((loader.peek(), next(iter(loader))))
-    return pairs
-
-
-@pytest.mark.parametrize("w", [pytest.param(1, marks=pytest.mark.storm), 2, pytest.param(3, marks=pytest.mark.storm)])
-def test_a_peek_shows_the_random_numbers_that_the_loop_begins_with(w):
-    for number in (0, 1, 2):
-        for pairs in on_ranks(first_batches, w, number):
-            for peeked, first in pairs:
-                assert peeked == first, number
 
 
 def test_a_peek_draws_no_random_numbers_and_finds_something_where_nothing_is_left():

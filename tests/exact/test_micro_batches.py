@@ -161,10 +161,9 @@ def test_the_generators_of_this_process_are_left_alone() -> None:
     expected = random.random(), float(np.random.rand()), float(torch.rand(()))
     ddpkit.seed_everything(3)
     loader = make_micro_batch_loader(Noisy(), 8, 2)
-    first = loader.peek()
-    batch = next(iter(loader))
+    loader.peek()
+    next(iter(loader))
     assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == expected
-    assert all(map(torch.equal, first, batch[0]))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
