@@ -212,9 +212,6 @@ class Rendezvous:
             thread.join()
         return found
 
-    def _reachable(self, members: Collection[int]) -> set[int]:
-        return {member for member, answer in self._ask(set(members) - {self.member}).items() if answer}
-
     def regroup(
         self, me: Candidate, members: Collection[int], least: int, gone: Collection[int]
     ) -> tuple[Quorum, dist.Store]:
@@ -234,8 +231,8 @@ class Rendezvous:
         """
         candidates = set(members) - set(gone)
         while True:
-            there = self._reachable(candidates) | {self.member}
-            leader = next(member for member in self._joining_order if member in there)
+            answers = self._ask(candidates - {self.member}) | {self.member: True}
+            leader = next(member for member in self._joining_order if answers.get(member))
             if leader == self.member:
                 return self._accept(self._lead(me, members, least, gone)), self._store
             quorum, store = self._follow(leader, me, self._patience + _LEADERS_PATIENCE)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -120,10 +119,6 @@ def survive(
     survivors = _Survivors(KeptStates(states), least, patience)
     try:
         survivors.enter(backend=backend, device=device, timeout=timeout, num_threads=num_threads)
-    except BaseException:
-        survivors.close()
-        raise
-    try:
         while True:
             attempt = Attempt(survivors)
             yield attempt
@@ -187,9 +182,7 @@ class Attempt:
         self._survivors.commit()
 
     @undisturbed
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self.has_ended = True
         late = self._finish() if error is None else None
         current_job.hold_failures(True)  # only now, for a wait for what does not answer must end
@@ -361,9 +354,9 @@ class _Survivors:
             stop_agreement.ask(request)
         if quorum.leader == self._rendezvous.member:
             took = time.monotonic() - begun
-            news = f"{len(self._members)} of {self._size} ranks go on from step {quorum.steps}, after {took:.1f} s"
-            if quorum.members[-1] >= len(quorum.members):  # numbers are others than at the beginning
-                news += f" (at the beginning ranks {', '.join(map(str, quorum.members))})"
+            who = f"{len(self._members)} of {self._size} ranks"
+            former = ", ".join(map(str, quorum.members))
+            news = f"{who} go on from step {quorum.steps}, after {took:.1f} s (at the beginning ranks {former})"
             log.warning("%s: %s", news, str(lost).partition("\n")[0])
 
     def _check_progress(self, quorum: Quorum, lost: RuntimeError) -> None:
@@ -393,11 +386,11 @@ class _Survivors:
         has_given_up = Question(lambda: store.check([_GIVEN_UP]), _ANSWERING)
 
         def lost() -> str:
-            if not is_joining:
-                return ""
-            if has_given_up.is_yes():
-                return "another has given up"
-            found = ", ".join(f"member {member} has ended" for member in needed if rendezvous.has_ended(member))
+            found = ""
+            if is_joining and has_given_up.is_yes():
+                found = "another has given up"
+            elif is_joining:
+                found = ", ".join(f"member {member} has ended" for member in needed if rendezvous.has_ended(member))
             # asking takes time, in which all may have joined; the watch tells of one that has ended after that
             return found if is_joining else ""
 
@@ -509,10 +502,9 @@ def check_members(secret: bytes, occasion: str) -> None:
     for rank in range(len(challenges)):
         words = f"{occasion} {rank} ".encode() + b"".join(challenges)
         expected.append(hmac.new(secret, words, "sha256").digest())
-    shown = _gather(expected[ranks.get_rank()])
-    strange = [rank for rank in range(len(shown)) if not hmac.compare_digest(shown[rank], expected[rank])]
-    if strange:
-        raise LaunchError(f"What has joined as rank {strange[0]} does not know the secret of this job.")
+    for rank, shown in enumerate(_gather(expected[ranks.get_rank()])):
+        if not hmac.compare_digest(shown, expected[rank]):
+            raise LaunchError(f"What has joined as rank {rank} does not know the secret of this job.")
 
 
 def _gather(own: bytes) -> list[bytes]:
