@@ -335,9 +335,8 @@ class StepGuard:
 def _checked(errors: object) -> tuple[type[Exception], ...]:
     """Return the exceptions as a tuple; refuse what is none, or would stop Ctrl-C."""
     found = errors if isinstance(errors, tuple) else (errors,)
-    for each in found:
-        if not isinstance(each, type) or not issubclass(each, Exception):
-            raise TypeError(f"errors must be a class of exceptions, or a tuple of them, got {errors!r}.")
+    if not all(isinstance(each, type) and issubclass(each, Exception) for each in found):
+        raise TypeError(f"errors must be a class of exceptions, or a tuple of them, got {errors!r}.")
     return found
 
 

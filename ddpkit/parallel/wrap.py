@@ -137,7 +137,8 @@ def wrap_model(
         return _remember_frozen(model)
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group_of(peers))  # type: ignore[no-untyped-call]
-    device_ids = None if device.type == "cpu" else [device]
+    has_index = device.type != "cpu" and device.index is not None
+    device_ids = [device.index] if has_index else None
     with current_job.peer_errors():
         ddp = DistributedDataParallel(model, device_ids, process_group=group_of(peers), **options)
     # as an argument, False would skip the first broadcast, too
