@@ -8,8 +8,8 @@ plugin must not import it.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
-from typing import NoReturn
+from collections.abc import Generator, Iterable
+from typing import Any, NoReturn
 
 import pytest
 
@@ -142,12 +142,17 @@ def _refuse(fixture: str) -> NoReturn:
 
 def _check(marker: pytest.Mark, name: str) -> None:
     """Refuse wrong arguments of a marker; `name` is the test's."""
+    sizes: Iterable[Any] = marker.args
+    if not marker.args or not all(type(size) is int and size > 0 for size in sizes):
+        expected = "ranks() takes numbers of ranks, for example ranks(1, 2, 3)"
+        raise pytest.UsageError(f"{name}: {expected}; got {marker}.")
+    unknown = sorted(marker.kwargs.keys() - _OPTIONS)
+    if unknown:
+        raise pytest.UsageError(f"{name}: ranks() knows {sorted(_OPTIONS)}, not {unknown}.")
     timeout = marker.kwargs.get("timeout", 1)
-    are_right = bool(marker.args) and all(type(size) is int and size > 0 for size in marker.args)
-    are_right = are_right and marker.kwargs.keys() <= _OPTIONS
-    if not are_right or not isinstance(timeout, (int, float)) or not 0 < timeout < _FOREVER:
-        example = "ranks(1, 2, 3, timeout=5) for numbers of ranks, and seconds above 0"
-        raise pytest.UsageError(f"{name}: a marker is {_SIGNATURE}, such as {example}; got {marker}.")
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < _FOREVER:
+        expected = "ranks() takes a timeout in seconds above 0"
+        raise pytest.UsageError(f"{name}: {expected}, got {timeout!r}.")
 
 
 def _copy_of(stream: int) -> int | None:
