@@ -42,10 +42,6 @@ _DECIDED = "decided"
 Address = tuple[str, int]
 
 
-class Evicted(LaunchError):
-    """The others go on without this rank."""
-
-
 @dataclass(frozen=True)
 class Candidate:
     """What a member says when it asks to go on.
@@ -380,7 +376,7 @@ class Rendezvous:
         if quorum.refusal:
             raise LaunchError(f"The ranks that are left cannot go on: {quorum.refusal}.")
         if self.address not in quorum.addresses:
-            raise Evicted("The other ranks have gone on without this one, which they took for lost.")
+            raise LaunchError("The other ranks have gone on without this one, which they took for lost.")
         self._joining_order = quorum.joining_order
         self.addresses |= dict(zip(quorum.members, quorum.addresses, strict=True))
         return quorum

@@ -31,7 +31,7 @@ from ..launch import ranks
 from ..watch import stop_agreement
 from ..watch.main_thread import undisturbed
 from .membership import Membership, address_of, remember_ended
-from .regrouping import Admission, Candidate, Evicted, Quorum, Rendezvous
+from .regrouping import Admission, Candidate, Quorum, Rendezvous
 from .states import KeptStates, Resumable
 
 log = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ class _Survivors:
         self._rendezvous = Rendezvous.beside(launch.rank, membership, self._patience, self._secret)
         found = self._rendezvous.come_in(self._candidate(), membership, asked.timeout)
         if found is None:
-            self._close_refuge()
+            self._close_rendezvous()
             if not is_listening(*membership.master_address):
                 raise LaunchError(f"{membership} But they have ended, or cannot be reached.")
             return False
@@ -307,13 +307,11 @@ class _Survivors:
         self._members = quorum.members
         try:
             self._join(quorum, store)
-        except RuntimeError as error:
-            try:
-                self.go_on(error)
-            except Evicted as reason:  # this rank was there for no step yet, and can come again
-                log.warning("trying to join again: %s", reason)
-                self._close_refuge()
-                return False
+        except RuntimeError as error:  # this rank was there for no step yet, and can come again
+            log.warning("trying to join again: %s", error)
+            lifecycle.leave_to_rejoin()
+            self._close_rendezvous()
+            return False
         return True
 
     def commit(self) -> None:
@@ -445,7 +443,7 @@ class _Survivors:
         if self._rendezvous is not None:
             remember_ended(self._rendezvous.addresses[member] for member in self._members)
 
-    def _close_refuge(self) -> None:
+    def _close_rendezvous(self) -> None:
         if self._rendezvous is not None:
             self._rendezvous.close()
             self._rendezvous = None
@@ -455,10 +453,10 @@ class _Survivors:
         self.kept.close()
         self._close_admission()
         if error is not None:
-            self._close_refuge()
+            self._close_rendezvous()
             lifecycle.report(error)
         lifecycle.teardown()
-        self._close_refuge()  # after the others have left, who need the store in it
+        self._close_rendezvous()  # after the others have left, who need the store in it
         if self._store is not None and self._master is not None:
             launch = ranks.current_launch()
             if launch.rank == 0:
