@@ -181,13 +181,9 @@ def _record_warnings(item: pytest.Item, answers: list[Answer]) -> None:
 
 
 def _warning(warned: Warned) -> warnings.WarningMessage:
-    """Return a rank's warning, as a UserWarning with its class's name if that is not known here."""
-    category = getattr(sys.modules.get(warned.module), warned.category, None)
-    text = warned.text
-    if not isinstance(category, type) or not issubclass(category, Warning):
-        category = UserWarning
-        text = f"{warned.category}: {text}"
-    return warnings.WarningMessage(text, category, warned.filename, warned.lineno)
+    """Return a rank's warning, as a UserWarning if its class is not known here."""
+    category = getattr(sys.modules.get(warned.module), warned.category, UserWarning)
+    return warnings.WarningMessage(warned.text, category, warned.filename, warned.lineno)
 
 
 def _temporary(config: pytest.Config) -> pytest.TempPathFactory:
