@@ -27,7 +27,7 @@ from .collectives.tree import explain_not_dense, name_dtype
 from .job import current_job, lifecycle
 from .job.current_job import get_data_parallel_world_size
 from .job.job import group_of
-from .parallel.models import broadcast_into, check_tensors, own_memory, unwrap_model
+from .parallel.models import broadcast_into, can_be_overwritten, check_tensors, unwrap_model
 from .torch_internals import is_fully_sharded, is_sharded, own_buffers, rebuild_buckets, untraced, version_of
 
 Modules = tuple[nn.Module | Tensor, ...]
@@ -326,10 +326,10 @@ class GradientExchange:
         bucket.flat.div_(self._ranks * self._scale)
         means = torch.split(bucket.flat, [p.numel() for p in parameters])
         values = self.gradients.values
-        can_be_written = own_memory(values)
+        fit = can_be_overwritten(values)
         for i, p, mean in zip(bucket.indices, parameters, means, strict=True):
             gradient = values[i]
-            if gradient is None or not can_be_written[i]:
+            if gradient is None or not fit[i]:
                 gradient = values[i] = torch.empty_like(p, dtype=dtype_of_gradient(p))
             gradient.copy_(mean.view(p.shape))
 

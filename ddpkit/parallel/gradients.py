@@ -18,7 +18,7 @@ from ..collectives.tree import local_part
 from ..job import current_job
 from ..job.current_job import get_data_parallel_world_size
 from ..torch_internals import is_fully_sharded, untraced
-from .models import check_module, check_tensors, own_memory, without_dtensors
+from .models import can_be_overwritten, check_module, check_tensors, without_dtensors
 
 Loss = TypeVar("Loss", Tensor, float)
 
@@ -99,8 +99,8 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
     Args:
         loss_sum: The loss summed over this rank's samples; without samples, that of an empty batch:
             it is 0 and still has a graph for DDP to synchronise. Or the model, after `backward()`
-            of such sums: then its gradients are scaled, in place where they share no memory. With
-            accumulation this needs no count in advance.
+            of such sums: then its gradients are scaled in place, which with accumulation needs no
+            count in advance.
         count: Number of those samples, or their total weight; 0 is fine as long as some rank has
             samples. With accumulation: of all micro-batches of the step.
 
@@ -153,11 +153,13 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
 
 
 def _scale_gradients(model: nn.Module, factor: float) -> None:
-    """Multiply a model's gradients, in place where they have memory of their own."""
+    """Multiply a model's gradients, in place where they can be written to by themselves."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     gradients = [local_part(p.grad) for p in parameters]
-    for p, gradient, is_alone in zip(parameters, gradients, own_memory(gradients), strict=True):
-        if is_alone:
-            gradient.mul_(factor)
-        else:
+    fit = can_be_overwritten(gradients)
+    for i, p in enumerate(parameters):
+        if not fit[i]:  # before those that it shares memory with are multiplied
             p.grad = torch.mul(p.grad, factor)  # type: ignore[arg-type]
+    for i, gradient in enumerate(gradients):
+        if fit[i]:
+            gradient.mul_(factor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TypeVar, overload
 
@@ -144,19 +143,17 @@ def broadcast_into(tensors: list[Tensor]) -> None:
         tensor.copy_(value)
 
 
-def own_memory(tensors: Iterable[Tensor | None]) -> list[bool]:
-    """Return of each tensor whether it can be overwritten, and no other, nor another element, changes by that."""
+def can_be_overwritten(tensors: Iterable[Tensor | None]) -> list[bool]:
+    """Return of each tensor whether it can be overwritten, once those that cannot were replaced by new ones."""
     found = list(tensors)
-    storages = []
-    for tensor in found:
-        is_empty = tensor is None or has_no_memory(tensor)
-        storages.append(0 if is_empty else tensor.untyped_storage().data_ptr())  # type: ignore[union-attr]
-    counts = Counter(storages)
-    alone = []
-    for tensor, storage in zip(found, storages, strict=True):
-        is_plain = tensor is not None and tensor.is_contiguous() and not tensor.is_inference()
-        alone.append(is_plain and storage > 0 and counts[storage] == 1)
-    return alone
+    shared = sharing_memory(found)
+    fit = []
+    for i, tensor in enumerate(found):
+        if tensor is None or tensor.is_inference() or has_no_memory(tensor):
+            fit.append(False)
+        else:
+            fit.append(i not in shared and tensor.is_contiguous())
+    return fit
 
 
 def sharing_memory(tensors: Iterable[Tensor | None]) -> set[int]:

@@ -107,7 +107,8 @@ def wrap_model(
             parallelism); if DDP has no such option, or `wrap_model` decides it; on any number of
             ranks.
         ValueError: If the model is already wrapped, or has tensors that are lazy and not
-            initialised yet, or on the meta device; if `strategy` is unknown.
+            initialised yet, or on the meta device; if `strategy` is unknown, or `sync_batchnorm` is
+            True on CPUs.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -122,6 +123,9 @@ def wrap_model(
         _check_options(options)
         has_group = joined_world_size(peers) > 1 or (strategy == "ddp" and dist.is_initialized())
         _check_strategy(strategy, has_group)
+        if has_group and sync_batchnorm and device.type == "cpu":
+            reason = "torch has it for NCCL and XCCL only"
+            raise ValueError(f"sync_batchnorm=True needs an accelerator: {reason}.")
     _forget_frozen(model)
     if strategy == "dp":
         return DataParallel(model.to(device))

@@ -638,6 +638,7 @@ def _scaled_in_one_memory() -> dict[str, bool]:
             p.grad = gradient
         global_mean(net, get_rank() + 1)
         found[kind] = all(torch.allclose(p.grad, one) for p, one in zip(net, expected, strict=True))
+        found[f"{kind}: in place where possible"] = any(p.grad is g for p, g in zip(net, gradients, strict=True))
     return found
 
 
@@ -661,6 +662,8 @@ def _averaged_in_one_memory() -> dict[str, bool]:
             p.grad = gradient
         average_gradients(*parameters)
         found[kind] = all(torch.allclose(p.grad, one) for p, one in zip(parameters, expected, strict=True))
+        is_in_place = parameters[0].grad is gradients[0]
+        found[f"{kind}: in place where possible"] = is_in_place == gradients[0].is_contiguous()
     return found
 
 

@@ -78,6 +78,7 @@ def _wrap() -> dict[str, Any]:
     found["frozen"] = wrap_model(frozen) is frozen
     check_replicas(frozen)
     found["again"] = _message(ValueError, lambda: wrap_model(nn.Sequential(model)))
+    found["batchnorm"] = _message(ValueError, lambda: wrap_model(nn.BatchNorm1d(2), sync_batchnorm=True))
     found["dp"] = _message(DdpkitError, lambda: wrap_model(_net(), "dp"))
     different = nn.Linear(2 + get_rank(), 1)
     different.bias.requires_grad_(get_rank() == 0)
@@ -93,6 +94,7 @@ def test_on_several_ranks_a_model_becomes_ddp_with_rank_0s_weights_and_buffers(w
         assert found["seen, True"] == 1.0 + (rank + 1)  # rank 0's after its first forward, then this rank's own
         assert found["seen, False"] == 2.0 * (rank + 1)  # rank 0's at the start, then each rank's own
         assert "already wrapped, in whole or in part" in found["again"]
+        assert "sync_batchnorm=True needs an accelerator" in found["batchnorm"]
         assert "1 process on several GPUs" in found["dp"]
         assert "weight: float32[1, 2] on rank 0; float32[1, 3] on rank 1" in found["different"]
         assert "bias: float32[1] on rank 0; float32[1], frozen on rank" in found["different"]
