@@ -78,7 +78,7 @@ from .launch.ranks import (
     is_main_process,
 )
 from .logging import RankFilter, get_logger
-from .parallel.gradients import accumulate, average_gradients, averaging, global_mean
+from .parallel.gradients import accumulate, global_mean
 from .parallel.lr_scaling import ScalePlan, rule_for, scale_lr, warmup_factor
 from .parallel.models import unwrap_model
 from .parallel.replicas import check_replicas, sync_buffers
@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from .exact.gather import gather_exact
     from .exact.gradients import MicroBatches, exact_gradients
     from .exact.loader import make_micro_batch_loader
+    from .gradient_exchange import average_gradients, averaging
     from .guard import StepGuard, find_batch_size
     from .spawning.spawn import spawn
     from .stop import Stop, stopping
@@ -193,6 +194,8 @@ _LOADED_AT_USE = {  # by their names, what an ordinary script does not need; als
     "MicroBatches": "exact.gradients",
     "exact_gradients": "exact.gradients",
     "make_micro_batch_loader": "exact.loader",
+    "average_gradients": "gradient_exchange",
+    "averaging": "gradient_exchange",
     "StepGuard": "guard",
     "find_batch_size": "guard",
     "spawn": "spawning.spawn",

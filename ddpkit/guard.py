@@ -6,22 +6,20 @@ import json
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from types import TracebackType
+from typing import NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from .arguments import as_integer
 from .collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
-from .collectives.differences import list_lines
+from .collectives.differences import first_of, list_lines
 from .collectives.reduce import reduce_tree
 from .errors import BadStepError, DdpkitError, describe_error, message_of, printable
-from .exact.gradients import LocalPass
+from .gradient_exchange import Gradients, LocalPass, all_finite, begin_exchange
 from .job import current_job, lifecycle
 from .job.job import ranks_of, subset_of
 from .join.causes import is_of_broken_collective
-from .parallel.gradient_exchange import GradientExchange, Gradients, all_finite, begin_exchange, parameters_of
 from .parsing import parse
 from .torch_internals import is_from_worker, is_of_broken_loader
 
@@ -113,41 +111,33 @@ def release(error: BaseException | None) -> None:
 _SAMPLES_SHOWN = 16
 _LONGEST_SAMPLE = 40  # characters of what a sampler calls one
 _LONGEST = 500  # characters of an error
-_FIELDS = {"problem": str, "is_out_of_memory": bool, "samples": [str]}
+Batches = Iterable[Sequence[object]]  # their samples, as far as they are known
 
 
-@dataclass(frozen=True)
-class BadStep:
+class BadStep(NamedTuple):
     """Why a rank cannot take a step.
 
     Attributes:
-        problem: What was raised, or is wrong with its gradients; "" if nothing is.
+        problem: What was raised, or is wrong with its gradients, and the samples; "" if nothing is.
         is_out_of_memory: Whether that is why.
-        samples: Those of its batches, as far as they are known.
     """
 
     problem: str
     is_out_of_memory: bool = False
-    samples: Sequence[str] = ()
 
     @classmethod
-    def of_error(cls, error: BaseException, batches: Iterable[Sequence[object]]) -> BadStep:
+    def of_error(cls, error: BaseException, batches: Batches) -> BadStep:
         """Describe what was raised."""
-        return cls(_in_one_line(error), is_out_of_memory(error), _names_of(batches))
+        return cls(_in_one_line(error) + _name_samples(batches), is_out_of_memory(error))
 
     @classmethod
-    def of_gradients(cls, gradients: Gradients, batches: Iterable[Sequence[object]]) -> BadStep:
+    def of_gradients(cls, gradients: Gradients, batches: Batches) -> BadStep:
         """Describe the first gradient of this rank that is not finite; there may be none."""
         for name, gradient in zip(gradients.names, gradients.values, strict=True):
             if gradient is not None and not all_finite([gradient]):
                 problem = f"the gradient of {name or 'a tensor'} is not finite"
-                return cls(problem, False, _names_of(batches))
+                return cls(problem + _name_samples(batches))
         return cls("")
-
-    def __str__(self) -> str:
-        if not self.samples:
-            return self.problem
-        return f"{self.problem} (samples {', '.join(self.samples)})"
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -160,29 +150,25 @@ def _in_one_line(error: BaseException) -> str:
     return describe_error(error, _LONGEST).splitlines()[0].removesuffix(": ")
 
 
-def _names_of(batches: Iterable[Sequence[object]]) -> list[str]:
+def _name_samples(batches: Batches) -> str:
     samples = [sample for batch in batches for sample in batch]
-    names = [printable(str(sample)[:_LONGEST_SAMPLE]) for sample in samples[:_SAMPLES_SHOWN]]
-    if len(samples) > _SAMPLES_SHOWN:
-        names.append(f"and {len(samples) - _SAMPLES_SHOWN} more")
-    return names
+    if not samples:
+        return ""
+    names = [printable(str(sample)[:_LONGEST_SAMPLE]) for sample in samples]
+    return f" (samples {', '.join(first_of(names, _SAMPLES_SHOWN))})"
 
 
 def exchange_bad_steps(own: BadStep) -> dict[int, BadStep]:
     """Return what is wrong on the ranks on which something is, by rank. Collective."""
     peers = current_job.data_parallel()
-    texts = lifecycle.exchange(json.dumps(asdict(own)), subset_of(peers))
-    found = {}
-    for rank, text in zip(ranks_of(peers), texts, strict=True):
-        step = BadStep(**parse(text, "exchange", _FIELDS))
-        if step.problem:
-            found[rank] = step
-    return found
+    texts = lifecycle.exchange(json.dumps(own._asdict()), subset_of(peers))
+    steps = [BadStep(**parse(text, "exchange", get_type_hints(BadStep))) for text in texts]
+    return {rank: step for rank, step in zip(ranks_of(peers), steps, strict=True) if step.problem}
 
 
 def explain(headline: str, steps: dict[int, BadStep]) -> str:
     """Write below a headline what is wrong on each rank."""
-    return list_lines(headline, [f"rank {rank}: {step}" for rank, step in steps.items()])
+    return list_lines(headline, [f"rank {rank}: {step.problem}" for rank, step in steps.items()])
 
 
 log = logging.getLogger(__name__)
@@ -199,8 +185,8 @@ class StepGuard:
     gradients are their means over the ranks, as DDP and `average_gradients` make them.
 
     Within the block nothing is exchanged, so no rank waits for one that has raised; DDP's exchange
-    is off. The gradients travel at the end, in one flat all-reduce, and whether a rank has raised
-    travels with them. The arguments are the same on every rank.
+    is off. The gradients travel at the end, in one flat all-reduce, and whether a rank has raised in a small
+    exchange before. The arguments are the same on every rank.
 
     Args:
         *modules: All models that are trained in the step, wrapped or not, and single parameters.
@@ -256,7 +242,7 @@ class StepGuard:
         self.pieces = 1
         self.skips = 0
         self.skipped = False
-        if not any(tensor.requires_grad for _, tensor in parameters_of(_CALL, modules)):
+        if not Gradients(_CALL, modules).parameters:
             raise ValueError(f"{_CALL} needs modules with parameters that are trained.")
 
     def attempts(self) -> Iterator[int]:
@@ -288,13 +274,8 @@ class StepGuard:
             self._batches = current_job.take_samples()[-1:]  # drawn before the block
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        self._pass.__exit__(kind, error, trace)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._pass.__exit__()
         if error is not None and not self._may_be_skipped(error):
             return False
         self._batches = current_job.take_samples() or self._batches
@@ -316,45 +297,23 @@ class StepGuard:
 
     def _end(self, own: BadStep | None) -> None:
         """Exchange the gradients, and use the means if no rank has a bad step. Collective."""
-        gradients, exchange = begin_exchange(
-            _CALL,
-            self._modules,
-            exchange=_CALL,
-            settings=self._settings(),
-            spoiled=own is not None,
-        )
-        if not gradients.parameters:
-            raise DdpkitError(f"No parameter needs a gradient at the end of a block of {_CALL}.")
-        is_good = self._is_good(own, gradients, exchange)
-        if is_good:
-            if exchange is not None:
-                exchange.distribute()
-                gradients.give_back()
-            self.skipped = False
-            self._in_a_row = 0
-            return
-        own = own or BadStep.of_gradients(gradients, self._batches)
-        self._pass.undo()
-        self._skip(exchange_bad_steps(own))
-
-    def _settings(self) -> tuple[tuple[str, str], ...]:
-        """Return what must be the same on every rank, for else they would decide otherwise."""
-        return (
+        settings = (  # for else the ranks would decide otherwise
             ("max_skips", f"{self._max_skips}"),
             ("max_pieces", f"{self._max_pieces}"),
             ("check_gradients", f"{self._check_gradients}"),
             ("pieces", f"{self.pieces}"),
         )
-
-    def _is_good(self, own: BadStep | None, gradients: Gradients, exchange: GradientExchange | None) -> bool:
-        if exchange is not None:
-            exchange.wait()
-            return exchange.is_usable(finite=self._check_gradients)
-        if own is not None:
-            return False
-        if not self._check_gradients:
-            return True
-        return all_finite(gradient for gradient in gradients.values if gradient is not None)
+        exchange = begin_exchange(_CALL, self._modules, exchange=_CALL, settings=settings, spoiled=own is not None)
+        if not exchange.gradients.parameters:
+            raise DdpkitError(f"No parameter needs a gradient at the end of a block of {_CALL}.")
+        if exchange.is_usable(finite=self._check_gradients):
+            exchange.finish()
+            self.skipped = False
+            self._in_a_row = 0
+            return
+        own = own or BadStep.of_gradients(exchange.gradients, self._batches)
+        self._pass.undo()
+        self._skip(exchange_bad_steps(own))
 
     def _skip(self, steps: dict[int, BadStep]) -> None:
         """Skip the step, or let it be tried again, for what is wrong on these ranks."""
@@ -376,9 +335,8 @@ class StepGuard:
 def _checked(errors: object) -> tuple[type[Exception], ...]:
     """Return the exceptions as a tuple; refuse what is none, or would stop Ctrl-C."""
     found = errors if isinstance(errors, tuple) else (errors,)
-    for each in found:
-        if not isinstance(each, type) or not issubclass(each, Exception):
-            raise TypeError(f"errors must be a class of exceptions, or a tuple of them, got {errors!r}.")
+    if not all(isinstance(each, type) and issubclass(each, Exception) for each in found):
+        raise TypeError(f"errors must be a class of exceptions, or a tuple of them, got {errors!r}.")
     return found
 
 

@@ -30,10 +30,9 @@ from .checkpoint.fit import explain_loss
 from .checkpoint.folder import is_folder_of
 from .checkpoint.saving import explain_differences, merge_problems
 from .checkpoint.states import find_stand_ins, same_mapping, state_for
-from .collectives.differences import differing_parts, list_lines
-from .collectives.digest import digest
+from .collectives.differences import differing_parts, list_lines, name_ranks
 from .collectives.groups import peers_of
-from .collectives.tree import flat_bytes, local_part
+from .collectives.tree import flat_bytes, local_part, name_dtype
 from .errors import CheckpointError
 from .job.lifecycle import exchange
 from .launch.ranks import get_rank, get_world_size
@@ -98,7 +97,10 @@ class Sharded:
         self._writers = _files_of(layouts)
         self.folder = path.with_name(f"{path.stem}.{described[0]['token']}")
         self.entry = {"folder": self.folder.name, "tensors": _as_plain(layouts)}
-        self.pieces = _own_pieces(tensors, layouts, self._rank)
+        self.pieces = []
+        for name, layout in layouts.items():
+            own = [piece for piece in layout.pieces if piece.file == self._rank]
+            self.pieces += [(piece.start, local_part(tensors[name]).detach()) for piece in own]
 
     def explain_differences(self) -> str:
         """Say where ranks that hold the same part of a tensor hold other values; "" if nowhere. Collective."""
@@ -128,16 +130,16 @@ class Sharded:
                 return
             failed = [rank for rank in missing if _failed_name_of(rank) in now]
             if failed:
-                problem = f"{_ranks(failed)} could not write into {self.folder}."
-                raise CheckpointError(f"{problem} Earlier checkpoints are complete.")
+                problem = f"{name_ranks(failed)} could not write into {self.folder}"
+                raise CheckpointError(f"Not saved: {problem}. Earlier checkpoints are complete.")
             if now != sizes:
                 sizes = now
                 since = time.monotonic()
             is_ending = ending.is_set() or not threading.main_thread().is_alive()
             patience = _PATIENCE_AT_END if is_ending else _PATIENCE
             if time.monotonic() - since > patience:
-                problem = f"{_ranks(missing)} wrote nothing into {self.folder} for {patience:g} s."
-                raise CheckpointError(f"{problem} Earlier checkpoints are complete.")
+                problem = f"{name_ranks(missing)} wrote nothing into {self.folder} for {patience:g} s"
+                raise CheckpointError(f"Not saved: {problem}. Earlier checkpoints are complete.")
             time.sleep(_PAUSE)
 
     def delete(self) -> None:
@@ -149,8 +151,7 @@ def describe(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Describe sharded tensors as this rank holds them, in plain data for the other ranks."""
     found = {}
     for name, tensor in tensors.items():
-        boxes = boxes_of(tensor)
-        found[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "boxes": boxes}
+        found[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "boxes": boxes_of(tensor)}
     return {"token": os.urandom(8).hex(), "tensors": found}
 
 
@@ -166,20 +167,15 @@ def boxes_of(tensor: Any) -> list[Box]:
         return [([0] * tensor.dim(), list(tensor.shape))]
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(
-            f"The ranks hold terms of a sum, a DTensor of {_placements(tensor)}, not parts of a tensor: "
+            f"The ranks hold terms of a sum, a DTensor of {tensor.placements}, not parts of a tensor: "
             "pass tensor.redistribute(placements=...) or tensor.full_tensor()."
         )
     if tensor.device_mesh.get_coordinate() is None or local_part(tensor).numel() == 0:
         return []
     boxes = [(list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
     if [sizes for _, sizes in boxes] != [list(local_part(tensor).shape)]:
-        parts = f"a DTensor of {_placements(tensor)}"
-        raise CheckpointError(f"This rank's part of {parts} is not one piece of it.")
+        raise CheckpointError(f"This rank's part of a DTensor of {tensor.placements} is not one piece of it.")
     return boxes
-
-
-def _placements(tensor: Any) -> str:
-    return ", ".join(map(str, tensor.placements))
 
 
 def lay_out(by_rank: list[dict[str, dict[str, Any]]]) -> dict[str, Layout]:
@@ -203,25 +199,11 @@ def lay_out(by_rank: list[dict[str, dict[str, Any]]]) -> dict[str, Layout]:
         for (offsets, lengths), ranks in holders.items():
             rank = min(ranks, key=sizes.__getitem__)
             pieces.append(Piece(list(offsets), list(lengths), rank, sizes[rank]))
-            sizes[rank] += _aligned(math.prod(lengths) * first["dtype"].itemsize)
+            sizes[rank] += -(-math.prod(lengths) * first["dtype"].itemsize // _ALIGNMENT) * _ALIGNMENT
         layout = Layout(first["dtype"], first["shape"], pieces)
         _check_complete(name, layout)
         layouts[name] = layout
     return layouts
-
-
-def _own_pieces(
-    tensors: Mapping[str, Any],
-    layouts: Mapping[str, Layout],
-    rank: int,
-) -> Pieces:
-    """Return the pieces that a rank writes, in their order in its file."""
-    found = []
-    for name, layout in layouts.items():
-        for piece in layout.pieces:
-            if piece.file == rank:
-                found.append((piece.start, local_part(tensors[name]).detach()))
-    return found
 
 
 def _files_of(layouts: Mapping[str, Layout]) -> list[int]:
@@ -231,11 +213,7 @@ def _files_of(layouts: Mapping[str, Layout]) -> list[int]:
 
 def _as_plain(layouts: Mapping[str, Layout]) -> dict[str, Any]:
     """Convert layouts to plain data, for the file."""
-    plain = {}
-    for name, layout in layouts.items():
-        pieces = [list(piece) for piece in layout.pieces]
-        plain[name] = {"dtype": layout.dtype, "shape": layout.shape, "pieces": pieces}
-    return plain
+    return {name: layout._asdict() | {"pieces": list(map(list, layout.pieces))} for name, layout in layouts.items()}
 
 
 def _from_plain(data: Mapping[str, Any]) -> dict[str, Layout]:
@@ -259,11 +237,9 @@ def _from_plain(data: Mapping[str, Any]) -> dict[str, Layout]:
 
 def _check_alike(by_rank: list[dict[str, dict[str, Any]]]) -> None:
     """Raise unless all ranks hold parts of the same tensors."""
-    texts: dict[int, dict[str, str]] = {}
+    texts = {}
     for rank, tensors in enumerate(by_rank):
-        texts[rank] = {}
-        for name, entry in tensors.items():
-            texts[rank][name] = digest([entry["dtype"], entry["shape"]])
+        texts[rank] = {name: f"{name_dtype(entry['dtype'])}{entry['shape']}" for name, entry in tensors.items()}
     differing = differing_parts(texts)
     if differing:
         lines = [f"{name}: {found}" for name, found in differing.items()]
@@ -276,10 +252,6 @@ def _check_complete(name: str, layout: Layout) -> None:
     if elements != math.prod(layout.shape):
         problem = f"{name} has {math.prod(layout.shape)} elements"
         raise CheckpointError(f"{problem}, but its pieces on all ranks have {elements}.")
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def write_pieces(folder: Path, rank: int, pieces: Pieces) -> None:
@@ -468,7 +440,8 @@ class SavedPieces:
         try:
             with open(path, "rb") as file:
                 file.seek(piece.start)
-                _fill(file, data.data)
+                if file.readinto(data.data) < len(data):
+                    raise OSError("it is too short")
         except OSError as error:
             raise unreadable(path, error) from error
         return tensor
@@ -479,14 +452,6 @@ def _tensor_pairs(model: nn.Module, state: Mapping[str, Any]) -> list[tuple[str,
     here = unwrap_model(model).state_dict()
     pairs = [(key, here[key], saved) for key, saved in state.items()]
     return [pair for pair in pairs if isinstance(pair[1], Tensor) and isinstance(pair[2], Tensor)]
-
-
-def _fill(file: Any, buffer: memoryview) -> None:
-    while buffer:
-        count = file.readinto(buffer)
-        if not count:
-            raise OSError("it is too short")
-        buffer = buffer[count:]
 
 
 def _overlaps(
@@ -521,7 +486,3 @@ def _name_of(rank: int) -> str:
 
 def _failed_name_of(rank: int) -> str:
     return f"rank-{rank}.failed"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {ranks}"

@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel, distributed
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SHARDED_CLASSES = {  # by module; one that was never imported has made no tensor
@@ -129,18 +129,18 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled is not None and isinstance(module, compiled)
 
 
-def ignored_by_ddp(module: nn.Module) -> Collection[str]:
-    """Return the names of the tensors that DDP was told to leave alone (private, the same from torch 2.6 to 2.13)."""
-    ignored: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    return ignored
-
-
 def rebuild_buckets(model: DistributedDataParallel) -> None:
     """Do what the first forward after DDP's first backward begins with, if it is still to come. Collective then.
 
     The ranks agree on the buckets in which gradients travel (private, the same from torch 2.6 to 2.13).
     """
     model.reducer._rebuild_buckets()
+
+
+def tensors_in(output: Any) -> Iterable[Tensor]:
+    """Return the tensors in the output of a model, as DDP finds them (private, the same from torch 2.6 to 2.13)."""
+    found: Iterable[Tensor] = distributed._find_tensors(output)  # type: ignore[no-untyped-call]
+    return found
 
 
 def remove_hooks(model: DistributedDataParallel) -> None:

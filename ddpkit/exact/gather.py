@@ -23,9 +23,6 @@ from ..torch_internals import untraced
 
 T = TypeVar("T")
 _INDICES_NAMED = 8  # samples that a message names
-# torch 2.6 cannot index tensors of other dtypes
-_INDEXED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_INDEXED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
 @untraced
@@ -124,7 +121,10 @@ def _as_array(indices: Any) -> NDArray[np.int64]:
 
 def _as_column(call: str, path: str, column: Any, count: int) -> Any:
     """Check that a column has one result per index, and make it ready to be pickled."""
-    problem = _explain_no_column(column)
+    is_plain = isinstance(column, list) or type(column) in (np.ndarray, np.memmap)
+    problem = "" if is_plain else explain_no_tensor(column)
+    if not problem and not isinstance(column, list) and not column.ndim:
+        problem = "a tensor without dimensions"
     if problem:
         raise TypeError(
             f"{call} takes the results of the indices in one tensor, array or list, or such columns in a dict, "
@@ -141,25 +141,11 @@ def _as_column(call: str, path: str, column: Any, count: int) -> Any:
     return list(column)
 
 
-def _explain_no_column(column: Any) -> str:
-    """Say why this cannot hold one result per index; "" if it can."""
-    is_plain = isinstance(column, list) or type(column) in (np.ndarray, np.memmap)
-    problem = "" if is_plain else explain_no_tensor(column)
-    if problem:
-        return problem
-    if isinstance(column, (Tensor, np.ndarray)) and not column.ndim:
-        return "a tensor without dimensions"
-    return ""
-
-
 def _join(parts: list[Any], order: NDArray[np.int64]) -> Any:
     """Join the ranks' parts of one column, in the order given."""
     if isinstance(parts[0], Tensor):
         joint = concatenate(parts)
-        indices = torch.from_numpy(order)
-        if joint.dtype in _INDEXED:
-            return joint[indices]
-        return from_rows(as_rows(joint)[indices], joint)
+        return from_rows(as_rows(joint)[torch.from_numpy(order)], joint)  # torch cannot index all dtypes
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)[order]
     results = [result for part in parts for result in part]

@@ -4,182 +4,25 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ..collectives.consistency import control_device, fingerprint_of, joined_world_size, raise_everywhere
+from ..collectives.consistency import control_device, raise_everywhere
 from ..collectives.reduce import reduce_in_place
 from ..collectives.tree import name_dtype
 from ..data.seeds import generators_kept, seed_cpu
 from ..errors import DdpkitError
-from ..job import current_job, lifecycle
-from ..parallel.gradient_exchange import Gradients, Modules, check_gradients, dtype_of_gradient, named_by_argument
-from ..parallel.models import broadcast_into, describe_tensors
-from ..torch_internals import ignored_by_ddp, is_fully_sharded, own_buffers, rebuild_buckets, untraced, version_of
-from .sum import ExactExchange, Layout
+from ..gradient_exchange import Gradients, LocalPass, Modules, dtype_of_gradient
+from ..job import current_job
+from ..torch_internals import untraced
+from .sum import ExactSum
 
-# Run forwards and backwards that exchange nothing with other ranks, and that can be undone.
-
-_Modules = Sequence[nn.Module | Tensor]
-
-
-class LocalPass:
-    """A block of forwards and backwards in which DDP exchanges nothing, nor may anything of ddpkit's.
-
-    A rank that raises in the block keeps no other rank waiting. What DDP exchanges at the beginning
-    of a forward travels when the block begins: buffers, and how gradients are cut into buckets.
-
-    Args:
-        call: Whose block it is, for errors.
-        modules: The models that are used in the block, and single parameters.
-
-    Raises:
-        TypeError: If something is no module and no tensor, or a model exchanges values in its forward.
-    """
-
-    def __init__(self, call: str, modules: _Modules) -> None:
-        self._call = call
-        self._modules = modules
-        self._before: _Before | None = None
-        self._stack = ExitStack()
-        for module in modules:
-            _check_local(call, module)
-
-    def __enter__(self) -> LocalPass:
-        lifecycle.joined()  # refuses a block in another one, before anything is exchanged
-        models = _wrapped(self._modules)
-        self._exchange_first(models)
-        self._before = _Before.of(self._modules)
-        for model in models:
-            self._stack.enter_context(model.no_sync())
-            model.require_forward_param_sync = False  # its buffers
-            self._stack.callback(setattr, model, "require_forward_param_sync", True)
-        self._stack.enter_context(lifecycle.apart(self._call))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
-
-    def undo(self) -> None:
-        """Give buffers and frozen parameters back what they had when the block began; drop all gradients."""
-        if self._before is not None:
-            self._before.restore()
-
-    def changed_buffer(self) -> str:
-        """Return the name of a buffer that the block has changed, with its module's class; "" if there is none."""
-        if self._before is None:
-            return ""
-        return self._before.changed_buffer()
-
-    def _exchange_first(self, models: list[DistributedDataParallel]) -> None:
-        """Exchange what DDP does before a forward. Collective."""
-        if not torch.is_grad_enabled() or not lifecycle.joined():
-            return
-        buffers = []
-        for model in models:
-            rebuild_buckets(model)
-            if model.broadcast_buffers:
-                buffers += list(model.module.buffers())
-        if buffers:
-            with torch.no_grad():
-                broadcast_into(buffers)
-
-
-@dataclass
-class _Before:
-    """What a block may change, from when it began.
-
-    Attributes:
-        buffers: Each with its module and name there, the object, its version, and a copy of its values.
-        parameters: Each with whether it was trained.
-    """
-
-    buffers: list[tuple[nn.Module, str, Tensor | None, int, Tensor | None]]
-    parameters: list[tuple[Tensor, bool]]
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, modules: _Modules) -> _Before:
-        before = cls([], [])
-        for module in modules:
-            if isinstance(module, Tensor):
-                before.parameters.append((module, module.requires_grad))
-                continue
-            for parameter in module.parameters():
-                before.parameters.append((parameter, parameter.requires_grad))
-            for part in module.modules():
-                for name, buffer in own_buffers(part).items():
-                    copy = None if buffer is None else buffer.clone()
-                    before.buffers.append((part, name, buffer, version_of(buffer), copy))
-        return before
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for part, name, buffer, _, copy in self.buffers:
-            own_buffers(part)[name] = buffer  # the model may have put another in its place
-            if buffer is not None and copy is not None:
-                buffer.copy_(copy)
-        for parameter, is_trained in self.parameters:
-            parameter.requires_grad_(is_trained)
-            parameter.grad = None
-
-    def changed_buffer(self) -> str:
-        for part, name, buffer, version, _ in self.buffers:
-            now = own_buffers(part)[name]
-            if now is not buffer or version_of(now) != version:
-                return f"{type(part).__name__}.{name}"
-        return ""
-
-
-def _wrapped(modules: _Modules) -> list[DistributedDataParallel]:
-    found = []
-    for module in modules:
-        if isinstance(module, nn.Module):
-            found += [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
-    return found
-
-
-def _check_local(call: str, module: object) -> None:
-    """Refuse a model whose forward waits for other ranks: they would wait for one that has raised."""
-    if isinstance(module, Tensor):
-        return
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{call} takes modules and tensors, got {type(module).__name__}: unpack a list with *.")
-    for part in module.modules():
-        problem = _why_not_local(part)
-        if problem:
-            raise TypeError(f"{call} cannot take this model: {problem}.")
-
-
-def _why_not_local(part: nn.Module) -> str:
-    if isinstance(part, nn.SyncBatchNorm):
-        return "SyncBatchNorm exchanges statistics in forward, where ranks would wait for one that has raised"
-    if is_fully_sharded(part):
-        return "fully_shard exchanges weights in forward, where ranks would wait for one that has raised"
-    if not isinstance(part, DistributedDataParallel):
-        return ""
-    if part.static_graph:
-        return "DDP with static_graph=True exchanges gradients in its first backward, whatever no_sync() says"
-    if ignored_by_ddp(part.module):
-        return "its DDP was told to leave some parameters or buffers alone"
-    return ""
-
-
-# Describe what the bits of a computation depend on, besides the program and its input.
+_CALL = "exact_gradients()"
 
 
 def describe_kernels(device: torch.device) -> str:
@@ -205,9 +48,6 @@ def _cpu_name() -> str:
         if key.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine()
-
-
-_CALL = "exact_gradients()"
 
 
 class MicroBatches(list[Any]):
@@ -301,115 +141,82 @@ def exact_gradients(
     _end(step, local_pass)
 
 
-_exchanges: WeakKeyDictionary[nn.Module, ExactExchange] = WeakKeyDictionary()
-
-
-def _exchange_for(modules: Modules, layout: Layout) -> ExactExchange:
-    """Return what adds up the gradients of some modules: it is kept with the first of them from step to step."""
-    first = modules[0]
-    if not isinstance(first, nn.Module):
-        return ExactExchange(layout)
-    exchange = _exchanges.get(first)
-    if exchange is None or exchange.layout != layout:
-        exchange = _exchanges[first] = ExactExchange(layout)
-    exchange.clear()
-    return exchange
-
-
 class _Step:
     """The gradients of one step, and their sums.
 
     Attributes:
         gradients: Of the parameters that are trained.
-        sizes: Their elements.
-        dtypes: Of their gradients.
         device: Of the sums.
-        counts: Of how many micro-batches here each parameter has gradients.
+        is_complete: Whether the loop has taken all micro-batches.
     """
 
     def __init__(self, batch: MicroBatches, modules: Modules) -> None:
         if not isinstance(batch, MicroBatches):
             kind = type(batch).__name__
             raise TypeError(f"{_CALL} takes what a loader of make_micro_batch_loader() yields, got {kind}.")
-        self.batch = batch
-        self.modules = modules
-        self.gradients = Gradients(named_by_argument(modules))
-        check_gradients(_CALL, modules, self.gradients)
+        self._batch = batch
+        self.gradients = Gradients(_CALL, modules)
         parameters = self.gradients.parameters
         if not parameters:
             raise ValueError(f"{_CALL} needs modules with parameters that are trained.")
         if any(p.is_complex() for p in parameters):
             raise TypeError(f"{_CALL} takes real parameters: keep a complex one as torch.view_as_real() of it.")
         self.device = parameters[0].device
-        self.sizes = [p.numel() for p in parameters]
-        self.counts = [0] * len(parameters)
-        self.dtypes = [dtype_of_gradient(p) for p in parameters]
-        dtype = functools.reduce(torch.promote_types, self.dtypes, torch.float32)
-        result = self.dtypes[0] if len(set(self.dtypes)) == 1 else torch.float64  # then to that of each gradient
-        ranks = joined_world_size(current_job.data_parallel())
-        layout = Layout(tuple(self.sizes), batch.most, ranks, dtype, result, self.device)
-        self.exchange = _exchange_for(modules, layout)
+        self._sizes = [p.numel() for p in parameters]
+        self._counts = [0] * len(parameters)  # micro-batches here of which each has a gradient
+        self._dtypes = [dtype_of_gradient(p) for p in parameters]
+        self._sum = ExactSum(sum(self._sizes), self.device)
         self.is_complete = False
 
     def micro_batches(self) -> Iterator[Any]:
         """Yield each micro-batch, with its random numbers, and add the gradients that follow."""
-        for micro_batch, seed in zip(self.batch, self.batch.seeds, strict=True):
+        for micro_batch, seed in zip(self._batch, self._batch.seeds, strict=True):
             self.gradients.hide()
-            self._seed(seed)
+            seed_cpu(seed)
+            # torch.manual_seed() would do it, too, but serves accelerators that are not there, which takes longer
+            if self.device.type != "cpu":
+                torch.get_device_module(self.device.type).manual_seed_all(seed)
             yield micro_batch
             self._add()
         self.is_complete = True
 
-    def _seed(self, seed: int) -> None:
-        seed_cpu(seed)
-        # torch.manual_seed() would do it, too, but serves accelerators that are not there, which takes longer
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device.type).manual_seed_all(seed)
-
     @untraced
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _add(self) -> None:
         """Add the gradients that the parameters have, those of a micro-batch, to the sums."""
-        gradients = self.gradients
-        gradients.values = [p.grad for p in gradients.parameters]
-        check_gradients(_CALL, self.modules, gradients)
+        self.gradients.read()
         pieces = []
-        for i, gradient in enumerate(gradients.values):
-            if gradient is None:
-                pieces.append(torch.zeros(self.sizes[i], device=self.device))
-                continue
-            self.counts[i] += 1
-            if gradient.device != self.device:  # of a model on several devices
-                gradient = gradient.to(self.device)
-            pieces.append(gradient.reshape(-1))
-        self.exchange.add(pieces)
+        with torch.inference_mode(False), torch.no_grad():
+            for i, gradient in enumerate(self.gradients.values):
+                if gradient is None:
+                    pieces.append(torch.zeros(self._sizes[i], device=self.device))
+                    continue
+                self._counts[i] += 1
+                pieces.append(gradient.reshape(-1).to(self.device))  # of a model on several devices
+            self._sum.add(torch.cat(pieces))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def distribute(self) -> None:
         """Give the sums over all ranks to the parameters as gradients. Collective."""
         peers = current_job.data_parallel()
-        total, is_complete = self.exchange.total(self._fingerprint(), all(self.counts), peers)
-        counts = self.counts
+        counts = self._counts
+        is_complete = self._sum.over_ranks(self._fingerprint(), all(counts), peers)
         if not is_complete:  # otherwise all have gradients
             counts = reduce_in_place(torch.tensor(counts, device=control_device(peers)), peers=peers).tolist()
-        sums = torch.split(total, self.sizes)
-        for p, dtype, count, value in zip(self.gradients.parameters, self.dtypes, counts, sums, strict=True):
+        sums = torch.split(self._sum.rounded(), self._sizes)
+        for p, dtype, count, value in zip(self.gradients.parameters, self._dtypes, counts, sums, strict=True):
             if count:
                 p.grad = torch.empty_like(p, dtype=dtype).copy_(value.view(p.shape))
 
     def _fingerprint(self) -> str:
-        names = self.gradients.names
-        parameters = describe_tensors(dict(zip(names, self.gradients.parameters, strict=True)))
-        step = f"{self.batch.step}, at most {self.batch.most} micro-batches on a rank"
-        parts = {"step": step, "kernels": describe_kernels(self.device)}
         others = []
-        for name, p, dtype in zip(names, self.gradients.parameters, self.dtypes, strict=True):
+        for name, p, dtype in zip(self.gradients.names, self.gradients.parameters, self._dtypes, strict=True):
             if dtype != p.dtype:
                 others.append(f"{name} {name_dtype(dtype)}")
-        parts["dtypes of gradients"] = ", ".join(others) or "those of the parameters"
-        return fingerprint_of(_CALL, parts | parameters)
+        dtypes = ", ".join(others) or "those of the parameters"
+        step = f"{self._batch.step}, at most {self._batch.most} micro-batches on a rank"
+        settings = ("step", step), ("kernels", describe_kernels(self.device)), ("dtypes of gradients", dtypes)
+        return self.gradients.fingerprint(_CALL, settings)
 
 
 def check_kernels(device: torch.device, threads: int) -> None:

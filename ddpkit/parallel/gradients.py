@@ -1,8 +1,4 @@
-"""Give the ranks the gradients that one process would have, on all their samples.
-
-`accumulate` adds up micro-batches, `global_mean` weighs uneven ranks, and `average_gradients` is
-for tiny networks, several networks in one step, and methods other than `forward`.
-"""
+"""Give the ranks the gradients that one process would have, on all their samples: with micro-batches, and uneven."""
 
 from __future__ import annotations
 
@@ -22,8 +18,7 @@ from ..collectives.tree import local_part
 from ..job import current_job
 from ..job.current_job import get_data_parallel_world_size
 from ..torch_internals import is_fully_sharded, untraced
-from .gradient_exchange import GradientExchange, Gradients, begin_exchange
-from .models import check_module, check_tensors, sharing_memory, without_dtensors, writable
+from .models import can_be_overwritten, check_module, check_tensors, without_dtensors
 
 Loss = TypeVar("Loss", Tensor, float)
 
@@ -159,110 +154,12 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
 
 def _scale_gradients(model: nn.Module, factor: float) -> None:
     """Multiply a model's gradients, in place where they can be written to by themselves."""
-    parameters = []
-    scaled: dict[int, Tensor] = {}  # by the identity of the gradient: parameters may share one
-    for p in model.parameters():
-        if p.grad is not None:
-            parameters.append(p)
-            scaled[id(p.grad)] = p.grad
-    gradients = list(scaled.values())
-    locals = [local_part(gradient) for gradient in gradients]
-    shared = sharing_memory(locals)
-    in_place = []
-    for i, (gradient, local) in enumerate(zip(gradients, locals, strict=True)):
-        if i in shared or not writable(local):
-            # before those that it shares memory with are multiplied
-            scaled[id(gradient)] = gradient * factor
-        else:
-            in_place.append(local)
-    for gradient in in_place:
-        gradient.mul_(factor)
-    for p in parameters:
-        p.grad = scaled[id(p.grad)]
-
-
-@untraced
-def average_gradients(*modules: nn.Module | Tensor) -> None:
-    """Replace every gradient by its mean over the ranks, in one flat all-reduce. Collective.
-
-    Call it between `backward()` and `optimizer.step()`, with plain models that start equal on all
-    ranks (seeded alike or broadcast; `check_replicas` tells). One call takes all networks of a
-    step, and whatever produced the gradients. They are replaced in place, and half-precision ones
-    are added in float32. On one process it does nothing.
-
-    Ranks compare what they pass in the same all-reduce, if the call before was for parameters of
-    the same size and dtype or both were small (up to 8,000 elements); otherwise, for more than
-    260,000 elements, and on accelerators, in a small one before it.
-
-    Args:
-        *modules: Modules, or single tensors such as a learned temperature. The same on every rank,
-            in the same order: of two networks with equal names and shapes, such as twin critics,
-            nothing tells which is which.
-
-    Raises:
-        MismatchError: If the parameters differ in number, name, shape, dtype or kind of device
-            between ranks, on every rank; on the other ranks, if one raises an error below. No
-            gradient has changed then.
-        TypeError: If a parameter is sharded, or a gradient is sparse or on another device than its
-            parameter.
-        ValueError: If a parameter is lazy and not initialised yet, or on the meta device.
-
-    Note:
-        A parameter without gradient on some ranks counts there as zero and gets the mean; without
-        any, it stays None. A gradient that cannot be written to, such as an expanded one, is
-        replaced by a new tensor.
-
-    Example:
-        >>> net = nn.Linear(2, 1)
-        >>> net(torch.ones(1, 2)).sum().backward()
-        >>> average_gradients(net)
-
-        On two::
-
-            average_gradients(actor, critic)    # rank 0, a gradient of 1.0
-            average_gradients(actor, critic)    # rank 1, a gradient of 3.0; both have 2.0
-    """
-    gradients, exchange = begin_exchange("average_gradients()", modules)
-    if exchange:
-        exchange.finish()
-        gradients.give_back()
-
-
-@contextmanager
-def averaging(*modules: nn.Module | Tensor) -> Iterator[None]:
-    """Average gradients as `average_gradients` does, while a block does other work. Collective.
-
-    The block may draw the next batch, or play on: whatever needs neither the gradients nor the
-    weights after this step. Within it the parameters have no gradients, after it their means; after
-    an exception they have none. On one process they come back as they were.
-
-    Args:
-        *modules: As for `average_gradients`, and with the same errors.
-
-    Raises:
-        RuntimeError: At the end, if the block has put gradients where the means belong.
-
-    Example:
-        >>> net = nn.Linear(2, 1)
-        >>> net(torch.ones(1, 2)).sum().backward()
-        >>> with averaging(net):
-        ...     batch = torch.ones(1, 2)  # whatever comes next
-    """
-    gradients, exchange = begin_exchange("averaging()", modules)
-    gradients.hide()
-    yield
-    _end(gradients, exchange)
-
-
-@untraced
-def _end(gradients: Gradients, exchange: GradientExchange | None) -> None:
-    """Put the means in the place of the gradients."""
-    if any(p.grad is not None for p in gradients.parameters):
-        gradients.hide()
-        raise RuntimeError(
-            "Gradients were computed while those before them were still being averaged: "
-            "leave the block of averaging() and step before the next backward()."
-        )
-    if exchange:
-        exchange.finish()
-    gradients.give_back()
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    gradients = [local_part(p.grad) for p in parameters]
+    fit = can_be_overwritten(gradients)
+    for i, p in enumerate(parameters):
+        if not fit[i]:  # before those that it shares memory with are multiplied
+            p.grad = torch.mul(p.grad, factor)  # type: ignore[arg-type]
+    for i, gradient in enumerate(gradients):
+        if fit[i]:
+            gradient.mul_(factor)

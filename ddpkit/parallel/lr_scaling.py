@@ -16,18 +16,7 @@ from ..arguments import as_integer
 Rule = Literal["linear", "sqrt", "none"]
 
 _LINEAR = ("SGD", "LARS")
-_SQRT = (
-    "Adam",
-    "AdamW",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "SparseAdam",
-    "Adagrad",
-    "RMSprop",
-    "Lamb",
-    "LAMB",
-)
+_SQRT = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam", "Adagrad", "RMSprop", "Lamb", "LAMB")
 _POWERS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 _SCALED_BY = "lr_scaled_by"  # in the optimizer's groups, so that a checkpoint carries it
 
@@ -169,22 +158,15 @@ class ScalePlan:
             raise ValueError(f"keep must be 'per_rank' or 'global', got {self.keep!r}.")
         if self.rule not in (*_POWERS, "auto"):
             raise ValueError(f"rule must be one of {', '.join(_POWERS)}, auto, got {self.rule!r}.")
-        if self.keep == "global":
-            self._check_division()
-
-    def _check_division(self) -> None:
-        """Raise if the global batch does not divide into micro-batches of equal size."""
         remainder = self.base_batch_size % self._micro_batches
-        if not remainder:
-            return
-        below = self.base_batch_size - remainder
-        above = below + self._micro_batches
-        nearest = f"{below} and {above}" if below else f"{above}"
-        raise ValueError(
-            f"A global batch of {self.base_batch_size} does not divide into {self.world_size} "
-            f"ranks x {self.accumulation} micro-batches. The nearest that do: "
-            f"{nearest}."
-        )
+        if self.keep == "global" and remainder:
+            below = self.base_batch_size - remainder
+            above = below + self._micro_batches
+            nearest = f"{below} and {above}" if below else f"{above}"
+            raise ValueError(
+                f"A global batch of {self.base_batch_size} does not divide into {self.world_size} "
+                f"ranks x {self.accumulation} micro-batches. The nearest that do: {nearest}."
+            )
 
     @property
     def _micro_batches(self) -> int:
@@ -268,13 +250,8 @@ class ScalePlan:
     def _describe_lr(self) -> str:
         if self.factor == 1:
             return f"{self.base_lr:g}, unchanged"
-        rules: tuple[Rule, ...] = ("linear", "sqrt")
-        if self.rule != "auto":
-            rules = (self.rule,)
-        scaled = []
-        for rule in rules:
-            lr = scale_lr(self.base_lr, self.factor, rule)
-            scaled.append(f"{lr:g} ({rule})")
+        rules: tuple[Rule, ...] = ("linear", "sqrt") if self.rule == "auto" else (self.rule,)
+        scaled = [f"{scale_lr(self.base_lr, self.factor, rule):g} ({rule})" for rule in rules]
         return f"{self.base_lr:g} -> {' or '.join(scaled)}"
 
 

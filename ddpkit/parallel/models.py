@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, overload
+from collections.abc import Iterable, Mapping
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -133,24 +132,8 @@ def check_tensors(call: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
             remedy = "call the model once before"
             raise ValueError(f"{call} needs initialised tensors, but {name} is lazy: {remedy}.")
         if tensor.is_meta:
-            raise ValueError(
-                f"{call} needs tensors that have values, but {name} is on the meta device: move "
-                "the model with to_empty(device=ddpkit.get_device()) and initialise it before."
-            )
-
-
-def check_writable(call: str, name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that cannot be overwritten with another rank's values.
-
-    Raises:
-        ValueError: If it is nested, or shares its elements' memory, or was made in inference mode.
-    """
-    if tensor.is_nested:
-        remedy = "keep its parts, or a padded one"
-        raise ValueError(f"{call} needs dense tensors, but {name} is nested: {remedy}.")
-    if not writable(tensor):
-        reason = "which was expanded or made in inference mode"
-        raise ValueError(f"{call} cannot write to {name}, {reason}: clone it.")
+            remedy = "call to_empty(device=ddpkit.get_device()) and initialise the model before"
+            raise ValueError(f"{call} needs values, but {name} is on the meta device: {remedy}.")
 
 
 def broadcast_into(tensors: list[Tensor]) -> None:
@@ -160,18 +143,17 @@ def broadcast_into(tensors: list[Tensor]) -> None:
         tensor.copy_(value)
 
 
-def writable(tensor: Tensor) -> bool:
-    """Return whether each element can be written to by itself; those of an expanded one cannot."""
-    if tensor.is_inference() or has_no_memory(tensor):
-        return False
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return True
-    end = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= end:
-            return False
-        end += stride * (size - 1)
-    return True
+def can_be_overwritten(tensors: Iterable[Tensor | None]) -> list[bool]:
+    """Return of each tensor whether it can be overwritten, once those that cannot were replaced by new ones."""
+    found = list(tensors)
+    shared = sharing_memory(found)
+    fit = []
+    for i, tensor in enumerate(found):
+        if tensor is None or tensor.is_inference() or has_no_memory(tensor):
+            fit.append(False)
+        else:
+            fit.append(i not in shared and tensor.is_contiguous())
+    return fit
 
 
 def sharing_memory(tensors: Iterable[Tensor | None]) -> set[int]:
@@ -221,29 +203,5 @@ def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Describe each tensor by dtype and shape, and by its offset in memory that one before it shares.
-
-    Ranks that agree in it may write to the tensors one after the other: all get the same values.
-    """
-    shared = sharing_memory(tensors.values())
-    texts = {}
-    for i, (name, tensor) in enumerate(tensors.items()):
-        texts[name] = f"{name_dtype(tensor.dtype)}{list(tensor.shape)}"
-        if i in shared:
-            texts[name] += f", sharing memory from element {tensor.storage_offset()}"
-    return texts
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a model returns."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_in(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from tensors_in(value)
-    elif is_dataclass(output):
-        for field in fields(output):
-            yield from tensors_in(getattr(output, field.name))
+    """Describe each tensor by dtype and shape."""
+    return {name: f"{name_dtype(tensor.dtype)}{list(tensor.shape)}" for name, tensor in tensors.items()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
-from ..collectives.differences import differing_parts, explain_disorder, explain_sharded, list_lines
+from ..collectives.differences import differing_parts, explain_disorder, list_lines
 from ..collectives.digest import digest
 from ..collectives.groups import peers_of
 from ..collectives.reduce import reduce_tree
@@ -26,7 +26,6 @@ from .models import (
     broadcast_into,
     check_module,
     check_tensors,
-    check_writable,
     describe_tensors,
     named_buffers,
     named_parameters,
@@ -103,8 +102,7 @@ def check_replicas(
 
 def _compare(mine: Entries, peers: Peers | None) -> None:
     """Raise on every one of these ranks unless their entries are equal. Collective."""
-    everyone = gather_unless_equal(mine, peers)
-    if everyone:
+    if everyone := gather_unless_equal(mine, peers):
         raise ReplicaMismatchError(_explain(everyone))
 
 
@@ -140,11 +138,7 @@ def _as_one_module(call: str, model: Any) -> nn.Module:
 
 
 def _name_optimizers(call: str, optimizer: Any) -> dict[str, Optimizer]:
-    """Name an optimizer, or those of a list by their places in it.
-
-    Raises:
-        TypeError: If one is no optimizer, or has sharded states.
-    """
+    """Name an optimizer, or those of a list by their places in it."""
     if optimizer is None:
         return {}
     named = {"optimizer": optimizer}
@@ -154,24 +148,7 @@ def _name_optimizers(call: str, optimizer: Any) -> dict[str, Optimizer]:
         if not isinstance(each, Optimizer):
             kind = type(each).__name__
             raise TypeError(f"{call} takes a torch.optim.Optimizer, or a list of them, got {kind}.")
-        _check_states(call, each)
     return named
-
-
-def _check_states(call: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that has sharded states.
-
-    Raises:
-        TypeError: If it has.
-    """
-    named = []
-    for state in optimizer.state.values():
-        for value in state.values():
-            if not is_dtensor(value):
-                named.append(("the optimizer's state", value))
-    problem = explain_sharded(call, named)
-    if problem:
-        raise TypeError(problem)
 
 
 def gather_unless_equal(mine: Entries, peers: Peers | None) -> dict[int, Entries]:
@@ -198,12 +175,8 @@ def _explain(everyone: dict[int, Entries]) -> str:
 
 
 def _model_values(model: nn.Module) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
-    for name, parameter in named_parameters(model):
-        entries[f"parameter {name}"] = parameter
-    for name, buffer in named_buffers(model):
-        entries[f"buffer {name}"] = buffer
-    return entries
+    parameters = {f"parameter {name}": parameter for name, parameter in named_parameters(model)}
+    return parameters | {f"buffer {name}": buffer for name, buffer in named_buffers(model)}
 
 
 def _modes(model: nn.Module) -> Entries:
@@ -223,14 +196,12 @@ def _optimizer_values(called: str, model: nn.Module, optimizer: Optimizer) -> di
     for i, group in enumerate(optimizer.param_groups):
         members = []
         for j, parameter in enumerate(group["params"]):
-            members.append(names.get(parameter, f"group {i} parameter {j}"))
-        settings = group | {"params": members}
-        for key, value in settings.items():
-            entries[f"{called} group {i} {key}"] = value
-        for name, parameter in zip(members, group["params"], strict=True):
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
+            name = names.get(parameter, f"group {i} parameter {j}")
+            members.append(name)
+            for key, value in optimizer.state.get(parameter, {}).items():
                 entries[f"{called} state {key} of {name}"] = value
+        for key, value in (group | {"params": members}).items():
+            entries[f"{called} group {i} {key}"] = value
     return entries
 
 
@@ -246,14 +217,14 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
     Args:
         model: A model, wrapped, compiled or not; the same on every rank.
         how: "mean" averages the floating buffers over the ranks, as BatchNorm's running mean and
-            variance; those of integers and booleans become rank 0's. "broadcast" makes all of them
-            rank 0's.
+            variance; those of integers, booleans and complex numbers become rank 0's. "broadcast"
+            makes all of them rank 0's.
 
     Raises:
-        MismatchError: If the buffers' names, dtypes or shapes, or memory that buffers share, differ
-            between ranks, on every rank; on the other ranks, if one raises an error below.
+        MismatchError: If the buffers' names, dtypes or shapes differ between ranks, on every rank;
+            on the other ranks, if one raises an error below.
         TypeError: If the model is no module, or has sharded tensors.
-        ValueError: If `how` is unknown, or a buffer cannot be written to or has no value.
+        ValueError: If `how` is unknown, or a buffer has no value.
 
     Example:
         >>> sync_buffers(nn.BatchNorm1d(2))  # one process: nothing to do
@@ -270,39 +241,19 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
         check_module(call, model)
         check_tensors(call, named_tensors(model))
         buffers = {name: buffer.detach() for name, buffer in named_buffers(model)}
-        for name, buffer in buffers.items():
-            check_writable(call, name, buffer)
         if not lifecycle.joined():
             return
         mine = {name: digest(buffer) for name, buffer in buffers.items()}
     check_fingerprint(fingerprint_of(f"sync_buffers(how={how!r})", describe_tensors(buffers)), peers)
     averaged: list[Tensor] = []
     others: list[Tensor] = []
-    everyone = gather_unless_equal(mine, peers)
-    for name in differing_parts(everyone):
-        buffer = buffers[name]
-        if how == "mean" and (buffer.is_floating_point() or buffer.is_complex()):
-            averaged.append(buffer)
-        else:
-            others.append(buffer)
+    for name in differing_parts(gather_unless_equal(mine, peers)):
+        is_averaged = how == "mean" and buffers[name].is_floating_point()
+        (averaged if is_averaged else others).append(buffers[name])
     with torch.inference_mode(False), torch.no_grad():
         if averaged:
-            _average(averaged)
+            means = reduce_tree(averaged, "mean", None, check=True, peers=peers)
+            for buffer, mean in zip(averaged, means, strict=True):
+                buffer.copy_(mean)
         if others:
             broadcast_into(others)
-
-
-def _average(buffers: list[Tensor]) -> None:
-    """Overwrite buffers with their means over the ranks. Collective."""
-    reals = [_as_real(buffer) for buffer in buffers]
-    means = reduce_tree(reals, "mean", None, check=True, peers=current_job.data_parallel())
-    for buffer, mean in zip(buffers, means, strict=True):
-        if buffer.is_complex():
-            mean = torch.view_as_complex(mean.clone())
-        buffer.copy_(mean)
-
-
-def _as_real(buffer: Tensor) -> Tensor:
-    if not buffer.is_complex():
-        return buffer
-    return torch.view_as_real(buffer.resolve_conj())

@@ -6,10 +6,8 @@ Nothing here is a wrapper of ours: `wrap_model` returns torch's DDP or the model
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import logging
-import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -21,54 +19,41 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..collectives.consistency import check_fingerprint, fingerprint_of, joined_world_size, raise_everywhere
-from ..collectives.tree import name_dtype
 from ..errors import DdpkitError
 from ..job import current_job
 from ..job.device import count_accelerators
-from ..job.job import Peers, group_of, ranks_of
+from ..job.job import group_of
 from ..launch import ranks
 from ..torch_internals import (
     accumulates,
     after_backward,
     forward_pre_hooks,
-    ignored_by_ddp,
     module_versions,
-    remove_hooks,
     set_module_versions,
+    tensors_in,
 )
 from .models import (
     broadcast_into,
     check_module,
     check_tensors,
-    check_writable,
     describe_tensors,
     join_path,
     named_tensors,
     strip,
-    tensors_in,
 )
 
 _log = logging.getLogger(__name__)
-_SENT_BY_ALL_BACKENDS = {
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-}
-_ITS_PARAMETERS = "torch's DDP itself has to be given parameters of its own"
-_DECIDED = {  # options of DDP that wrap_model() has no choice in, and why
-    "module": "it is the first argument",
-    "device_ids": "the model is on get_device()",
-    "output_device": "the model is on get_device()",
-    "dim": "each rank loads its own samples, and none are split",
-    "init_sync": "every rank begins with rank 0's parameters",
-    "process_group": "set_data_parallel() says which ranks hold equal models",
-    "device_mesh": "set_data_parallel() says which ranks hold equal models",
-    "delay_all_reduce_named_params": _ITS_PARAMETERS,
-    "param_to_hook_all_reduce": _ITS_PARAMETERS,
+_DECIDED = {  # options of DDP that are not the caller's
+    "self",
+    "module",
+    "device_ids",
+    "output_device",
+    "dim",
+    "init_sync",
+    "process_group",
+    "device_mesh",
+    "delay_all_reduce_named_params",
+    "param_to_hook_all_reduce",
 }
 Strategy = Literal["auto", "ddp", "dp"]
 M = TypeVar("M", bound=nn.Module)
@@ -115,16 +100,15 @@ def wrap_model(
         `torch.compile`.
 
     Raises:
-        MismatchError: If names, shapes or dtypes of the model's tensors, the strides of trainable
-            ones (channels last), memory that tensors share, or the options, differ between ranks,
-            on every rank; on the other ranks, if one raises an error below.
+        MismatchError: If names, shapes or dtypes of the model's tensors, or the options, differ
+            between ranks, on every rank; on the other ranks, if one raises an error below.
         DdpkitError: If `strategy` insists on what the job has not got.
         TypeError: If the model is no module, or is sharded (FSDP, `fully_shard`, tensor
             parallelism); if DDP has no such option, or `wrap_model` decides it; on any number of
             ranks.
         ValueError: If the model is already wrapped, or has tensors that are lazy and not
-            initialised yet, on the meta device, expanded, or made in inference mode; if an option
-            is unknown or impossible on this device.
+            initialised yet, or on the meta device; if `strategy` is unknown, or `sync_batchnorm` is
+            True on CPUs.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -133,15 +117,10 @@ def wrap_model(
     """
     device, peers = current_job.get_device(), current_job.data_parallel()
     broadcast_buffers = options.pop("forward_sync_buffers", broadcast_buffers)
-    switches = {
-        "find_unused_parameters": find_unused_parameters,
-        "static_graph": static_graph,
-        "sync_batchnorm": sync_batchnorm,
-        "broadcast_buffers": broadcast_buffers,
-    }
+    options |= {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
     with raise_everywhere("wrap_model()", peers):
         _check_model(model)
-        _check_options(switches, options)
+        _check_options(options)
         has_group = joined_world_size(peers) > 1 or (strategy == "ddp" and dist.is_initialized())
         _check_strategy(strategy, has_group)
         if has_group and sync_batchnorm and device.type == "cpu":
@@ -153,24 +132,19 @@ def wrap_model(
     if not has_group:
         _point_at_torchrun()
         return model.to(device)
+    switches = {"sync_batchnorm": sync_batchnorm, "broadcast_buffers": broadcast_buffers}
     described = {name: str(value) for name, value in (switches | options).items()}
     check_fingerprint(fingerprint_of("wrap_model", described | _describe(model)), peers)
     model = model.to(device)
-    if not _is_trainable(model):  # DDP refuses it
+    if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP refuses it
         broadcast_into([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
         return _remember_frozen(model)
-    _check_dtypes(model, peers)
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group_of(peers))  # type: ignore[no-untyped-call]
+    has_index = device.type != "cpu" and device.index is not None
+    device_ids = [device.index] if has_index else None
     with current_job.peer_errors():
-        ddp = DistributedDataParallel(
-            model,
-            device_ids=_device_ids(device),
-            process_group=group_of(peers),
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            **options,
-        )
+        ddp = DistributedDataParallel(model, device_ids, process_group=group_of(peers), **options)
     # as an argument, False would skip the first broadcast, too
     ddp.broadcast_buffers = broadcast_buffers
     ddp.register_forward_hook(_Backwards().follow)
@@ -178,48 +152,28 @@ def wrap_model(
 
 
 def _check_model(model: nn.Module) -> None:
-    call = "wrap_model()"
-    check_module(call, model)
+    check_module("wrap_model()", model)
     for module in model.modules():
         if isinstance(module, DataParallel | DistributedDataParallel):
             remedy = "Wrap the plain model, once."
             raise ValueError(f"The model is already wrapped, in whole or in part. {remedy}")
-    tensors = named_tensors(model)
-    check_tensors(call, tensors)
-    for name, tensor in tensors:
-        check_writable(call, name, tensor)
+    check_tensors("wrap_model()", named_tensors(model))
 
 
-def _check_options(switches: dict[str, bool], options: dict[str, Any]) -> None:
-    """Refuse options that torch's DDP does not take, or not from here.
-
-    Raises:
-        TypeError: If there is one, or one is not True or False that has to be.
-        ValueError: If `bucket_cap_mb` is out of range.
-    """
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    for name in options:
-        if name in _DECIDED:
-            raise TypeError(f"wrap_model() takes no {name}: {_DECIDED[name]}.")
-        if name not in known:
-            listed = ", ".join(sorted(known.keys() - _DECIDED.keys() - {"self"}))
-            has = f"DDP of torch {torch.__version__}, which has {listed}"
-            raise TypeError(f"wrap_model() has no option {name}, nor has {has}.")
-    for name, value in (switches | options).items():
-        is_switch = name in switches or known[name].default is False
-        if is_switch and not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}.")
-    size = options.get("bucket_cap_mb")
-    if size is not None and not (isinstance(size, int | float) and 0 < size < math.inf):
-        raise ValueError(f"bucket_cap_mb must be a positive number of MiB, got {size!r}.")
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse options that torch's DDP does not take, or not from here, also on one process."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters.keys() - _DECIDED
+    for name in options.keys() - known:
+        raise TypeError(
+            f"wrap_model() has no option {name}. Of torch {torch.__version__} it has those of DDP that it does not "
+            f"decide itself: {', '.join(sorted(known))}. set_data_parallel() says which ranks hold equal models."
+        )
 
 
 def _check_strategy(strategy: str, has_group: bool) -> None:
-    if not isinstance(strategy, str):
-        remedy = "wrap_model() takes one model alone; build its optimizer after it."
-        raise TypeError(f"strategy must be a string, got {type(strategy).__name__}. {remedy}")
     if strategy not in ("auto", "ddp", "dp"):
-        raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}.")
+        remedy = "Pass one model alone, and build its optimizer after it."
+        raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}. {remedy}")
     if strategy == "ddp" and not has_group:
         remedy = "Start the script with torchrun --nproc_per_node=N."
         raise DdpkitError(f"strategy='ddp' needs a process group. {remedy}")
@@ -233,84 +187,25 @@ def _check_strategy(strategy: str, has_group: bool) -> None:
 def _point_at_torchrun() -> None:
     gpus = count_accelerators()
     if gpus > 1:
-        _log.warning(
-            "One process uses one of %d GPUs; torchrun --nproc_per_node=%d uses them all.",
-            gpus,
-            gpus,
-        )
-
-
-def _device_ids(device: torch.device) -> list[int] | None:
-    """Return the devices of a model in the form that DDP takes them; None on CPUs."""
-    if device.type == "cpu" or device.index is None:
-        return None
-    return [device.index]
-
-
-def _is_trainable(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())
-
-
-def _check_dtypes(model: nn.Module, peers: Peers | None) -> None:
-    """Refuse tensors that the group cannot send; torch would not name them. Collective.
-
-    Raises:
-        ValueError: On every rank, if there are some.
-    """
-    ignored = ignored_by_ddp(model)
-    examples: dict[tuple[torch.device, torch.dtype], str] = {}
-    for name, tensor in named_tensors(model):
-        if name not in ignored and tensor.dtype not in _SENT_BY_ALL_BACKENDS:
-            examples.setdefault((tensor.device, tensor.dtype), name)
-    for (device, dtype), name in examples.items():
-        try:
-            with current_job.peer_errors():
-                dist.broadcast(torch.empty(1, dtype=dtype, device=device), ranks_of(peers)[0], group_of(peers))
-        except (RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, DdpkitError) or "type" not in str(error):
-                raise  # a connection that broke
-            raise ValueError(
-                "wrap_model() cannot wrap the model in DDP: the group's backend sends no "
-                f"{name_dtype(dtype)}, which {name} is ({error}). Keep it as another dtype, such as int32 or "
-                "float32, or outside of the model."
-            ) from error
+        hint = "One process uses one of %d GPUs; torchrun --nproc_per_node=%d uses them all."
+        _log.warning(hint, gpus, gpus)
 
 
 def _describe(model: nn.Module) -> dict[str, str]:
     """Describe each tensor, as far as it must be equal on all ranks before DDP sends values."""
-    ignored = ignored_by_ddp(model)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     texts = describe_tensors(tensors)
     for name, tensor in tensors.items():
-        if tensor.requires_grad:
-            texts[name] += _describe_strides(tensor)
-        elif isinstance(tensor, nn.Parameter):
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             texts[name] += ", frozen"
-        if name in ignored:
-            texts[name] += ", ignored by DDP"
     return texts
-
-
-def _describe_strides(tensor: Tensor) -> str:
-    """Name the strides of a tensor that is not laid out as new ones are.
-
-    DDP takes no trainable parameter whose strides are not those of rank 0, not even those of
-    dimensions of size 1, and says so on the other rank only.
-    """
-    usual = torch.empty(tensor.shape, device="meta").stride()
-    if tensor.stride() == usual:
-        return ""
-    return f", strides {list(tensor.stride())}"
 
 
 def _remember_frozen(model: M) -> M:
     """Have a model's forward raise once a parameter needs a gradient that is frozen now."""
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    if isinstance(model, torch.jit.ScriptModule):  # it takes no such hook
-        return model
-    if frozen:
-        # no closure: a copy of the model has to look at its own parameters
-        model.register_forward_pre_hook(functools.partial(_refuse_unfrozen, frozen))
+    check = _FrozenCheck(model)
+    if check.frozen and not isinstance(model, torch.jit.ScriptModule):  # which takes no such hook
+        model.register_forward_pre_hook(check)
     return model
 
 
@@ -319,31 +214,30 @@ def _forget_frozen(model: nn.Module) -> None:
     for module in model.modules():
         hooks = forward_pre_hooks(module)
         for number, hook in list(hooks.items()):
-            if isinstance(hook, functools.partial) and hook.func is _refuse_unfrozen:
+            if isinstance(hook, _FrozenCheck):
                 del hooks[number]
 
 
-def _refuse_unfrozen(frozen: list[nn.Parameter], model: nn.Module, _: Any) -> None:
-    """Raise if one of these parameters needs a gradient now: it would differ between the ranks.
+class _FrozenCheck:
+    """Refuse a forward if a parameter that was frozen needs a gradient: it would differ between the ranks."""
 
-    Raises:
-        DdpkitError: Naming the first of them.
-    """
-    if not torch.is_grad_enabled():
-        return
-    for parameter in frozen:
-        if parameter.requires_grad:
-            raise DdpkitError(_explain_unfrozen(model, parameter))
+    def __init__(self, model: nn.Module) -> None:
+        self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
+    def __call__(self, model: nn.Module, _: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for parameter in self.frozen:
+            if parameter.requires_grad:
+                self._refuse(model, parameter)
 
-def _explain_unfrozen(model: nn.Module, parameter: nn.Parameter) -> str:
-    names = [name for name, tensor in named_tensors(model) if tensor is parameter]
-    name = names[0] if names else "a parameter"
-    return (
-        f"{name} was frozen when wrap_model() saw it, and needs a gradient now, which would not be "
-        "averaged over the ranks. Unfreeze it before wrap_model(), or wrap unwrap_model(model) "
-        "again; the optimizer must have it, too."
-    )
+    def _refuse(self, model: nn.Module, parameter: nn.Parameter) -> None:
+        names = [name for name, tensor in named_tensors(model) if tensor is parameter]
+        raise DdpkitError(
+            f"{''.join(names)} was frozen when wrap_model() saw it, and needs a gradient now, which would not be "
+            "averaged over the ranks. Unfreeze it before wrap_model(), or wrap unwrap_model(model) "
+            "again; the optimizer must have it, too."
+        )
 
 
 class _Backwards:
@@ -442,11 +336,3 @@ def _find_wrappers(keys: Iterable[str]) -> set[str]:
         if name in ("module", "_orig_mod") and child in children:
             wrappers.add(child)
     return wrappers
-
-
-def release_models(models: Iterable[nn.Module]) -> None:
-    """Let DDP models of a group that has gone average no gradients of these models any more, if somebody keeps them."""
-    wanted = set(map(id, models))
-    for wrapper in gc.get_objects():
-        if issubclass(type(wrapper), DistributedDataParallel) and id(wrapper.module) in wanted:
-            remove_hooks(wrapper)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
-import io
 import multiprocessing
 import os
 import pickle
@@ -19,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import process as multiprocess
 from multiprocessing.connection import Connection, wait
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import PeerError, message_of, trace_of
@@ -181,28 +180,15 @@ def dump_call(caller: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> byt
 
 def dump(value: Any) -> bytes:
     """Pickle a value by name, or by value with cloudpickle where no other process can import it."""
-    data = io.BytesIO()
     try:
-        # plain pickle copies tensors; multiprocessing's own would share them
-        _Pickler(data).dump(value)
+        data = pickle.dumps(value)  # it copies tensors; multiprocessing's own pickler would share them
+        if b"__main__" in data and not can_import(sys.modules["__main__"]):
+            raise pickle.PicklingError("it was defined in a notebook, at a prompt or on stdin")
+        return data
     except Exception:
         with suppress(ImportError):
-            cloudpickle = importlib.import_module("cloudpickle")
-            return bytes(cloudpickle.dumps(value))
+            return bytes(importlib.import_module("cloudpickle").dumps(value))
         raise
-    return data.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """Refuse names of a main program that other processes cannot import, as a notebook is."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, (type, FunctionType)) or obj.__module__ != "__main__":
-            return NotImplemented
-        if can_import(sys.modules["__main__"]):
-            return NotImplemented
-        where = "in a notebook, at a prompt or on stdin"
-        raise pickle.PicklingError(f"{obj.__qualname__} was defined {where}")
 
 
 def can_import(main: ModuleType) -> bool:

@@ -302,10 +302,8 @@ def _redirect(writers: dict[int, Connection]) -> None:
 
 def _describe_logging() -> dict[str, Any]:
     """Describe this process's logging for its ranks: levels, and which loggers have handlers."""
-    loggers: dict[str, logging.Logger] = {"": logging.root}
-    for name, logger in logging.root.manager.loggerDict.items():
-        if isinstance(logger, logging.Logger):
-            loggers[name] = logger
+    known = {"": logging.root} | logging.root.manager.loggerDict
+    loggers = {name: logger for name, logger in known.items() if isinstance(logger, logging.Logger)}
     return {
         "levels": {name: logger.level for name, logger in loggers.items() if logger.level},
         "with_handlers": [name for name, logger in loggers.items() if _has_handler(logger)],

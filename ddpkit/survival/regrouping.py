@@ -42,10 +42,6 @@ _DECIDED = "decided"
 Address = tuple[str, int]
 
 
-class Evicted(LaunchError):
-    """The others go on without this rank."""
-
-
 @dataclass(frozen=True)
 class Candidate:
     """What a member says when it asks to go on.
@@ -212,9 +208,6 @@ class Rendezvous:
             thread.join()
         return found
 
-    def _reachable(self, members: Collection[int]) -> set[int]:
-        return {member for member, answer in self._ask(set(members) - {self.member}).items() if answer}
-
     def regroup(
         self, me: Candidate, members: Collection[int], least: int, gone: Collection[int]
     ) -> tuple[Quorum, dist.Store]:
@@ -234,8 +227,8 @@ class Rendezvous:
         """
         candidates = set(members) - set(gone)
         while True:
-            there = self._reachable(candidates) | {self.member}
-            leader = next(member for member in self._joining_order if member in there)
+            answers = self._ask(candidates - {self.member}) | {self.member: True}
+            leader = next(member for member in self._joining_order if answers.get(member))
             if leader == self.member:
                 return self._accept(self._lead(me, members, least, gone)), self._store
             quorum, store = self._follow(leader, me, self._patience + _LEADERS_PATIENCE)
@@ -383,7 +376,7 @@ class Rendezvous:
         if quorum.refusal:
             raise LaunchError(f"The ranks that are left cannot go on: {quorum.refusal}.")
         if self.address not in quorum.addresses:
-            raise Evicted("The other ranks have gone on without this one, which they took for lost.")
+            raise LaunchError("The other ranks have gone on without this one, which they took for lost.")
         self._joining_order = quorum.joining_order
         self.addresses |= dict(zip(quorum.members, quorum.addresses, strict=True))
         return quorum

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..checkpoint.files import check_saveable, from_bytes, to_bytes
@@ -20,7 +22,7 @@ from ..errors import LaunchError
 from ..job import current_job, lifecycle
 from ..launch.ranks import get_rank
 from ..parallel.models import unwrap_model
-from ..parallel.wrap import release_models
+from ..torch_internals import remove_hooks
 from .regrouping import Quorum
 
 _CALL = "survive()"
@@ -122,6 +124,14 @@ class KeptStates:
         """Watch optimizers no more."""
         for handle in self._handles:
             handle.remove()
+
+
+def release_models(models: list[nn.Module]) -> None:
+    """Let DDP models of a group that has gone average no gradients of these models any more, if somebody keeps them."""
+    wanted = set(map(id, models))
+    for wrapper in gc.get_objects():
+        if issubclass(type(wrapper), DistributedDataParallel) and id(wrapper.module) in wanted:
+            remove_hooks(wrapper)
 
 
 def share_data(mine: Any, src: int) -> Any:

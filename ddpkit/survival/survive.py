@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +31,7 @@ from ..launch import ranks
 from ..watch import stop_agreement
 from ..watch.main_thread import undisturbed
 from .membership import Membership, address_of, remember_ended
-from .regrouping import Admission, Candidate, Evicted, Quorum, Rendezvous
+from .regrouping import Admission, Candidate, Quorum, Rendezvous
 from .states import KeptStates, Resumable
 
 log = logging.getLogger(__name__)
@@ -120,10 +119,6 @@ def survive(
     survivors = _Survivors(KeptStates(states), least, patience)
     try:
         survivors.enter(backend=backend, device=device, timeout=timeout, num_threads=num_threads)
-    except BaseException:
-        survivors.close()
-        raise
-    try:
         while True:
             attempt = Attempt(survivors)
             yield attempt
@@ -187,9 +182,7 @@ class Attempt:
         self._survivors.commit()
 
     @undisturbed
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self.has_ended = True
         late = self._finish() if error is None else None
         current_job.hold_failures(True)  # only now, for a wait for what does not answer must end
@@ -306,7 +299,7 @@ class _Survivors:
         self._rendezvous = Rendezvous.beside(launch.rank, membership, self._patience, self._secret)
         found = self._rendezvous.come_in(self._candidate(), membership, asked.timeout)
         if found is None:
-            self._close_refuge()
+            self._close_rendezvous()
             if not is_listening(*membership.master_address):
                 raise LaunchError(f"{membership} But they have ended, or cannot be reached.")
             return False
@@ -314,13 +307,11 @@ class _Survivors:
         self._members = quorum.members
         try:
             self._join(quorum, store)
-        except RuntimeError as error:
-            try:
-                self.go_on(error)
-            except Evicted as reason:  # this rank was there for no step yet, and can come again
-                log.warning("trying to join again: %s", reason)
-                self._close_refuge()
-                return False
+        except RuntimeError as error:  # this rank was there for no step yet, and can come again
+            log.warning("trying to join again: %s", error)
+            lifecycle.leave_to_rejoin()
+            self._close_rendezvous()
+            return False
         return True
 
     def commit(self) -> None:
@@ -361,9 +352,9 @@ class _Survivors:
             stop_agreement.ask(request)
         if quorum.leader == self._rendezvous.member:
             took = time.monotonic() - begun
-            news = f"{len(self._members)} of {self._size} ranks go on from step {quorum.steps}, after {took:.1f} s"
-            if quorum.members[-1] >= len(quorum.members):  # numbers are others than at the beginning
-                news += f" (at the beginning ranks {', '.join(map(str, quorum.members))})"
+            who = f"{len(self._members)} of {self._size} ranks"
+            former = ", ".join(map(str, quorum.members))
+            news = f"{who} go on from step {quorum.steps}, after {took:.1f} s (at the beginning ranks {former})"
             log.warning("%s: %s", news, str(lost).partition("\n")[0])
 
     def _check_progress(self, quorum: Quorum, lost: RuntimeError) -> None:
@@ -452,7 +443,7 @@ class _Survivors:
         if self._rendezvous is not None:
             remember_ended(self._rendezvous.addresses[member] for member in self._members)
 
-    def _close_refuge(self) -> None:
+    def _close_rendezvous(self) -> None:
         if self._rendezvous is not None:
             self._rendezvous.close()
             self._rendezvous = None
@@ -462,10 +453,10 @@ class _Survivors:
         self.kept.close()
         self._close_admission()
         if error is not None:
-            self._close_refuge()
+            self._close_rendezvous()
             lifecycle.report(error)
         lifecycle.teardown()
-        self._close_refuge()  # after the others have left, who need the store in it
+        self._close_rendezvous()  # after the others have left, who need the store in it
         if self._store is not None and self._master is not None:
             launch = ranks.current_launch()
             if launch.rank == 0:
@@ -509,10 +500,9 @@ def check_members(secret: bytes, occasion: str) -> None:
     for rank in range(len(challenges)):
         words = f"{occasion} {rank} ".encode() + b"".join(challenges)
         expected.append(hmac.new(secret, words, "sha256").digest())
-    shown = _gather(expected[ranks.get_rank()])
-    strange = [rank for rank in range(len(shown)) if not hmac.compare_digest(shown[rank], expected[rank])]
-    if strange:
-        raise LaunchError(f"What has joined as rank {strange[0]} does not know the secret of this job.")
+    for rank, shown in enumerate(_gather(expected[ranks.get_rank()])):
+        if not hmac.compare_digest(shown, expected[rank]):
+            raise LaunchError(f"What has joined as rank {rank} does not know the secret of this job.")
 
 
 def _gather(own: bytes) -> list[bytes]:

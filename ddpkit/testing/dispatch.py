@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import sys
 import warnings
@@ -150,17 +149,8 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
         path=sys.path,
     )
     answers = _pools_of(config).run(_world_size(item), task, limit, fresh)
-    for answer in answers:
-        if answer.done is not None and answer.done.ended_run is not None:  # by pytest.exit()
-            message, code = answer.done.ended_run
-            pytest.exit(f"{message} (rank {answer.rank} of {len(answers)})", returncode=code)
     _record_warnings(item, answers)
-    reports = merge(item, answers)
-    policy = config.getini("tmp_path_retention_policy")
-    all_passed = all(report.passed for report in reports)
-    if policy == "none" or (policy == "failed" and all_passed):
-        shutil.rmtree(folder, ignore_errors=True)
-    return reports
+    return merge(item, answers)
 
 
 def _next_on_these_ranks(item: pytest.Item, nextitem: pytest.Item | None) -> str | None:
@@ -191,13 +181,9 @@ def _record_warnings(item: pytest.Item, answers: list[Answer]) -> None:
 
 
 def _warning(warned: Warned) -> warnings.WarningMessage:
-    """Return a rank's warning, as a UserWarning with its class's name if that is not known here."""
-    category = getattr(sys.modules.get(warned.module), warned.category, None)
-    text = warned.text
-    if not isinstance(category, type) or not issubclass(category, Warning):
-        category = UserWarning
-        text = f"{warned.category}: {text}"
-    return warnings.WarningMessage(text, category, warned.filename, warned.lineno)
+    """Return a rank's warning, as a UserWarning if its class is not known here."""
+    category = getattr(sys.modules.get(warned.module), warned.category, UserWarning)
+    return warnings.WarningMessage(warned.text, category, warned.filename, warned.lineno)
 
 
 def _temporary(config: pytest.Config) -> pytest.TempPathFactory:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from .pool import Answer
 
 _PHASES = ("setup", "call", "teardown")
-_AGREE = "others did not; all ranks must, or none."
 Reports = list[pytest.TestReport]  # of one rank, in their order
 ByRank = dict[int, pytest.TestReport]  # reports of the same thing
 
@@ -20,16 +18,14 @@ ByRank = dict[int, pytest.TestReport]  # reports of the same thing
 def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
     """Report a test as one, from its outcomes on all ranks."""
     ranks = [_reports(item, answer) for answer in answers]
-    _move_echoes(ranks)
     lost = [answer for answer in answers if answer.done is None]
+    if lost:
+        return [_merge_lost(item, lost, ranks)]
+    _move_echoes(ranks)
     merged: Reports = []
     for phase in _PHASES:
-        added = _merge_added(phase, ranks)
         reports = _of_phase(phase, ranks)
         failed_before = any(map(_has_failed, merged))
-        if lost:
-            merged += added
-            continue
         # a call is that of ranks whose fixtures did not fail
         if not reports or (failed_before and phase == "call"):
             continue
@@ -37,10 +33,7 @@ def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
         if failed_before and report.failed and _is_echo(report):
             report.outcome = "passed"
             report.longrepr = None
-        _fail_if_part_failed(report, added)
-        merged += [*added, report]
-    if lost:
-        merged.append(_merge_lost(item, lost, ranks))
+        merged.append(report)
     return merged
 
 
@@ -94,37 +87,13 @@ def _move_echoes(ranks: list[Reports]) -> None:
 
 
 def _of_phase(phase: str, ranks: list[Reports]) -> ByRank:
-    """Find pytest's own report of a phase on each rank: it comes last, when the phase has ended."""
+    """Find the report of a phase on each rank."""
     found: ByRank = {}
     for rank, reports in enumerate(ranks):
         for report in reports:
-            if report.when == phase and type(report) is pytest.TestReport:  # a subtest's is a subclass
+            if report.when == phase:
                 found[rank] = report
     return found
-
-
-def _merge_added(phase: str, ranks: list[Reports]) -> Reports:
-    """Report what plugins have added to a phase, such as subtests, each thing once.
-
-    The first of ranks that bear one name are reports of the same thing, so are the second, and so on.
-    """
-    own = _of_phase(phase, ranks)
-    found: dict[tuple[str | None, int], ByRank] = {}
-    for rank, reports in enumerate(ranks):
-        times: Counter[str | None] = Counter()
-        for report in reports:
-            if report.when != phase or report is own.get(rank):
-                continue
-            times[report.head_line] += 1
-            key = report.head_line, times[report.head_line]
-            found.setdefault(key, {})[rank] = report
-    merged: Reports = []
-    for alike in found.values():
-        only_these = [[alike[rank]] if rank in alike else [] for rank in range(len(ranks))]
-        report = _merge_alike(alike, only_these)
-        if not report.failed or not _is_echo(report):  # else the rank that is the cause reports it
-            merged.append(report)
-    return merged
 
 
 def _merge_alike(alike: ByRank, ranks: list[Reports]) -> pytest.TestReport:
@@ -144,7 +113,6 @@ def _merge_alike(alike: ByRank, ranks: list[Reports]) -> pytest.TestReport:
     if disagreement:
         report.outcome = "failed"
         report.longrepr = disagreement
-        report.__dict__.pop("wasxfail", None)
     if report.failed and len(ranks) > 1:
         others = [rank for rank in range(len(ranks)) if rank != chosen]
         lines = [f"rank {rank}: {_describe(ranks[rank])}" for rank in others]
@@ -170,23 +138,10 @@ def _passed_unexpectedly(report: pytest.TestReport) -> bool:
 
 
 def _disagreement(alike: ByRank) -> str:
-    """Describe a skip, or a call of `pytest.xfail()`, that not all ranks share; "" if none is."""
-    skipped = []
-    callers = []
-    expected = []  # to fail, also if they did not
-    for rank, report in alike.items():
-        if getattr(report, "ddpkit_called_xfail", False):
-            callers.append(rank)
-        if hasattr(report, "wasxfail") or _passed_unexpectedly(report):
-            expected.append(rank)
-        elif report.skipped:
-            skipped.append(rank)
-    if callers and len(expected) < len(alike):
-        reason = alike[callers[0]].__dict__["wasxfail"]
-        advice = "If any rank may fail, use @pytest.mark.xfail."
-        return f"Rank {callers[0]} called pytest.xfail() ({reason}) and {_AGREE} {advice}"
+    """Describe a skip that not all ranks share; "" if there is none."""
+    skipped = [rank for rank, report in alike.items() if report.skipped and not hasattr(report, "wasxfail")]
     if 0 < len(skipped) < len(alike):
-        return f"Rank {skipped[0]} skipped the test and {_AGREE}"
+        return f"Rank {skipped[0]} skipped the test and others did not; all ranks must, or none."
     return ""
 
 
@@ -200,14 +155,6 @@ def _sections(
         mark = f" (rank {rank})" if world_size > 1 else ""
         found += [(f"{title}{mark}", text) for title, text in report.sections]
     return found
-
-
-def _fail_if_part_failed(report: pytest.TestReport, added: Reports) -> None:
-    """Make a phase that passed fail if a report that was added to it failed, as pytest does."""
-    failures = sum(part.failed for part in added)
-    if report.passed and failures:
-        report.outcome = "failed"
-        report.longrepr = f"contains {failures} failed subtest{'s' if failures > 1 else ''}"
 
 
 def _describe(reports: Reports) -> str:
@@ -243,7 +190,7 @@ def _merge_lost(item: pytest.Item, lost: list[Answer], ranks: list[Reports]) -> 
     report = _failure(item, "call", "\n".join(lines))
     every = [(rank, report) for rank, reports in enumerate(ranks) for report in reports]
     report.sections = _sections(every, len(ranks))
-    failed = [other for _, other in every if other.failed and type(other) is pytest.TestReport]
+    failed = [other for _, other in every if other.failed]
     first = min(failed, key=_importance, default=None)
     if first is None or _is_echo(first):
         return report

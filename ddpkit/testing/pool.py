@@ -72,7 +72,6 @@ class Pools:
         self._options = options
         self._report_late = report_late
         self._pools: dict[int, _Pool] = {}
-        self._leaving: list[_Pool] = []
 
     def run(self, world_size: int, task: Task, timeout: float, fresh: bool = False) -> list[Answer]:
         """Run a task on so many ranks.
@@ -88,7 +87,7 @@ class Pools:
         """
         pool = self._pools.pop(world_size, None)
         if pool is not None and (fresh or not pool.is_clean()):
-            self._dismiss(pool)
+            self._end(pool)
             pool = None
         if pool is None:
             pool = _Pool(world_size, self._options)
@@ -99,30 +98,18 @@ class Pools:
             raise
         self._report_late(pool.take_late_reports())
         if fresh or any(answer.failed for answer in answers):
-            self._dismiss(pool)
+            self._end(pool)
         else:
             self._pools[world_size] = pool
         if len(self._pools) > _KEPT:  # the one goes that was not used for longest
-            self._dismiss(self._pools.pop(next(iter(self._pools))))
+            self._end(self._pools.pop(next(iter(self._pools))))
         return answers
 
     def close(self) -> None:
         """End all ranks and the processes that they have left."""
         while self._pools:
             _, pool = self._pools.popitem()
-            self._dismiss(pool)
-        for pool in self._leaving:
             self._end(pool)
-        self._leaving.clear()
-
-    def _dismiss(self, pool: _Pool) -> None:
-        """Let the ranks of a pool end while the next test runs."""
-        pool.dismiss()
-        self._leaving.append(pool)
-        gone = [other for other in self._leaving if not other.is_alive()]
-        for other in gone:
-            self._leaving.remove(other)
-            self._end(other)
 
     def _end(self, pool: _Pool) -> None:
         pool.end()
@@ -175,19 +162,12 @@ class _Pool:
             self._group_timeout = None
         return len(joined) == 1 and not any(each.traces for each in leftovers)
 
-    def dismiss(self) -> None:
-        """Ask the ranks to finalise their fixtures and to end; those that hang are killed."""
+    def end(self) -> None:
+        """Ask the ranks to finalise their fixtures and to end; kill those that do not."""
         for rank in self._ranks:
             if rank.answer.done is None:
                 rank.process.kill()
             rank.send(None)
-
-    def is_alive(self) -> bool:
-        """Return whether a process is left."""
-        return any(rank.process.is_alive() for rank in self._ranks)
-
-    def end(self) -> None:
-        """Wait for the ranks to end after `dismiss()`, and kill those that do not."""
         deadline = time.monotonic() + _LEAVING
         for rank in self._ranks:
             while rank.process.is_alive() and wait_for_messages([rank], deadline):

@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -106,14 +106,12 @@ class Done(NamedTuple):
         value: The reply of a call, None of a test; a text if it did not begin.
         output: The text that a call has printed; a test's reports hold it themselves.
         heard_of: The other rank that failed and so ended this one's part; `value` is then a text.
-        ended_run: The message and exit code of `pytest.exit()`, if the test has called it.
     """
 
     failed: bool
     value: Any
     output: str = ""
     heard_of: int | None = None
-    ended_run: tuple[str, int | None] | None = None
 
 
 class Leftovers(NamedTuple):
@@ -210,7 +208,6 @@ class RankPlugin:
         self._session = session
         self._arguments = [*sys.argv]
         self._threads = torch.get_num_threads()
-        self._originals = cleaning.Originals(session.config.rootpath)
         threading.Thread(target=self._listen, name="ddpkit testing", daemon=True).start()
         group_is_whole = False
         try:
@@ -303,7 +300,6 @@ class RankPlugin:
 
     def _begin(self) -> None:
         """Note that the test's own code begins; from now on its time counts."""
-        self._originals.learn()  # now that the test's modules have been imported
         self._send("began", None)
 
     def _leftovers(self, before: cleaning.Traces) -> Leftovers:
@@ -311,7 +307,7 @@ class RankPlugin:
         joined = self._group is not None and dist.group.WORLD is self._group
         joined = joined and not stop_agreement.current().is_begun
         put_back_unused()  # they stay where the ranks have stopped
-        found = before.changes() + self._originals.replaced()
+        found = before.changes()
         if joined:
             found += _try_group()
         else:
@@ -348,10 +344,7 @@ class RankPlugin:
         if test.following is not None:
             other_file = _Next.from_parent(self._session, name="next")
             following = self._items.get(test.following, other_file)
-        try:
-            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
-        except pytest.exit.Exception as error:
-            return Done(True, None, ended_run=(error.msg, error.returncode))
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
         return Done(self._any_failed, None)
 
     def _collect(self, test: RunTest) -> pytest.Item | None:
@@ -421,18 +414,17 @@ class RankPlugin:
         item: pytest.Item,
         call: pytest.CallInfo[Any],
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Note in each report what the test process cannot see; subtests copy it to their own."""
+        """Note in each report what the test process cannot see."""
         report = yield
         error = None if call.excinfo is None else call.excinfo.value
         report.__dict__.update(
             ddpkit_time=time.monotonic(),
             ddpkit_echo=isinstance(error, PeerError) or isinstance(self._failing, PeerError),
-            ddpkit_called_xfail=isinstance(error, pytest.xfail.Exception),
         )
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Send a report, one of a phase or one that a plugin has added."""
+        """Send the report of a phase."""
         self._any_failed |= report.failed or hasattr(report, "wasxfail")
         self._send_report("report", report)
 
@@ -453,6 +445,11 @@ class RankPlugin:
     def tmp_path(self) -> Path:
         """Return the test's folder, the same on all ranks."""
         return self._folder
+
+    @pytest.fixture
+    def subtests(self) -> NoReturn:
+        """Refuse subtests, of which each rank could have others."""
+        pytest.fail("Tests on ranks have no subtests: use @pytest.mark.parametrize.", pytrace=False)
 
     # Debuggers, of which one at a time has the terminal.
 

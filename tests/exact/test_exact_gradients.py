@@ -23,7 +23,6 @@ from torch.utils.data import TensorDataset
 
 import ddpkit
 from ddpkit import DdpkitError, MismatchError, exact_gradients, make_micro_batch_loader
-from ddpkit.exact import sum as exact_exchange
 from ddpkit.exact.gradients import check_kernels
 
 F = nn.functional
@@ -141,16 +140,9 @@ def test_a_parameter_without_gradient_on_all_ranks_has_none(rank: int) -> None:
     assert net.frozen.grad is None
 
 
-in_parts_or_not = pytest.mark.parametrize("small", [0, 1 << 20])
-
-
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@in_parts_or_not
-def test_gradients_keep_the_dtype_of_their_parameters(
-    small: int, dtype: torch.dtype, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exact_exchange, "_SMALL", small)
+def test_gradients_keep_the_dtype_of_their_parameters(dtype: torch.dtype, rank: int) -> None:
     net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3).to(dtype))
     batch = next(iter(make_loader()))
     with exact_gradients(batch, *net) as micro_batches:
@@ -185,11 +177,7 @@ def test_gradients_in_another_dtype_than_the_parameter_keep_all_of_it(rank: int)
 
 
 @pytest.mark.ranks(1, 2)
-@in_parts_or_not
-def test_a_step_begins_anew_after_one_that_was_given_up_and_with_other_parameters(
-    small: int, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exact_exchange, "_SMALL", small)
+def test_a_step_begins_anew_after_one_that_was_given_up_and_with_other_parameters(rank: int) -> None:
     net = nn.Linear(6, 1)
     batch = next(iter(make_loader()))
 
@@ -222,18 +210,8 @@ def digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def train_here(folder: str, until: int, wrapped: bool = False, dies_at: int | None = None) -> str:
-    """Train from the last checkpoint on; return the digest of weights and moments at the end.
-
-    Where the model is wrapped, sums are exchanged in parts.
-    """
-    if wrapped:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exact_exchange, "_SMALL", 0)
-            return train(folder, until, ddpkit.wrap_model(make_net()), dies_at)
-    return train(folder, until, make_net(), dies_at)
-
-
-def train(folder: str, until: int, net: nn.Module, dies_at: int | None) -> str:
+    """Train from the last checkpoint on; return the digest of weights and moments at the end."""
+    net = ddpkit.wrap_model(make_net()) if wrapped else make_net()
     torch.set_num_threads(1)
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
     loader = make_loader()
@@ -328,11 +306,9 @@ def gradients_in_pairs() -> bytes:
 def gradients_of_model(which: int) -> bytes:
     torch.set_num_threads(1)
     net = make_net()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact_exchange, "_SMALL", 0)
-        with exact_gradients(next(iter(make_loader())), net) as micro_batches:
-            for x, y in micro_batches:
-                (loss_of(net, x, y) * (1 + which)).backward()
+    with exact_gradients(next(iter(make_loader())), net) as micro_batches:
+        for x, y in micro_batches:
+            (loss_of(net, x, y) * (1 + which)).backward()
     return bits_of(*(p.grad for p in net.parameters()))
 
 

@@ -1,0 +1,451 @@
+"""Average gradients over the ranks by hand: those of several networks in one step, whatever produced them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from .collectives.consistency import (
+    CHECK,
+    communication_device,
+    control_device,
+    fingerprint_of,
+    new_block,
+    raise_everywhere,
+    sum_block,
+)
+from .collectives.reduce import reduce_in_place
+from .collectives.tree import explain_not_dense, name_dtype
+from .job import current_job, lifecycle
+from .job.current_job import get_data_parallel_world_size
+from .job.job import group_of
+from .parallel.models import broadcast_into, can_be_overwritten, check_tensors, unwrap_model
+from .torch_internals import is_fully_sharded, is_sharded, own_buffers, rebuild_buckets, untraced, version_of
+
+Modules = tuple[nn.Module | Tensor, ...]
+Settings = tuple[tuple[str, str], ...]
+
+
+@untraced
+def average_gradients(*modules: nn.Module | Tensor) -> None:
+    """Replace every gradient by its mean over the ranks, in one flat all-reduce. Collective.
+
+    Call it between `backward()` and `optimizer.step()`, with plain models that start equal on all
+    ranks (seeded alike or broadcast; `check_replicas` tells). One call takes all networks of a
+    step, and whatever produced the gradients. They are replaced in place, and half-precision ones
+    are added in float32. Ranks first compare, in a small exchange, what they pass. On one process
+    it does nothing.
+
+    Args:
+        *modules: Modules, or single tensors such as a learned temperature. The same on every rank,
+            in the same order: of two networks with equal names and shapes, such as twin critics,
+            nothing tells which is which.
+
+    Raises:
+        MismatchError: If the parameters differ in number, name, shape, dtype or kind of device
+            between ranks, on every rank; on the other ranks, if one raises an error below. No
+            gradient has changed then.
+        TypeError: If a parameter is sharded, or a gradient is sparse or on another device than its
+            parameter.
+        ValueError: If a parameter is lazy and not initialised yet, or on the meta device.
+
+    Note:
+        A parameter without gradient on some ranks counts there as zero and gets the mean; without
+        any, it stays None. Gradients that share memory are replaced by new ones.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> net(torch.ones(1, 2)).sum().backward()
+        >>> average_gradients(net)
+
+        On two::
+
+            average_gradients(actor, critic)    # rank 0, a gradient of 1.0
+            average_gradients(actor, critic)    # rank 1, a gradient of 3.0; both have 2.0
+    """
+    begin_exchange("average_gradients()", modules).finish()
+
+
+@contextmanager
+def averaging(*modules: nn.Module | Tensor) -> Iterator[None]:
+    """Average gradients as `average_gradients` does, while a block does other work. Collective.
+
+    The block may draw the next batch, or play on: whatever needs neither the gradients nor the
+    weights after this step. Within it the parameters have no gradients, after it their means; after
+    an exception they have none. On one process they come back as they were.
+
+    Args:
+        *modules: As for `average_gradients`, and with the same errors.
+
+    Raises:
+        RuntimeError: At the end, if the block has put gradients where the means belong.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> net(torch.ones(1, 2)).sum().backward()
+        >>> with averaging(net):
+        ...     batch = torch.ones(1, 2)  # whatever comes next
+    """
+    exchange = begin_exchange("averaging()", modules)
+    gradients = exchange.gradients
+    gradients.hide()
+    yield
+    if any(p.grad is not None for p in gradients.parameters):
+        gradients.hide()
+        raise RuntimeError(
+            "Gradients were computed while those before them were still being averaged: "
+            "leave the block of averaging() and step before the next backward()."
+        )
+    exchange.finish()
+
+
+@untraced
+def begin_exchange(
+    call: str,
+    modules: Modules,
+    *,
+    exchange: str = "average_gradients",
+    settings: Settings = (),
+    spoiled: bool = False,
+) -> GradientExchange:
+    """Send the gradients, if there are several ranks; refuse those that cannot travel. Collective.
+
+    Args:
+        call: The name of what is called, for errors on this rank.
+        modules: The modules and tensors whose gradients they are.
+        exchange: The name of the exchange, which must be the same on every rank.
+        settings: What else must be the same on every rank, by name.
+        spoiled: Whether this rank has none to give, and no rank may use the means.
+    """
+    with raise_everywhere(call, current_job.data_parallel()):
+        gradients = Gradients(call, modules)
+    return GradientExchange(gradients, gradients.fingerprint(exchange, settings), spoiled)
+
+
+class Gradients:
+    """The gradients of those parameters of some modules that are trained, each once.
+
+    Attributes:
+        parameters: The parameters.
+        names: Their names, as without wrappers; "" for a single tensor.
+        values: Their gradients; None for a parameter that has none.
+
+    Raises:
+        TypeError: If a parameter is sharded, or a gradient is not dense, or on another device.
+        ValueError: If a parameter has no values.
+    """
+
+    def __init__(self, call: str, modules: Modules) -> None:
+        self._call = call
+        names: dict[Tensor, str] = {}
+        for name, p in _named_parameters(call, modules):
+            if p.requires_grad:
+                names.setdefault(p, name)
+        self.parameters = list(names)
+        self.names = list(names.values())
+        self.read()
+
+    def read(self) -> None:
+        """Take the gradients that the parameters have now."""
+        self.values = [p.grad for p in self.parameters]
+        for name, p, gradient in zip(self.names, self.parameters, self.values, strict=True):
+            if not _can_travel(p, gradient):
+                self._refuse(name or "the tensor", p, gradient)
+
+    def _refuse(self, name: str, p: Tensor, gradient: Tensor | None) -> None:
+        check_tensors(self._call, [(name, p)])
+        if gradient is None:
+            return
+        if gradient.device != p.device:
+            problem = f"is on {gradient.device}, the parameter on {p.device}"
+        else:
+            problem = f"is {explain_not_dense(gradient)}"
+        raise TypeError(
+            f"{self._call} takes dense gradients beside their parameters, but that of {name} "
+            f"{problem}. Make an embedding with sparse=False, or move and densify the gradient before."
+        )
+
+    def fingerprint(self, exchange: str, settings: Settings) -> str:
+        """Describe the parameters to the other ranks."""
+        parameters = []
+        for p, name in zip(self.parameters, self.names, strict=True):
+            parameters.append((name, p.dtype, p.shape, p.device.type))
+        return _fingerprint(exchange, settings, tuple(parameters))
+
+    def hide(self) -> None:
+        """Leave the parameters without gradients: nothing can step with this rank's own."""
+        for p in self.parameters:
+            p.grad = None
+
+    def give_back(self) -> None:
+        """Give the parameters their gradients."""
+        for p, gradient in zip(self.parameters, self.values, strict=True):
+            p.grad = gradient
+
+
+def _named_parameters(call: str, modules: Modules) -> Iterator[tuple[str, Tensor]]:
+    for module in modules:
+        if isinstance(module, nn.Module):
+            yield from unwrap_model(module).named_parameters()
+        elif isinstance(module, Tensor):
+            yield "", module
+        else:
+            kind = type(module).__name__
+            raise TypeError(f"{call} takes modules and tensors, got {kind}: unpack a list with *.")
+
+
+def _can_travel(parameter: Tensor, gradient: Tensor | None) -> bool:
+    if is_sharded(parameter) or is_lazy(parameter) or parameter.is_meta:
+        return False
+    if gradient is None:
+        return True
+    if gradient.layout is not torch.strided or gradient.is_nested:
+        return False
+    return gradient.device == parameter.device
+
+
+@functools.lru_cache(maxsize=256)
+def _fingerprint(
+    exchange: str,
+    settings: Settings,
+    parameters: tuple[tuple[str, torch.dtype, torch.Size, str], ...],
+) -> str:
+    described = dict(settings)
+    for i, (name, dtype, shape, device) in enumerate(parameters):
+        text = f"{name_dtype(dtype)}{list(shape)}"
+        if name:
+            text = f"{name}, {text}"
+        if device != "cpu":
+            text += f" on {device}"
+        described[f"parameter {i}"] = text
+    return fingerprint_of(exchange, described)
+
+
+class _Bucket(NamedTuple):
+    """Gradients of one device and dtype, and their sum over the ranks on its way."""
+
+    indices: list[int]  # among those of the call
+    flat: Tensor
+    work: dist.Work
+
+
+class GradientExchange:
+    """The gradients of one call on their way, after a check that all ranks have the same.
+
+    Attributes:
+        gradients: Those of this rank.
+        spoiled: Whether a rank has none to give: then nothing travels.
+    """
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __init__(self, gradients: Gradients, fingerprint: str, spoiled: bool) -> None:
+        self.gradients = gradients
+        self._peers = current_job.data_parallel()
+        self._ranks = get_data_parallel_world_size()
+        self._scale = 0.5 ** (self._ranks - 1).bit_length()  # exact, other than 1 / ranks
+        self._buckets: list[_Bucket] = []
+        block = new_block()
+        block[CHECK] = spoiled
+        block[CHECK + 1] = any(value is None for value in gradients.values)
+        sum_block(fingerprint, block, self._peers)
+        self.spoiled = bool(block[CHECK])
+        if self.spoiled or not lifecycle.joined():
+            return
+        if block[CHECK + 1]:
+            self._fill_missing()
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, p in enumerate(gradients.parameters):
+            if gradients.values[i] is not None:
+                sum_dtype = torch.promote_types(p.dtype, torch.float32)
+                groups.setdefault((p.device, sum_dtype), []).append(i)
+        for (device, dtype), indices in groups.items():
+            self._buckets.append(self._send(indices, device, dtype))
+
+    def _fill_missing(self) -> None:
+        """Make zeros of the gradients that only other ranks have. Collective."""
+        gradients = self.gradients
+        has = [int(value is not None) for value in gradients.values]
+        counts = torch.tensor(has, device=control_device(self._peers))
+        for i, count in enumerate(reduce_in_place(counts, peers=self._peers).tolist()):
+            if count and gradients.values[i] is None:
+                p = gradients.parameters[i]
+                gradients.values[i] = torch.zeros_like(p, dtype=dtype_of_gradient(p))
+
+    def _send(self, indices: list[int], device: torch.device, dtype: torch.dtype) -> _Bucket:
+        """Begin to add up gradients, divided by a power of two so that no sum overflows."""
+        values = [self.gradients.values[i] for i in indices]
+        flat = torch.cat([value.reshape(-1) for value in values if value is not None])
+        flat = flat.to(communication_device(device, self._peers), dtype)
+        flat.mul_(self._scale)
+        with current_job.peer_errors():
+            work = dist.all_reduce(flat, group=group_of(self._peers), async_op=True)
+        return _Bucket(indices, flat, work)
+
+    def is_usable(self, finite: bool) -> bool:
+        """Wait for the means; return whether no rank has spoiled them: the same on every rank.
+
+        Args:
+            finite: Whether means that are not finite count as spoiled, too.
+        """
+        self._wait()
+        return not self.spoiled and not (finite and not all_finite(self._means()))
+
+    def _means(self) -> Iterator[Tensor]:
+        """Yield the means; on one process these are the gradients."""
+        if lifecycle.joined():
+            yield from (bucket.flat for bucket in self._buckets)
+        else:
+            yield from (value for value in self.gradients.values if value is not None)
+
+    def _wait(self) -> None:
+        for bucket in self._buckets:
+            with current_job.peer_errors():
+                bucket.work.wait()
+
+    @untraced
+    def finish(self) -> None:
+        """Wait for the means and write them over the gradients."""
+        self._wait()
+        with torch.inference_mode(False), torch.no_grad():
+            for bucket in self._buckets:
+                self._distribute(bucket)
+            self.gradients.give_back()
+
+    def _distribute(self, bucket: _Bucket) -> None:
+        """Write means over gradients; those that share memory are replaced by new ones."""
+        parameters = [self.gradients.parameters[i] for i in bucket.indices]
+        bucket.flat.div_(self._ranks * self._scale)
+        means = torch.split(bucket.flat, [p.numel() for p in parameters])
+        values = self.gradients.values
+        fit = can_be_overwritten(values)
+        for i, p, mean in zip(bucket.indices, parameters, means, strict=True):
+            gradient = values[i]
+            if gradient is None or not fit[i]:
+                gradient = values[i] = torch.empty_like(p, dtype=dtype_of_gradient(p))
+            gradient.copy_(mean.view(p.shape))
+
+
+@torch.no_grad()
+def dtype_of_gradient(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which autograd keeps a parameter's gradient."""
+    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # older torch has only the second
+    return dtype
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether no element is infinite or NaN. It waits for an accelerator once."""
+    extremes: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        if tensor.numel():
+            extremes += torch.aminmax(tensor)
+    finite = [extreme.isfinite().to(extremes[0].device) for extreme in extremes]
+    return not finite or bool(torch.stack(finite).all())
+
+
+class LocalPass:
+    """A block of forwards and backwards in which DDP exchanges nothing, nor may anything of ddpkit's.
+
+    A rank that raises in the block keeps no other rank waiting. What DDP exchanges at the beginning
+    of a forward travels when the block begins: buffers, and how gradients are cut into buckets.
+
+    Args:
+        call: Whose block it is, for errors.
+        modules: The models that are used in the block, and single parameters.
+
+    Raises:
+        TypeError: If something is no module and no tensor, or a model exchanges values in its forward.
+    """
+
+    def __init__(self, call: str, modules: Modules) -> None:
+        self._call = call
+        self._parameters = [p for _, p in _named_parameters(call, modules)]
+        self._parts: list[nn.Module] = []
+        for module in modules:
+            if isinstance(module, nn.Module):
+                self._parts += module.modules()
+        for part in self._parts:
+            problem = _why_not_local(part)
+            if problem:
+                waiting = "where ranks would wait for one that has raised"
+                raise TypeError(f"{call} cannot take this model: {problem}, {waiting}.")
+        # each with its module and name there, the object, its version, and a copy
+        self._buffers: list[tuple[nn.Module, str, Tensor | None, int, Tensor | None]] = []
+        self._were_trained: list[bool] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LocalPass:
+        lifecycle.joined()  # refuses a block in another one, before anything is exchanged
+        models = [part for part in self._parts if isinstance(part, DistributedDataParallel)]
+        self._exchange_first(models)
+        self._remember()
+        for model in models:
+            self._stack.enter_context(model.no_sync())
+            model.require_forward_param_sync = False  # its buffers
+            self._stack.callback(setattr, model, "require_forward_param_sync", True)
+        self._stack.enter_context(lifecycle.apart(self._call))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _exchange_first(self, models: list[DistributedDataParallel]) -> None:
+        """Exchange what DDP does before a forward. Collective."""
+        if not torch.is_grad_enabled() or not lifecycle.joined():
+            return
+        buffers = []
+        for model in models:
+            rebuild_buckets(model)
+            if model.broadcast_buffers:
+                buffers += list(model.module.buffers())
+        if buffers:
+            with torch.no_grad():
+                broadcast_into(buffers)
+
+    @torch.no_grad()
+    def _remember(self) -> None:
+        self._were_trained = [p.requires_grad for p in self._parameters]
+        self._buffers = []
+        for part in self._parts:
+            for name, buffer in own_buffers(part).items():
+                copy = None if buffer is None else buffer.clone()
+                self._buffers.append((part, name, buffer, version_of(buffer), copy))
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Give buffers and frozen parameters back what they had when the block began; drop all gradients."""
+        for part, name, buffer, _, copy in self._buffers:
+            own_buffers(part)[name] = buffer  # the model may have put another in its place
+            if buffer is not None and copy is not None:
+                buffer.copy_(copy)
+        for parameter, was_trained in zip(self._parameters, self._were_trained, strict=True):
+            parameter.requires_grad_(was_trained)
+            parameter.grad = None
+
+    def changed_buffer(self) -> str:
+        """Return the name of a buffer that the block has changed, with its module's class; "" if there is none."""
+        for part, name, buffer, version, _ in self._buffers:
+            now = own_buffers(part)[name]
+            if now is not buffer or version_of(now) != version:
+                return f"{type(part).__name__}.{name}"
+        return ""
+
+
+def _why_not_local(part: nn.Module) -> str:
+    if isinstance(part, nn.SyncBatchNorm):
+        return "SyncBatchNorm exchanges statistics in forward"
+    if is_fully_sharded(part):
+        return "fully_shard exchanges weights in forward"
+    if isinstance(part, DistributedDataParallel) and part.static_graph:
+        return "DDP with static_graph=True exchanges gradients in its first backward"
+    return ""
