@@ -118,7 +118,7 @@ def _parser(words: Sequence[str]) -> _Parser:
 
 
 def _command(tool: str) -> Any:
-    module = tool if tool == "where" else f"{tool}.command"
+    module = tool if tool in ("bench", "where") else f"{tool}.command"
     return import_module(f".{module}", __package__)
 
 
