@@ -29,7 +29,7 @@ def _is_mean_of_means(facts: Facts, records: list[Record]) -> bool:
     if first["op"] not in ("all_reduce", "reduce") or not first.get("values") or not all_floats(records):
         return False
     shares = [record["samples"] for record in records]
-    is_mean = first.get("reduction") == "AVG" or first["divides"] or "reduction=mean" in first["library"]
+    is_mean = first.get("reduction") == "AVG" or first["divides"]
     return is_mean and min(shares) > 0 and not all_equal(shares) and not _carries_counts(facts, first, shares)
 
 

@@ -231,8 +231,6 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
         return found or _shuffled_differently(facts, epoch, missing, extra, len(expected))
     if extra > allowed:
         return _repeated(facts, epoch, extra, len(expected))
-    if extra and not trains:
-        return _padded(facts, epoch, extra, len(expected))
     return _missing(facts, records, missing, len(expected), batch, trains)
 
 
@@ -290,58 +288,6 @@ def _repeated(facts: Facts, epoch: Record, extra: int, total: int) -> Finding:
     why = "these samples count more than others"
     fix = "deal each sample once: `DistributedSampler(dataset)`"
     return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
-
-
-def _padded(facts: Facts, epoch: Record, extra: int, total: int) -> Finding | None:
-    """Find an evaluation that counts what a sampler has repeated to give all ranks as many samples."""
-    reduced = _combined(facts, epoch)
-    if reduced is None or _drops_padding(facts, reduced, total):
-        return None
-    evidence = f"the evaluation counts {total + extra} samples of {total}: {extra} come twice"
-    why = "the metric is not that of the data, and changes with the number of ranks"
-    fix = "leave out what was repeated: `ddpkit.DistributedEvalSampler(dataset)`, or `gather_for_metrics`"
-    return facts.finding("padding-counted", evidence, why, fix, epoch["sampler_made"], reduced["where"], epoch["made"])
-
-
-def _combined(facts: Facts, epoch: Record) -> Record | None:
-    """Return the first collective of the script's that follows the beginning of an evaluation."""
-    records = facts.records[facts.ranks[0]]
-    for record in records[records.index(epoch) + 1 :]:
-        if record["kind"] == "step":
-            return None
-        if record["kind"] == "collective" and record["op"] in ("all_reduce", "reduce", "all_gather", *_GATHERS):
-            return record
-    return None
-
-
-_GATHERS = (
-    "gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_gather_object",
-    "gather_object",
-)
-
-
-def _drops_padding(facts: Facts, reduced: Record, total: int) -> bool:
-    """Return whether the script leaves out what was repeated: in a library, by a slice, or by its counts."""
-    if "gather_for_metrics" in reduced["library"] or total in reduced["cuts"] or _are_merged(facts, total):
-        return True
-    sums = []
-    for (_, _), records in facts.rows("collective", "position", "group"):
-        if records[0].get("values") and all(len(r.get("values", [])) == len(records[0]["values"]) for r in records):
-            sums += [sum(values) for values in zip(*(r["values"] for r in records), strict=True)]
-    return total in sums
-
-
-def _are_merged(facts: Facts, total: int) -> bool:
-    """Return whether the ranks gather the names of so many samples, and can tell which come twice."""
-    names: dict[tuple[Any, ...], set[int]] = {}
-    for records in facts.of("collective").values():
-        for record in records:
-            if record.get("names") and record["where"]:
-                names.setdefault(tuple(record["where"][0]), set()).update(record["names"])
-    return any(len(found) == total for found in names.values())
 
 
 def _missing(

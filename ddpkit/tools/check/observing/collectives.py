@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 
 from ...script.recorder import Recorder
 from ..places import Stack, stack
-from .expressions import cuts, divides_by_ranks, loop_keys
+from .expressions import divides_by_ranks, loop_keys
 from .modules import Modules
 from .patching import Function, before, guarded, replace
 
@@ -44,10 +42,8 @@ _OTHERS = (
     "new_group",
 )
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
-_INTO_FIRST = ("all_gather_into_tensor", "all_gather_single")  # their first argument is what they fill
 _FIRST_STEPS = 3
 _MANY = 4096  # sums that are kept for a step
-_NAMED = 20_000  # samples whose names are told
 _SMALL = 8  # elements of a tensor that are told
 
 
@@ -146,12 +142,7 @@ class Collectives:
                 fields["trained"] = self.trained.get(tensor.data_ptr())
         if "reduce" in name:
             fields["reduction"] = _reduction(args, kwargs)
-        if "gather" in name:
-            sent = args[1:] if name in _INTO_FIRST else args
-            fields["names"] = _names_in((*sent, *kwargs.values()))
         fields["samples"] = self._modules.samples
-        fields["library"] = _library()
-        fields["cuts"] = cuts()
         fields["keys"] = loop_keys()
         fields["divides"] = divides_by_ranks()
         self._recorder.tell_collective(fields)
@@ -194,31 +185,7 @@ def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return str(given).rpartition(".")[2]
 
 
-def _names_in(args: tuple[Any, ...]) -> list[int]:
-    """List hashes of what names the samples in gathered objects: keys, members of sets, indices that come once."""
-    found: set[Any] = set()
-    for value in args:
-        if isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim == 1:
-            numbers = value.tolist() if len(value) <= _NAMED else []
-            found |= set(numbers) if len(set(numbers)) == len(numbers) else set()
-        elif isinstance(value, Mapping | set | frozenset) and len(value) <= _NAMED:
-            found |= set(value)
-    return sorted(zlib.crc32(repr(name).encode()) for name in found)
-
-
 def _name_of(group: Any) -> str:
     if group is None or group is getattr(dist.group, "WORLD", None):
         return "0"
     return str(getattr(group, "group_name", id(group)))
-
-
-def _library() -> str:
-    """Name the function outside of the script that calls the collective, if the script does not itself."""
-    frame = sys._getframe(3)
-    names: list[str] = []
-    while frame is not None and len(names) < 12:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith(("accelerate", "lightning", "ddpkit.collectives")):
-            names.append(f"{module}.{frame.f_code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]
-    return names[-1] if names else ""

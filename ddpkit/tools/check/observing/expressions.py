@@ -49,18 +49,6 @@ def running(depth: int = 6) -> Iterator[tuple[FrameType, list[ast.AST]]]:
         yield frame, _nodes_of(code.co_filename, code.co_name, code.co_firstlineno)
 
 
-def cuts() -> list[int]:
-    """List the numbers at which the running functions cut sequences: the n of `[:n]`."""
-    found = []
-    for frame, nodes in running():
-        for node in nodes:
-            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) and node.slice.lower is None:
-                value = evaluate(node.slice.upper, frame)
-                if isinstance(value, int):
-                    found.append(value)
-    return found
-
-
 def divides_by_ranks(depth: int = 2) -> bool:
     """Return whether a running function divides by the number of ranks; looked up once for each line."""
     frames = list(islice(own_frames(sys._getframe(1)), depth))
