@@ -98,7 +98,6 @@ _FOLLOW = {  # what another finding explains
     "gradients-not-averaged": (
         "replicas-differ-at-start",
         "replicas-drift",
-        "clipped-before-averaging",
         "collective-order",
     ),
     "replicas-differ-at-start": ("replicas-drift",),

@@ -14,7 +14,7 @@ from ..script.recorder import Recorder
 from .observing.collectives import Collectives
 from .observing.decisions import Ending
 from .observing.files import Files
-from .observing.losses import Losses, Scaling, Schedules
+from .observing.losses import Losses, Schedules
 from .observing.modules import Modules
 from .observing.patching import Function, before, report_to
 from .observing.random_numbers import Windows
@@ -54,7 +54,7 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     losses.on_backward += [samples.begin_backward, ending.begin_backward]
     steps.on_step += [samples.begin_step]
     steps.position = samples.position
-    others = (collectives, Files(recorder), Schedules(recorder), Scaling(recorder))
+    others = (collectives, Files(recorder), Schedules(recorder))
     for observer in (modules, losses, windows, samples, steps, *others):
         observer.install()
     before(dist, "init_process_group", _refuse_in_child(recorder))

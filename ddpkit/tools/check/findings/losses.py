@@ -1,4 +1,4 @@
-"""Find losses that are divided by the wrong number, and gradients that are clipped before they are averaged."""
+"""Find losses that are divided by the wrong number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def find(facts: Facts) -> Iterator[Finding]:
         yield found
     yield from _find_divided_by_ranks(facts, rows)
     yield from _find_sums(facts, rows)
-    yield from _find_clipped(facts, rows)
 
 
 def _by_line(losses: list[dict[str, Any]]) -> _Losses:
@@ -167,25 +166,3 @@ def _counts_travel(facts: Facts) -> bool:
             if any(isinstance(v, int) or (float(v).is_integer() and v > 1) for v in values):
                 return True
     return False
-
-
-def _find_clipped(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
-    """Find clipping of gradients that differ between ranks and are equal at the step."""
-    equal = set()
-    for (_, number), records in rows:
-        gradients = [[g and g[0] for g in record["gradients"]] for record in records]
-        if all_equal(gradients) and any(gradients[0]):
-            equal.add(number)
-    clips = list(facts.of("clip").values())
-    for records in zip(*clips, strict=False):
-        first = records[0]
-        if all_equal([record["gradients"] for record in records]) or first["step"] + 1 not in equal:
-            continue
-        norms = " and ".join(f"{record['norm']:.3g}" for record in records)
-        evidence = f"before optimizer step {first['step'] + 1}, {say_ranks(facts.ranks)} clip gradients of norm {norms}"
-        if first["does"] == "unscales":
-            evidence = f"{say_ranks(facts.ranks)} look for infinities in gradients of norm {norms}, not yet averaged"
-        why = "each rank scales its share of the gradient by another factor; their mean is not the clipped gradient"
-        fix = "average first, then clip: move this line behind the all-reduce, or outside of `no_sync()`"
-        yield facts.finding("clipped-before-averaging", evidence, why, fix, first["where"])
-        return

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional, utils
+from torch.nn import functional
 from torch.optim import lr_scheduler
 
-from ...script.recorder import Recorder, hash_of, parameters_of, whole
+from ...script.recorder import Recorder
 from ..places import Place, Stack, stack
 from .expressions import divides_by_ranks, dividing_lines, lines_divided_by_ranks
 from .modules import Modules
@@ -114,44 +113,6 @@ def _count(name: str, input: Tensor, target: Tensor, kwargs: dict[str, Any]) -> 
         ignored = kwargs.get("ignore_index", -100)
         return int((target != ignored).sum())
     return len(input) if input.ndim else 1
-
-
-# Observe what is done to gradients between backward and step: clipping and unscaling.
-
-
-class Scaling:
-    """Observes clipping from the moment of `install`."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def install(self) -> None:
-        """Begin."""
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            replace(utils, name, self._clipping)
-            setattr(utils.clip_grad, name, getattr(utils, name))
-        before(torch.amp.GradScaler, "unscale_", self._unscale)
-
-    def _clipping(self, original: Function) -> Function:
-        tell = guarded(self._tell)
-
-        def call(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
-            if isinstance(parameters, Tensor):
-                parameters = [parameters]
-            parameters = list(parameters)  # it may be a generator
-            tell("clips", parameters)
-            return original(parameters, *args, **kwargs)
-
-        return call
-
-    def _unscale(self, scaler: Any, optimizer: Any) -> None:
-        self._tell("unscales", parameters_of(optimizer))
-
-    def _tell(self, does: str, parameters: Iterable[Tensor]) -> None:
-        gradients = [whole(p.grad) for p in parameters if p.grad is not None]
-        norm = [float(torch.linalg.vector_norm(g)) for g in gradients if g is not None and not g.is_sparse]
-        hashes = [hash_of(g) for g in gradients if g is not None and not g.is_sparse]
-        self._recorder.tell("clip", does=does, gradients=hashes, norm=sum(n * n for n in norm) ** 0.5, where=stack())
 
 
 # Observe learning rate schedules: how often they step, and what they are told.
