@@ -31,7 +31,7 @@ def _find_decision(facts: Facts) -> Finding | None:
         if differing:
             numbers = " and ".join(f"{value:.4g}" for value in differing[0])
             evidence = f"{say_ranks(facts.ranks)} decide by numbers of their own: {numbers}"
-            why = "one rank stops or saves when others do not: they wait for it, or rank 0's share decides for all"
+            why = "one rank stops when others do not, and they wait for it"
             fix = "average the number over ranks before: `loss = ddpkit.all_reduce_mean(loss, weight=count)`"
             return facts.finding("one-rank-decides", evidence, why, fix, where)
     return None

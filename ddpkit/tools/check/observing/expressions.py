@@ -22,7 +22,6 @@ from .modules import is_own_object
 
 _dividing: dict[tuple[Any, ...], bool] = {}
 _RANKS = ("world", "ranks", "num_processes", "nproc", "gpus", "replicas")  # in names of the number of ranks
-_CLOCKS = ("time", "now", "clock", "elapsed", "seconds")  # in names of what each rank measures for itself
 
 
 @cache
@@ -146,26 +145,13 @@ def evaluate(node: ast.AST | None, frame: FrameType) -> Any:
 
 
 @cache
-def decisions_around(file: str, line: int) -> list[ast.If]:
-    """List the `if`s in the loops around a line that have consequences."""
+def decisions_around(file: str, line: int) -> dict[int, ast.If]:
+    """Find the `if`s in the loops around a line that end one, by their lines."""
     found: dict[int, ast.If] = {}
     for loop in loops_around(file, line):
         for statement in ast.walk(loop):
-            if isinstance(statement, ast.If) and _has_consequences(statement):
+            if isinstance(statement, ast.If) and _ends_loop(statement):
                 found[statement.lineno] = statement
-    return list(found.values())
-
-
-@cache
-def saving_decisions(file: str) -> dict[int, ast.If]:
-    """List the `if`s of a file that save by something else than the time, by their lines."""
-    found = {}
-    for node in ast.walk(syntax_of(file)):
-        if not isinstance(node, ast.If) or not any(map(_saves, node.body)):
-            continue
-        test = ast.unparse(node.test).lower()
-        if _has_consequences(node) and not any(word in test for word in _CLOCKS):
-            found[node.lineno] = node
     return found
 
 
@@ -209,21 +195,12 @@ def _bounds(loop: ast.For) -> Iterator[ast.expr]:
             yield statement.test.comparators[0]
 
 
-def _has_consequences(statement: ast.If) -> bool:
-    """Return whether an `if` ends a loop or saves a file, and does not only look for broken numbers."""
+def _ends_loop(statement: ast.If) -> bool:
+    """Return whether an `if` ends a loop, and does not only look for broken numbers."""
     test = ast.unparse(statement.test)
     if any(word in test for word in ("isfinite", "isnan", "isinf")):
         return False
-    for part in statement.body:
-        for node in ast.walk(part):
-            if isinstance(node, ast.Break | ast.Return):
-                return True
-    return any(map(_saves, statement.body))
-
-
-def _saves(statement: ast.stmt) -> bool:
-    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    return any("save" in ast.unparse(call.func).lower() for call in calls)
+    return any(isinstance(node, ast.Break | ast.Return) for part in statement.body for node in ast.walk(part))
 
 
 def fractions(test: ast.expr, frame: FrameType) -> list[float]:

@@ -17,7 +17,7 @@ from ....collectives.digest import digest
 from ....data.streams import Stream
 from ...script.recorder import Recorder, content, rows, size_of
 from ..places import Place, Stack, definition, stack
-from .decisions import Ending, untraced
+from .decisions import Ending
 from .expressions import bound_of_loop
 from .modules import Modules, is_own_object
 from .patching import Function, after, before, guarded, replace
@@ -199,8 +199,7 @@ class Samples:
                 self._end_epoch(known, was_cut=True)
                 raise StopIteration
             try:
-                with untraced():
-                    batch = original(iterator)
+                batch = original(iterator)
             except StopIteration:
                 self._end_epoch(known, was_cut=False)
                 raise
