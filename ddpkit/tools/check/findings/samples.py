@@ -10,9 +10,6 @@ from typing import Any
 from ...script.recorder import Record
 from .facts import Facts, Finding, all_equal, place, places, say_ranks
 
-_FEW_ROWS = 8  # samples of a stream, too few to be compared
-_DISTINCT = 0.9  # share of a rank's samples that are no copies of each other
-_SHARED = 0.5  # share of a rank's samples that others have, too
 _CLOSE = 0.1  # share of a stream's samples that may be left out, as broken ones, or come again
 _COMPARED = 3  # batches that must be equal on all ranks, if there are as many
 _SHARE_OUT = "one share for each worker of each rank: `[rank * num_workers + id :: world_size * num_workers]`"
@@ -52,8 +49,6 @@ def _examine(facts: Facts, records: list[Record], number: int, trains: bool) -> 
         return found
     if records[0]["iterable"]:
         found = _find_repeated_batches(facts, records, contents)
-        if trains:
-            found = found or _find_shared(facts, records, number)
         return found or _compare_with_length(facts, records, number)
     if all(record.get("plan") is not None for record in records):
         return _examine_plans(facts, records, trains)
@@ -131,27 +126,6 @@ def _find_repeated_batches(facts: Facts, records: list[Record], contents: list[l
     why = f"each of the {epoch['workers']} workers reads all samples of its rank, so an epoch has them several times"
     fix = "share the samples out among workers, too: `get_worker_info().id` and `.num_workers`"
     return facts.finding("samples-repeated", evidence, why, fix, epoch["lines"], epoch["made"])
-
-
-def _find_shared(facts: Facts, records: list[Record], number: int) -> Finding | None:
-    """Find a stream of which the ranks read many of the same samples, in other batches."""
-    epoch = records[0]
-    shares = []
-    for batches in facts.of("batch").values():
-        own = [b["rows"] for b in batches if (b["loader"], b["number"]) == (epoch["loader"], number)]
-        shares.append([row for batch in own for row in batch])
-    distinct = [set(share) for share in shares]
-    are_many = all(len(rows) >= _FEW_ROWS for rows in distinct)
-    have_repeats = any(len(rows) < _DISTINCT * len(share) for rows, share in zip(distinct, shares, strict=True))
-    if not are_many or have_repeats:  # such data are alike by nature
-        return None
-    common = Counter(row for rows in distinct for row in rows)
-    shared = sum(count > 1 for count in common.values())
-    if shared < _SHARED * min(map(len, distinct)):
-        return None
-    evidence = f"{shared} of the first {len(common)} samples of an epoch come on several of {say_ranks(facts.ranks)}"
-    why = "the ranks' shares overlap: some samples count several times, and others may never come"
-    return facts.finding("samples-repeated", evidence, why, _SHARE_OUT, epoch["lines"], epoch["made"])
 
 
 def _compare_with_length(facts: Facts, records: list[Record], number: int) -> Finding | None:

@@ -15,7 +15,7 @@ from torch.utils.data._utils import fetch
 
 from ....collectives.digest import digest
 from ....data.streams import Stream
-from ...script.recorder import Recorder, content, rows, size_of
+from ...script.recorder import Recorder, content, size_of
 from ..places import Place, Stack, definition, stack
 from .decisions import Ending
 from .expressions import bound_of_loop
@@ -42,7 +42,6 @@ class _Loader:
         self.batches = 0
         self.last: Any = None
         self.dataset = 0  # its identity
-        self.is_stream = False
 
     @property
     def line(self) -> str:
@@ -110,7 +109,6 @@ class Samples:
             self._lines[place] = self._lines.get(place, 0) + 1
             known = _Loader(f"{place}#{self._lines[place]}", made)
             known.dataset = id(loader.dataset)
-            known.is_stream = isinstance(loader.dataset, IterableDataset)
             self._loaders[loader] = known
             self._all.append(known)
         return known
@@ -233,7 +231,6 @@ class Samples:
                 batch=known.batches,
                 content=content(batch),
                 samples=size_of(batch),
-                rows=rows(batch) if known.is_stream else [],
             )
 
     def _fetch(self, original: Function) -> Function:
