@@ -13,7 +13,7 @@ from typing import Any
 from ... import LaunchError, detect_launch
 from ..script.ranks import Ranks, Script, environment, exit_when_terminated
 from ..terminal import columns, count, paint, wrap
-from .findings import gradients, losses, order, outputs, random_numbers, samples
+from .findings import gradients, losses, order, samples
 from .findings.facts import OF_REPLICAS, SEVERITIES, Facts, Finding, hold_parts
 from .rank import be_rank
 from .watch import Outcome, Watch
@@ -91,7 +91,7 @@ def _finding_as_json(finding: Finding) -> dict[str, Any]:
 
 # Find everything that there is to be found in the records of a run.
 
-_SUBJECTS = (gradients, losses, samples, random_numbers, order, outputs)
+_SUBJECTS = (gradients, losses, samples, order)
 _FOLLOW = {  # what another finding explains
     "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
     "same-samples": ("same-random-numbers", "samples-repeated"),

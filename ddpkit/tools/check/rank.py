@@ -11,16 +11,13 @@ import torch.distributed as dist
 
 from ..script.ranks import Script, describe, run_script, use_gloo_without_gpus
 from ..script.recorder import Recorder
-from .observing.collectives import Collectives
-from .observing.decisions import Ending
-from .observing.files import Files
-from .observing.losses import Losses, Schedules
+from .observing.collectives import Collectives, Files
 from .observing.modules import Modules
-from .observing.patching import Function, before, report_to
-from .observing.random_numbers import Windows
+from .observing.process import Ending, Function, before, report_to
 from .observing.samples import Samples
-from .observing.steps import Steps
-from .places import is_own, place_of, stack
+from .observing.steps import Losses, Schedules, Steps
+from .observing.tracing import Windows
+from .source import is_own, place_of, stack
 
 
 def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int:
@@ -46,14 +43,11 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     """Install all observers."""
     report_to(recorder)
     modules = Modules(recorder)
-    losses = Losses(recorder, modules)
     windows = Windows(recorder)
     samples = Samples(recorder, ending, windows, modules)
+    losses = Losses(modules, samples, ending)
     collectives = Collectives(recorder, modules)
-    steps = Steps(recorder, ending, modules, losses, windows, collectives)
-    losses.on_backward += [samples.begin_backward, ending.begin_backward]
-    steps.on_step += [samples.begin_step]
-    steps.position = samples.position
+    steps = Steps(recorder, ending, modules, losses, windows, collectives, samples)
     others = (collectives, Files(recorder), Schedules(recorder))
     for observer in (modules, losses, windows, samples, steps, *others):
         observer.install()

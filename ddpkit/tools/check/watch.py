@@ -36,29 +36,23 @@ class Order:
             self._has_join = True
         elif record["kind"] == "step":
             self._stepping.add(rank)
-        elif record["kind"] in ("done", "end"):
-            self._end(rank, record)
-            self._compare_ends()
         elif record["kind"] == "collective":
-            self._entered.setdefault((record["group"], rank), []).append(record)
             self._compare(rank, record)
             self._compare_ends()
-
-    def _end(self, rank: int, record: Record) -> None:
-        """Note that a rank enters no more collectives, unless it has failed, of which the others know nothing."""
-        has_failed = record.get("error") or record.get("code")
-        if has_failed:
-            self._failed.add(rank)
-        if rank not in self._failed:
-            self._ended.setdefault(rank, record.get("reason") or SCRIPT_END)
+        elif record["kind"] in ("done", "end"):
+            if record.get("error") or record.get("code"):  # it has failed, of which the others know nothing
+                self._failed.add(rank)
+            elif rank not in self._failed:
+                self._ended.setdefault(rank, record.get("reason") or SCRIPT_END)
+            self._compare_ends()
 
     def _compare(self, rank: int, record: Record) -> None:
-        position = len(self._entered[record["group"], rank]) - 1
+        entered = self._entered.setdefault((record["group"], rank), [])
         for other in self._ranks:
-            theirs = self._entered.get((record["group"], other), [])
-            if other != rank and len(theirs) > position and not _alike(theirs[position], record):
-                self._part(rank, other, record, theirs[position], "")
-                return
+            theirs = self._entered.get((record["group"], other), [])[len(entered) :]
+            if other != rank and theirs and _signature(theirs[0]) != _signature(record):
+                self._part(rank, other, record, theirs[0], "")
+        entered.append(record)
 
     def _compare_ends(self) -> None:
         """Find a rank that has entered a collective which one that has ended never will."""
@@ -73,10 +67,6 @@ class Order:
     def _part(self, rank: int, other: int, record: Record, theirs: Record | None, ends: str) -> None:
         if self.parted is None:
             self.parted = Parting((rank, other), (record, theirs), ends)
-
-
-def _alike(one: Record, other: Record) -> bool:
-    return _signature(one) == _signature(other)
 
 
 def _signature(record: Record) -> tuple[object, ...]:

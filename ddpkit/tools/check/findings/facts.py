@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...script.recorder import Record
-from ..places import Place
+from ..source import Place
 
 SEVERITIES = ("wrong", "suspicious")
 SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error

@@ -1,0 +1,218 @@
+"""Observe lines while they run, by trace functions: those that draw random numbers, and those that end a loop."""
+
+from __future__ import annotations
+
+import ast
+import random
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...script.recorder import Recorder
+from ..source import Place, decisions_around, fractions, is_own, own_frames, place_of, stack
+from .process import before
+
+GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
+State = dict[str, tuple[int, int]]  # hash and position of each generator
+_MANY = 8  # draws that are kept for a step
+_LINES = 8  # of drawing that are kept
+_SEEDING = (
+    (torch, "manual_seed", "torch"),
+    (np.random, "seed", "numpy"),
+    (random, "seed", "random"),
+    (random, "shuffle", "shuffle"),
+    (np.random, "shuffle", "shuffle"),
+    (np.random, "permutation", "shuffle"),
+)
+
+
+def states(others: tuple[Any, ...] = ()) -> State:
+    """Hash the states of the global generators, and of others."""
+    generators = {"torch": torch.default_generator, "numpy": np.random.mtrand._rand, "random": random._inst}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        generators["torch on the GPU"] = torch.cuda.default_generators[torch.cuda.current_device()]
+    generators |= {f"{type(other).__name__} {number}": other for number, other in enumerate(others)}
+    return {name: _state_of(generator) for name, generator in generators.items()}
+
+
+def _state_of(generator: Any) -> tuple[int, int]:
+    """Hash a generator's state, and tell how many words of a block it has used, -1 if that is not known."""
+    if isinstance(generator, torch.Generator):
+        state = generator.get_state().numpy()
+        left = int(state[8:12].view(np.int32)[0])
+        return zlib.crc32(state.data), 624 - left if generator.device.type == "cpu" else -1
+    if isinstance(generator, np.random.RandomState):
+        _, keys, position, *_ = generator.get_state(legacy=True)
+        return zlib.crc32(np.asarray(keys).data, int(position)), int(position)
+    if isinstance(generator, np.random.Generator):
+        return zlib.crc32(repr(generator.bit_generator.state).encode()), -1
+    words = generator.getstate()[1]
+    return hash(words), int(words[-1])
+
+
+def generators_in(value: Any, depth: int = 4) -> Iterator[Any]:
+    """Yield the generators in the fields of an object."""
+    children: list[Any] = []
+    if isinstance(value, GENERATORS):
+        yield value
+    elif isinstance(value, list | tuple) and len(value) <= 32:
+        children = list(value)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        children = list(vars(value).values())
+    for child in children if depth else []:
+        yield from generators_in(child, depth - 1)
+
+
+class Draws:
+    """Finds the script's lines that draw random numbers, by a trace function which compares states line by line.
+
+    Args:
+        others: Generators to look at besides the global ones.
+    """
+
+    def __init__(self, others: tuple[Any, ...] = ()) -> None:
+        self.lines: list[Place] = []
+        self._others = others
+        self._state: State = {}
+        self._place: Place | None = None
+        self._is_tracing = False
+
+    def begin(self) -> None:
+        """Look from here on, unless somebody else traces."""
+        if sys.gettrace() is not None:
+            return
+        self._is_tracing = True
+        self._state = states(self._others)
+        for frame in own_frames(sys._getframe(1)):
+            frame.f_trace = self._look
+            self._place = self._place or place_of(frame)
+        sys.settrace(self._look)
+
+    def end(self) -> None:
+        """Look no more."""
+        if self._is_tracing:
+            _stop_tracing()
+            self._is_tracing = False
+            self._compare()
+
+    def _look(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not is_own(frame.f_code.co_filename):
+            return None
+        self._compare()
+        self._place = place_of(frame)
+        return self._look
+
+    def _compare(self) -> None:
+        """Blame the line before for a state that has changed."""
+        now = states(self._others)
+        is_new = self._place not in self.lines and len(self.lines) < _LINES
+        if now != self._state and self._place and is_new:
+            self.lines.append(self._place)
+        self._state = now
+
+
+def _stop_tracing() -> None:
+    sys.settrace(None)
+    for frame in own_frames(sys._getframe(1)):
+        frame.f_trace = None
+
+
+class Windows:
+    """Watches the random numbers that a training step draws outside of its loader."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._opened: State = {}
+        self._drawn: list[dict[str, Any]] = []
+        self._draws = Draws()
+
+    def install(self) -> None:
+        """Note where generators are seeded, and where lists are shuffled."""
+        for module, name, kind in _SEEDING:
+            before(module, name, self._note(kind))
+
+    def _note(self, kind: str) -> Any:
+        def look(*args: Any, **kwargs: Any) -> None:
+            if places := stack():
+                self._recorder.tell("seeded", generator=kind, where=places, worker=not self._recorder.is_main)
+
+        return look
+
+    def open(self) -> None:
+        """Begin to watch, after a batch was fetched or a step has ended."""
+        self._draws.end()
+        self._opened = states()
+        if self._recorder.step == 1:  # the lines are the same ones in other steps
+            self._draws.begin()
+
+    def pause(self) -> None:
+        """Note what was drawn since `open`, before a loader draws for itself."""
+        self._draws.end()
+        now = states() if self._opened else {}
+        for kind, (hashed, position) in self._opened.items():
+            if now[kind][0] != hashed and len(self._drawn) < _MANY:
+                words = (now[kind][1] - position) % 624
+                self._drawn.append({"generator": kind, "state": hashed, "words": words})
+        self._opened = {}
+
+    def close(self) -> dict[str, Any]:
+        """Return what this step has drawn, and where."""
+        self.pause()
+        return {"drawn": self._drawn, "lines": self._draws.lines}
+
+    def begin_step(self) -> None:
+        """Forget what belongs to the step that has ended."""
+        self._drawn = []
+        self.open()
+
+
+_MANY_DECISIONS = 32  # times that one is told
+
+
+class Decisions:
+    """Tells the numbers that an `if` compares which ends a loop around a step, when the script comes to it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._around: dict[str, dict[int, ast.If]] = {}  # by file and line
+        self._taken: Counter[Place] = Counter()
+        self._is_tracing = False
+
+    def begin(self) -> None:
+        """Look from the end of a step on, unless somebody else traces."""
+        if sys.gettrace() is not None:
+            return
+        for frame in own_frames(sys._getframe(1)):
+            table = self._around.setdefault(frame.f_code.co_filename, {})
+            table |= decisions_around(frame.f_code.co_filename, frame.f_lineno)
+            if table:
+                frame.f_trace = self._look
+                self._is_tracing = True
+        if self._is_tracing:
+            sys.settrace(_skip)
+
+    def end(self) -> None:
+        """Look no more."""
+        if self._is_tracing:
+            self._is_tracing = False
+            _stop_tracing()
+
+    def _look(self, frame: FrameType, event: str, argument: Any) -> Any:
+        statement = self._around[frame.f_code.co_filename].get(frame.f_lineno)
+        if event == "line" and statement is not None:
+            place = place_of(frame)
+            self._taken[place] += 1
+            values = fractions(statement.test, frame)
+            if values and self._taken[place] <= _MANY_DECISIONS:
+                self._recorder.tell("decision", **place._asdict(), number=self._taken[place], values=values)
+        return self._look
+
+
+def _skip(frame: FrameType, event: str, argument: Any) -> None:
+    """Look at nothing in functions that are called: these end no loop."""
