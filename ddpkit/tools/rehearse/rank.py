@@ -86,20 +86,14 @@ def plan_trial(seed: int, number: int, kinds: Sequence[str], undisturbed: dict[i
     generator = random.Random(f"{seed} {number}")
     ranks = generator.choice(list(undisturbed))
     kind = kinds[(number - 1) % len(kinds)]
-    starts = [Start(ranks, _draw(generator, kind, undisturbed[ranks]))]
-    ranks = _another(generator, ranks, undisturbed)
-    if generator.random() < _TWICE:
-        starts.append(Start(ranks, _draw(generator, generator.choice(kinds), undisturbed[ranks])))
-        ranks = _another(generator, ranks, undisturbed)
-    return [*starts, Start(ranks, None)]
-
-
-def _another(generator: random.Random, ranks: int, undisturbed: dict[int, RankEvents]) -> int:
-    """Draw another number of ranks, where there is one."""
-    others = [number for number in undisturbed if number != ranks]
-    if not others:
-        return ranks
-    return generator.choice(others)
+    starts: list[Start] = []
+    while True:
+        starts.append(Start(ranks, _draw(generator, kind, undisturbed[ranks])))
+        if others := [number for number in undisturbed if number != ranks]:
+            ranks = generator.choice(others)
+        if len(starts) > 1 or generator.random() >= _TWICE:
+            return [*starts, Start(ranks, None)]
+        kind = generator.choice(kinds)
 
 
 def _draw(generator: random.Random, kind: str, events: RankEvents) -> Disturbance:
@@ -228,7 +222,6 @@ class Changes:
     def __init__(self, events: Events, folder: Path) -> None:
         self._events = events
         self._folder = f"{folder}{os.sep}"
-        self._thread = threading.local()
 
     def install(self) -> None:
         """Begin."""
@@ -236,26 +229,16 @@ class Changes:
         torch.save = self._noting(torch.save)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "open":
+        if event in _CHANGES:
+            self._note(_CHANGES[event], args[0])
+        elif event == "open":
             path, mode, flags = args
-            if not _writes(mode, flags):
-                return
-            verb = "write"
-        elif event in _CHANGES:
-            path = args[0]
-            verb = _CHANGES[event]
-        else:
-            return
-        if not isinstance(path, str | bytes | os.PathLike) or getattr(self._thread, "is_inside", False):
-            return
-        self._thread.is_inside = True
-        try:
-            self._note(verb, path)
-        finally:
-            self._thread.is_inside = False
+            writes = any(letter in mode for letter in "wax+") if mode else (flags or 0) & _WRITING
+            if writes:
+                self._note("write", path)
 
-    def _note(self, verb: str, path: str | bytes | os.PathLike[Any]) -> None:
-        full = os.path.abspath(os.fsdecode(path))
+    def _note(self, verb: str, path: Any) -> None:
+        full = os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
         if full.startswith(self._folder):
             self._events.note(f"{verb} {full.removeprefix(self._folder)}")
 
@@ -264,17 +247,10 @@ class Changes:
 
         @functools.wraps(save)
         def call(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-            if isinstance(file, str | os.PathLike):
-                self._note("write", file)
+            self._note("write", file)
             save(content, file, *args, **kwargs)
 
         return call
-
-
-def _writes(mode: str | None, flags: int | None) -> bool:
-    if mode is not None:
-        return any(letter in mode for letter in "wax+")
-    return bool((flags or 0) & _WRITING)
 
 
 class Inputs:
