@@ -19,10 +19,10 @@ import torch
 from processes import CLEAN, run
 
 from ddpkit.tools import cli
+from ddpkit.tools.recorder import Recorder
 from ddpkit.tools.rehearse import trials
 from ddpkit.tools.rehearse.rank import KINDS, Disturbance, RankEvents, Start, plan_trial
 from ddpkit.tools.rehearse.runs import Reference, Run
-from ddpkit.tools.script.recorder import Recorder
 
 SCRIPT = Path(__file__).parent / "rehearsed.py"
 LATE = 600.0  # seconds, which only a hang needs

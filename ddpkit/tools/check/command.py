@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from ... import LaunchError, detect_launch
-from ..script.ranks import Ranks, Script, environment, exit_when_terminated
+from ..ranks import Ranks, Script, environment, exit_when_terminated
 from ..terminal import columns, count, paint, wrap
 from .findings import gradients, losses, order, samples
 from .findings.facts import OF_REPLICAS, SEVERITIES, Facts, Finding, hold_parts

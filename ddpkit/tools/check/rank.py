@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..script.ranks import Script, describe, run_script, use_gloo_without_gpus
-from ..script.recorder import Recorder
+from ..ranks import Script, describe, run_script, use_gloo_without_gpus
+from ..recorder import Recorder
 from .observing.collectives import Collectives, Files
 from .observing.modules import Modules
 from .observing.process import Ending, Function, before, report_to

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ..script.ranks import Rank, Ranks
-from ..script.recorder import Record
+from ..ranks import Rank, Ranks
+from ..recorder import Record
 from .findings.facts import SCRIPT_END, Facts, Parting, say_ranks
 
 # Compare the order in which ranks enter collectives, as they tell it.

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..script.ranks import Script, exit_when_terminated
+from ..ranks import Script, exit_when_terminated
 from ..terminal import announce, count, paint
 from .rank import KINDS
 from .runs import Limits, Run

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...collectives.tree import flat_bytes, is_dense
-from ..script.ranks import Script, describe, run_script, use_gloo_without_gpus
-from ..script.recorder import Record, Recorder, parameters_of, whole
+from ..ranks import Script, describe, run_script, use_gloo_without_gpus
+from ..recorder import Record, Recorder, parameters_of, whole
 
 # Draw the disturbances of a trial from its seed.
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..script.ranks import Rank, Ranks, Script, environment
-from ..script.recorder import Record
+from ..ranks import Rank, Ranks, Script, environment
+from ..recorder import Record
 from .rank import RankEvents, Start, be_rank
 
 _POLL = 0.05  # seconds

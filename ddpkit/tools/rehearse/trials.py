@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...collectives.tree import flat_bytes
-from ..script.ranks import Script
+from ..ranks import Script
 from ..terminal import count
 from .rank import Start, plan_trial
 from .runs import Limits, Reference, Run, run_once

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...script.recorder import Record
+from ...recorder import Record
 from ..source import Place
 
 SEVERITIES = ("wrong", "suspicious")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
-from ...script.recorder import Record
+from ...recorder import Record
 from ..source import rank_condition
 from .facts import Facts, Finding, all_equal, in_function_of, place, places, say_ranks
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from ...script.recorder import Record
+from ...recorder import Record
 from ..source import Place, is_shared_out
 from .facts import Facts, Finding, all_equal, place, say_ranks
 

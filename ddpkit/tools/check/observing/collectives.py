@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
-from ...script.recorder import Recorder
+from ...recorder import Recorder
 from ..source import Stack, divides_by_ranks, is_own, loop_keys, stack
 from .modules import Modules
 from .process import Function, before, guarded, replace

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ...script.recorder import Recorder, content, size_of
+from ...recorder import Recorder, content, size_of
 from ..source import Stack, is_own, is_own_object, own_frames, place_of, stack
 from .process import Function, after, before, guarded
 

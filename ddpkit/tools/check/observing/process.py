@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ...script.recorder import Recorder
+from ...recorder import Recorder
 from ..source import awaits_stop_iteration
 
 Function = Callable[..., Any]

@@ -15,7 +15,7 @@ from torch.utils.data._utils import fetch
 
 from ....collectives.digest import digest
 from ....data.streams import Stream
-from ...script.recorder import Recorder, content, size_of
+from ...recorder import Recorder, content, size_of
 from ..source import Place, Stack, bound_of_loop, definition, is_own_object, stack
 from .modules import Modules
 from .process import Ending, Function, after, before, guarded, replace

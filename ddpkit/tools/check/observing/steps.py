@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...script.recorder import Recorder, hash_of, parameters_of, sample, whole
+from ...recorder import Recorder, hash_of, parameters_of, sample, whole
 from ..source import Place, Stack, divides_by_ranks, divisions_of_loss, stack
 from .collectives import Collectives
 from .modules import Modules, roots, variables

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...script.recorder import Recorder
+from ...recorder import Recorder
 from ..source import Place, decisions_around, fractions, is_own, own_frames, place_of, stack
 from .process import before
 

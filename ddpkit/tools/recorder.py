@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...collectives.digest import checksum
-from ...collectives.tree import flat_bytes, is_dense
+from ..collectives.digest import checksum
+from ..collectives.tree import flat_bytes, is_dense
 
 Record = dict[str, Any]
 

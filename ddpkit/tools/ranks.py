@@ -29,9 +29,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...join.store import host_on
-from ...launch.process_tree import child_processes
-from ...spawning.rank_process import replace_environment
+from ..join.store import host_on
+from ..launch.process_tree import child_processes
+from ..spawning.rank_process import replace_environment
 from .recorder import Record, Recorder
 
 Body = Callable[[Recorder, int], int]  # what a rank does; see `Ranks`
