@@ -10,20 +10,16 @@ import signal
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ...collectives.tree import flat_bytes, is_dense
 from ..ranks import Script, describe, run_script, use_gloo_without_gpus
 from ..recorder import Record, Recorder, parameters_of, whole
 
@@ -150,9 +146,7 @@ def be_rank(
     use_gloo_without_gpus()
     events = Events(recorder, disturbance)
     Changes(events, folder).install()
-    inputs = Inputs()
-    inputs.install()
-    observe_steps(recorder, events, inputs)
+    observe_steps(recorder, events)
     events.note("start")
     code, failure = run_script(script)
     _leave()
@@ -253,43 +247,8 @@ class Changes:
         return call
 
 
-class Inputs:
-    """Adds up hashes of the samples that networks are trained on: the sum tells nothing of their order or rank.
-
-    Attributes:
-        total: The sum since the last step; None if no samples were seen.
-    """
-
-    def __init__(self) -> None:
-        self.total: int | None = None
-        self._depth = 0
-
-    def install(self) -> None:
-        """Begin."""
-        hooks.register_module_forward_pre_hook(self._enter)
-        hooks.register_module_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._depth += 1
-        if self._depth > 1 or not torch.is_grad_enabled() or not module.training:
-            return
-        if next(module.parameters(), None) is None:  # such as a loss
-            return
-        batch = next((value for value in args if isinstance(value, Tensor)), None)
-        if batch is None or batch.requires_grad or not batch.ndim or batch.is_meta or not is_dense(batch):
-            return
-        for row in batch.detach().cpu():
-            self.total = (self.total or 0) + zlib.crc32(flat_bytes(row).numpy().data)
-
-    def _leave(self, *call: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._depth -= 1
-
-
-def observe_steps(recorder: Recorder, events: Events, inputs: Inputs) -> None:
-    """Tell the weights after each step of an optimizer, by some of their elements, and the samples that it saw."""
+def observe_steps(recorder: Recorder, events: Events) -> None:
+    """Tell the weights after each step of an optimizer, by some of their elements."""
 
     @torch.no_grad()
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -300,9 +259,7 @@ def observe_steps(recorder: Recorder, events: Events, inputs: Inputs) -> None:
             optimizer=_describe(optimizer),
             weights=_some_elements(optimizer),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            inputs=inputs.total,
         )
-        inputs.total = None
         events.note("step")
 
     register_optimizer_step_post_hook(stepped)

@@ -29,7 +29,6 @@ class Run:
     Attributes:
         start: What was started.
         steps: The step records of the rank that made the most steps.
-        inputs: The sum over all ranks of the hashes of each step's samples, None where it is not known.
         events: Of each rank.
         disturbed: The event at which the disturbance came, "" if it came at a step or not at all.
         is_disturbed: Whether the disturbance came.
@@ -43,7 +42,6 @@ class Run:
 
     start: Start
     steps: list[Record] = field(default_factory=list)
-    inputs: list[int | None] = field(default_factory=list)
     events: RankEvents = field(default_factory=dict)
     disturbed: str = ""
     is_disturbed: bool = False
@@ -163,22 +161,12 @@ class _Follower:
                 run.failed.append(rank.number)
                 run.output = run.output or rank.tail()
         run.steps = max(steps, key=len)
-        run.inputs = [_total(step, steps) for step in range(len(run.steps))]
         return run
 
 
 def _send(rank: Rank, number: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(rank.pid, number)
-
-
-def _total(step: int, steps: list[list[Record]]) -> int | None:
-    """Add up the hashes of all ranks' samples in a step, if all have recorded them."""
-    hashes = [made[step]["inputs"] for made in steps if step < len(made)]
-    if len(hashes) < len(steps) or None in hashes:
-        return None
-    total: int = sum(hashes)
-    return total
 
 
 # Compare the steps of a run that was disturbed with those of undisturbed runs.
@@ -188,7 +176,6 @@ def _total(step: int, steps: list[list[Record]]) -> int | None:
 _TOLERANCE = 1e-3  # of a step, beyond which weights are not equal even if undisturbed runs agree exactly
 _MARGIN = 10  # times the distance between undisturbed runs
 _COMPARABLE = 0.1  # of a step; undisturbed runs that are farther apart cannot be compared
-_BESIDE = 2  # steps
 _GREATEST = 0.2  # of a step, the greatest tolerance
 _ALIKE = 1e-6  # relative difference of learning rates
 
@@ -221,7 +208,6 @@ class Reference:
         self._steps = run.steps
         self._weights = [np.array(step["weights"]) for step in run.steps]
         self._sizes = self._measure_steps()
-        self._inputs = list(run.inputs)
         self.length = len(run.steps)
         self.distance = 0.0
 
@@ -242,23 +228,20 @@ class Reference:
         if greatest > _COMPARABLE:
             return f"weights up to {greatest:.2g} of a step apart"
         self.distance = max(self.distance, greatest)
-        for number, total in enumerate(other.inputs):
-            if total != self._inputs[number]:  # random augmentation, or noise
-                self._inputs[number] = None
         return ""
 
     def follow(self, run: Run, made: int = 0) -> Alignment:
         """Find the steps of a run among those of the undisturbed run, the first one near the last that was made."""
         alignment = Alignment([], "")
         expected = made
-        for number, step in enumerate(run.steps):
+        for step in run.steps:
             if alignment.stretches and self._distance(step, expected) <= self.tolerance:
                 alignment.stretches[-1][1] += 1
             else:
                 position = self._find(step, expected)
                 if not self._distance(step, position) <= self.tolerance:
-                    meant = expected if alignment.stretches else self._likely(step, run.inputs[number])
-                    alignment.first_difference = self._explain(step, run.inputs[number], meant, is_first=number == 0)
+                    meant = expected if alignment.stretches else position
+                    alignment.first_difference = self._explain(step, meant)
                     return alignment
                 alignment.stretches.append([position + 1, position + 1])
             expected = alignment.stretches[-1][1]
@@ -293,29 +276,16 @@ class Reference:
         nearest = distances.index(min(distances))
         return min(equal, key=lambda position: abs(position - expected), default=nearest)
 
-    def _likely(self, step: Record, seen: int | None) -> int:
-        """Find the step that a run's first one was to be: the nearest, or one beside it with the same samples."""
-        nearest = self._find(step, 0)
-        beside = range(max(0, nearest - _BESIDE), min(self.length, nearest + _BESIDE + 1))
-        alike = [position for position in beside if seen is not None and seen == self._inputs[position]]
-        return min(alike, key=lambda position: self._distance(step, position), default=nearest)
-
-    def _explain(self, step: Record, seen: int | None, position: int, is_first: bool) -> str:
-        """Say what is different in a step: the samples, the learning rate, or neither."""
+    def _explain(self, step: Record, position: int) -> str:
+        """Say what is different in a step: the learning rate, or something else."""
         if position >= self.length:
             return f"it went on after step {self.length}, the last of the undisturbed run"
         distance = self._distance(step, position)
         text = f"step {position + 1} is {distance:.2g} of a step away from the undisturbed run's"
-        expected = self._inputs[position]
-        if None not in (seen, expected) and seen != expected:
-            doubt = " (if no other forward pass was made before it)" if is_first else ""
-            return f"{text}: other samples{doubt}"
         rates, meant = step["rates"], self._steps[position]["rates"]
         if not _are_alike(rates, meant):
             return f"{text}: learning rate {rates}, not {meant}"
-        if expected is None:
-            return text
-        return f"{text}, with the same samples and learning rate: weights, optimizer state or random numbers"
+        return f"{text}, with the same learning rate: samples, weights, optimizer state or random numbers"
 
 
 def _are_alike(rates: Sequence[float], others: Sequence[float]) -> bool:
