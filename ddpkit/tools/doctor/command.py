@@ -62,10 +62,14 @@ def run(args: argparse.Namespace) -> int:
     ends_soon = launch is None and "TORCHELASTIC_RUN_ID" in os.environ  # refused under torchrun
 
     def check() -> None:
-        if job is not None:
-            _check_job(report, job, args)
-        elif not ends_soon:
-            _check_machine(report, args)
+        try:
+            if job is not None:
+                _check_job(report, job, args)
+            elif not ends_soon:
+                _check_machine(report, args)
+        except Exception as error:
+            report.fail(error)
+            report.skip_rest(f"{report.doing} failed")
 
     return _report_in_time(report, check, args.json)
 
@@ -84,19 +88,13 @@ def _report_in_time(report: Report, check: Callable[[], None], as_json: bool) ->
         deadline = min(deadline, time.monotonic() + _NOTICE)
         reason = "The check did not finish before the launcher's signal: another rank has failed."
 
-    def check_all() -> None:
-        try:
-            check()
-        except Exception as error:
-            report.fail(error)
-
     if report.launch is not None and report.rank == 0:
         signal.signal(signal.SIGTERM, hurry)
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)  # C++ code may print, too
     try:
-        thread = threading.Thread(target=check_all, daemon=True)
+        thread = threading.Thread(target=check, daemon=True)
         thread.start()
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(_POLL)
@@ -120,26 +118,18 @@ def read_launch() -> tuple[Launch | None, Check]:
     try:
         launch, warning = unnested_launch()
     except LaunchError as error:
-        return None, _refusal(error)
+        found, start, rest = str(error).partition(". Start ")
+        remedy = f"Start {rest}" if start else "See what is an error in the guide to launching."
+        return None, Check("launch", "failed", found, remedy)
     if warning:
         remedy = "Start the doctor as the ranks are started; srun needs --overlap inside of a step."
         return launch, Check("launch", "warning", warning, remedy)
-    return launch, Check("launch", "ok", _describe_launch(launch), "", list(launch.evidence))
-
-
-def _refusal(error: LaunchError) -> Check:
-    """Make a check of a refused launch; its advice begins with "Start"."""
-    found, start, rest = str(error).partition(". Start ")
-    remedy = f"Start {rest}" if start else "See what is an error in the guide to launching."
-    return Check("launch", "failed", found, remedy)
-
-
-def _describe_launch(launch: Launch) -> str:
-    text = f"{launch.kind}: rank {launch.rank} of {launch.world_size}"
+    found = f"{launch.kind}: rank {launch.rank} of {launch.world_size}"
     if launch.local_rank is not None:
-        text += f", local rank {launch.local_rank}"
-        text += f" of {launch.local_world_size}" if launch.local_world_size else ""
-    return text
+        found += f", local rank {launch.local_rank}"
+    if launch.local_world_size:
+        found += f" of {launch.local_world_size}"
+    return launch, Check("launch", "ok", found, "", list(launch.evidence))
 
 
 def _check_here(report: Report, checks_ports: bool) -> None:
@@ -172,12 +162,7 @@ def _check_machine(report: Report, args: argparse.Namespace) -> None:
     report.begin("collective", f"two processes meet and average numbers (at most {args.timeout:g} s)")
     bound = report.time_left()
     settings = (args.backend, device, bound.total_seconds())
-    try:
-        results = spawn(checks.two_ranks, 2, *settings, timeout=bound + timedelta(seconds=10))
-    except Exception as error:
-        report.fail(error)
-        return
-    mean, latency = results[0]
+    mean, latency = spawn(checks.two_ranks, 2, *settings, timeout=bound + timedelta(seconds=10))[0]
     found = f"two processes on {device or 'two accelerators'}: {mean.found}; {latency.found}"
     status = worst([mean, latency])
     report.add(Check("collective", status, found, mean.remedy or latency.remedy, measured=latency.measured))
@@ -190,15 +175,6 @@ def _check_job(report: Report, launch: Launch, args: argparse.Namespace) -> None
     if any(check.name == "ports" and check.status == "failed" for check in report.checks):
         report.skip_rest("rank 0 cannot listen at its port")
         return
-    try:
-        _meet(report, launch, args, hosts_store)
-    except Exception as error:
-        report.fail(error)
-        report.skip_rest(f"{report.doing} failed")
-
-
-def _meet(report: Report, launch: Launch, args: argparse.Namespace, hosts_store: bool) -> None:
-    """Meet the other ranks, first in the store and then in a process group."""
     ranks = count(launch.world_size, "rank")
     address = "where the launcher leads"
     if launch.master_addr:

@@ -178,9 +178,8 @@ class Report:
     def skip_rest(self, reason: str) -> None:
         """Mark as skipped all checks of a job that have not run."""
         done = {check.name for check in self.checks}
-        for name in _OF_A_JOB:
-            if name not in done:
-                self.add(Check(name, "skipped", reason))
+        missing = [name for name in _OF_A_JOB if name not in done] if self.launch else []
+        self.checks += [Check(name, "skipped", reason) for name in missing]
 
     def share(self, store: dist.Store) -> None:
         """Exchange results with the other ranks in the store, so that rank 0 reports them even if ranks cannot join.
