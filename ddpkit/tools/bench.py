@@ -29,7 +29,8 @@ SCHEMA = 2  # of the JSON object; raised when a key changes its meaning or goes 
 PARTS = ("collectives", "steps")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _SIZES = ["1K", "64K", "1M", "16M"]
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}  # the power of two
+_UNITS = {"GiB": 30, "MiB": 20, "KiB": 10, "B": 0}  # the power of two
+_TIMES = {"s": 1, "ms": 1e3, "us": 1e6}  # in a second
 _ROUNDS = 8
 _FEWEST = 3  # rounds that even a call which uses up its time at once gets
 _BUSY = 0.2  # spread above which a time is hardly to be trusted
@@ -122,7 +123,7 @@ def _parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     if not match or int(match[1]) == 0:
         raise BadFlag(f"--sizes {text}: not a size; write bytes, or 64K, 16M, 1G.")
-    return int(match[1]) << _UNITS[match[2].upper()]
+    return int(match[1]) << _UNITS[f"{match[2].upper()}iB" if match[2] else "B"]
 
 
 def _jobs(args: argparse.Namespace, plan: Plan) -> list[int]:
@@ -438,22 +439,19 @@ def text(report: Row) -> str:
 
 def _collectives_table(results: list[Row]) -> list[str]:
     rows = []
-    for name in COLLECTIVES:
-        for result in results:
-            if result["name"] == name:
-                row = [name, result["ranks"], _size(result["bytes"]), *_time(result)]
-                rows.append([*row, f"{result['algbw']:.3g}", f"{result['busbw']:.3g}"])
+    collectives = [result for result in results if result["part"] == "collectives"]
+    for result in sorted(collectives, key=lambda result: COLLECTIVES.index(result["name"])):
+        row = [result["name"], result["ranks"], _size(result["bytes"]), *_time(result)]
+        rows.append([*row, f"{result['algbw']:.3g}", f"{result['busbw']:.3g}"])
     return table(["collective", "ranks", "size", "time", "+-", "algorithm GB/s", "bus GB/s"], rows)
 
 
 def _steps_table(results: list[Row]) -> list[str]:
     steps = [result for result in results if result["part"] == "steps"]
     rows = []
-    for name in dict.fromkeys(step["name"] for step in steps):
-        for step in steps:
-            if step["name"] == name:
-                row = [name, f"{step['parameters']:,}", step["ranks"], _way(step), step["samples"]]
-                rows.append([*row, *_time(step), f"{step['samples_per_second']:,.0f}"])
+    for step in sorted(steps, key=lambda step: str(step["name"])):
+        row = [step["name"], f"{step['parameters']:,}", step["ranks"], _way(step), step["samples"]]
+        rows.append([*row, *_time(step), f"{step['samples_per_second']:,.0f}"])
     return table(["step", "parameters", "ranks", "way", "samples in all", "time", "+-", "samples/s"], rows)
 
 
@@ -470,17 +468,12 @@ def _spread(result: Row) -> float:
 
 def _time(result: Row) -> list[str]:
     """Write a time in its unit, and its spread."""
-    written = f"{result['seconds'] * 1e6:.3g} us"
-    if result["seconds"] >= 1:
-        written = f"{result['seconds']:.3g} s"
-    elif result["seconds"] >= 1e-3:
-        written = f"{result['seconds'] * 1e3:.3g} ms"
-    return [written, f"{_spread(result):.0%}"]
+    seconds = result["seconds"]
+    unit, scale = next((unit, scale) for unit, scale in _TIMES.items() if seconds * scale >= 1 or unit == "us")
+    return [f"{seconds * scale:.3g} {unit}", f"{_spread(result):.0%}"]
 
 
 def _size(size: int) -> str:
     """Write a number of bytes in the largest unit that divides it."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit and size % unit == 0:
-            return f"{size // unit} {name}"
-    return f"{size} B"
+    unit = next(unit for unit, power in _UNITS.items() if size % (1 << power) == 0)
+    return f"{size >> _UNITS[unit]} {unit}"

@@ -127,11 +127,15 @@ class Watch:
             heard = False
             for rank, record in self._ranks.wait(_POLL):
                 heard = True
-                self._take(rank, record)
+                self._order.take(rank.number, record)
+                if record["kind"] in ("done", "end", "spawns"):
+                    self._finished.setdefault(rank.number, record)
             now = time.monotonic()
             if heard:
                 deadline = now + self._patience()
-            self._note_deaths()
+            for rank in self._ranks.all:
+                if rank.ended is not None:
+                    self._finished.setdefault(rank.number, {"kind": "died", "how": rank.ended})
             if self._order.parted:
                 last = min(last, now + _AFTER_PARTING)
             if any(_has_failed(record) for record in self._finished.values()):
@@ -155,16 +159,6 @@ class Watch:
         are_done = [record.get("reason") == "steps" for record in self._finished.values()]
         return any(are_done) and all(are_done) and not any(map(_steps, running))
 
-    def _take(self, rank: Rank, record: Record) -> None:
-        self._order.take(rank.number, record)
-        if record["kind"] in ("done", "end", "spawns"):
-            self._finished.setdefault(rank.number, record)
-
-    def _note_deaths(self) -> None:
-        for rank in self._ranks.all:
-            if rank.ended is not None and rank.number not in self._finished:
-                self._finished[rank.number] = {"kind": "died", "how": rank.ended}
-
     def _outcome(self, hanging: bool, seconds: float) -> Outcome:
         facts = Facts({rank.number: rank.records for rank in self._ranks.all}, self._order.parted)
         made = [_steps(rank) for rank in self._ranks.all]
@@ -175,15 +169,15 @@ class Watch:
 
     def _describe_trouble(self, hanging: bool, steps: int) -> tuple[str, list[str]]:
         for number, record in self._finished.items():
-            rank = next(rank for rank in self._ranks.all if rank.number == number)
-            if record["kind"] == "died":
-                return f"rank {number} {record['how']} after {steps} optimizer steps", rank.tail()
             if record["kind"] == "spawns":
                 return "the script starts processes of its own: check the function that they run, as one rank", []
-            if record["kind"] == "end" and record["error"]:
-                return f"rank {number} failed after {steps} optimizer steps: {record['error']}", rank.tail()
-            if record["kind"] == "end" and record["code"]:
-                return f"rank {number} exited with code {record['code']} after {steps} optimizer steps", rank.tail()
+            if _has_failed(record):
+                how = record.get("how") or f"exited with code {record['code']}"
+                error = ""
+                if record.get("error"):
+                    how, error = "failed", f": {record['error']}"
+                trouble = f"rank {number} {how} after {steps} optimizer steps{error}"
+                return trouble, self._ranks.all[number].tail()
         if hanging and not self._order.parted and not self._waits_for_helpers():
             return self._describe_hanging()
         if not steps:
