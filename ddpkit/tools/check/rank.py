@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from ..ranks import Script, describe, run_script, use_gloo_without_gpus
 from ..recorder import Recorder
 from .observing.collectives import Collectives, Files
 from .observing.modules import Modules
-from .observing.process import Ending, Function, before, report_to
+from .observing.process import Ending, before, report_to
 from .observing.samples import Samples
 from .observing.steps import Losses, Schedules, Steps
 from .observing.tracing import Windows
-from .source import is_own, place_of, stack
 
 
 def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int:
@@ -32,7 +30,7 @@ def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int
     ending = Ending(recorder, steps, control)
     observe(recorder, ending)
     code, failure = run_script(script)
-    recorder.tell("end", code=code, error=describe(failure), where=_places(failure))
+    recorder.tell("end", code=code, error=describe(failure))
     sys.stdout.flush()
     sys.stderr.flush()
     ending.wait("end")
@@ -51,36 +49,15 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     others = (collectives, Files(recorder), Schedules(recorder))
     for observer in (modules, losses, windows, samples, steps, *others):
         observer.install()
-    before(dist, "init_process_group", _refuse_in_child(recorder))
-    use_gloo_without_gpus()
-    before(torch.multiprocessing, "spawn", _refuse_to_spawn(recorder, ending))  # which never returns
 
+    def join(*args: Any, **kwargs: Any) -> None:
+        if not recorder.is_main:  # a process that the script has forked to be a rank
+            recorder.tell("spawns")
 
-def _refuse_to_spawn(recorder: Recorder, ending: Ending) -> Function:
-    def look(*args: Any, **kwargs: Any) -> None:
-        recorder.tell("spawns", where=stack())
+    def spawn(*args: Any, **kwargs: Any) -> None:
+        recorder.tell("spawns")
         ending.wait("spawns")
 
-    return look
-
-
-def _refuse_in_child(recorder: Recorder) -> Function:
-    """Tell of a process that the script has forked to be a rank, and is not observed as one."""
-
-    def look(*args: Any, **kwargs: Any) -> None:
-        if not recorder.is_main:
-            recorder.tell("spawns", where=stack())
-
-    return look
-
-
-def _places(error: BaseException | None) -> list[Any]:
-    """List the script's lines of a traceback, the innermost first."""
-    places = []
-    trace: TracebackType | None = error.__traceback__ if error else None
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if is_own(file):
-            places.append(place_of(trace.tb_frame)._replace(line=trace.tb_lineno))
-        trace = trace.tb_next
-    return places[::-1]
+    before(dist, "init_process_group", join)
+    use_gloo_without_gpus()
+    before(torch.multiprocessing, "spawn", spawn)

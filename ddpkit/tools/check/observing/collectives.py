@@ -68,7 +68,7 @@ class Collectives:
 
     def install(self) -> None:
         """Begin."""
-        before(Join, "__enter__", self._note_join)
+        before(Join, "__enter__", lambda *args: self._recorder.tell("join"))
         for name in _POINT_TO_POINT:
             before(dist, name, self._note_sent)
         for name in (*_WITH_TENSORS, *_OTHERS):
@@ -77,14 +77,11 @@ class Collectives:
             if hasattr(dist, name):
                 setattr(distributed_c10d, name, getattr(dist, name))  # which P2POp compares
 
-    def _note_join(self, *args: Any) -> None:
-        self._recorder.tell("join", where=stack()[:1])
-
     def _note_sent(self, *args: Any, **kwargs: Any) -> None:
         """Tell once a step that a tensor goes from one rank to another."""
         if self._recorder.is_main and self._recorder.step > self._sent_at and not self._depth:
             self._sent_at = self._recorder.step
-            self._recorder.tell("point to point", where=stack()[:1])
+            self._recorder.tell("point to point")
 
     def _observed(self, original: Function) -> Function:
         tell = guarded(self._tell)

@@ -15,7 +15,7 @@ from torch.utils.data._utils import fetch
 
 from ....collectives.digest import digest
 from ....data.streams import Stream
-from ...recorder import Recorder, content, size_of
+from ...recorder import Recorder, content
 from ..source import Place, Stack, bound_of_loop, definition, is_own_object, stack
 from .modules import Modules
 from .process import Ending, Function, after, before, guarded, replace
@@ -192,7 +192,7 @@ class Samples:
         known.batches += 1
         if known.batches <= _BATCHES:
             told = {"loader": known.key, "number": known.epoch, "batch": known.batches}
-            self._recorder.tell("batch", content=content(batch), samples=size_of(batch), **told)
+            self._recorder.tell("batch", content=content(batch), **told)
 
     def _fetch(self, original: Function) -> Function:
         look = guarded(self._tell_fetch)
