@@ -13,9 +13,9 @@ from ..recorder import Recorder
 from .observing.collectives import Collectives, Files
 from .observing.modules import Modules
 from .observing.process import Ending, before, report_to
+from .observing.random_numbers import Windows
 from .observing.samples import Samples
 from .observing.steps import Losses, Schedules, Steps
-from .observing.tracing import Windows
 
 
 def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int:

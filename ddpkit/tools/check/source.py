@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import math
 import os
 import sys
 import sysconfig
@@ -237,25 +236,6 @@ def skipping_lines(stack: Stack) -> list[Place]:
     return []
 
 
-@cache
-def decisions_around(file: str, line: int) -> dict[int, ast.If]:
-    """Find the `if`s in the loops around a line that end one, by their lines."""
-    found: dict[int, ast.If] = {}
-    for loop in loops_around(file, line):
-        for statement in ast.walk(loop):
-            if isinstance(statement, ast.If) and _ends_loop(statement):
-                found[statement.lineno] = statement
-    return found
-
-
-def _ends_loop(statement: ast.If) -> bool:
-    """Return whether an `if` ends a loop, and does not only look for broken numbers."""
-    test = ast.unparse(statement.test)
-    if any(word in test for word in ("isfinite", "isnan", "isinf")):
-        return False
-    return any(isinstance(node, ast.Break | ast.Return) for part in statement.body for node in ast.walk(part))
-
-
 # Evaluate simple expressions of running functions, without calling anything of the script's.
 
 
@@ -363,18 +343,6 @@ def _is_number_of_ranks(node: ast.expr, frame: FrameType) -> bool:
         if "get_world_size" in name or evaluate(part, frame) in (world_size, None):
             return True
     return False
-
-
-def fractions(test: ast.expr, frame: FrameType) -> list[float]:
-    """Evaluate what a test compares, as far as these are fractions."""
-    found = []
-    for node in ast.walk(test):
-        value = evaluate(node, frame) if isinstance(node, ast.Name | ast.Attribute) else None
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point():
-            value = value.item()
-        if isinstance(value, float) and math.isfinite(value):
-            found.append(value)
-    return found
 
 
 def loop_keys() -> list[str]:

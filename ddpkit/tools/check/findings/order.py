@@ -1,4 +1,4 @@
-"""Find ranks that part, in their collectives, numbers of batches and decisions, and files that several write."""
+"""Find ranks that part, in their collectives and numbers of batches, and files that several write."""
 
 from __future__ import annotations
 
@@ -15,27 +15,13 @@ from .facts import SCRIPT_END, Facts, Finding, Parting, all_equal, place, places
 def find(facts: Facts) -> Iterator[Finding]:
     """Explain where the ranks part, and find where they will."""
     uneven = _find_uneven_epochs(facts)
-    found = [uneven, _find_plateau(facts) or _find_decision(facts), _find_other_keys(facts)]
+    found = [uneven, _find_plateau(facts), _find_other_keys(facts)]
     if uneven is None:
         found.append(_find_skipping(facts))
     if facts.parted and not any(found):
         found.append(_explain(facts, facts.parted))
     yield from filter(None, found)
     yield from _find_same_files(facts)
-
-
-def _find_decision(facts: Facts) -> Finding | None:
-    """Find a decision that each rank takes by a number of its own."""
-    for (file, line, function, _), records in facts.rows("decision", "file", "line", "function", "number"):
-        rows = [record["values"] for record in records]
-        differing = [column for column in zip(*rows, strict=False) if not all_equal(column)]
-        if differing and all_equal([len(row) for row in rows]):
-            numbers = " and ".join(f"{value:.4g}" for value in differing[0])
-            evidence = f"{say_ranks(facts.ranks)} decide by numbers of their own: {numbers}"
-            why = "one rank stops when others do not, and they wait for it"
-            fix = "average the number over ranks before: `loss = ddpkit.all_reduce_mean(loss, weight=count)`"
-            return facts.finding("one-rank-decides", evidence, why, fix, Place(file, line, function))
-    return None
 
 
 def _find_skipping(facts: Facts) -> Finding | None:

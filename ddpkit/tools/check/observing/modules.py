@@ -86,7 +86,7 @@ class Modules:
         self.wrapped: dict[int, Wrapped] = {}
         self.calls: list[dict[str, Any]] = []
         self.samples = 0
-        self.on_call: list[Function] = []
+        self.on_call: Function = lambda: None
         self._parameters: dict[int, tuple[Any, Stack]] = {}
         self._called: set[int] = set()  # identities of networks, not of their parts
         self._depth = 0
@@ -191,8 +191,7 @@ class Modules:
         if self._depth == 1:
             self._note_call(module, args)
             if torch.is_grad_enabled():
-                for look in self.on_call:
-                    look()
+                self.on_call()
 
     def _enter_ddp(self, wrapped: Wrapped) -> None:
         regroups = wrapped.regroups and torch.is_grad_enabled()

@@ -19,7 +19,7 @@ from ...recorder import Recorder, content
 from ..source import Place, Stack, bound_of_loop, definition, is_own_object, stack
 from .modules import Modules
 from .process import Ending, Function, after, before, guarded, replace
-from .tracing import GENERATORS, Draws, State, Windows, generators_in, states
+from .random_numbers import GENERATORS, Draws, State, Windows, generators_in, states
 
 _MANY = 2_000_000  # samples of an epoch that are listed
 _BATCHES = 64  # of an epoch that are described one by one

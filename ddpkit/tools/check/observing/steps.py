@@ -16,8 +16,8 @@ from ..source import Place, Stack, divides_by_ranks, divisions_of_loss, stack
 from .collectives import Collectives
 from .modules import Modules, roots, variables
 from .process import Ending, Function, after, before, guarded, replace
+from .random_numbers import Windows
 from .samples import Samples
-from .tracing import Decisions, Windows
 
 _LOSSES = (
     "cross_entropy",
@@ -175,7 +175,6 @@ class Steps:
         self._windows = windows
         self._collectives = collectives
         self._samples = samples
-        self._decisions = Decisions(recorder)
         self._made: weakref.WeakKeyDictionary[Optimizer, Stack] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
         self._depth = 0
@@ -184,7 +183,7 @@ class Steps:
 
     def install(self) -> None:
         """Begin."""
-        self._modules.on_call += [guarded(self._decisions.end), guarded(self._note_buffers)]
+        self._modules.on_call = guarded(self._note_buffers)
         after(Optimizer, "__init__", self._note_made)
         before(Optimizer, "load_state_dict", self._note_loaded)
         register_optimizer_step_pre_hook(self._begins)
@@ -200,7 +199,6 @@ class Steps:
         self._depth += 1
         if self._depth > 1:  # an optimiser that is part of another
             return
-        self._decisions.end()
         seen = self._seen.get(optimizer)
         if seen is None:
             seen = self._seen[optimizer] = _Seen(len(self._seen), self._made.get(optimizer, []))
@@ -220,7 +218,6 @@ class Steps:
         self._buffers = None
         for observer in (self._samples, self._modules, self._losses, self._windows):
             observer.begin_step()
-        guarded(self._decisions.begin)()
 
     @torch.no_grad()
     def _record(self, optimizer: Optimizer, seen: _Seen) -> None:

@@ -1,12 +1,10 @@
-"""Observe lines while they run, by trace functions: those that draw random numbers, and those that end a loop."""
+"""Observe random number generators: which are used in training, from which state, and by which lines."""
 
 from __future__ import annotations
 
-import ast
 import random
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -15,7 +13,7 @@ import numpy as np
 import torch
 
 from ...recorder import Recorder
-from ..source import Place, decisions_around, fractions, is_own, own_frames, place_of, stack
+from ..source import Place, is_own, own_frames, place_of, stack
 from .process import before
 
 GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
@@ -97,9 +95,11 @@ class Draws:
     def end(self) -> None:
         """Look no more."""
         if self._is_tracing:
-            _stop_tracing()
+            sys.settrace(None)
             self._is_tracing = False
             self._compare()
+            for frame in own_frames(sys._getframe(1)):
+                frame.f_trace = None
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not is_own(frame.f_code.co_filename):
@@ -115,12 +115,6 @@ class Draws:
         if now != self._state and self._place and is_new:
             self.lines.append(self._place)
         self._state = now
-
-
-def _stop_tracing() -> None:
-    sys.settrace(None)
-    for frame in own_frames(sys._getframe(1)):
-        frame.f_trace = None
 
 
 class Windows:
@@ -170,49 +164,3 @@ class Windows:
         """Forget what belongs to the step that has ended."""
         self._drawn = []
         self.open()
-
-
-_MANY_DECISIONS = 32  # times that one is told
-
-
-class Decisions:
-    """Tells the numbers that an `if` compares which ends a loop around a step, when the script comes to it."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._around: dict[str, dict[int, ast.If]] = {}  # by file and line
-        self._taken: Counter[Place] = Counter()
-        self._is_tracing = False
-
-    def begin(self) -> None:
-        """Look from the end of a step on, unless somebody else traces."""
-        if sys.gettrace() is not None:
-            return
-        for frame in own_frames(sys._getframe(1)):
-            table = self._around.setdefault(frame.f_code.co_filename, {})
-            table |= decisions_around(frame.f_code.co_filename, frame.f_lineno)
-            if table:
-                frame.f_trace = self._look
-                self._is_tracing = True
-        if self._is_tracing:
-            sys.settrace(_skip)
-
-    def end(self) -> None:
-        """Look no more."""
-        if self._is_tracing:
-            self._is_tracing = False
-            _stop_tracing()
-
-    def _look(self, frame: FrameType, event: str, argument: Any) -> Any:
-        statement = self._around[frame.f_code.co_filename].get(frame.f_lineno)
-        if event == "line" and statement is not None:
-            place = place_of(frame)
-            self._taken[place] += 1
-            values = fractions(statement.test, frame)
-            if values and self._taken[place] <= _MANY_DECISIONS:
-                self._recorder.tell("decision", **place._asdict(), number=self._taken[place], values=values)
-        return self._look
-
-
-def _skip(frame: FrameType, event: str, argument: Any) -> None:
-    """Look at nothing in functions that are called: these end no loop."""
